@@ -1,0 +1,85 @@
+"""The embedded corpus: English prose that every machine able to run this already has.
+
+It is harvested from the documentation inside the Python installation and its installed packages:
+docstrings (parsed, never imported), the topics of `pydoc`, README and .rst files, and package
+descriptions. It is what the demo trains on when no other text is given.
+"""
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+_MIN_DOCSTRING_CHARS = 60
+_MAX_FILE_BYTES = 4_000_000
+# Tests repeat one another and say little.
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "lib2to3"}
+_PROSE_SUFFIXES = {".rst", ".md"}
+_PROSE_NAMES = {"METADATA", "README", "README.txt"}
+
+
+def find() -> list[tuple[Path, str]]:
+    """Files with documentation, with names that do not depend on where Python is installed."""
+    paths = sysconfig.get_paths()
+    found: dict[Path, str] = {}
+    for label in ("stdlib", "purelib", "platlib"):
+        root = Path(paths[label]).resolve()
+        for path in sorted(root.rglob("*")):
+            inner = path.relative_to(root)
+            below = "site-packages" in inner.parts or _SKIPPED_FOLDERS & set(inner.parts)
+            wanted = (
+                path.suffix in _PROSE_SUFFIXES | {".py"} or path.name in _PROSE_NAMES
+            ) and "license" not in path.name.lower()
+            if wanted and not below and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+                prefix = "stdlib" if label == "stdlib" else "packages"
+                found.setdefault(path, f"{prefix}/{inner.as_posix()}")
+    return sorted(found.items(), key=lambda item: item[1])
+
+
+def documents(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
+    """Yields (id, UTF-8 text) of the documentation in one file."""
+    data = path.read_bytes()
+    if path.suffix == ".py":
+        for place, text in _docstrings(data, is_topics=name.endswith("pydoc_data/topics.py")):
+            yield f"{name}:{place}", text.encode("utf-8", "surrogatepass")
+    elif path.name == "METADATA":
+        # RFC 822 headers, a blank line, then the package's README.
+        yield name, data.partition(b"\n\n")[2]
+    else:
+        yield name, data
+
+
+def _docstrings(data: bytes, *, is_topics: bool) -> Iterator[tuple[str, str]]:
+    if b'"""' not in data and b"'''" not in data and not is_topics:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in others' sources
+            tree = ast.parse(data)
+    except (SyntaxError, ValueError, RecursionError):
+        return  # templates and sources of other Python versions
+    if is_topics:
+        yield from _topics(tree)
+    yield from _walk(tree, "")
+
+
+def _walk(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        text = ast.get_docstring(node)
+        if text and len(text) >= _MIN_DOCSTRING_CHARS:
+            yield place or "module", text
+    for child in getattr(node, "body", []):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = f"{place}.{child.name}" if place else child.name
+            yield from _walk(child, f"{inner}@{child.lineno}")
+        elif isinstance(child, (ast.If, ast.Try)):
+            yield from _walk(child, place)
+
+
+def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """pydoc's topics are one dict literal of texts."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for topic, text in ast.literal_eval(node.value).items():
+                yield f"topic {topic}", text

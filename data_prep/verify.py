@@ -1,0 +1,108 @@
+"""`python -m data_prep verify`: reads a whole dataset again and compares it with its index."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import webdataset
+from tqdm import tqdm
+
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import MEMBERS, DatasetIndex, read_index
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import DataError
+from pipeline.runtime.files import sha256_file
+
+
+def verify(folder: Path) -> list[str]:
+    """Checks sizes, hashes, counts and content of everything in a dataset.
+
+    Returns:
+        One line for every problem found; empty if the dataset is as it was written.
+
+    Raises:
+        DataError: there is no readable index to compare with.
+    """
+    index = read_index(folder)
+    problems = list(_tokenizer_problems(index))
+    for shard in tqdm(range(len(index.shards)), desc="verify", unit="shard"):
+        problems += _shard_problems(index, shard)
+    return problems
+
+
+def _tokenizer_problems(index: DatasetIndex) -> Iterator[str]:
+    path = index.folder / index.tokenizer_file
+    if not path.is_file():
+        yield f"tokenizer {path} does not exist"
+        return
+    found = sha256_file(path)
+    if found != index.tokenizer_sha256:
+        yield f"tokenizer {path} is damaged: sha256 {found}, expected {index.tokenizer_sha256}"
+    elif Tokenizer(path).vocab_size != index.vocab_size:
+        yield f"tokenizer {path} has {Tokenizer(path).vocab_size} pieces, not {index.vocab_size}"
+
+
+def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
+    """Problems of one shard: first where bytes differ, then what stock readers make of it."""
+    rows = np.flatnonzero(index.blocks.shard == shard)
+    damaged = False
+    try:
+        reader = BlockReader(index, shards=[shard])
+    except DataError as error:
+        yield str(error)
+        return
+    for row in rows:
+        try:
+            reader.check(int(row))
+        except DataError as error:
+            damaged = True
+            yield str(error)
+    info = index.shards[shard]
+    path = index.folder / info.file
+    found = sha256_file(path)
+    if found != info.sha256 and not damaged:
+        yield f"shard {path} is damaged: sha256 {found}, expected {info.sha256}"
+    if found == info.sha256:
+        yield from _content_problems(index, rows.tolist(), path)
+
+
+def _content_problems(index: DatasetIndex, rows: list[int], path: Path) -> Iterator[str]:
+    """Reads the shard as any webdataset user would, and checks what the numbers mean."""
+    try:
+        samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
+    except (OSError, tarfile.TarError, ValueError) as error:
+        yield f"shard {path} cannot be read by webdataset: {error}"
+        return
+    if len(samples) != len(rows):
+        yield f"shard {path} holds {len(samples)} blocks, the index has {len(rows)}"
+        return
+    for row, sample in zip(rows, samples, strict=True):
+        for text in _block_problems(index, row, sample):
+            yield f"{index.where(row)}: {text}"
+
+
+def _block_problems(index: DatasetIndex, row: int, sample: dict[str, Any]) -> Iterator[str]:
+    if sample["__key__"] != index.block_key(row):
+        yield f"is found under the key {sample['__key__']}"
+    for member, name in enumerate(MEMBERS):
+        digest = hashlib.sha256(sample[name]).digest()
+        if digest != index.blocks.member_sha256[row, member].tobytes():
+            yield f"{name} is not what the index has at its offset"
+    tokens, ends, words = (np.load(io.BytesIO(sample[name])) for name in MEMBERS[:3])
+    meta = json.loads(sample["meta.json"])
+    expected = int(index.blocks.num_tokens[row]), int(index.blocks.num_documents[row])
+    if (len(tokens), len(ends)) != expected:
+        yield f"has {len(tokens)} tokens and {len(ends)} documents, the index says {expected}"
+    if len(tokens) and int(tokens.max()) >= index.vocab_size:
+        yield f"has token id {tokens.max()}, the vocabulary ends at {index.vocab_size - 1}"
+    if not len(ends) or ends[-1] != len(tokens) or (np.diff(ends, prepend=0) <= 0).any():
+        yield "document ends do not rise to the number of tokens"
+    if len(words) != -(-len(tokens) // 8):
+        yield f"has {len(words)} bytes of word bits for {len(tokens)} tokens"
+    if len(meta["document_ids"]) != len(ends):
+        yield f"names {len(meta['document_ids'])} documents, holds {len(ends)}"

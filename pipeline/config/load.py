@@ -1,0 +1,185 @@
+"""Config files to frozen dataclasses: `from:` includes, dotted overrides, explanation, record.
+
+`load` reads a file, merges what its `from:` keys name below it, applies `section.key=value`
+overrides, and checks the result against the dataclass of the command that is run.
+"""
+
+import dataclasses
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pipeline.config import schema, strict_yaml
+from pipeline.config.strict_yaml import Node
+from pipeline.errors import ConfigError
+
+T = TypeVar("T")
+_RECORDED_PACKAGES = (
+    "postnorm", "torch", "deepspeed", "numpy", "webdataset", "sentencepiece", "tensorboard",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[T]):
+    """A checked config and where each written value came from (dotted path -> origin)."""
+
+    config: T
+    origins: dict[str, str]
+
+
+def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loaded[T]:
+    """Reads a config file.
+
+    Args:
+        cls: the root dataclass, such as `PretrainConfig`.
+        path: YAML file.
+        overrides: `dotted.path=value` texts; the value is read as YAML (`train.lr=1e-4`,
+            `sources.0.inputs=[a, b]`). Later ones win.
+
+    Raises:
+        ConfigError: see `strict_yaml.read_file` and `schema.build`.
+    """
+    root = _read_with_includes(Path(path), ())
+    for text in overrides:
+        root = _override(root, text)
+    config = schema.build(cls, root)
+    return Loaded(config, dict(_leaf_origins(root, "")))
+
+
+def explain(loaded: Loaded[Any]) -> str:
+    """One block a field: path, value, unit, range, meaning, and where the value came from."""
+    lines = []
+    for path, field, value in schema.walk(loaded.config):
+        shown = "null" if value is None else json.dumps(_plain(value), ensure_ascii=False)
+        unit = f" {field.metadata['unit']}" if field.metadata.get("unit") else ""
+        limits = f" [{schema.range_text(field)}]" if schema.range_text(field) else ""
+        lines.append(f"{path} = {shown}{unit}")
+        lines.append(f"    {field.metadata['meaning']}{limits}")
+        lines.append(f"    from {_origin_of(path, loaded.origins)}")
+    return "\n".join(lines)
+
+
+def to_yaml(config: Any) -> str:
+    """The whole config as YAML that `load` reads back to an equal config."""
+    return strict_yaml.dump(_plain(config))
+
+
+def digest(config: Any) -> str:
+    """sha256 of a config's values, independent of file layout and comments."""
+    return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
+
+
+def provenance() -> dict[str, str]:
+    """Git revision of the code, Python and package versions, for records beside results."""
+    record = {"git_revision": _git_revision(), "python": platform.python_version()}
+    for name in _RECORDED_PACKAGES:
+        try:
+            record[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            record[name] = "not installed"
+    return record
+
+
+def resolved_text(config: Any) -> str:
+    """Text of `resolved.yaml`: provenance as comments, then every value; itself a valid config."""
+    head = "".join(f"# {name}: {value}\n" for name, value in provenance().items())
+    return head + to_yaml(config)
+
+
+def _git_revision() -> str:
+    checkout = Path(__file__).resolve().parent
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown (not a git checkout)"
+    return done.stdout.strip()
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _read_with_includes(path: Path, parents: tuple[Path, ...]) -> Node:
+    if path.resolve() in parents:
+        chain = " -> ".join(str(parent) for parent in (*parents, path.resolve()))
+        raise ConfigError(f"config files include each other in a circle: {chain}")
+    return _expand(strict_yaml.read_file(path), path, (*parents, path.resolve()))
+
+
+def _expand(node: Node, path: Path, parents: tuple[Path, ...]) -> Node:
+    """Replaces every `from: file` by that file's content, overlaid with the keys beside it."""
+    if isinstance(node.value, list):
+        return Node([_expand(item, path, parents) for item in node.value], node.origin)
+    if not isinstance(node.value, dict):
+        return node
+    own = {k: _expand(v, path, parents) for k, v in node.value.items() if k != "from"}
+    if "from" not in node.value:
+        return Node(own, node.origin)
+    target = node.value["from"]
+    if not isinstance(target.value, str):
+        raise ConfigError(f"from = {target.plain()!r} ({target.origin}): expected a file name")
+    base = _read_with_includes(path.parent / target.value, parents)
+    return _overlay(base, Node(own, node.origin))
+
+
+def _overlay(base: Node, top: Node) -> Node:
+    if not isinstance(base.value, dict) or not isinstance(top.value, dict):
+        return top
+    merged = dict(base.value)
+    for key, node in top.value.items():
+        merged[key] = _overlay(merged[key], node) if key in merged else node
+    return Node(merged, top.origin)
+
+
+def _override(root: Node, text: str) -> Node:
+    path, equals, raw = text.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"override {text!r}: expected section.key=value, such as train.lr=1e-4")
+    value = strict_yaml.parse(raw, f"command line {text!r}", with_lines=False)
+    if not raw.strip():
+        raise ConfigError(f"override {text!r} has no value; write null for none, '' for empty text")
+    return _replace(root, path.strip().split("."), value, text)
+
+
+def _replace(node: Node, keys: list[str], value: Node, text: str) -> Node:
+    if not keys:
+        return value
+    if isinstance(node.value, list):
+        if not keys[0].isdecimal() or int(keys[0]) >= len(node.value):
+            raise ConfigError(
+                f"override {text!r}: {keys[0]!r} is no index of a list of {len(node.value)} items"
+            )
+        items = list(node.value)
+        items[int(keys[0])] = _replace(items[int(keys[0])], keys[1:], value, text)
+        return Node(items, node.origin)
+    mapping = dict(node.value) if isinstance(node.value, dict) else {}
+    child = mapping.get(keys[0], Node({}, value.origin))
+    mapping[keys[0]] = _replace(child, keys[1:], value, text)
+    return Node(mapping, node.origin)
+
+
+def _leaf_origins(node: Node, path: str) -> list[tuple[str, str]]:
+    found = [(path, node.origin)] if path else []
+    children: list[tuple[str, Node]] = []
+    if isinstance(node.value, dict):
+        children = list(node.value.items())
+    elif isinstance(node.value, list):
+        children = [(str(i), item) for i, item in enumerate(node.value)]
+    for key, child in children:
+        found += _leaf_origins(child, f"{path}.{key}" if path else key)
+    return found
+
+
+def _origin_of(path: str, origins: dict[str, str]) -> str:
+    return origins.get(path, "default")

@@ -1,0 +1,173 @@
+"""Turns a tree of YAML nodes into frozen dataclasses, checking every name, type and range.
+
+A field is declared with `param`, which carries its meaning, unit and range, so that error messages
+and `config --explain` never disagree with what is checked.
+"""
+
+import dataclasses
+import difflib
+import operator
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar, Union
+
+from pipeline.config.strict_yaml import Node
+from pipeline.errors import ConfigError
+
+T = TypeVar("T")
+REQUIRED = dataclasses.MISSING
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+def param(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Declares one config field.
+
+    Args:
+        default: the value when none is written, or `REQUIRED`.
+        meaning: one line for `--explain`.
+        unit: physical unit of the value, empty for a pure number or text.
+        ge: lowest value allowed.
+        gt: the value must be above this.
+        le: highest value allowed.
+        lt: the value must be below this.
+    """
+    bounds = {">=": ge, ">": gt, "<=": le, "<": lt}
+    metadata = {
+        "meaning": meaning,
+        "unit": unit,
+        "bounds": {sign: bound for sign, bound in bounds.items() if bound is not None},
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: type[T], meaning: str) -> Any:
+    """Declares a nested section that starts from its own defaults."""
+    return dataclasses.field(default_factory=cls, metadata={"meaning": meaning})
+
+
+def range_text(field: "dataclasses.Field[Any]") -> str:
+    """The allowed range of a field in words, such as `>= 1, < 2`; empty when there is none."""
+    bounds = field.metadata.get("bounds", {})
+    return ", ".join(f"{sign} {bound}" for sign, bound in bounds.items())
+
+
+def build(cls: type[T], node: Node, path: str = "") -> T:
+    """Builds `cls` from a mapping node.
+
+    Args:
+        cls: a dataclass whose fields are declared with `param` or `section`.
+        node: the mapping to read.
+        path: dotted path of this section, empty for the root.
+
+    Raises:
+        ConfigError: unknown key, missing required key, wrong type, or value out of range; names
+            the path, the value, what was expected and the nearest valid key.
+    """
+    where = path or "the config"
+    if not isinstance(node.value, dict):
+        raise ConfigError(f"{where} must be a mapping, got {node.value!r} ({node.origin})")
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key, child in node.value.items():
+        if key not in fields:
+            raise ConfigError(_unknown_key_text(cls, path, key, child))
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, field in fields.items():
+        dotted = f"{path}.{name}" if path else name
+        if name in node.value:
+            values[name] = _coerce(hints[name], node.value[name], dotted)
+            _check_range(field, values[name], node.value[name], dotted)
+        elif dataclasses.is_dataclass(hints[name]):
+            # An absent section is built too, so that its own required fields are asked for.
+            values[name] = build(typing.cast(type, hints[name]), Node({}, node.origin), dotted)
+        elif field.default is REQUIRED and field.default_factory is REQUIRED:
+            raise ConfigError(
+                f"{dotted} is required ({field.metadata['meaning']}); add it to {node.origin}"
+            )
+    return cls(**values)
+
+
+def walk(config: Any, path: str = "") -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
+    """Yields (dotted path, field, value) of every leaf of a built config, in order."""
+    for field in dataclasses.fields(config):
+        dotted = f"{path}.{field.name}" if path else field.name
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from walk(value, dotted)
+        else:
+            yield dotted, field, value
+
+
+def _unknown_key_text(cls: type, path: str, key: str, child: Node) -> str:
+    names = [field.name for field in dataclasses.fields(cls)]
+    elsewhere = [
+        f"{name}.{key}"
+        for name, hint in typing.get_type_hints(cls).items()
+        if dataclasses.is_dataclass(hint) and key in {f.name for f in dataclasses.fields(hint)}
+    ]
+    near = elsewhere or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    dotted = f"{path}.{key}" if path else key
+    advice = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"unknown key {dotted!r} = {child.plain()!r} ({child.origin}); {advice}"
+        f"keys of {path or 'the top level'}: {', '.join(names)}"
+    )
+
+
+def _check_range(field: "dataclasses.Field[Any]", value: Any, node: Node, path: str) -> None:
+    if value is None or not isinstance(value, (int, float)):
+        return
+    for sign, bound in field.metadata.get("bounds", {}).items():
+        if not _COMPARE[sign](value, bound):
+            unit = f" {field.metadata['unit']}" if field.metadata.get("unit") else ""
+            raise ConfigError(
+                f"{path} = {value}{unit} is out of range: expected {range_text(field)} "
+                f"({node.origin}); it means: {field.metadata['meaning']}"
+            )
+
+
+def _coerce(hint: Any, node: Node, path: str) -> Any:
+    """Checks one value against its type hint; never guesses (an int is no bool, text no number)."""
+    origin, args, value = typing.get_origin(hint), typing.get_args(hint), node.value
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), node, path)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        return _coerce(next(arg for arg in args if arg is not type(None)), node, path)
+    if origin is Literal:
+        if type(value) is str and value in args:
+            return value
+        choices = ", ".join(str(arg) for arg in args)
+        near = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
+        advice = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{path} = {node.plain()!r} ({node.origin}): expected one of {choices}{advice}"
+        )
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(
+                f"{path} = {node.plain()!r} ({node.origin}): expected a list, such as [a, b]"
+            )
+        return tuple(_coerce(args[0], item, f"{path}.{i}") for i, item in enumerate(value))
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is hint:
+        return value
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    advice = "; put it in quotes to make it text" if hint is str else ""
+    if hint is int and type(value) is float and value.is_integer():
+        advice = f"; write {int(value):_}"
+    raise ConfigError(
+        f"{path} = {node.plain()!r} ({node.origin}): expected {names[hint]}{advice}"
+    )

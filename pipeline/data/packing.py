@@ -1,0 +1,86 @@
+"""Documents of a block to sequences of a fixed length: a pure function of the documents' lengths.
+
+A document longer than a sequence becomes successive pieces; nothing is dropped. Every piece costs two
+more slots, for [CLS] and [SEP]. Packing never looks at the seed or the epoch: which documents
+share a sequence has no effect on any of them, since attention never crosses documents, and so a
+sequence has one number for good, by which its masks are drawn.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+SPECIALS_PER_PIECE = 2
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The sequences of one block."""
+
+    piece_start: npt.NDArray[np.int64]
+    """(p,) first token of each piece, as offset into the block."""
+    piece_stop: npt.NDArray[np.int64]
+    """(p,) one past its last token."""
+    piece_doc: npt.NDArray[np.int64]
+    """(p,) row of its document in the block."""
+    sequence_ends: npt.NDArray[np.int64]
+    """(s,) end of each sequence in the piece arrays."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences."""
+        return len(self.sequence_ends)
+
+    def pieces(self, sequence: int) -> range:
+        """Rows of the pieces of one sequence."""
+        begin = int(self.sequence_ends[sequence - 1]) if sequence else 0
+        return range(begin, int(self.sequence_ends[sequence]))
+
+
+def pack(doc_ends: npt.NDArray[np.int64], seq_len: int) -> Packing:
+    """Packs documents by best fit, longest piece first.
+
+    Args:
+        doc_ends: (d,) int64 end offset of each document.
+        seq_len: slots of a sequence, specials included.
+    """
+    start, stop, doc = _split(doc_ends, seq_len - SPECIALS_PER_PIECE)
+    need = stop - start + SPECIALS_PER_PIECE
+    by_length = np.argsort(-need, kind="stable")
+    bins: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}  # free slots -> bins with just that many
+    spaces = 0  # bit k is set if a bin with k free slots exists: finds the best fit in one step
+    for piece in by_length.tolist():
+        slots = int(need[piece])
+        fitting = spaces >> slots
+        if fitting:
+            space = slots + (fitting & -fitting).bit_length() - 1
+            bin_ = by_space[space].pop()
+            if not by_space[space]:
+                spaces &= ~(1 << space)
+            bins[bin_].append(piece)
+        else:
+            space = seq_len
+            bin_ = len(bins)
+            bins.append([piece])
+        rest = space - slots
+        if rest > SPECIALS_PER_PIECE:
+            by_space.setdefault(rest, []).append(bin_)
+            spaces |= 1 << rest
+    order = np.array([piece for members in bins for piece in members], dtype=np.int64)
+    ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
+    return Packing(start[order], stop[order], doc[order], ends)
+
+
+def _split(
+    doc_ends: npt.NDArray[np.int64], longest: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Cuts documents into pieces of at most `longest` tokens: start, stop and document of each."""
+    doc_starts = np.concatenate(([0], doc_ends[:-1])).astype(np.int64)
+    pieces_per_doc = -(-(doc_ends - doc_starts) // longest)
+    doc = np.repeat(np.arange(len(doc_ends)), pieces_per_doc)
+    first_piece = np.cumsum(pieces_per_doc) - pieces_per_doc
+    number_in_doc = np.arange(len(doc)) - first_piece[doc]
+    start = doc_starts[doc] + number_in_doc * longest
+    return start, np.minimum(start + longest, doc_ends[doc]), doc

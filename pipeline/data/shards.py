@@ -1,0 +1,221 @@
+"""The on-disk contract between data preparation and training: shards, blocks, index, fingerprint.
+
+A dataset folder holds
+
+    index.json, index.npz    what is in every shard, written last; its hash is the fingerprint
+    tokenizer.model          sentencepiece
+    shards/*.tar             webdataset tars; a shard's members come in groups of four, a block
+    shards/*.json            sidecar of each shard, with what the index takes from it
+
+    KEY.tokens.npy   (n,) uint16 or uint32     token ids of the block's documents, no specials
+    KEY.docs.npy     (d,) int64                end offset of each document
+    KEY.words.npy    (ceil(n/8),) uint8        one bit a token, most significant first: starts a word
+    KEY.meta.json    {"source", "document_ids", "num_tokens", "num_documents"}
+
+Every byte of a shard is covered by a sha256: the block's (its four members with their tar headers
+and padding), or the check that a tar ends in zeros.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.errors import DataError
+
+FORMAT_VERSION = 1
+MEMBERS = ("tokens.npy", "docs.npy", "words.npy", "meta.json")
+SPLITS = ("train", "eval")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PAD_ID, UNK_ID, CLS_ID, SEP_ID, MASK_ID = range(5)
+NUM_SPECIAL = len(SPECIAL_TOKENS)
+
+_BLOCK_FIELDS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "shard": (np.int32, ()),  # row in `shards`
+    "offset": (np.int64, ()),  # first byte of the block in its tar, the first header
+    "length": (np.int64, ()),  # bytes up to the end of the last member's padding
+    "sha256": (np.uint8, (32,)),  # of those bytes
+    "member_offset": (np.int64, (4,)),  # first payload byte of each member
+    "member_length": (np.int64, (4,)),
+    "member_sha256": (np.uint8, (4, 32)),
+    "num_tokens": (np.int64, ()),
+    "num_documents": (np.int64, ()),
+}
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+    """Smallest unsigned type that holds every token id."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One tar."""
+
+    file: str
+    """Path below the dataset folder."""
+    split: str
+    num_bytes: int
+    sha256: str
+    keys: tuple[str, ...]
+    """Names of its blocks, in order."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One row a block, in shard order; see `_BLOCK_FIELDS` for shapes."""
+
+    shard: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    sha256: npt.NDArray[np.uint8]
+    member_offset: npt.NDArray[np.int64]
+    member_length: npt.NDArray[np.int64]
+    member_sha256: npt.NDArray[np.uint8]
+    num_tokens: npt.NDArray[np.int64]
+    num_documents: npt.NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: list[dict[str, Any]]) -> "Blocks":
+        """Stacks per-block values; hashes may be given as hex text."""
+        columns = {}
+        for name, (dtype, shape) in _BLOCK_FIELDS.items():
+            values = [_from_hex(row[name]) for row in rows]
+            columns[name] = np.array(values, dtype=dtype).reshape(len(rows), *shape)
+        return cls(**columns)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+@dataclass(frozen=True)
+class DatasetIndex:
+    """Everything about a dataset but the tokens themselves."""
+
+    folder: Path
+    fingerprint: str
+    vocab_size: int
+    tokenizer_file: str
+    tokenizer_sha256: str
+    unigram_entropy_nats: float
+    """Entropy of the training tokens' frequencies: the loss of a model that knows nothing else."""
+    totals: dict[str, dict[str, int]]
+    """split -> {"tokens", "documents", "text_bytes"}."""
+    shards: tuple[ShardInfo, ...]
+    blocks: Blocks
+
+    def split_blocks(self, split: str) -> npt.NDArray[np.int64]:
+        """Rows of the blocks of one split."""
+        of_split = np.array([shard.split == split for shard in self.shards], dtype=bool)
+        return np.flatnonzero(of_split[self.blocks.shard])
+
+    def block_key(self, block: int) -> str:
+        """Name of a block, which its members' names start with."""
+        shard = int(self.blocks.shard[block])
+        first = int(np.searchsorted(self.blocks.shard, shard))
+        return self.shards[shard].keys[block - first]
+
+    def where(self, block: int, member: int | None = None) -> str:
+        """Shard and member in words, for error messages."""
+        file = self.folder / self.shards[int(self.blocks.shard[block])].file
+        name = self.block_key(block)
+        return f"shard {file}, member {name}.{MEMBERS[member] if member is not None else '*'}"
+
+
+def index_bytes(
+    *,
+    vocab_size: int,
+    tokenizer_file: str,
+    tokenizer_sha256: str,
+    unigram_entropy_nats: float,
+    totals: dict[str, dict[str, int]],
+    shards: list[ShardInfo],
+    blocks_npz_sha256: str,
+) -> bytes:
+    """Content of `index.json`; the fingerprint in it is the sha256 of all the rest."""
+    body = {
+        "format_version": FORMAT_VERSION,
+        "vocab_size": vocab_size,
+        "special_tokens": list(SPECIAL_TOKENS),
+        "tokenizer_file": tokenizer_file,
+        "tokenizer_sha256": tokenizer_sha256,
+        "unigram_entropy_nats": unigram_entropy_nats,
+        "totals": totals,
+        "index_npz_sha256": blocks_npz_sha256,
+        "shards": [asdict(shard) for shard in shards],
+    }
+    body["fingerprint"] = _fingerprint(body)
+    return (json.dumps(body, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def read_index(folder: str | Path) -> DatasetIndex:
+    """Reads and checks `index.json` and `index.npz`.
+
+    Raises:
+        DataError: the folder has no complete index, or the index does not match its own hashes.
+    """
+    folder = Path(folder)
+    path = folder / "index.json"
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist: {folder} is no finished dataset; "
+            "run `python -m data_prep run CONFIG` to its end, or correct data.dir"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged (no JSON: {error}); {_REBUILD}") from None
+    if body.get("format_version") != FORMAT_VERSION:
+        raise DataError(
+            f"{path} has format_version {body.get('format_version')!r}, expected {FORMAT_VERSION}; "
+            "prepare the dataset again with this version"
+        )
+    fingerprint = body.pop("fingerprint", None)
+    if fingerprint != _fingerprint(body):
+        raise DataError(f"{path} was changed: its content does not match its fingerprint; {_REBUILD}")
+    shards = tuple(ShardInfo(**{**shard, "keys": tuple(shard["keys"])}) for shard in body["shards"])
+    return DatasetIndex(
+        folder=folder,
+        fingerprint=fingerprint,
+        vocab_size=body["vocab_size"],
+        tokenizer_file=body["tokenizer_file"],
+        tokenizer_sha256=body["tokenizer_sha256"],
+        unigram_entropy_nats=body["unigram_entropy_nats"],
+        totals=body["totals"],
+        shards=shards,
+        blocks=_read_blocks(folder / "index.npz", body["index_npz_sha256"]),
+    )
+
+
+_REBUILD = "restore the file or run `python -m data_prep run CONFIG` again"
+
+
+def _read_blocks(path: Path, expected_sha256: str) -> Blocks:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; {_REBUILD}") from None
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected_sha256:
+        raise DataError(
+            f"{path} is damaged: sha256 {found}, index.json expects {expected_sha256}; {_REBUILD}"
+        )
+    with np.load(path, allow_pickle=False) as arrays:
+        return Blocks(**{name: arrays[name] for name in _BLOCK_FIELDS})
+
+
+def _fingerprint(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _from_hex(value: Any) -> Any:
+    if isinstance(value, str):
+        return np.frombuffer(bytes.fromhex(value), dtype=np.uint8)
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return np.stack([_from_hex(item) for item in value])
+    return value

@@ -1,0 +1,36 @@
+"""Errors a user can cause, and the exit codes that `launch` and job scripts read.
+
+Every message says what was wrong, the value found, what was expected and what to change.
+An `assert` elsewhere marks a bug of ours; these classes mark something the user can mend.
+"""
+
+EXIT_FINISHED = 0
+"""The work is done; nothing is left to do."""
+EXIT_FAILED_RETRY = 1
+"""An unforeseen failure (also what an uncaught exception gives): trying again may help."""
+EXIT_FAILED_DO_NOT_RETRY = 2
+"""The input is wrong (also what argparse gives): trying again changes nothing."""
+EXIT_PREEMPTED = 75
+"""Stopped on request after saving (EX_TEMPFAIL in sysexits.h): start again to continue."""
+
+
+class PostnormError(Exception):
+    """A failure with a message meant for the person who started the command."""
+
+    exit_code = EXIT_FAILED_DO_NOT_RETRY
+
+
+class ConfigError(PostnormError):
+    """A config file, an override or an environment variable is wrong."""
+
+
+class DataError(PostnormError):
+    """Input text, a shard or an index is missing, damaged or unusable."""
+
+
+class CheckpointError(PostnormError):
+    """A checkpoint could not be written, or does not fit what it is loaded into."""
+
+
+class TrainingError(PostnormError):
+    """Training cannot go on, such as too many skipped steps in a row."""

@@ -1,0 +1,33 @@
+"""Collectives in the few forms used here; the process group itself is opened by the engine."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Adds a tensor over all ranks, in place. No host synchronisation."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    return tensor
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    dist.barrier()
+
+
+def from_first(value: T | None) -> T:
+    """Gives every rank rank 0's (picklable) value."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[no-any-return]
+
+
+def gather(value: T) -> list[T]:
+    """Gives every rank the list of all ranks' (picklable) values, in rank order."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box

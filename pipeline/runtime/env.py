@@ -1,0 +1,67 @@
+"""The only reader (and writer) of environment variables."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.errors import ConfigError
+
+_GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Where this process stands in the process group."""
+
+    rank: int
+    """0 .. world_size - 1, over all nodes."""
+    local_rank: int
+    """0 .. on this node; picks the GPU."""
+    world_size: int
+    """Number of processes over all nodes."""
+    host: str
+    """Name of this node."""
+    job: str
+    """SLURM job id and restart count, such as `1234.0`; `local` outside SLURM."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes what is written once."""
+        return self.rank == 0
+
+
+def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
+    """Reads the process group's variables as `torchrun` or a job script sets them.
+
+    Nothing is guessed: a job script that forgets them would start N runs of one process each,
+    all writing to the same folder.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
+    environ = os.environ if environ is None else environ
+    missing = [name for name in _GROUP_VARIABLES if not environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"process-group variables not set: {', '.join(missing)}. On one machine start with "
+            "`torchrun --standalone --nproc-per-node N -m pipeline pretrain CONFIG`; for a single "
+            "process set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500; "
+            "under SLURM use the script of `python -m launch render CONFIG`"
+        )
+    numbers = {name: environ[name] for name in _GROUP_VARIABLES if name != "MASTER_ADDR"}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise ConfigError(f"{name}={text!r} must be a whole number; set it right or unset it")
+    rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}")
+    job = "local"
+    if "SLURM_JOB_ID" in environ:
+        job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    return ProcessInfo(rank, int(numbers["LOCAL_RANK"]), world_size, socket.gethostname(), job)
+
+
+def set_default(name: str, value: str) -> None:
+    """Sets a variable for libraries that read it, unless the user already has."""
+    os.environ.setdefault(name, value)

@@ -1,0 +1,52 @@
+"""Files that are either complete or absent, whatever kills the process in between."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_CHUNK_BYTES = 1 << 22
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes `path` so that readers see the old content or the new, never a part.
+
+    Raises:
+        OSError: the disk is full or not writable; the old content is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Writes a value as indented JSON, atomically."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_atomic(path, text.encode())
+
+
+def sync_path(path: Path) -> None:
+    """Flushes a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 of a file's content, in hex, reading a few MiB at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,181 @@
+"""`python -m pipeline pretrain`: puts a run together from its config and starts the loop."""
+
+import fcntl
+import json
+import logging
+import time
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pipeline.config.load import provenance, resolved_text
+from pipeline.config.run import PretrainConfig
+from pipeline.data.loader import EvalLoader, Share, TrainLoader
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.errors import EXIT_FINISHED, ConfigError, DataError, PostnormError
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime import dist, log
+from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
+from pipeline.train.checkpoint import CheckpointStore
+from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.train.loop import Parts, train
+from pipeline.train.sinks import Sinks
+from pipeline.train.stop import StopRequest
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS_FILE = "attempts.jsonl"
+DONE_FILE = "done.json"
+LOCK_FILE = "lock"
+RESOLVED_FILE = "resolved.yaml"
+
+
+def pretrain(config: PretrainConfig, process: ProcessInfo) -> int:
+    """Runs or resumes a pre-training run on this rank.
+
+    Returns:
+        An exit code of `pipeline.errors`.
+
+    Raises:
+        PostnormError: anything the user can mend.
+    """
+    stop = StopRequest()
+    run_dir = Path(config.run_dir)
+    config.train.accumulation_steps(process.world_size)
+    index = read_index(config.data.dir)
+    config = with_vocabulary(config, index)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log.to_run(run_dir, process.rank)
+    with _exclusive(run_dir, process):
+        device = init_process_group(process)
+        code = _run(config, process, index, device, stop)
+        close_process_group()
+    return code
+
+
+def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConfig:
+    """Fills in or checks `model.vocab_size`.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    size = config.model.vocab_size or index.vocab_size
+    if size < index.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={size} is below the {index.vocab_size} tokens of {index.folder}; "
+            "raise it, or leave it out"
+        )
+    return replace(config, model=replace(config.model, vocab_size=size))
+
+
+def _run(
+    config: PretrainConfig,
+    process: ProcessInfo,
+    index: DatasetIndex,
+    device: torch.device,
+    stop: StopRequest,
+) -> int:
+    run_dir = Path(config.run_dir)
+    share = Share(process.rank, process.world_size)
+    train_loader, eval_loader = _open_data(config, index, share)
+    torch.manual_seed(config.seed)
+    model = MaskedLanguageModel(config.model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = Engine(model, config.train, process, device)
+    store = CheckpointStore(config, index.fingerprint, process, num_parameters)
+    state, resumed_from = store.restore(engine)
+    logger.info(
+        "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch, %s",
+        run_dir, f"{num_parameters:,}", process.world_size, device.type,
+        f"{train_loader.order.num_sequences:,}", config.data.seq_len,
+        f"resumed from {resumed_from}" if resumed_from else "from scratch",
+    )  # fmt: skip
+    sinks = None
+    if process.is_first:
+        write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
+        attempt = _record_attempt(run_dir, process, state.step if resumed_from else None)
+        sinks = Sinks(run_dir, attempt, state.step)
+    parts = Parts(
+        config=config,
+        process=process,
+        engine=engine,
+        objective=MaskedLanguageModeling(device),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
+        store=store,
+        stop=stop,
+        sinks=sinks,
+    )
+    code = train(parts, state)
+    if sinks:
+        sinks.close()
+        if code == EXIT_FINISHED:
+            write_json_atomic(run_dir / DONE_FILE, {"step": state.step, "unix_s": time.time()})
+            logger.info("finished at step %d", state.step)
+    return code
+
+
+def _open_data(
+    config: PretrainConfig, index: DatasetIndex, share: Share
+) -> tuple[TrainLoader, EvalLoader]:
+    """Opens and checks the dataset; if one rank finds damage, all ranks stop with its message."""
+    error: PostnormError | None = None
+    try:
+        tokenizer = index.folder / index.tokenizer_file
+        if not tokenizer.is_file() or sha256_file(tokenizer) != index.tokenizer_sha256:
+            raise DataError(f"tokenizer {tokenizer} is missing or damaged; restore it")
+        loaders = (TrainLoader(index, config, share), EvalLoader(index, config, share))
+        total_bytes = sum(shard.num_bytes for shard in index.shards)
+        if total_bytes <= config.data.verify_at_start_gib * 2**30:
+            for loader in loaders:
+                loader.split.reader.check_all(
+                    loader.split.rows[share.rank :: share.world_size].tolist()
+                )
+    except PostnormError as found:
+        error = found
+    for found in dist.gather(error):
+        if found is not None:
+            raise found
+    return loaders
+
+
+def _record_attempt(run_dir: Path, process: ProcessInfo, resumed_step: int | None) -> int:
+    """Adds a line to attempts.jsonl and returns this attempt's number, 1 for the first."""
+    path = run_dir / ATTEMPTS_FILE
+    attempt = 1 + (path.read_text().count("\n") if path.exists() else 0)
+    record = {
+        "attempt": attempt,
+        "resumed_from_step": resumed_step,
+        "unix_s": time.time(),
+        "world_size": process.world_size,
+        "host": process.host,
+        "job": process.job,
+        **provenance(),
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    return attempt
+
+
+@contextmanager
+def _exclusive(run_dir: Path, process: ProcessInfo) -> Iterator[None]:
+    """Holds the run folder's lock on rank 0; the system frees it however the process ends."""
+    if not process.is_first:
+        yield
+        return
+    with (run_dir / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{run_dir} is in use by another running process; wait for it or stop it, "
+                "or choose another run_dir"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): do not start it twice", run_dir, error)
+        yield

@@ -1,0 +1,286 @@
+"""Checkpoints that are complete and verified, or do not exist.
+
+    RUN/checkpoints/step-00000040/state/*          DeepSpeed's files
+    RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file
+    RUN/checkpoints/latest                         name of the newest, for people and scripts
+
+A save goes to `.saving-...`; when all ranks are done every file is listed, hashed and flushed, the
+manifest is written, and one rename publishes all of it. Resuming takes the newest checkpoint whose
+files have the hashes of its manifest, whatever `latest` says.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.load import digest, provenance
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import CheckpointError
+from pipeline.runtime import dist
+from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
+from pipeline.train.engine import Engine, expected_files
+from pipeline.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+LATEST_FILE = "latest"
+MANIFEST_FILE = "manifest.json"
+_PREFIX = "step-"
+_UNFINISHED = ".saving-"
+# bf16 or fp32 weights, fp32 masters and two fp32 averages.
+_BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, and what it fits."""
+
+    step: int
+    cursor: int
+    skipped: int
+    alpha: float
+    """The residual's alpha that the next step would use; below 1 in the warm-up."""
+    fingerprint: str
+    """Of the dataset."""
+    identity: dict[str, Any]
+    """Config values that a resumed run must share: see `identity`."""
+    config_sha256: str
+    world_size: int
+    created_unix_s: float
+    provenance: dict[str, str]
+    files: dict[str, dict[str, Any]]
+    """path below the checkpoint -> {"bytes", "sha256"}."""
+
+
+def identity(config: PretrainConfig) -> dict[str, Any]:
+    """Values that decide weights' shapes, order and masks: a run cannot change them half-way.
+
+    Steps, learning rate, schedules, intervals and paths may change.
+    """
+    tree = asdict(config)
+    data = {name: value for name, value in tree["data"].items()
+            if name not in ("dir", "verify_at_start_gib")}  # fmt: skip
+    train = {name: tree["train"][name] for name in ("global_batch", "precision")}
+    return {"seed": config.seed, "model": tree["model"], "data": data, "train": train}
+
+
+class CheckpointStore:
+    """Saves and restores the checkpoints of one run. Methods are collective unless said."""
+
+    def __init__(
+        self, config: PretrainConfig, fingerprint: str, process: ProcessInfo, num_parameters: int
+    ) -> None:
+        """Makes the folder and removes what killed saves left behind."""
+        self.folder = Path(config.run_dir) / FOLDER
+        self._config = config
+        self._fingerprint = fingerprint
+        self._process = process
+        self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
+        if process.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob(f"{_UNFINISHED}*"):
+                logger.warning("removing %s: a save that was never finished", path)
+                shutil.rmtree(path)
+
+    def save(self, engine: Engine, state: TrainState, alpha: float) -> Path:
+        """Saves and publishes; older checkpoints beyond `keep` are removed afterwards.
+
+        Raises:
+            CheckpointError: a rank could not write. Earlier checkpoints are untouched.
+        """
+        final = self.folder / f"{_PREFIX}{state.step:08d}"
+        unfinished = self.folder / f"{_UNFINISHED}{final.name}"
+        self._on_first(lambda: self._require_space(unfinished))
+        try:
+            engine.save_files(unfinished)
+            names = expected_files(unfinished, self._process.world_size)
+            mine = names[self._process.rank :: self._process.world_size]
+            parts = dist.gather({name: _flush_and_describe(unfinished / name) for name in mine})
+        except (OSError, RuntimeError) as error:
+            # The other ranks are told by this process' end. The disk may be full: make room.
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final.name} could not be written to {self.folder}: {error}; "
+                f"{_free_text(self.folder)}; earlier checkpoints are untouched. Free space or set "
+                "checkpoint.keep lower, then start the run again"
+            ) from error
+        files = {name: entry for part in parts for name, entry in part.items()}
+        manifest = Manifest(
+            step=state.step,
+            cursor=state.cursor,
+            skipped=state.skipped,
+            alpha=alpha,
+            fingerprint=self._fingerprint,
+            identity=identity(self._config),
+            config_sha256=digest(self._config),
+            world_size=self._process.world_size,
+            created_unix_s=time.time(),
+            provenance=provenance(),
+            files=dict(sorted(files.items())),
+        )
+        self._on_first(lambda: self._publish(unfinished, final, manifest))
+        return final
+
+    def restore(self, engine: Engine) -> tuple[TrainState, Path | None]:
+        """Loads the newest checkpoint that verifies; a fresh state if there is none at all.
+
+        Raises:
+            CheckpointError: checkpoints exist but none verifies, or the newest good one belongs to
+                other data, another model or another number of ranks.
+        """
+        path = self._on_first(self._choose)
+        if path is None:
+            return TrainState(), None
+        manifest = read_manifest(path)
+        self._require_fit(path, manifest)
+        engine.load_files(path)
+        return TrainState(manifest.step, manifest.cursor, manifest.skipped), path
+
+    def _on_first(self, function: Callable[[], Path | None]) -> Path | None:
+        """Runs on rank 0 only and gives every rank the result, or raises its error on all."""
+        outcome: Path | CheckpointError | None = None
+        if self._process.is_first:
+            try:
+                outcome = function()
+            except CheckpointError as error:
+                outcome = error
+        outcome = dist.from_first(outcome)
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+    def _choose(self) -> Path | None:
+        good, rejected = newest_good(self.folder)
+        for text in rejected:
+            logger.warning("checkpoint rejected: %s", text)
+        if good is None and rejected:
+            raise CheckpointError(
+                f"none of the {len(rejected)} checkpoints in {self.folder} verifies: "
+                f"{'; '.join(rejected)}. Restore one, or move the folder away to start afresh"
+            )
+        return good
+
+    def _require_space(self, unfinished: Path) -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes < self._least_bytes:
+            raise CheckpointError(
+                f"no space for checkpoint {unfinished.name.removeprefix(_UNFINISHED)}: it needs "
+                f"about {self._least_bytes / 1e9:.3f} GB, {_free_text(self.folder)}; earlier "
+                "checkpoints are untouched. Free space or set checkpoint.keep lower, then start "
+                "the run again"
+            )
+
+    def _publish(self, unfinished: Path, final: Path, manifest: Manifest) -> None:
+        try:
+            write_json_atomic(unfinished / MANIFEST_FILE, asdict(manifest))
+            for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
+                sync_path(folder)
+            if final.exists():
+                # A damaged checkpoint of the same step, which this run did not resume from.
+                shutil.rmtree(final)
+            unfinished.rename(final)
+            sync_path(self.folder)
+            write_atomic(self.folder / LATEST_FILE, f"{final.name}\n".encode())
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final.name} could not be published in {self.folder}: {error}; "
+                f"{_free_text(self.folder)}; earlier checkpoints are untouched"
+            ) from error
+        for old in _published(self.folder)[self._config.checkpoint.keep :]:
+            shutil.rmtree(old)
+
+    def _require_fit(self, path: Path, manifest: Manifest) -> None:
+        problems = []
+        if manifest.fingerprint != self._fingerprint:
+            problems.append(
+                f"dataset fingerprint: checkpoint {manifest.fingerprint}, data.dir "
+                f"{self._config.data.dir} has {self._fingerprint}"
+            )
+        problems += _differences(manifest.identity, identity(self._config), "")
+        if manifest.world_size != self._process.world_size:
+            problems.append(
+                f"number of ranks: checkpoint {manifest.world_size}, now {self._process.world_size}"
+            )
+        if problems:
+            raise CheckpointError(
+                f"{path} does not fit this run: {'; '.join(problems)}. Continue with the values "
+                "of the checkpoint, or choose another run_dir"
+            )
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        return Manifest(**json.loads((path / MANIFEST_FILE).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
+
+
+def verify(path: Path) -> None:
+    """Compares all files of a checkpoint with its manifest. Not collective.
+
+    Raises:
+        CheckpointError: a file is missing or changed; names it.
+    """
+    for name, entry in read_manifest(path).files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path}: {name} is missing")
+        if file.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path}: {name} has {file.stat().st_size} bytes, expected {entry['bytes']}"
+            )
+        if sha256_file(file) != entry["sha256"]:
+            raise CheckpointError(f"{path}: {name} is damaged, its sha256 differs")
+
+
+def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and why newer ones do not. Not collective."""
+    rejected = []
+    for path in _published(folder):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            rejected.append(str(error))
+        else:
+            return path, rejected
+    return None, rejected
+
+
+def _published(folder: Path) -> list[Path]:
+    """Checkpoints, newest first."""
+    return sorted(folder.glob(f"{_PREFIX}*"), reverse=True)
+
+
+def _flush_and_describe(path: Path) -> dict[str, Any]:
+    sync_path(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def _free_text(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 1e9:.3f} GB are free there"
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], path: str) -> list[str]:
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        dotted = f"{path}.{name}" if path else name
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, dotted)
+        elif before != after:
+            found.append(f"{dotted}: checkpoint {before!r}, now {after!r}")
+    return found

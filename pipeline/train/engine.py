@@ -1,0 +1,210 @@
+"""The only door to DeepSpeed: process group, ZeRO stage 1, optimizer step, its checkpoint files.
+
+What DeepSpeed does by itself and is not used: its `latest` file (written before all ranks have
+saved), its schedulers (they are not ours), bf16 at stage 0 (it takes a hidden optimizer step).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.train import TrainConfig
+from pipeline.data.batch import MicroBatch
+from pipeline.errors import CheckpointError
+from pipeline.objectives.mlm import LossSums
+from pipeline.runtime import dist, env
+from pipeline.runtime.env import ProcessInfo
+
+_TAG = "state"
+_TIMEOUT = timedelta(minutes=30)
+
+Objective = Callable[[nn.Module, MicroBatch], LossSums]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did."""
+
+    sums: LossSums
+    """This rank's part of the batch, on the device."""
+    applied: bool
+    """False if the gradient was not finite on some rank: then no rank changed its weights."""
+    grad_norm: float
+    """Global gradient norm before clipping; infinite or NaN if not applied."""
+
+
+def init_process_group(process: ProcessInfo) -> torch.device:
+    """Joins the process group and returns this rank's device: its GPU, or the CPU over gloo."""
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        env.set_default("DS_ACCELERATOR", "cpu")
+    deepspeed = _import_deepspeed()
+    if has_gpu:
+        torch.cuda.set_device(process.local_rank)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if has_gpu else "gloo",
+        auto_mpi_discovery=False,
+        timeout=_TIMEOUT,
+        verbose=False,
+    )
+    return torch.device("cuda", process.local_rank) if has_gpu else torch.device("cpu")
+
+
+def close_process_group() -> None:
+    """Leaves together: a rank that tears gloo down early can abort its peers."""
+    dist.barrier()
+    torch.distributed.destroy_process_group()
+
+
+class Engine:
+    """A model under ZeRO-1 with fp32 master weights, fp32 accumulation and AdamW."""
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, process: ProcessInfo, device: torch.device
+    ) -> None:
+        """Wraps a model; every rank must pass the same weights (rank 0's are sent to all).
+
+        Raises:
+            ConfigError: the batch does not split over the ranks.
+        """
+        self.device = device
+        self.world_size = process.world_size
+        self._accumulation = config.accumulation_steps(process.world_size)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+        self._engine, *_ = _import_deepspeed().initialize(
+            model=model,
+            optimizer=self._optimizer,
+            config=deepspeed_config(config, process.world_size),
+            dist_init_required=False,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose forward pass training and evaluation use."""
+        return self._engine  # type: ignore[no-any-return]
+
+    def train_step(self, batches: list[MicroBatch], objective: Objective, lr: float) -> StepResult:
+        """Forward, backward and update over this rank's micro-batches of one step.
+
+        The loss is the sum over all masked tokens of the global batch, over their number: the split
+        into ranks and micro-batches does not change it.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.train()
+        count = sum(len(batch.targets) for batch in batches)
+        weight = dist.sum_over_ranks(torch.tensor(float(count), device=self.device))
+        # DeepSpeed averages over ranks and accumulated passes; this undoes both averages.
+        scale = self.world_size * self._accumulation / weight.clamp(min=1.0)
+        total: LossSums | None = None
+        for batch in batches:
+            sums = objective(self._engine, batch.to(self.device))
+            self._engine.backward(sums.loss * scale)
+            self._engine.step()
+            total = _add(total, sums)
+        assert total is not None, "a step has at least one micro-batch"
+        # DeepSpeed has compared the norm with infinity on the host by now: no further sync.
+        norm = self._engine.get_global_grad_norm()
+        return StepResult(total, bool(self._engine.was_step_applied()), float(norm))
+
+    def save_files(self, folder: Path) -> None:
+        """Writes weights and optimizer state of all ranks below `folder`. Collective.
+
+        Raises:
+            OSError: the disk failed; RuntimeError: torch's writer saw the disk fail.
+        """
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+
+    def load_files(self, folder: Path) -> None:
+        """Reads what `save_files` wrote on as many ranks. Collective.
+
+        Raises:
+            CheckpointError: DeepSpeed did not find or accept the files.
+        """
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        if loaded is None:
+            raise CheckpointError(f"DeepSpeed could not load {folder / _TAG}; see the rank's log")
+
+
+def expected_files(folder: Path, world_size: int) -> list[str]:
+    """Names, below a checkpoint, that a complete save of `world_size` ranks must have.
+
+    Raises:
+        CheckpointError: one is missing; says which kind.
+    """
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    optimizer = [name for name in found if name.endswith("_optim_states.pt")]
+    model = [name for name in found if name.endswith("_model_states.pt")]
+    if len(optimizer) != world_size or len(model) != 1:
+        raise CheckpointError(
+            f"{folder} has {len(optimizer)} optimizer files and {len(model)} model files, expected "
+            f"{world_size} and 1: DeepSpeed did not save the state of every rank"
+        )
+    return sorted(found)
+
+
+def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Reads a checkpoint's weights without a process group.
+
+    Args:
+        folder: a published checkpoint.
+
+    Returns:
+        fp32 master weights put together from all ranks, and the weights that forward passes used
+        (bf16 or fp32), both by parameter name.
+    """
+    _import_deepspeed()
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    masters = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+    [model_file] = (folder / _TAG).glob("*_model_states.pt")
+    # Our own file, whose sha256 was checked: DeepSpeed stores more than tensors in it.
+    used = torch.load(model_file, map_location="cpu", weights_only=False)["module"]
+    return {name: tensor.float() for name, tensor in masters.items()}, used
+
+
+def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """The DeepSpeed config of a run; it is written by us alone, since unknown keys are ignored."""
+    return {
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": config.accumulation_steps(world_size),
+        "gradient_clipping": config.grad_clip,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": config.precision == "bf16"},
+        # A bf16 sum over micro-batches would round after each of them.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 1 << 62,
+    }
+
+
+def _add(total: LossSums | None, sums: LossSums) -> LossSums:
+    part = LossSums(sums.loss.detach(), sums.correct, sums.weight)
+    if total is None:
+        return part
+    return LossSums(
+        total.loss + part.loss, total.correct + part.correct, total.weight + part.weight
+    )
+
+
+def _import_deepspeed() -> Any:
+    """Imports DeepSpeed, quiet and without compiling its shared-memory collectives for 30 s."""
+    import deepspeed
+    import deepspeed.ops
+
+    compatible = deepspeed.ops.__compatible_ops__
+    if "deepspeed_shm_comm" in compatible:
+        compatible["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed

@@ -1,0 +1,73 @@
+"""Where numbers go: console, metrics.jsonl and TensorBoard (its only door). Rank 0 writes."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class Sinks:
+    """Writers of one attempt of a run."""
+
+    def __init__(self, run_dir: Path, attempt: int, resumed_step: int) -> None:
+        """Opens the files to append.
+
+        Steps that an earlier attempt logged and this one computes again stand twice in
+        metrics.jsonl, told apart by "attempt"; TensorBoard shows the later ones.
+        """
+        self._attempt = attempt
+        path = run_dir / METRICS_FILE
+        # A killed attempt may have left half a line.
+        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+        self._tensorboard = SummaryWriter(
+            str(run_dir / TENSORBOARD_FOLDER), purge_step=resumed_step + 1, flush_secs=10
+        )
+
+    def write(self, step: int, kind: str, values: dict[str, float]) -> None:
+        """Records named numbers of a step.
+
+        Args:
+            step: applied optimizer steps.
+            kind: `train` or `eval`; the TensorBoard section.
+            values: JSON has no NaN, so it is written as null.
+        """
+        shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record = {"step": step, "kind": kind, "attempt": self._attempt, **shown}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: float) -> str:
+    """One line for people."""
+    return (
+        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['loss']:.4f}  "
+        f"acc {values['accuracy']:.3f}  lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
+        f"norm {values['grad_norm']:.2f}  {values['tokens_per_s']:,.0f} tok/s  "
+        f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
+        f"ETA {duration_text(eta_s)}"
+    )
+
+
+def duration_text(seconds: float) -> str:
+    """Such as `2d 03:04:05`."""
+    total = round(seconds)
+    days, rest = divmod(total, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}d {clock}" if days else clock
