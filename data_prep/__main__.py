@@ -79,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, config):
         command.add_argument("config", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="section.key=value")
-    verify = commands.add_parser("verify", help="read a dataset again and compare it with its index")
+    verify = commands.add_parser(
+        "verify", help="read a dataset again and compare it with its index"
+    )
     verify.add_argument("folder", type=Path)
     verify.set_defaults(run=_verify)
     return parser

@@ -73,7 +73,7 @@ def _open(path: str) -> IO[bytes]:
     if path.lower().endswith(".gz"):
         return cast("IO[bytes]", gzip.open(path, "rb"))
     if path.lower().endswith(".zst"):
-        raw = Path(path).open("rb")
+        raw = Path(path).open("rb")  # noqa: SIM115 -- closed with the reader below
         reader = zstandard.ZstdDecompressor().stream_reader(
             raw, read_across_frames=True, closefd=True
         )

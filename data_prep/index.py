@@ -1,4 +1,4 @@
-"""Stage index: gathers the records of all shards into `index.json` and `index.npz`, written last."""
+"""Stage index: gathers what is in all shards into `index.json` and `index.npz`, written last."""
 
 import hashlib
 import io

@@ -102,7 +102,7 @@ def _matches(source: SourceConfig, text: str) -> list[tuple[Path, str]]:
             "(relative paths start at the current folder)"
         )
     # Names start below the glob's fixed part, so that a/x.txt and b/x.txt stay apart.
-    fixed = Path(*[part for part in _until_wildcard(path.parts)])
+    fixed = Path(*_until_wildcard(path.parts))
     return [(hit, hit.relative_to(fixed).as_posix()) for hit in hits if hit.is_file()]
 
 

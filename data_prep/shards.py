@@ -6,6 +6,7 @@ A task takes consecutive pieces and writes one tar a split. Its record holds wha
 import hashlib
 import io
 import json
+import mmap
 import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -140,9 +141,13 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
 
 def describe(path: Path) -> dict[str, Any]:
     """Reads a written tar back: size, hash, and offset, length and sha256 of blocks and members."""
-    data = np.memmap(path, dtype=np.uint8, mode="r")
     with tarfile.open(path) as tar:
         members = tar.getmembers()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _describe(members, data)
+
+
+def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]:
     blocks: dict[str, dict[str, Any]] = {}
     for member in members:
         key, _, suffix = member.name.partition(".")
@@ -156,13 +161,13 @@ def describe(path: Path) -> dict[str, Any]:
             "sha256": hashlib.sha256(content).hexdigest(),
         }
         if suffix == "meta.json":
-            meta = json.loads(content.tobytes())
+            meta = json.loads(content)
             block["num_tokens"], block["num_documents"] = meta["num_tokens"], meta["num_documents"]
     for block in blocks.values():
         region = data[block["offset"] : block["offset"] + block["length"]]
         block["sha256"] = hashlib.sha256(region).hexdigest()
     return {
-        "bytes": int(data.size),
+        "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
         "blocks": list(blocks.values()),
     }
@@ -191,7 +196,7 @@ def _blocks(
     for document in documents:
         num_bytes = len(document["text"].encode())
         counts.take(num_bytes)
-        ids = np.array(tokenizer.encode(document["text"]), dtype=dtype)
+        ids: npt.NDArray[Any] = np.array(tokenizer.encode(document["text"]), dtype=dtype)
         if not len(ids):
             counts.reject("no tokens", num_bytes)
             continue
@@ -200,8 +205,7 @@ def _blocks(
         totals["documents"] += 1
         totals["text_bytes"] += num_bytes
         if block and (
-            block.source != document["source"]
-            or block.num_tokens + len(ids) > config.block_tokens
+            block.source != document["source"] or block.num_tokens + len(ids) > config.block_tokens
         ):
             yield block
             block = None

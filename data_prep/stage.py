@@ -89,8 +89,7 @@ def finished(task: Task[Any]) -> Done | None:
     except (FileNotFoundError, ValueError, TypeError):
         return None
     same = done.key == task.key and all(
-        (task.folder / name).is_file()
-        and (task.folder / name).stat().st_size == file["bytes"]
+        (task.folder / name).is_file() and (task.folder / name).stat().st_size == file["bytes"]
         for name, file in done.files.items()
     )
     return done if same else None

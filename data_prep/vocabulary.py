@@ -1,7 +1,7 @@
 """Stage tokenizer: trains sentencepiece on a sample of bounded size.
 
-A document is in the sample if the hash of its id falls below the share that fits `sample_mb`, so the
-sample does not depend on the order of files.
+A document is in the sample if the hash of its id falls below the share that fits `sample_mb`, so
+the sample does not depend on the order of files.
 """
 
 from collections.abc import Iterator

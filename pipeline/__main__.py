@@ -7,9 +7,11 @@ from pathlib import Path
 
 from pipeline.config.load import explain, load, to_yaml
 from pipeline.config.run import PretrainConfig
-from pipeline.errors import PostnormError
+from pipeline.errors import EXIT_FAILED_RETRY, PostnormError
 from pipeline.runtime import env
+from pipeline.runtime.files import record_exit
 from pipeline.runtime.log import to_console
+from pipeline.train.stop import StopRequest
 
 _EXAMPLE = """examples:
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
@@ -41,11 +43,20 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _pretrain(arguments: argparse.Namespace) -> int:
+    stop = StopRequest()
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
     process = env.process_info()
-    from pipeline.train.build import pretrain
+    code = EXIT_FAILED_RETRY
+    try:
+        from pipeline.train.build import pretrain
 
-    return pretrain(config, process)
+        code = pretrain(config, process, stop)
+    except PostnormError as error:
+        code = error.exit_code
+        raise
+    finally:
+        record_exit(Path(config.run_dir), process, code)
+    return code
 
 
 def _fill_mask(arguments: argparse.Namespace) -> int:

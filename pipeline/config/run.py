@@ -13,9 +13,7 @@ class PretrainConfig:
     """One pre-training run; the cluster it runs on is not part of it."""
 
     run_dir: str = param(REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists")
-    seed: int = param(
-        1, "of initialisation, order, masks and dropout", ge=0, le=2**32 - 1
-    )
+    seed: int = param(1, "of initialisation, order, masks and dropout", ge=0, le=2**32 - 1)
     model: ModelConfig = section(ModelConfig, "architecture")
     data: DataConfig = section(DataConfig, "dataset, packing and masking")
     train: TrainConfig = section(TrainConfig, "optimisation")

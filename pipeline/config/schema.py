@@ -168,6 +168,4 @@ def _coerce(hint: Any, node: Node, path: str) -> Any:
     advice = "; put it in quotes to make it text" if hint is str else ""
     if hint is int and type(value) is float and value.is_integer():
         advice = f"; write {int(value):_}"
-    raise ConfigError(
-        f"{path} = {node.plain()!r} ({node.origin}): expected {names[hint]}{advice}"
-    )
+    raise ConfigError(f"{path} = {node.plain()!r} ({node.origin}): expected {names[hint]}{advice}")

@@ -8,7 +8,7 @@ two equal keys. Here PyYAML only parses; scalars are resolved by the rules of YA
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import yaml
 
@@ -19,14 +19,14 @@ _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
-Scalar = Union[str, int, float, bool, None]
+Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
 class Node:
     """A YAML value and its origin, such as `configs/demo.yaml:12` or `command line`."""
 
-    value: Union[dict[str, "Node"], list["Node"], Scalar]
+    value: "dict[str, Node] | list[Node] | Scalar"
     origin: str
 
     def plain(self) -> Any:

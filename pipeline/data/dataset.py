@@ -29,7 +29,9 @@ class PackedSplit:
         """
         self.rows = index.split_blocks(split)
         if not len(self.rows):
-            raise DataError(f"{index.folder} has no blocks of the split {split!r}; prepare it again")
+            raise DataError(
+                f"{index.folder} has no blocks of the split {split!r}; prepare it again"
+            )
         self.reader = BlockReader(index, np.unique(index.blocks.shard[self.rows]).tolist())
         self._config = config
         self._vocab_size = index.vocab_size

@@ -1,7 +1,7 @@
 """Batches of a run by step: what rank r computes in step k, and nothing else.
 
-Step k consists of the positions [k * B, (k + 1) * B) of the order, B the global batch. Rank r takes
-the r-th contiguous share of it, cut into micro-batches. The loader has no state; it can be asked for
+Step k consists of positions [k * B, (k + 1) * B) of the order, B the global batch. Rank r takes the
+r-th contiguous share of it, cut into micro-batches. The loader has no state; it can be asked for
 any step at any time.
 """
 

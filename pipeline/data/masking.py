@@ -1,8 +1,8 @@
 """Dynamic masking as a pure function of (seed, epoch, sample id, position).
 
-The corruption is BERT's (Devlin et al. 2019, section 3.1): a share of the tokens is selected, of those
-80% become [MASK], 10% a random token, 10% stay. Whole-word masking selects all tokens of a word
-together (word starts are stored in the shards) and treats them alike, except that each random
+The corruption is BERT's (Devlin et al. 2019, section 3.1): a share of the tokens is selected, of
+those 80% become [MASK], 10% a random token, 10% stay. Whole-word masking selects all tokens of a
+word together (word starts are stored in the shards) and treats them alike, except that each random
 replacement is drawn by itself.
 """
 
@@ -38,7 +38,8 @@ def mask_tokens(
         key: (seed, purpose).
 
     Returns:
-        Corrupted token ids (b, s) int64, and (b, s) bool, true where the original is to be predicted.
+        Corrupted token ids (b, s) int64, and (b, s) bool, true where the original is to be
+        predicted.
     """
     positions = np.arange(tokens.shape[1], dtype=np.int64)
     ids = sample_ids[:, None].astype(np.uint64)

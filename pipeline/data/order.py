@@ -1,9 +1,9 @@
 """The order in which an endless run sees all sequences: a pure function of seed and position.
 
 An epoch permutes the blocks, cuts them into windows of `window_blocks`, and permutes the sequences
-inside each window: random enough to train on, and slow storage sees block-sized reads. Position g of
-the run is position g mod N of epoch g div N. World size, workers and restarts do not occur here; to
-resume is to set g.
+inside each window: random enough to train on, and slow storage sees block-sized reads. Position g
+of the run is position g mod N of epoch g div N. World size, workers and restarts do not occur here;
+to resume is to set g.
 """
 
 from dataclasses import dataclass

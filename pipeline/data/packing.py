@@ -1,7 +1,7 @@
 """Documents of a block to sequences of a fixed length: a pure function of the documents' lengths.
 
-A document longer than a sequence becomes successive pieces; nothing is dropped. Every piece costs two
-more slots, for [CLS] and [SEP]. Packing never looks at the seed or the epoch: which documents
+A document longer than a sequence becomes successive pieces; nothing is dropped. Every piece costs
+two more slots, for [CLS] and [SEP]. Packing never looks at the seed or the epoch: which documents
 share a sequence has no effect on any of them, since attention never crosses documents, and so a
 sequence has one number for good, by which its masks are drawn.
 """

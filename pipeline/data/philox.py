@@ -47,9 +47,7 @@ def philox(
         Four uint32 arrays of the broadcast shape.
     """
     shape = np.broadcast_shapes(*(np.shape(word) for word in counter))
-    c0, c1, c2, c3 = (
-        np.broadcast_to(np.asarray(word, dtype=np.uint64), shape) for word in counter
-    )
+    c0, c1, c2, c3 = (np.broadcast_to(np.asarray(word, dtype=np.uint64), shape) for word in counter)
     k0, k1 = key
     for _ in range(_ROUNDS):
         product_a = _MULTIPLY_A * c0

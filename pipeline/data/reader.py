@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from pipeline.data.shards import MEMBERS, DatasetIndex
 from pipeline.errors import DataError
 
-_RESTORE = "restore this shard from its source, or delete it and run `python -m data_prep run` again"
+_RESTORE = (
+    "restore this shard from its source, or delete it and run `python -m data_prep run` again"
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,10 @@ class BlockReader:
         data = self._maps[int(blocks.shard[row])]
         start, length = int(blocks.offset[row]), int(blocks.length[row])
         with memoryview(data) as view:
-            if hashlib.sha256(view[start : start + length]).digest() == blocks.sha256[row].tobytes():
+            if (
+                hashlib.sha256(view[start : start + length]).digest()
+                == blocks.sha256[row].tobytes()
+            ):
                 return
         for member in range(len(MEMBERS)):
             self._check_member(row, member)
@@ -158,9 +164,11 @@ class BlockReader:
     def _payload(self, row: int, member: int) -> bytes:
         blocks = self.index.blocks
         start = int(blocks.member_offset[row, member])
-        return self._maps[int(blocks.shard[row])][start : start + int(blocks.member_length[row, member])]
+        return self._maps[int(blocks.shard[row])][
+            start : start + int(blocks.member_length[row, member])
+        ]
 
-    def _array(self, row: int, member: int) -> npt.NDArray[np.generic]:
+    def _array(self, row: int, member: int) -> npt.NDArray[Any]:
         """A view of a .npy member; format: numpy.lib.format version 1.0."""
         blocks = self.index.blocks
         data = self._maps[int(blocks.shard[row])]

@@ -9,7 +9,7 @@ A dataset folder holds
 
     KEY.tokens.npy   (n,) uint16 or uint32     token ids of the block's documents, no specials
     KEY.docs.npy     (d,) int64                end offset of each document
-    KEY.words.npy    (ceil(n/8),) uint8        one bit a token, most significant first: starts a word
+    KEY.words.npy    (ceil(n/8),) uint8        one bit a token, high bit first: starts a word
     KEY.meta.json    {"source", "document_ids", "num_tokens", "num_documents"}
 
 Every byte of a shard is covered by a sha256: the block's (its four members with their tar headers
@@ -176,7 +176,9 @@ def read_index(folder: str | Path) -> DatasetIndex:
         )
     fingerprint = body.pop("fingerprint", None)
     if fingerprint != _fingerprint(body):
-        raise DataError(f"{path} was changed: its content does not match its fingerprint; {_REBUILD}")
+        raise DataError(
+            f"{path} was changed: its content does not match its fingerprint; {_REBUILD}"
+        )
     shards = tuple(ShardInfo(**{**shard, "keys": tuple(shard["keys"])}) for shard in body["shards"])
     return DatasetIndex(
         folder=folder,

@@ -55,6 +55,17 @@ class Tokenizer:
         """Token ids of a text, without specials; special tokens written in it are plain text."""
         return list(self._processor.EncodeAsIds(text))
 
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Token ids of a text in which each `[MASK]` stands for one masked token."""
+        first, *others = text.split(SPECIAL_TOKENS[MASK_ID])
+        ids = self.encode(first)
+        for part in others:
+            # A leading space must stay, which normalisation would strip. No piece reaches across a
+            # space, so the pieces of the text before it can be cut off again.
+            prefix = "." if part[:1].isspace() else ""
+            ids += [MASK_ID, *self.encode(prefix + part)[len(self.encode(prefix)) :]]
+        return ids
+
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; special tokens appear by name."""
         parts, plain = [], list[int]()
@@ -81,7 +92,7 @@ class Tokenizer:
         """
         if not len(ids):
             return np.zeros(0, dtype=bool)
-        starts = self._starts[ids]
+        starts: npt.NDArray[np.bool_] = self._starts[ids]
         starts[1:] |= self._ends[ids[:-1]]
         starts &= ~self._continues[ids]
         starts[0] = True

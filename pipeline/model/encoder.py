@@ -1,8 +1,8 @@
 """The encoder: RoFormerV2, with RealFormer's carried scores as a switch.
 
-Forward pass (bojone/bert4keras `bert4keras/models.py` class RoFormerV2): token and segment embeddings
-are added, dropout, norm; in each layer x = Norm(x + alpha * F(x)) for attention and for the
-feed-forward; the MLM head is dropout and the tied token embedding, nothing else. No bias
+Forward pass (bojone/bert4keras `bert4keras/models.py` class RoFormerV2): token and segment
+embeddings are added, dropout, norm; in each layer x = Norm(x + alpha * F(x)) for attention and for
+the feed-forward; the MLM head is dropout and the tied token embedding, nothing else. No bias
 anywhere, and the norm has neither gain nor shift.
 
 Shapes: B batch, S sequence, D hidden size, N heads, H head size, M masked positions, V vocabulary.

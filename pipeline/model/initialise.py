@@ -1,8 +1,8 @@
 """Initialisation of every matrix.
 
-Truncated normal with standard deviation gain / sqrt(fan_in), cut at twice the standard deviation of
-the normal it is cut from; embeddings take the hidden size as fan-in. gain = num_layers^(-1/2) in the
-published code ("rsqrt_depth"), 1 in the version of the alpha warm-up ("unit").
+Truncated normal with standard deviation gain / sqrt(fan_in), cut at twice the standard deviation
+of the normal it is cut from; embeddings take the hidden size as fan-in. gain = num_layers^(-1/2) in
+the published code ("rsqrt_depth"), 1 in the version of the alpha warm-up ("unit").
 
 Source: bojone/bert4keras `bert4keras/models.py`, RoFormerV2.initializer.
 """

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pipeline.runtime.env import ProcessInfo
+
 _CHUNK_BYTES = 1 << 22
 
 
@@ -32,6 +34,16 @@ def write_json_atomic(path: Path, value: Any) -> None:
     """Writes a value as indented JSON, atomically."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     write_atomic(path, text.encode())
+
+
+def record_exit(run_dir: Path, process: ProcessInfo, code: int) -> None:
+    """Leaves this rank's exit code in `run_dir/exit/JOB/rank-NNNNN`.
+
+    Job scripts read it, because srun hides the code of a rank behind those it then kills.
+    """
+    folder = run_dir / "exit" / process.job
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{process.rank:05d}").write_text(f"{code}\n")
 
 
 def sync_path(path: Path) -> None:

@@ -4,6 +4,7 @@ import logging
 import sys
 from pathlib import Path
 
+_OURS = ("pipeline", "data_prep", "launch", "__main__")
 _FORMAT = "%(asctime)s rank %(rank)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -11,6 +12,7 @@ def to_console(level: int = logging.INFO) -> None:
     """Sends this process's records to stdout, short; for commands that run as one process."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(_ours_or_warning)
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
@@ -34,4 +36,4 @@ def to_run(run_dir: Path, rank: int) -> None:
 
 def _ours_or_warning(record: logging.LogRecord) -> bool:
     """Keeps libraries' chatter out of the console; it is in the files."""
-    return record.name.startswith("pipeline") or record.levelno >= logging.WARNING
+    return record.name.startswith(_OURS) or record.levelno >= logging.WARNING

@@ -4,8 +4,8 @@ import fcntl
 import json
 import logging
 import time
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +35,7 @@ LOCK_FILE = "lock"
 RESOLVED_FILE = "resolved.yaml"
 
 
-def pretrain(config: PretrainConfig, process: ProcessInfo) -> int:
+def pretrain(config: PretrainConfig, process: ProcessInfo, stop: StopRequest) -> int:
     """Runs or resumes a pre-training run on this rank.
 
     Returns:
@@ -44,7 +44,6 @@ def pretrain(config: PretrainConfig, process: ProcessInfo) -> int:
     Raises:
         PostnormError: anything the user can mend.
     """
-    stop = StopRequest()
     run_dir = Path(config.run_dir)
     config.train.accumulation_steps(process.world_size)
     index = read_index(config.data.dir)
@@ -87,7 +86,7 @@ def _run(
     model = MaskedLanguageModel(config.model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = Engine(model, config.train, process, device)
-    store = CheckpointStore(config, index.fingerprint, process, num_parameters)
+    store = CheckpointStore(config, index, process, num_parameters)
     state, resumed_from = store.restore(engine)
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch, %s",
@@ -138,9 +137,9 @@ def _open_data(
                 )
     except PostnormError as found:
         error = found
-    for found in dist.gather(error):
-        if found is not None:
-            raise found
+    errors = [found for found in dist.gather(error) if found is not None]
+    if errors:
+        raise errors[0]
     return loaders
 
 

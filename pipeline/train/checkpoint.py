@@ -1,7 +1,8 @@
 """Checkpoints that are complete and verified, or do not exist.
 
     RUN/checkpoints/step-00000040/state/*          DeepSpeed's files
-    RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file
+    RUN/checkpoints/step-00000040/tokenizer.model  of the dataset
+    RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file, its own
     RUN/checkpoints/latest                         name of the newest, for people and scripts
 
 A save goes to `.saving-...`; when all ranks are done every file is listed, hashed and flushed, the
@@ -9,6 +10,7 @@ manifest is written, and one rename publishes all of it. Resuming takes the newe
 files have the hashes of its manifest, whatever `latest` says.
 """
 
+import hashlib
 import json
 import logging
 import shutil
@@ -20,6 +22,7 @@ from typing import Any
 
 from pipeline.config.load import digest, provenance
 from pipeline.config.run import PretrainConfig
+from pipeline.data.shards import DatasetIndex
 from pipeline.errors import CheckpointError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
@@ -32,8 +35,10 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.model"
 _PREFIX = "step-"
 _UNFINISHED = ".saving-"
+_SIGNATURE = "manifest_sha256"
 # bf16 or fp32 weights, fp32 masters and two fp32 averages.
 _BYTES_PER_PARAMETER = 16
 
@@ -75,12 +80,13 @@ class CheckpointStore:
     """Saves and restores the checkpoints of one run. Methods are collective unless said."""
 
     def __init__(
-        self, config: PretrainConfig, fingerprint: str, process: ProcessInfo, num_parameters: int
+        self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo, num_parameters: int
     ) -> None:
         """Makes the folder and removes what killed saves left behind."""
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
-        self._fingerprint = fingerprint
+        self._fingerprint = index.fingerprint
+        self._tokenizer = index.folder / index.tokenizer_file
         self._process = process
         self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
         if process.is_first:
@@ -100,6 +106,9 @@ class CheckpointStore:
         self._on_first(lambda: self._require_space(unfinished))
         try:
             engine.save_files(unfinished)
+            if self._process.is_first:
+                shutil.copyfile(self._tokenizer, unfinished / TOKENIZER_FILE)
+            dist.barrier()
             names = expected_files(unfinished, self._process.world_size)
             mine = names[self._process.rank :: self._process.world_size]
             parts = dist.gather({name: _flush_and_describe(unfinished / name) for name in mine})
@@ -151,10 +160,10 @@ class CheckpointStore:
                 outcome = function()
             except CheckpointError as error:
                 outcome = error
-        outcome = dist.from_first(outcome)
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        return outcome
+        shared: Path | CheckpointError | None = dist.from_first(outcome)
+        if isinstance(shared, CheckpointError):
+            raise shared
+        return shared
 
     def _choose(self) -> Path | None:
         good, rejected = newest_good(self.folder)
@@ -180,7 +189,7 @@ class CheckpointStore:
 
     def _publish(self, unfinished: Path, final: Path, manifest: Manifest) -> None:
         try:
-            write_json_atomic(unfinished / MANIFEST_FILE, asdict(manifest))
+            write_json_atomic(unfinished / MANIFEST_FILE, _signed(asdict(manifest)))
             for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
                 sync_path(folder)
             if final.exists():
@@ -224,8 +233,12 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: it is missing or damaged.
     """
     try:
-        return Manifest(**json.loads((path / MANIFEST_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        body = json.loads((path / MANIFEST_FILE).read_bytes())
+        unsigned = {name: value for name, value in body.items() if name != _SIGNATURE}
+        if body != _signed(unsigned):
+            raise CheckpointError(f"{path}: {MANIFEST_FILE} is damaged, its own sha256 differs")
+        return Manifest(**unsigned)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
 
 
@@ -263,6 +276,12 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
 def _published(folder: Path) -> list[Path]:
     """Checkpoints, newest first."""
     return sorted(folder.glob(f"{_PREFIX}*"), reverse=True)
+
+
+def _signed(body: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with a sha256 of itself: a flipped digit of the cursor must not pass."""
+    text = json.dumps(body, sort_keys=True)
+    return {**body, _SIGNATURE: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _flush_and_describe(path: Path) -> dict[str, Any]:

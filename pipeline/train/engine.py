@@ -4,7 +4,10 @@ What DeepSpeed does by itself and is not used: its `latest` file (written before
 saved), its schedulers (they are not ours), bf16 at stage 0 (it takes a hidden optimizer step).
 """
 
+import contextlib
+import io
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,8 +45,6 @@ class StepResult:
 def init_process_group(process: ProcessInfo) -> torch.device:
     """Joins the process group and returns this rank's device: its GPU, or the CPU over gloo."""
     has_gpu = torch.cuda.is_available()
-    if not has_gpu:
-        env.set_default("DS_ACCELERATOR", "cpu")
     deepspeed = _import_deepspeed()
     if has_gpu:
         torch.cuda.set_device(process.local_rank)
@@ -83,12 +84,15 @@ class Engine:
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
         )
-        self._engine, *_ = _import_deepspeed().initialize(
-            model=model,
-            optimizer=self._optimizer,
-            config=deepspeed_config(config, process.world_size),
-            dist_init_required=False,
-        )
+        deepspeed = _import_deepspeed()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=self._optimizer,
+                config=deepspeed_config(config, process.world_size),
+                dist_init_required=False,
+            )
+        logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
 
     @property
     def model(self) -> nn.Module:
@@ -164,15 +168,37 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     Returns:
         fp32 master weights put together from all ranks, and the weights that forward passes used
         (bf16 or fp32), both by parameter name.
+
+    Raises:
+        CheckpointError: a parameter's parts do not add up to its size.
     """
     _import_deepspeed()
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    masters = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+    # Our own files, whose sha256 was checked: DeepSpeed stores more than tensors in them.
     [model_file] = (folder / _TAG).glob("*_model_states.pt")
-    # Our own file, whose sha256 was checked: DeepSpeed stores more than tensors in it.
     used = torch.load(model_file, map_location="cpu", weights_only=False)["module"]
-    return {name: tensor.float() for name, tensor in masters.items()}, used
+    if all(weight.dtype == torch.float32 for weight in used.values()):
+        return used, used
+    optimizer_files = sorted((folder / _TAG).glob("*_optim_states.pt"), key=_rank_of)
+    pieces: dict[str, list[Tensor]] = {name: [] for name in used}
+    for file in optimizer_files:
+        part = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+        groups = zip(
+            part["single_partition_of_fp32_groups"], part["param_slice_mappings"], strict=True
+        )
+        # DeepSpeed's zero_to_fp32 does not read this optimizer's files (0.19.8): each rank has a
+        # flat partition, and a table of which slice of it belongs to which parameter.
+        for flat, slices in groups:
+            for name, place in slices.items():
+                pieces[name].append(flat[place.start : place.start + place.numel])
+    masters = {}
+    for name, weight in used.items():
+        whole = torch.cat(pieces[name]) if pieces[name] else torch.empty(0)
+        if whole.numel() != weight.numel():
+            raise CheckpointError(
+                f"{folder} has {whole.numel()} master weights of {name}, expected {weight.numel()}"
+            )
+        masters[name] = whole.view(weight.shape)
+    return masters, used
 
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
@@ -189,6 +215,11 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     }
 
 
+def _rank_of(file: Path) -> int:
+    """Rank in a name such as `bf16_zero_pp_rank_12_mp_rank_00_optim_states.pt`."""
+    return int(file.name.partition("_pp_rank_")[2].partition("_")[0])
+
+
 def _add(total: LossSums | None, sums: LossSums) -> LossSums:
     part = LossSums(sums.loss.detach(), sums.correct, sums.weight)
     if total is None:
@@ -200,6 +231,10 @@ def _add(total: LossSums | None, sums: LossSums) -> LossSums:
 
 def _import_deepspeed() -> Any:
     """Imports DeepSpeed, quiet and without compiling its shared-memory collectives for 30 s."""
+    if not torch.cuda.is_available():
+        env.set_default("DS_ACCELERATOR", "cpu")
+    # DeepSpeed 0.19.8 uses names that torch 2.13 wants replaced; nothing for our users to do.
+    warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", module="torch")
     import deepspeed
     import deepspeed.ops
 

@@ -101,10 +101,10 @@ def train(parts: Parts, state: TrainState) -> int:
             )
         if state.step % intervals.eval_every_steps == 0 or last:
             _evaluate(parts, state)
-        if state.step % parts.config.checkpoint.every_steps == 0 or last or stopping:
-            if state.step != saved_step:
-                _save(parts, state)
-                saved_step = state.step
+        due = state.step % parts.config.checkpoint.every_steps == 0 or last or stopping
+        if due and state.step != saved_step:
+            _save(parts, state)
+            saved_step = state.step
         if stopping:
             logger.warning(
                 "stopped at step %d by %s; saved, start again to continue",

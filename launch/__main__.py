@@ -1,0 +1,82 @@
+"""Command line of the launcher."""
+
+import argparse
+import logging
+import os
+import sys
+
+from launch.cluster import ClusterConfig
+from launch.render import render
+from pipeline.config import schema
+from pipeline.config.load import Loaded, load
+from pipeline.config.run import PretrainConfig
+from pipeline.config.strict_yaml import Node
+from pipeline.errors import PostnormError
+from pipeline.runtime.log import to_console
+
+_EXAMPLE = """examples:
+  python -m launch render configs/train/roformer_v2-base.yaml --cluster configs/cluster/example.yaml
+  python -m launch render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh
+  python -m launch demo --out runs/demo
+"""
+
+
+def main() -> int:
+    """Runs one subcommand and returns its exit code."""
+    arguments = _parser().parse_args()
+    to_console()
+    try:
+        return int(arguments.run(arguments))
+    except PostnormError as error:
+        logging.getLogger("launch").error("error: %s", error)
+        return error.exit_code
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    cluster = (
+        load(ClusterConfig, arguments.cluster)
+        if arguments.cluster
+        else Loaded(schema.build(ClusterConfig, Node({}, "defaults")), {})
+    ).config
+    text = render(
+        config,
+        cluster,
+        config_path=arguments.config,
+        overrides=arguments.overrides,
+        work_dir=os.getcwd(),
+    )
+    print(text, end="")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from launch.demo import demo
+
+    return demo(arguments.out, corpus=arguments.corpus)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch",
+        description="Starts runs, on SLURM or on this machine.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True)
+    render_ = commands.add_parser("render", help="print the sbatch script of a run; needs no SLURM")
+    render_.add_argument("config", help="YAML file of the run")
+    render_.add_argument("overrides", nargs="*", metavar="section.key=value")
+    render_.add_argument("--cluster", help="YAML file of the cluster; default: one node of 8 GPUs")
+    render_.set_defaults(run=_render)
+    demo_ = commands.add_parser(
+        "demo", help="the whole line on this machine, with a rank killed half-way"
+    )
+    demo_.add_argument("--out", default="runs/demo", help="folder, replaced (default runs/demo)")
+    demo_.add_argument("--corpus", help="your text: file, folder or glob; default: embedded corpus")
+    demo_.set_defaults(run=_demo)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

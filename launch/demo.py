@@ -1,0 +1,163 @@
+"""`make demo`: the whole line on this machine, with one rank killed half-way.
+
+Everything runs as a user would run it, each step a process of its own: prepare, pre-train with two
+ranks under torchrun, kill one with SIGKILL, let torchrun start both again, export, fill a mask.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import ConfigError, PostnormError
+from pipeline.runtime.files import write_json_atomic
+
+_PREP_CONFIG = "configs/prep/demo.yaml"
+_RUN_CONFIG = "configs/demo.yaml"
+_NUM_RANKS = 2
+_KILLED_RANK = 1
+_TEXT = "Returns a [MASK] of all the files in the directory."
+
+
+class DemoError(PostnormError):
+    """A step of the demo failed."""
+
+
+def demo(out: str, *, corpus: str | None) -> int:
+    """Runs the demo and writes `OUT/summary.json`.
+
+    Args:
+        out: folder for everything; an earlier demo in it is replaced.
+        corpus: file, folder or glob of text; the embedded corpus if None.
+
+    Raises:
+        DemoError: a step failed, or the run did not end as it must.
+        ConfigError: `out` holds something that is no demo.
+    """
+    folder = Path(out)
+    _clear(folder)
+    overrides = [f"run_dir={folder}/train", f"data.dir={folder}/data"]
+    config = load(PretrainConfig, _RUN_CONFIG, overrides).config
+    prep_overrides = [f"output_dir={folder}/data"]
+    if corpus:
+        inputs = json.dumps([corpus], ensure_ascii=False)
+        prep_overrides.append(f"sources=[{{name: corpus, inputs: {inputs}}}]")
+    _step("prepare", ["-m", "data_prep", "run", _PREP_CONFIG, *prep_overrides])
+    killed_at_step = _train_and_kill(Path(config.run_dir), config.train.num_steps, overrides)
+    _step("export", ["-m", "pipeline", "export", config.run_dir, f"{folder}/export"])
+    _step("fill a mask", ["-m", "pipeline", "fill-mask", f"{folder}/export", _TEXT])
+    summary = _summary(folder, Path(config.run_dir), killed_at_step)
+    write_json_atomic(folder / "summary.json", summary)
+    print(f"\n== {folder}/summary.json")
+    for name, value in summary.items():
+        print(f"{name:<22}{value:,}" if isinstance(value, int) else f"{name:<22}{value:.6g}")
+    print(f"\nLook at the curves: {sys.executable} -m tensorboard.main --logdir {config.run_dir}")
+    return 0
+
+
+def _clear(folder: Path) -> None:
+    """Removes an earlier demo, and nothing else."""
+    marker = folder / "demo-folder"
+    if folder.exists() and any(folder.iterdir()):
+        if not marker.exists():
+            raise ConfigError(f"{folder} holds something that is no demo; choose another --out")
+        print(f"removing the earlier demo in {folder}")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def _step(title: str, arguments: list[str]) -> None:
+    print(f"\n== {title}: python {' '.join(arguments)}", flush=True)
+    code = subprocess.run([sys.executable, *arguments], check=False).returncode
+    if code:
+        raise DemoError(f"{title} failed with exit code {code}; see above")
+
+
+def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
+    """Trains with two ranks, kills one half-way, and returns the step it had logged by then."""
+    # torchrun restarts all ranks when one dies; they find the newest checkpoint themselves.
+    arguments = [
+        "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_NUM_RANKS}",
+        "--max-restarts=1", "-m", "pipeline", "pretrain", _RUN_CONFIG, *overrides,
+    ]  # fmt: skip
+    print(f"\n== pre-train: python {' '.join(arguments)}", flush=True)
+    process = subprocess.Popen(
+        [sys.executable, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        step = _wait_for_step(run_dir, num_steps // 2, process)
+        victim = _find_rank(process.pid, _KILLED_RANK)
+        victim.send_signal(signal.SIGKILL)
+        print(f"== rank {_KILLED_RANK} (pid {victim.pid}) killed with SIGKILL at step {step}",
+              flush=True)  # fmt: skip
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if code:
+        raise DemoError(f"pre-training failed with exit code {code}; see {run_dir}/logs")
+    return step
+
+
+def _wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> int:
+    while process.poll() is None:
+        reached = [record["step"] for record in _records(run_dir) if record["kind"] == "train"]
+        if reached and reached[-1] >= step:
+            return int(reached[-1])
+        time.sleep(0.2)
+    raise DemoError(f"pre-training ended with exit code {process.returncode} before step {step}")
+
+
+def _find_rank(parent: int, rank: int) -> psutil.Process:
+    for child in psutil.Process(parent).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise DemoError(f"no process of rank {rank} was found")
+
+
+def _records(run_dir: Path) -> list[dict[str, Any]]:
+    """Complete lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n") and line.strip()]  # fmt: skip
+
+
+def _summary(folder: Path, run_dir: Path, killed_at_step: int) -> dict[str, int | float]:
+    report = json.loads((folder / "data" / "report.json").read_text())
+    attempts = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+    records = _records(run_dir)
+    train = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    if attempts[-1]["resumed_from_step"] is None:
+        raise DemoError(f"the run did not resume from a checkpoint; see {run_dir}/logs")
+    exported = json.loads((folder / "export" / "config.json").read_text())
+    speeds = sorted(record["tokens_per_s"] for record in train)
+    return {
+        "documents": sum(split["documents"] for split in report["totals"].values()),
+        "corpus_bytes": sum(split["text_bytes"] for split in report["totals"].values()),
+        "tokens": sum(split["tokens"] for split in report["totals"].values()),
+        "vocab_size": report["vocab_size"],
+        "steps": train[-1]["step"],
+        "loss_first": train[0]["loss"],
+        "loss_last": train[-1]["loss"],
+        "unigram_entropy": report["unigram_entropy_nats"],
+        "eval_loss": evaluations[-1]["loss"],
+        "eval_accuracy": evaluations[-1]["accuracy"],
+        "killed_at_step": killed_at_step,
+        "resumed_from_step": attempts[-1]["resumed_from_step"],
+        "tokens_per_s": speeds[len(speeds) // 2],
+        "export_max_abs_diff": exported["max_abs_diff"],
+    }

@@ -1,0 +1,139 @@
+"""sbatch scripts as pure text: config in, script out.
+
+What the script relies on (measured on SLURM 22.05): the batch script hears SIGUSR1 only in a
+background `wait` loop; srun's exit code says little, so marker files decide; SLURM truncates logs
+on requeue unless told to append; a node failure or preemption requeues the job by itself, so the
+script starts the same way each time.
+"""
+
+import shlex
+from pathlib import Path
+
+from launch.cluster import ClusterConfig
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY
+
+
+def render(
+    config: PretrainConfig,
+    cluster: ClusterConfig,
+    *,
+    config_path: str,
+    overrides: list[str],
+    work_dir: str,
+) -> str:
+    """Text of a job script for one pre-training run.
+
+    Args:
+        config: the run; checked here so that a wrong one never waits in a queue.
+        cluster: where it runs.
+        config_path: the run's YAML file, given to the trainer.
+        overrides: `section.key=value` texts, given to the trainer.
+        work_dir: folder that relative paths start at.
+
+    Raises:
+        ConfigError: the batch does not split over the ranks.
+    """
+    config.train.accumulation_steps(cluster.nodes * cluster.num_ranks_per_node)
+    run_dir = config.run_dir
+    command = shlex.join([cluster.python, "-m", "pipeline", "pretrain", config_path, *overrides])
+    parts = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in _options(config, cluster, work_dir)),
+        "",
+        *cluster.setup,
+        "set -u",
+        f"cd {shlex.quote(work_dir)} || exit 1",
+        f"run_dir={shlex.quote(run_dir)}",
+        _BODY.format(
+            max_restarts=cluster.max_restarts,
+            max_attempts=cluster.max_attempts_without_progress,
+            do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+            inner=shlex.quote(_RANK_COMMAND.format(command=command)),
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def _options(config: PretrainConfig, cluster: ClusterConfig, work_dir: str) -> list[str]:
+    name = Path(config.run_dir).name or "pretrain"
+    optional = {
+        "gpus-per-node": cluster.gpus_per_node or "",
+        "mem": cluster.mem_per_node,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+    }
+    return [
+        f"--job-name={shlex.quote(name)}",
+        # A folder that exists: SLURM makes none, and a job without a log fails without a word.
+        f"--output={shlex.quote(work_dir)}/slurm-%j.log",
+        "--open-mode=append",
+        f"--nodes={cluster.nodes}",
+        f"--ntasks-per-node={cluster.num_ranks_per_node}",
+        f"--cpus-per-task={cluster.cpus_per_rank}",
+        f"--time={cluster.time_limit}",
+        "--requeue",
+        f"--signal=B:USR1@{cluster.stop_before_end_s}",
+        "--kill-on-invalid-dep=yes",
+        *(f"--{option}={value}" for option, value in optional.items() if value),
+    ]
+
+
+# One task: SLURM's names to those of the process group, then the trainer in its place.
+# USR1 is ignored until Python has its handler: by default it would kill the task.
+_RANK_COMMAND = (
+    "trap '' USR1; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+    "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}} exec {command}"
+)
+
+_BODY = """\
+restarts=${{SLURM_RESTART_COUNT:-0}}
+job=$SLURM_JOB_ID
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+export MASTER_ADDR MASTER_PORT
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+newest() {{ cat "$run_dir/checkpoints/latest" 2>/dev/null; }}
+before=$(newest)
+mkdir -p "$run_dir/slurm"
+echo "start: job $job, restart $restarts, nodes $SLURM_JOB_NODELIST, checkpoint ${{before:-none}}"
+if [ -e "$run_dir/done.json" ]; then echo "end: the run is already done"; exit 0; fi
+
+asked_to_stop=0
+srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
+  bash -c {inner} &
+step=$!
+trap 'asked_to_stop=1; kill -USR1 "$step" 2>/dev/null' USR1
+# `wait` returns at each signal; the step is over when its process is.
+code=0
+while :; do
+  wait "$step"; code=$?
+  kill -0 "$step" 2>/dev/null || break
+done
+
+after=$(newest)
+exits=$run_dir/exit/$SLURM_JOB_ID.$restarts
+misses_file=$run_dir/attempts-without-progress
+misses=0
+[ "$after" = "$before" ] && misses=$(( $(cat "$misses_file" 2>/dev/null || echo 0) + 1 ))
+echo "$misses" >"$misses_file"
+state="stopped=$asked_to_stop, srun exit code $code, checkpoint ${{after:-none}}"
+if [ -e "$run_dir/done.json" ]; then
+  echo "end: done"; exit 0
+elif grep -qsx {do_not_retry} "$exits"/*; then
+  echo "end: a rank says that trying again is no use, see its message above; $state"
+  exit {do_not_retry}
+elif [ "$restarts" -ge {max_restarts} ]; then
+  echo "end: not done after $restarts restarts (max_restarts); $state"; exit 1
+elif [ "$misses" -ge {max_attempts} ]; then
+  echo "end: $misses attempts without a new checkpoint (max_attempts_without_progress); $state"
+  exit 1
+fi
+echo "requeue: $state"
+scontrol requeue "$job"
+# SLURM ends this script; leaving early would count as the end of the job.
+sleep 120
+"""
