@@ -1,38 +1,21 @@
 """Command line of data preparation."""
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 from data_prep.config import PrepConfig
 from pipeline.config.load import explain, load, to_yaml
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FAILED_RETRY, PostnormError
-from pipeline.runtime.log import to_console
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY
+from pipeline.runtime import cli
 
-_EXAMPLE = """examples:
+_EXAMPLES = """\
   python -m data_prep run configs/prep/demo.yaml
   python -m data_prep run configs/prep/demo.yaml output_dir=runs/mine/data \\
       'sources=[{name: mine, inputs: [/data/text, "/data/more/*.jsonl.zst"]}]'
   python -m data_prep verify runs/mine/data
   python -m data_prep config configs/prep/demo.yaml --explain
 """
-
-
-def main() -> int:
-    """Runs one subcommand and returns its exit code."""
-    arguments = _parser().parse_args()
-    to_console()
-    try:
-        return int(arguments.run(arguments))
-    except PostnormError as error:
-        logging.getLogger(__name__).error("error: %s", error)
-        return error.exit_code
-    except OSError as error:
-        logging.getLogger(__name__).error(
-            "error: %s; finished parts are kept, run the same command again to continue", error
-        )
-        return EXIT_FAILED_RETRY
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -63,12 +46,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep",
-        description="Raw text to tokenised webdataset shards.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.make_parser("data_prep", "Raw text to tokenised webdataset shards.", _EXAMPLES)
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="prepare a dataset; continues an interrupted run")
     run.add_argument("--replace", action="store_true", help="replace another finished dataset")
@@ -77,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--explain", action="store_true", help="with units, meanings and origins")
     config.set_defaults(run=_config)
     for command in (run, config):
-        command.add_argument("config", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="section.key=value")
+        cli.add_config_arguments(command)
     verify = commands.add_parser(
         "verify", help="read a dataset again and compare it with its index"
     )
@@ -88,4 +65,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(_parser()))

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import webdataset
 
 from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
@@ -108,35 +107,42 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     tokenizer = Tokenizer(job.tokenizer_path)
     counts = Counts()
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    shards: list[dict[str, Any]] = []
     totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
+    tars: list[dict[str, Any]] = []
     paths = []
     for split in SPLITS:
         path = task.folder / f"{split}-{task.name}.tar"
-        documents = _documents(job, split)
+        blocks = _blocks(_documents(job, split), tokenizer, job.config, counts, totals[split])
         with replacing(path) as temporary:
-            with temporary.open("wb") as file:
-                # mtime=0 makes tars reproducible, and saves 1 KB a member that webdataset 1.0.2
-                # otherwise spends on a float time stamp.
-                tar = webdataset.TarWriter(file, encoder=False, mtime=0)
-                blocks = _blocks(documents, tokenizer, job.config, counts, totals[split])
-                for number, block in enumerate(blocks):
-                    key = f"{split}-{task.name}-{number:04d}"
-                    tar.write(_members(key, block, tokenizer.vocab_size))
-                    if split == "train":
-                        for part in block.tokens:
-                            frequencies += np.bincount(part, minlength=len(frequencies))
-                tar.close()
+            for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
+                if split == "train":
+                    for part in block.tokens:
+                        frequencies += np.bincount(part, minlength=len(frequencies))
             described = describe(temporary)
         if described["blocks"]:
-            shards.append({"split": split, "file": path.name, **described})
+            tars.append({"split": split, "file": path.name, **described})
             paths.append(path)
         else:
             path.unlink()
     frequency_path = task.path(".frequencies.npy")
     with replacing(frequency_path) as temporary, temporary.open("wb") as file:
         np.save(file, frequencies)
-    return {"shards": counts.to_json(), "tars": shards, "totals": totals}, [*paths, frequency_path]
+    return {"shards": counts.to_json(), "tars": tars, "totals": totals}, [*paths, frequency_path]
+
+
+def _write_tar(
+    path: Path, stem: str, blocks: Iterator[_Block], vocab_size: int
+) -> Iterator[_Block]:
+    """Writes blocks to a tar and hands each on; closes the tar after the last."""
+    with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, block in enumerate(blocks):
+            for name, content in _members(block, vocab_size).items():
+                # Nothing in a header depends on when or by whom: a rebuilt shard is the same.
+                info = tarfile.TarInfo(f"{stem}-{number:04d}.{name}")
+                info.size = len(content)
+                info.mode = 0o444
+                tar.addfile(info, io.BytesIO(content))
+            yield block
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -218,8 +224,8 @@ def _blocks(
         yield block
 
 
-def _members(key: str, block: _Block, vocab_size: int) -> dict[str, Any]:
-    """One webdataset sample."""
+def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
+    """Contents by member name."""
     lengths = [len(part) for part in block.tokens]
     meta = {
         "source": block.source,
@@ -233,7 +239,7 @@ def _members(key: str, block: _Block, vocab_size: int) -> dict[str, Any]:
         _npy(np.packbits(np.concatenate(block.word_starts))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
-    return {"__key__": key, **dict(zip(MEMBERS, contents, strict=True))}
+    return dict(zip(MEMBERS, contents, strict=True))
 
 
 def _npy(array: npt.NDArray[Any]) -> bytes:

@@ -1,7 +1,6 @@
 """Command line of the launcher."""
 
 import argparse
-import logging
 import os
 import sys
 
@@ -11,25 +10,13 @@ from pipeline.config import schema
 from pipeline.config.load import Loaded, load
 from pipeline.config.run import PretrainConfig
 from pipeline.config.strict_yaml import Node
-from pipeline.errors import PostnormError
-from pipeline.runtime.log import to_console
+from pipeline.runtime import cli
 
-_EXAMPLE = """examples:
+_EXAMPLES = """\
   python -m launch render configs/train/roformer_v2-base.yaml --cluster configs/cluster/example.yaml
   python -m launch render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh
   python -m launch demo --out runs/demo
 """
-
-
-def main() -> int:
-    """Runs one subcommand and returns its exit code."""
-    arguments = _parser().parse_args()
-    to_console()
-    try:
-        return int(arguments.run(arguments))
-    except PostnormError as error:
-        logging.getLogger("launch").error("error: %s", error)
-        return error.exit_code
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -57,16 +44,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch",
-        description="Starts runs, on SLURM or on this machine.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.make_parser("launch", "Starts runs, on SLURM or on this machine.", _EXAMPLES)
     commands = parser.add_subparsers(required=True)
     render_ = commands.add_parser("render", help="print the sbatch script of a run; needs no SLURM")
-    render_.add_argument("config", help="YAML file of the run")
-    render_.add_argument("overrides", nargs="*", metavar="section.key=value")
+    cli.add_config_arguments(render_)
     render_.add_argument("--cluster", help="YAML file of the cluster; default: one node of 8 GPUs")
     render_.set_defaults(run=_render)
     demo_ = commands.add_parser(
@@ -79,4 +60,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(_parser()))

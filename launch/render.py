@@ -100,7 +100,6 @@ newest() {{ cat "$run_dir/checkpoints/latest" 2>/dev/null; }}
 before=$(newest)
 mkdir -p "$run_dir/slurm"
 echo "start: job $job, restart $restarts, nodes $SLURM_JOB_NODELIST, checkpoint ${{before:-none}}"
-if [ -e "$run_dir/done.json" ]; then echo "end: the run is already done"; exit 0; fi
 
 asked_to_stop=0
 srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\

@@ -1,35 +1,22 @@
 """Command line of the training pipeline."""
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 from pipeline.config.load import explain, load, to_yaml
 from pipeline.config.run import PretrainConfig
 from pipeline.errors import EXIT_FAILED_RETRY, PostnormError
-from pipeline.runtime import env
+from pipeline.runtime import cli, env
 from pipeline.runtime.files import record_exit
-from pipeline.runtime.log import to_console
 from pipeline.train.stop import StopRequest
 
-_EXAMPLE = """examples:
+_EXAMPLES = """\
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
   torchrun --standalone --nproc-per-node 2 -m pipeline pretrain configs/demo.yaml
   python -m pipeline fill-mask runs/demo/train "The function returns a [MASK] of strings."
   python -m pipeline export runs/demo/train runs/demo/export
 """
-
-
-def main() -> int:
-    """Runs one subcommand and returns its exit code, one of `pipeline.errors`."""
-    arguments = _parser().parse_args()
-    to_console()
-    try:
-        return int(arguments.run(arguments))
-    except PostnormError as error:
-        logging.getLogger("pipeline").error("error: %s", error)
-        return error.exit_code
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -79,11 +66,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline",
-        description="Pre-trains Post-LN encoders and makes use of them.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = cli.make_parser(
+        "pipeline", "Pre-trains Post-LN encoders and makes use of them.", _EXAMPLES
     )
     commands = parser.add_subparsers(required=True)
     config = commands.add_parser("config", help="check a config and print it in full")
@@ -92,8 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     pretrain = commands.add_parser("pretrain", help="run or resume a pre-training run (one rank)")
     pretrain.set_defaults(run=_pretrain)
     for command in (config, pretrain):
-        command.add_argument("config", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="section.key=value")
+        cli.add_config_arguments(command)
     fill = commands.add_parser("fill-mask", help="most likely tokens at each [MASK] of a text")
     fill.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, or an exported one")
     fill.add_argument("text", nargs="+", help='such as "the [MASK] of a list"')
@@ -107,4 +90,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(_parser()))

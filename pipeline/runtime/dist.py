@@ -19,11 +19,11 @@ def barrier() -> None:
     dist.barrier()
 
 
-def from_first(value: T | None) -> T:
-    """Gives every rank rank 0's (picklable) value."""
-    box: list[Any] = [value]
+def from_first(value: T) -> T:
+    """Gives every rank rank 0's (picklable) value; that of other ranks is not looked at."""
+    box: list[T] = [value]
     dist.broadcast_object_list(box, src=0)
-    return box[0]  # type: ignore[no-any-return]
+    return box[0]
 
 
 def gather(value: T) -> list[T]:

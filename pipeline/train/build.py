@@ -96,6 +96,8 @@ def _run(
     )  # fmt: skip
     sinks = None
     if process.is_first:
+        if state.step < config.train.num_steps:
+            (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
         write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
         attempt = _record_attempt(run_dir, process, state.step if resumed_from else None)
         sinks = Sinks(run_dir, attempt, state.step)

@@ -1,0 +1,41 @@
+# `make help` lists the targets. Everything runs in .venv, which `make setup` makes and keeps.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv and install, with the versions in constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info < (3, 13); \
+	  sys.exit(None if ok else f"Python {sys.version.split()[0]} found, 3.10 to 3.12 needed: make setup PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+check: $(STAMP) ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check ## check, then all tests (gloo, no GPU, no network)
+	$(BIN)/python -m pytest
+
+fmt: $(STAMP) ## format and sort imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+demo: $(STAMP) ## raw text to an exported encoder, a rank killed on the way; CORPUS=path for your text
+	$(BIN)/python -m launch demo $(if $(CORPUS),--corpus '$(CORPUS)')
+
+image: ## container image with everything installed
+	docker build --tag postnorm .
+
+clean: ## remove .venv, runs and caches
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
+
+.PHONY: help setup check test fmt demo image clean

@@ -1,0 +1,162 @@
+"""The import direction, the one-door rule, the absence of cycles, and what never loads torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("pipeline", "data_prep", "launch")
+
+# A layer may import itself and what stands before it.
+LAYERS = [
+    {"pipeline.errors"},
+    {"pipeline.config", "pipeline.runtime"},
+    {"pipeline.kernels"},
+    {"pipeline.model", "pipeline.data"},
+    {"pipeline.objectives"},
+    {"pipeline.train"},
+    {"pipeline.export"},
+    {"pipeline.__main__"},
+]
+TORCH_FREE = {
+    "pipeline.errors",
+    "pipeline.config",
+    "pipeline.runtime.files",
+    "pipeline.runtime.log",
+    "pipeline.runtime.env",
+    "pipeline.runtime.cli",
+    "pipeline.data.shards",
+    "pipeline.data.reader",
+    "pipeline.data.tokenizer",
+}
+DOORS = {
+    "deepspeed": {"pipeline.train.engine"},
+    "triton": {"pipeline.kernels"},
+    "tensorboard": {"pipeline.train.sinks"},
+    "torch.utils.tensorboard": {"pipeline.train.sinks"},
+    "sentencepiece": {"pipeline.data.tokenizer"},
+    "webdataset": {"data_prep.verify"},
+    "yaml": {"pipeline.config.strict_yaml"},
+    "safetensors": {"pipeline.export.weights"},
+    "zstandard": {"data_prep.documents", "data_prep.ingest"},
+    "psutil": {"launch.demo"},
+}
+
+
+def _modules() -> dict[str, ast.Module]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(name: str) -> set[str]:
+    """Modules that a module imports anywhere in its text; ours by their full name."""
+    found = set()
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} uses a relative import"
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            ours = {f for f in full if f in MODULES}
+            found |= ours or {str(node.module)}
+    return found
+
+
+def _ours(name: str) -> set[str]:
+    return {module for module in _imports(name) if module.split(".")[0] in PACKAGES}
+
+
+def _below(module: str, prefixes: set[str]) -> bool:
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _layer(module: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if _below(module, layer))
+
+
+def test_modules_are_found() -> None:
+    assert {"pipeline.train.loop", "data_prep.run", "launch.render"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith("pipeline.")])
+def test_pipeline_imports_point_one_way(name: str) -> None:
+    for imported in _ours(name):
+        assert imported.startswith("pipeline"), f"{name} imports {imported}"
+        # __main__ asks for signals before anything else is loaded.
+        assert _layer(imported) <= _layer(name), f"{name} imports {imported}, a later layer"
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith("pipeline")])
+def test_launch_and_data_prep_import_only_the_torch_free_part(name: str) -> None:
+    package = name.split(".")[0]
+    for imported in _ours(name):
+        assert _below(imported, TORCH_FREE | {package}), f"{name} imports {imported}"
+
+
+def test_there_is_no_cycle() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for imported in _ours(name) & set(MODULES):
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("package", sorted(DOORS))
+def test_third_party_package_has_one_door(package: str) -> None:
+    users = {name for name in MODULES if any(_below(i, {package}) for i in _imports(name))}
+    strangers = {user for user in users if not _below(user, DOORS[package])}
+    assert not strangers, f"{strangers} import {package}; its door is {DOORS[package]}"
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith("pipeline.")])
+def test_environment_is_read_in_the_runtime_only(name: str) -> None:
+    if name != "pipeline.runtime.env":
+        for node in ast.walk(MODULES[name]):
+            is_environ = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            assert not is_environ, f"{name}, line {node.lineno}: use pipeline.runtime.env"
+
+
+def test_data_prep_and_launch_never_load_torch() -> None:
+    # webdataset, which verify reads with, loads torch by itself where there is one.
+    modules = sorted(
+        {m for m in MODULES if not m.startswith("pipeline") and m != "data_prep.verify"}
+        | {m for m in MODULES if _below(m, TORCH_FREE)}
+    )
+    code = "import sys\n" + "".join(
+        f"import {module}\n" for module in modules if not module.endswith("__main__")
+    )
+    code += "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_init_files_hold_no_code() -> None:
+    for path in ROOT.glob("*/**/__init__.py"):
+        if path.relative_to(ROOT).parts[0] in PACKAGES:
+            assert not path.read_text().strip(), path
+
+
+def test_files_and_functions_are_short() -> None:
+    for name, tree in MODULES.items():
+        length = max((getattr(node, "end_lineno", 0) or 0) for node in ast.walk(tree)) if (
+            tree.body) else 0  # fmt: skip
+        assert length <= 400, f"{name} has {length} lines"
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= 80, f"{name}.{node.name} has {lines} lines"

@@ -1,0 +1,151 @@
+"""Strict YAML, overrides, includes, ranges, explanation."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.config import PrepConfig
+from launch.cluster import ClusterConfig
+from pipeline.config import strict_yaml
+from pipeline.config.load import explain, load, resolved_text
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = "run_dir: r\ndata: {dir: d}\n"
+
+
+def _write(folder: Path, text: str, name: str = "c.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("NO", "NO"),
+        ("yes", "yes"),
+        ("true", True),
+        ("null", None),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("0x10", "0x10"),
+        ("'12'", "12"),
+        (".inf", ".inf"),
+    ],
+)
+def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
+    node = strict_yaml.parse(f"key: {text}", "test")
+    assert node.plain() == {"key": value}
+    assert type(node.plain()["key"]) is type(value)
+
+
+def test_leading_zero_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"c\.yaml:3: 010 starts with a zero.*Write 10"):
+        load(PretrainConfig, _write(tmp_path, MINIMAL + "seed: 010\n"))
+
+
+def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
+    text = MINIMAL + "seed: 1\nseed: 2\n"
+    with pytest.raises(ConfigError, match=r"c\.yaml:4: duplicate key 'seed'.*c\.yaml:3"):
+        load(PretrainConfig, _write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lrr=1", r"unknown key 'train\.lrr' = 1 .*did you mean 'lr'"),
+        ("lr=1e-4", r"unknown key 'lr'.*did you mean 'train\.lr'"),
+        ("train.lr=fast", r"train\.lr = 'fast'.*expected a number"),
+        ("train.lr=true", r"train\.lr = True.*expected a number"),
+        ("train.lr=0", r"train\.lr = 0\.0 is out of range: expected > 0"),
+        ("train.num_steps=1e6", r"expected a whole number; write 1_000_000"),
+        ("train.num_steps=0", r"out of range: expected >= 1"),
+        ("model.score_residual=summ", r"expected one of none, sum; did you mean 'sum'"),
+        ("model.num_heads=7", r"model\.hidden_size=384 must be model\.num_heads=7 times"),
+        ("train.warmup_steps=1000", r"train\.warmup_steps=1000 must be below"),
+        ("train.alpha_warmup_steps=1000", r"never saw alpha = 1"),
+        ("train.micro_batch=3", r"train\.global_batch=512 must be a multiple"),
+        ("data.replace_mask_prob=0.95", r"must be at most 1"),
+        ("data=3", r"data must be a mapping, got 3"),
+        ("run_dir=3", r"put it in quotes"),
+        ("train.lr", r"expected section\.key=value"),
+        ("train.lr=", r"has no value"),
+        ("train.lr=[1", r"not valid YAML"),
+    ],
+)
+def test_bad_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(PretrainConfig, _write(tmp_path, MINIMAL), [override])
+
+
+def test_missing_required_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.dir is required"):
+        load(PretrainConfig, _write(tmp_path, "run_dir: r\n"))
+
+
+def test_override_reaches_into_lists(tmp_path: Path) -> None:
+    path = _write(tmp_path, "output_dir: o\nsources: [{name: a, inputs: [x]}]\n")
+    config = load(PrepConfig, path, ["sources.0.inputs=[y, z]"]).config
+    assert config.sources[0].inputs == ("y", "z")
+    with pytest.raises(ConfigError, match="no index of a list of 1 items"):
+        load(PrepConfig, path, ["sources.1.name=b"])
+
+
+def test_include_is_overlaid_and_origins_are_kept(tmp_path: Path) -> None:
+    _write(tmp_path, "num_layers: 3\nhidden_size: 64\nnum_heads: 2\n", "model.yaml")
+    path = _write(tmp_path, MINIMAL + "model: {from: model.yaml, num_layers: 5}\n")
+    loaded = load(PretrainConfig, path, ["train.lr=1e-3"])
+    assert (loaded.config.model.num_layers, loaded.config.model.hidden_size) == (5, 64)
+    text = explain(loaded)
+    assert "model.hidden_size = 64\n" in text
+    assert f"from {tmp_path}/model.yaml:2" in text
+    assert "train.lr = 0.001\n" in text
+    assert "from command line 'train.lr=1e-3'" in text
+    assert "train.warmup_steps = 100 steps\n" in text
+    assert "from default" in text
+
+
+def test_circular_include_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path, "from: b.yaml\n", "a.yaml")
+    _write(tmp_path, "from: a.yaml\n", "b.yaml")
+    with pytest.raises(ConfigError, match="in a circle"):
+        load(PretrainConfig, tmp_path / "a.yaml")
+
+
+def test_resolved_text_reads_back_to_the_same_config(tmp_path: Path) -> None:
+    overrides = ["train.lr=3e-5", "model.norm_eps=1e-12", "run_dir='10'"]
+    config = load(PretrainConfig, _write(tmp_path, MINIMAL), overrides).config
+    text = resolved_text(config)
+    assert text.startswith("# git_revision: ")
+    assert load(PretrainConfig, _write(tmp_path, text, "resolved.yaml")).config == config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=str)
+def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
+    kind = path.relative_to(ROOT / "configs").parts[0]
+    if kind == "model":
+        path = _write(tmp_path, MINIMAL + f"model: {{from: {path}}}\n")
+    root = {"prep": PrepConfig, "cluster": ClusterConfig}.get(kind, PretrainConfig)
+    load(root, path)
+
+
+def test_config_command_explains_and_refuses(tmp_path: Path) -> None:
+    path = str(_write(tmp_path, MINIMAL))
+    command = [sys.executable, "-m", "pipeline", "config", path]
+    good = subprocess.run([*command, "--explain", "train.lr=1e-4"], capture_output=True, text=True)
+    assert good.returncode == 0
+    assert "train.lr = 0.0001" in good.stdout
+    bad = subprocess.run([*command, "train.lrr=1"], capture_output=True, text=True)
+    assert bad.returncode == 2
+    assert "did you mean 'lr'" in bad.stdout
+    assert "Traceback" not in bad.stdout + bad.stderr
+    assert os.listdir(tmp_path) == ["c.yaml"]

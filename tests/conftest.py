@@ -1,0 +1,49 @@
+"""Fixtures that cost time and are shared: a real text corpus and a dataset made from it."""
+
+import json
+import pydoc_data.topics
+from pathlib import Path
+
+import pytest
+
+from data_prep.config import PrepConfig
+from data_prep.run import run
+from pipeline.config.load import load
+from pipeline.data.shards import DatasetIndex, read_index
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 700 KB of real English prose, Python's own help, one paragraph group a document."""
+    path = tmp_path_factory.mktemp("corpus") / "topics.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for topic, text in sorted(pydoc_data.topics.topics.items()):
+            paragraphs = text.split("\n\n")
+            for number in range(0, len(paragraphs), 4):
+                part = "\n\n".join(paragraphs[number : number + 4])
+                record = {"id": f"{topic}/{number}", "text": part}
+                file.write(json.dumps(record) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prep_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config that makes many small blocks and several shards."""
+    path = tmp_path_factory.mktemp("configs") / "prep.yaml"
+    path.write_text(
+        "output_dir: unset\nworkers: 1\nsources: [{name: unset, inputs: [unset]}]\n"
+        "tokenizer: {vocab_size: 1000}\n"
+        "shards: {block_tokens: 8000, shard_mb: 1, eval_fraction: 0.05}\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def dataset(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Path, prep_config: Path
+) -> DatasetIndex:
+    """A prepared dataset; tests must not change it."""
+    folder = tmp_path_factory.mktemp("dataset") / "data"
+    overrides = [f"output_dir={folder}", f"sources=[{{name: topics, inputs: [{corpus}]}}]"]
+    run(load(PrepConfig, prep_config, overrides).config)
+    return read_index(folder)
