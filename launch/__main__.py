@@ -3,8 +3,10 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from launch.cluster import ClusterConfig
+from launch.local import run_local
 from launch.render import render
 from pipeline.config import schema
 from pipeline.config.load import Loaded, load
@@ -15,6 +17,7 @@ from pipeline.runtime import cli
 _EXAMPLES = """\
   python -m launch render configs/train/roformer_v2-base.yaml --cluster configs/cluster/example.yaml
   python -m launch render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh
+  python -m launch local configs/demo.yaml --ranks 2
   python -m launch demo --out runs/demo
 """
 
@@ -37,6 +40,12 @@ def _render(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _local(arguments: argparse.Namespace) -> int:
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    config.train.accumulation_steps(arguments.ranks)
+    return run_local(arguments.config, arguments.overrides, Path(config.run_dir), arguments.ranks)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from launch.demo import demo
 
@@ -50,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_config_arguments(render_)
     render_.add_argument("--cluster", help="YAML file of the cluster; default: one node of 8 GPUs")
     render_.set_defaults(run=_render)
+    local_ = commands.add_parser(
+        "local", help="run on this machine; starts again from the newest checkpoint if a rank dies"
+    )
+    cli.add_config_arguments(local_)
+    local_.add_argument("--ranks", type=int, default=1, help="processes (default 1)")
+    local_.set_defaults(run=_local)
     demo_ = commands.add_parser(
         "demo", help="the whole line on this machine, with a rank killed half-way"
     )

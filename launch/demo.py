@@ -1,11 +1,10 @@
 """`make demo`: the whole line on this machine, with one rank killed half-way.
 
 Everything runs as a user would run it, each step a process of its own: prepare, pre-train with two
-ranks under torchrun, kill one with SIGKILL, let torchrun start both again, export, fill a mask.
+ranks, kill one with SIGKILL, let the launcher start both again, export, fill a mask.
 """
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -85,15 +84,11 @@ def _step(title: str, arguments: list[str]) -> None:
 
 def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
     """Trains with two ranks, kills one half-way, and returns the step it had logged by then."""
-    # torchrun restarts all ranks when one dies; they find the newest checkpoint themselves.
     arguments = [
-        "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_NUM_RANKS}",
-        "--max-restarts=1", "-m", "pipeline", "pretrain", _RUN_CONFIG, *overrides,
+        "-m", "launch", "local", _RUN_CONFIG, f"--ranks={_NUM_RANKS}", *overrides,
     ]  # fmt: skip
     print(f"\n== pre-train: python {' '.join(arguments)}", flush=True)
-    process = subprocess.Popen(
-        [sys.executable, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    process = subprocess.Popen([sys.executable, *arguments])
     try:
         step = _wait_for_step(run_dir, num_steps // 2, process)
         victim = _find_rank(process.pid, _KILLED_RANK)

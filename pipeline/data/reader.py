@@ -1,6 +1,7 @@
 """Memory-mapped access to the blocks of a dataset, with every byte checked before it is used."""
 
 import hashlib
+import io
 import json
 import mmap
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from pipeline.data.shards import MEMBERS, DatasetIndex
 from pipeline.errors import DataError
 
+_NPY_HEADER_BYTES = 256  # a one-dimensional array's takes 128
 _RESTORE = (
     "restore this shard from its source, or delete it and run `python -m data_prep run` again"
 )
@@ -172,10 +174,12 @@ class BlockReader:
         """A view of a .npy member; format: numpy.lib.format version 1.0."""
         blocks = self.index.blocks
         data = self._maps[int(blocks.shard[row])]
-        data.seek(int(blocks.member_offset[row, member]))
-        np.lib.format.read_magic(data)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(data)
-        return np.frombuffer(data, dtype=dtype, count=shape[0], offset=data.tell())
+        start = int(blocks.member_offset[row, member])
+        # Not through the map's own file position: threads share it.
+        header = io.BytesIO(data[start : start + _NPY_HEADER_BYTES])
+        np.lib.format.read_magic(header)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(header)
+        return np.frombuffer(data, dtype=dtype, count=shape[0], offset=start + header.tell())
 
 
 def _span(keys: tuple[str, ...]) -> str:

@@ -1,0 +1,134 @@
+"""Damage to a dataset: every kind is refused, with shard and member by name."""
+
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.verify import verify
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.errors import DataError
+
+
+@pytest.fixture
+def copy(dataset: DatasetIndex, tmp_path: Path) -> Path:
+    folder = tmp_path / "copy"
+    shutil.copytree(dataset.folder, folder)
+    return folder
+
+
+def _shard(folder: Path) -> Path:
+    return folder / read_index(folder).shards[0].file
+
+
+def _read_everything(folder: Path) -> None:
+    reader = BlockReader(read_index(folder))
+    reader.check_all(range(len(reader.index.blocks)))
+
+
+def _flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_intact_dataset_verifies(dataset: DatasetIndex) -> None:
+    _read_everything(dataset.folder)
+    assert verify(dataset.folder) == []
+
+
+def test_every_flipped_byte_is_found(copy: Path) -> None:
+    path = _shard(copy)
+    size = path.stat().st_size
+    with tarfile.open(path) as tar:
+        members = tar.getmembers()
+    # Headers, payloads and padding of the first members, then anywhere, then the end marker.
+    places = [m.offset + 5 for m in members[:8]] + [m.offset_data + 200 for m in members[:8]]
+    places += [m.offset_data + m.size for m in members[:8] if m.size % 512]
+    places += [*np.random.default_rng(0).integers(0, size, 20).tolist(), size - 1, size - 700]
+    for place in places:
+        _flip(path, place)
+        with pytest.raises(DataError, match=rf"shard {path}.*member.*train-000000-\d{{4}}"):
+            _read_everything(copy)
+        problems = verify(copy)
+        assert problems
+        assert str(path) in problems[0]
+        _flip(path, place)
+    assert verify(copy) == []
+
+
+def test_flipped_payload_names_its_member(copy: Path) -> None:
+    path = _shard(copy)
+    with tarfile.open(path) as tar:
+        member = tar.getmembers()[4]
+    _flip(path, member.offset_data + 150)
+    with pytest.raises(DataError, match=f"member {member.name} is damaged: its sha256 is"):
+        _read_everything(copy)
+    assert f"member {member.name} is damaged" in verify(copy)[0]
+
+
+def _truncate_at_member(path: Path) -> str:
+    with tarfile.open(path) as tar:
+        member = tar.getmembers()[6]
+    with path.open("r+b") as file:
+        file.truncate(member.offset)
+    with tarfile.open(path) as tar:  # a reader without an index notices nothing
+        assert len(tar.getmembers()) == 6
+    return f"it is cut at or before member {member.name}"
+
+
+def _delete(path: Path) -> str:
+    path.unlink()
+    return "does not exist"
+
+
+def _grow(path: Path) -> str:
+    with path.open("ab") as file:
+        file.write(b"\0" * 512)
+    return "its end is not as written"
+
+
+def _empty(path: Path) -> str:
+    path.write_bytes(b"")
+    return "cannot be mapped"
+
+
+@pytest.mark.parametrize("damage", [_truncate_at_member, _delete, _grow, _empty])
+def test_damaged_shard_is_refused(copy: Path, damage: Callable[[Path], str]) -> None:
+    path = _shard(copy)
+    message = damage(path)
+    with pytest.raises(DataError, match=f"shard {path}.*{message}"):
+        _read_everything(copy)
+    problems = verify(copy)
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+@pytest.mark.parametrize("name", ["index.json", "index.npz", "tokenizer.model"])
+def test_damaged_index_or_tokenizer_is_refused(copy: Path, name: str) -> None:
+    path = copy / name
+    offset = path.read_bytes().index(b"vocab_size") + 14 if name == "index.json" else 300
+    _flip(path, offset)
+    if name == "tokenizer.model":
+        assert "tokenizer.model is damaged" in verify(copy)[0]
+    else:
+        with pytest.raises(DataError, match=f"{path} (was changed|is damaged)"):
+            read_index(copy)
+
+
+def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no finished dataset; run `python -m data_prep run"):
+        read_index(tmp_path)
+
+
+def test_word_starts_are_read_at_any_offset(dataset: DatasetIndex) -> None:
+    block = BlockReader(dataset).block(0)
+    whole = np.unpackbits(block.word_bits)[: len(block.tokens)].astype(bool)
+    for start, stop in [(0, 5), (3, 9), (8, 16), (13, 1000), (len(whole) - 3, len(whole)), (7, 7)]:
+        np.testing.assert_array_equal(block.word_starts(start, stop), whole[start:stop])
