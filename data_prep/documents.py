@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-import zstandard
+from backports import zstd
 
 from data_prep.config import SourceConfig
 from data_prep.inputs import InputFile, text_suffix
@@ -62,7 +62,7 @@ def read_file(
                 yield from _txt(lines, prefix, source.txt_documents, file.path, max_bytes)
             else:
                 yield from _jsonl(lines, prefix, source)
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
         raise DataError(
             f"{file.path} is damaged or cut short: {error}; restore it or remove it from "
             f"sources ({source.name!r})"
@@ -73,11 +73,8 @@ def _open(path: str) -> IO[bytes]:
     if path.lower().endswith(".gz"):
         return cast("IO[bytes]", gzip.open(path, "rb"))
     if path.lower().endswith(".zst"):
-        raw = Path(path).open("rb")  # noqa: SIM115 -- closed with the reader below
-        reader = zstandard.ZstdDecompressor().stream_reader(
-            raw, read_across_frames=True, closefd=True
-        )
-        return io.BufferedReader(cast("io.RawIOBase", reader), 1 << 20)
+        # Unlike the package zstandard's reader, this one notices a file that is cut short.
+        return io.BufferedReader(cast("io.RawIOBase", zstd.open(path, "rb")), 1 << 20)
     return Path(path).open("rb")
 
 

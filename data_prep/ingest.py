@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
+from backports import zstd
 
 from data_prep import embedded
 from data_prep.config import CleanConfig
@@ -57,9 +57,7 @@ def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
         text_file, hash_file, size_file, rejected_file = (
             stack.enter_context(stack.enter_context(replacing(path)).open("wb")) for path in paths
         )
-        writer = stack.enter_context(
-            zstandard.ZstdCompressor(level=3).stream_writer(text_file, closefd=False)
-        )
+        writer = stack.enter_context(zstd.open(text_file, "wb", level=3))
         for item in _items(job.piece, job.clean.max_document_mb * 1_000_000):
             if isinstance(item, Rejected):
                 ingested.take(len(item.raw))
@@ -90,7 +88,7 @@ def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
 
 def read_documents(path: Path) -> Iterator[dict[str, str]]:
     """Reads a `.jsonl.zst` back."""
-    with zstandard.open(path, "rt", encoding="utf-8", newline="\n") as lines:
+    with zstd.open(path, "rt", encoding="utf-8", newline="\n") as lines:
         for line in lines:
             yield json.loads(line)
 

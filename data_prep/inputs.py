@@ -77,9 +77,9 @@ _KINDS = f"expected {', '.join(TEXT_SUFFIXES)}, optionally followed by .gz or .z
 def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -> list[Piece]:
     """Groups files, in order, into pieces of about `piece_bytes`; a large file is one by itself."""
     groups: list[list[InputFile]] = []
-    size = piece_bytes
+    size = 0
     for file in files:
-        if size + file.num_bytes > piece_bytes:
+        if not groups or size + file.num_bytes > piece_bytes:
             groups.append([])
             size = 0
         groups[-1].append(file)

@@ -66,9 +66,9 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
     """
     target = shard_mb * 1_000_000 / _TAR_BYTES_PER_TEXT_BYTE
     groups: list[list[int]] = []
-    size = target
+    size = 0
     for i, num_bytes in enumerate(kept_bytes):
-        if size + num_bytes / 2 > target:
+        if not groups or size + num_bytes / 2 > target:
             groups.append([])
             size = 0
         groups[-1].append(i)

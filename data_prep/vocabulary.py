@@ -14,8 +14,9 @@ import numpy as np
 from data_prep.config import TokenizerConfig
 from data_prep.ingest import read_documents
 from data_prep.shards import hash_share
-from data_prep.stage import Done, Task, make_key, replacing
+from data_prep.stage import Done, Task, make_key
 from pipeline.data import tokenizer
+from pipeline.runtime.files import write_atomic
 
 # Sentencepiece skips longer lines without a word; 4 bytes a character at most.
 _MAX_LINE_CHARS = 10_000
@@ -43,21 +44,13 @@ def run(task: Task[VocabularyJob]) -> tuple[dict[str, Any], list[Path]]:
     config = task.payload.config
     sample = _Sample(task.payload)
     path = task.path(".model")
-    with replacing(path) as temporary:
-        # Sentencepiece adds `.model` and `.vocab` to a prefix itself.
-        prefix = temporary.with_suffix(".model")
-        try:
-            tokenizer.train(
-                iter(sample),
-                prefix,
-                vocab_size=config.vocab_size,
-                model_type=config.model_type,
-                character_coverage=config.character_coverage,
-            )
-            prefix.replace(temporary)
-        finally:
-            prefix.unlink(missing_ok=True)
-            prefix.with_suffix(".vocab").unlink(missing_ok=True)
+    model = tokenizer.train(
+        iter(sample),
+        vocab_size=config.vocab_size,
+        model_type=config.model_type,
+        character_coverage=config.character_coverage,
+    )
+    write_atomic(path, model)
     trained = tokenizer.Tokenizer(path)
     return {"sample_bytes": sample.num_bytes, "vocab_size": trained.vocab_size}, [path]
 

@@ -3,6 +3,7 @@
 Preparation and inference use this one class, so that they cannot tokenise differently.
 """
 
+import io
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,18 +118,12 @@ class Tokenizer:
 
 
 def train(
-    sentences: Iterator[str],
-    output: Path,
-    *,
-    vocab_size: int,
-    model_type: str,
-    character_coverage: float,
-) -> None:
-    """Trains a model and writes `output` and a `.vocab` list beside it.
+    sentences: Iterator[str], *, vocab_size: int, model_type: str, character_coverage: float
+) -> bytes:
+    """Trains a model and returns its file's content, the same for the same text and settings.
 
     Args:
         sentences: training text.
-        output: path of the `.model` file.
         vocab_size: pieces, with 5 special tokens and 256 bytes among them.
         model_type: `unigram` or `bpe`.
         character_coverage: share of characters that get pieces; the others fall back to bytes.
@@ -136,10 +131,12 @@ def train(
     Raises:
         DataError: the text does not support the vocabulary; says which size it would support.
     """
+    # Not to a file: sentencepiece writes the file's path into the model.
+    model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=sentences,
-            model_prefix=str(output.with_suffix("")),
+            model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
             character_coverage=character_coverage,
@@ -167,6 +164,7 @@ def train(
             f"tokenizer.vocab_size={vocab_size} does not fit the text it is trained on: {error}. "
             "Lower tokenizer.vocab_size, or give more text (tokenizer.sample_mb, sources)"
         ) from error
+    return model.getvalue()
 
 
 def _stands_alone(character: str) -> bool:

@@ -41,7 +41,7 @@ DOORS = {
     "webdataset": {"data_prep.verify"},
     "yaml": {"pipeline.config.strict_yaml"},
     "safetensors": {"pipeline.export.weights"},
-    "zstandard": {"data_prep.documents", "data_prep.ingest"},
+    "backports.zstd": {"data_prep.documents", "data_prep.ingest"},
     "psutil": {"launch.demo"},
 }
 

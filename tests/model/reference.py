@@ -1,6 +1,7 @@
 """The masked language model written a second time, in numpy and float64, loop by loop.
 
-From the description of RoFormerV2 (arXiv 2104.09864 for the rotation, bert4keras for the rest) and RealFormer (arXiv 2012.11747); shares no code with the package.
+Rotation as in arXiv 2104.09864, the rest of RoFormerV2 as in bert4keras, RealFormer as in arXiv
+2012.11747; shares no code with the package.
 """
 
 import numpy as np

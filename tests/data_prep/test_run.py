@@ -1,0 +1,264 @@
+"""The whole preparation: resumed after kills, reproducible, read by stock tools, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from data_prep import embedded
+from data_prep.config import PrepConfig
+from data_prep.run import run
+from data_prep.shards import plan
+from pipeline.config.load import load
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import MEMBERS, DatasetIndex, read_index
+from pipeline.data.tokenizer import Tokenizer
+
+
+def _config(prep_config: Path, output: Path, source: Path | str, *overrides: str) -> PrepConfig:
+    inputs = f"sources=[{{name: topics, inputs: [{source}]}}]"
+    return load(PrepConfig, prep_config, [f"output_dir={output}", inputs, *overrides]).config
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "data_prep", *arguments]
+
+
+def _run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _shard_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shards/*.tar"))}
+
+
+def test_stock_webdataset_and_tar_read_the_shards(dataset: DatasetIndex) -> None:
+    tokens = 0
+    for shard in dataset.shards:
+        path = dataset.folder / shard.file
+        listed = subprocess.run(["tar", "tf", path], capture_output=True, text=True, check=True)
+        assert listed.stdout.split() == [f"{key}.{name}" for key in shard.keys for name in MEMBERS]
+        samples = list(webdataset.WebDataset(str(path), shardshuffle=False).decode())
+        assert [sample["__key__"] for sample in samples] == list(shard.keys)
+        for sample in samples:
+            assert sample["tokens.npy"].dtype == np.uint16
+            assert sample["docs.npy"][-1] == len(sample["tokens.npy"])
+            tokens += len(sample["tokens.npy"])
+    assert tokens == sum(split["tokens"] for split in dataset.totals.values())
+
+
+def test_documents_come_back_as_text(dataset: DatasetIndex, corpus: Path) -> None:
+    texts = {}
+    for line in corpus.read_text().splitlines():
+        record = json.loads(line)
+        texts[f"topics/{record['id']}"] = unicodedata.normalize("NFKC", record["text"])
+    tokenizer = Tokenizer(dataset.folder / dataset.tokenizer_file)
+    reader = BlockReader(dataset)
+    seen = []
+    for row in range(len(dataset.blocks)):
+        block = reader.block(row)
+        parts = np.split(block.tokens, block.doc_ends[:-1])
+        for document_id, ids in zip(block.document_ids, parts, strict=True):
+            seen.append(document_id)
+            expected = " ".join(texts[document_id].split())
+            assert " ".join(tokenizer.decode(ids.tolist()).split()) == expected
+    assert len(seen) == len(set(seen))
+    report = json.loads((dataset.folder / "report.json").read_text())
+    rejected = sum(
+        count for stage in report["stages"].values() for count, _ in stage["rejected"].values()
+    )
+    assert len(seen) + rejected == len(texts)
+
+
+def test_splits_are_disjoint_and_drawn_by_id(dataset: DatasetIndex) -> None:
+    reader = BlockReader(dataset)
+    ids = {
+        split: {
+            i for row in dataset.split_blocks(split) for i in reader.block(int(row)).document_ids
+        }
+        for split in ("train", "eval")
+    }
+    assert not ids["train"] & ids["eval"]
+    share = len(ids["eval"]) / (len(ids["eval"]) + len(ids["train"]))
+    assert 0.02 < share < 0.09  # 5% of about 600 documents: standard deviation 0.9%
+
+
+def test_unigram_entropy_is_that_of_the_training_tokens(dataset: DatasetIndex) -> None:
+    reader = BlockReader(dataset)
+    tokens = np.concatenate([reader.block(int(r)).tokens for r in dataset.split_blocks("train")])
+    share = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    assert dataset.unigram_entropy_nats == pytest.approx(-(share * np.log(share)).sum())
+
+
+def test_rebuilt_dataset_is_the_same_to_the_byte(
+    dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    run(_config(prep_config, tmp_path / "again", corpus, "workers=2"))
+    assert read_index(tmp_path / "again").fingerprint == dataset.fingerprint
+    assert _shard_bytes(tmp_path / "again") == _shard_bytes(dataset.folder)
+
+
+def test_killed_run_continues_to_the_same_dataset(
+    dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    source = f"sources=[{{name: topics, inputs: [{corpus}]}}]"
+    command = _command("run", str(prep_config), f"output_dir={tmp_path}/data", source)
+    # Killed a little later each time, wherever it is, until it gets through.
+    for attempt in range(1, 400):
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        deadline = time.monotonic() + 0.08 * attempt
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0
+    assert attempt > 3, "the run was never killed"
+    assert read_index(tmp_path / "data").fingerprint == dataset.fingerprint
+    assert _shard_bytes(tmp_path / "data") == _shard_bytes(dataset.folder)
+
+
+def test_finished_tasks_are_not_run_again(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
+    config = _config(prep_config, tmp_path / "data", corpus)
+    run(config)
+    shards = sorted((tmp_path / "data" / "shards").glob("*.tar"))
+    before = {path: path.stat().st_mtime_ns for path in shards}
+    shards[0].unlink()
+    run(config)
+    after = {path: path.stat().st_mtime_ns for path in shards}
+    # One task writes the train and the eval tar: both are new, and nothing else changed.
+    assert all(after[path] > before.get(path, 0) for path in shards[:1])
+    tokenizer = tmp_path / "data" / "work" / "tokenizer" / "tokenizer.model"
+    assert tokenizer.stat().st_mtime_ns < after[shards[0]]
+
+
+def test_duplicates_are_dropped_once_across_files(prep_config: Path, tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over a lazy dog while seven wizards make toxic brew"
+    words = text.split()
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(words, 40)) for _ in range(300)]
+    for name, part in (("a", texts[:200]), ("b", texts[100:])):
+        lines = [json.dumps({"text": text}) for text in part]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    report = run(
+        _config(prep_config, tmp_path / "data", tmp_path, "tokenizer.vocab_size=320",
+                "shards.block_tokens=1000", "tokenizer.model_type=bpe")
+    )  # fmt: skip
+    dedup = report["stages"]["dedup"]
+    assert dedup["documents_in"] == 400
+    assert dedup["documents_out"] == 300
+    assert dedup["rejected"] == {"exact duplicate": [100, dedup["bytes_in"] - dedup["bytes_out"]]}
+
+
+def test_invalid_lines_are_counted_and_kept_aside(
+    prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    lines = corpus.read_bytes().splitlines()
+    lines[10:10] = [b'{"text": "\xff\xfe"}', b"not json"]
+    dirty = tmp_path / "dirty.jsonl"
+    dirty.write_bytes(b"\n".join(lines))
+    done = _run_command(
+        "run", str(prep_config), f"output_dir={tmp_path}/data",
+        f"sources=[{{name: topics, inputs: [{dirty}]}}]",
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "invalid UTF-8 line: 1" in done.stdout
+    assert "invalid JSON line: 1" in done.stdout
+    kept = (tmp_path / "data/work/ingest/00000.rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in kept[:2]] == [
+        "topics/dirty.jsonl:11", "topics/dirty.jsonl:12"
+    ]  # fmt: skip
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert report["stages"]["ingest"]["documents_out"] == len(lines) - 2
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "message"),
+    [
+        (b"", [], "the corpus is empty"),
+        (b"\n\n  \n", [], "the corpus is empty"),
+        (b"\xff\xff\n", [], "the corpus is empty"),
+        (b"few words here\n", [], r"tokenizer.vocab_size=1000 does not fit"),
+        (b"x" * 2_500_000, ["clean.max_document_mb=2"], "clean.max_document_mb = 2 MB"),
+    ],
+    ids=["empty", "blank", "all invalid", "vocabulary", "too long"],
+)
+def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
+    prep_config: Path, corpus: Path, tmp_path: Path,
+    content: bytes, overrides: list[str], message: str,
+) -> None:  # fmt: skip
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(content)
+    arguments = ["run", str(prep_config), f"sources=[{{name: bad, inputs: [{bad}]}}]", *overrides]
+    done = _run_command(*arguments, f"output_dir={tmp_path}/new")
+    assert done.returncode == 2
+    assert message in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "new" / "index.json").exists()
+
+    run(_config(prep_config, tmp_path / "old", corpus))
+    before = (tmp_path / "old" / "index.json").read_bytes()
+    done = _run_command(*arguments, f"output_dir={tmp_path}/old")
+    assert done.returncode == 2
+    assert "holds a finished dataset made from other inputs" in done.stdout
+    assert (tmp_path / "old" / "index.json").read_bytes() == before
+
+
+def test_verify_command(dataset: DatasetIndex, tmp_path: Path) -> None:
+    good = _run_command("verify", str(dataset.folder))
+    assert good.returncode == 0
+    assert "everything is as it was written" in good.stdout
+    bad = _run_command("verify", str(tmp_path))
+    assert bad.returncode == 2
+    assert "no finished dataset" in bad.stdout
+
+
+def test_help_shows_an_example() -> None:
+    for package in ("data_prep", "pipeline", "launch"):
+        done = subprocess.run(
+            [sys.executable, "-m", package, "--help"], capture_output=True, text=True, check=True
+        )
+        assert f"python -m {package}" in done.stdout.split("examples:")[1]
+
+
+def test_shard_plan_keeps_order_and_size() -> None:
+    groups = plan([100_000_000] * 10, shard_mb=150)
+    assert [i for group in groups for i in group] == list(range(10))
+    assert {len(group) for group in groups[:-1]} <= {2, 3}
+    assert plan([5], shard_mb=100) == [[0]]
+
+
+def test_embedded_corpus_has_ten_megabytes_of_prose() -> None:
+    total, kinds = 0, set()
+    for path, name in embedded.find():
+        for place, text in embedded.documents(path, name):
+            total += len(text)
+            kinds.add(path.suffix or path.name)
+            assert place.startswith(("stdlib/", "packages/"))
+        if total >= 10_000_000 and {".py", "METADATA"} <= kinds:
+            break
+    assert total >= 10_000_000
+    assert {".py", "METADATA"} <= kinds
+
+
+def test_embedded_corpus_imports_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""' + "Words about this module. " * 5 + '"""\nraise SystemExit("imported")\n'
+        "class A:\n    def f(self):\n        '''" + "What f does, and why. " * 5 + "'''\n"
+    )
+    found = dict(embedded.documents(path, "packages/module.py"))
+    assert list(found) == ["packages/module.py:module", "packages/module.py:A@3.f@4"]

@@ -1,0 +1,77 @@
+"""Tokenizer: specials, bytes, masks in text, word starts, and vocabularies that do not fit."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.shards import MASK_ID, NUM_SPECIAL, SPECIAL_TOKENS, DatasetIndex
+from pipeline.data.tokenizer import Tokenizer, train
+from pipeline.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(dataset: DatasetIndex) -> Tokenizer:
+    return Tokenizer(dataset.folder / dataset.tokenizer_file)
+
+
+def test_special_tokens_in_text_are_plain_text(tokenizer: Tokenizer) -> None:
+    for special in SPECIAL_TOKENS:
+        ids = tokenizer.encode(f"before {special} after")
+        assert min(ids) >= NUM_SPECIAL
+        assert tokenizer.decode(ids) == f"before {special} after"
+
+
+@pytest.mark.parametrize("text", ["a plain sentence.", "中文和 English, 😀 mixed\u0301"])
+def test_round_trip_through_byte_fallback(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_masks_stand_where_they_are_written(tokenizer: Tokenizer) -> None:
+    with_mask = tokenizer.encode_with_masks("Return the [MASK] of the list, or [MASK]s.")
+    assert with_mask.count(MASK_ID) == 2
+    plain = tokenizer.encode("Return the value of the list")
+    first = with_mask.index(MASK_ID)
+    # What stands behind the mask keeps its leading space: the same tokens as in running text.
+    behind = tokenizer.encode("x of the list")[len(tokenizer.encode("x")) :]
+    assert with_mask[:first] == plain[: len(tokenizer.encode("Return the"))]
+    assert with_mask[first + 1 : first + 1 + len(behind)] == behind
+    assert tokenizer.piece(with_mask[first + 1]).startswith(" ")
+    assert tokenizer.encode_with_masks("[MASK]") == [MASK_ID]
+
+
+def _words(tokenizer: Tokenizer, text: str) -> list[str]:
+    ids = np.array(tokenizer.encode(text), dtype=np.uint16)
+    starts = tokenizer.word_starts(ids)
+    bounds = [*np.flatnonzero(starts).tolist(), len(ids)]
+    return [tokenizer.decode(ids[a:b].tolist()) for a, b in itertools.pairwise(bounds)]
+
+
+def test_words_start_at_spaces_punctuation_and_chinese_characters(tokenizer: Tokenizer) -> None:
+    text = "An extraordinarily unusual word, (quoted) 模型训练"
+    expected = ["An", "extraordinarily", "unusual", "word", ",", "(", "quoted", ")",
+                "模", "型", "训", "练"]  # fmt: skip
+    assert [word for word in _words(tokenizer, text) if word] == expected
+
+
+def test_word_starts_of_nothing(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.word_starts(np.zeros(0, dtype=np.uint16))) == 0
+
+
+def test_vocabulary_larger_than_the_text_supports() -> None:
+    def sentences() -> Iterator[str]:
+        yield from ("to be or not to be", "that is the question")
+
+    with pytest.raises(DataError, match=r"tokenizer\.vocab_size=5000 does not fit.*<= \d+"):
+        train(sentences(), vocab_size=5000, model_type="unigram", character_coverage=0.9995)
+
+
+def test_foreign_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.model"
+    path.write_bytes(b"no model")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        Tokenizer(path)
+    with pytest.raises(DataError, match="cannot be loaded"):
+        Tokenizer(tmp_path / "missing.model")
