@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     render_ = commands.add_parser("render", help="print the sbatch script of a run; needs no SLURM")
     cli.add_config_arguments(render_)
-    render_.add_argument("--cluster", help="YAML file of the cluster; default: one node of 8 GPUs")
+    render_.add_argument("--cluster", help="YAML file of the cluster; default: one GPU")
     render_.set_defaults(run=_render)
     local_ = commands.add_parser(
         "local", help="run on this machine; starts again from the newest checkpoint if a rank dies"

@@ -8,11 +8,11 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """A cluster profile; files are in `configs/cluster/`. The default is one node of 8 GPUs."""
+    """A cluster profile; files are in `configs/cluster/`. The default is one GPU."""
 
     nodes: int = param(1, "nodes of the job", unit="nodes", ge=1)
     gpus_per_node: int = param(
-        8, "GPUs and ranks of each node; 0 trains on CPUs with ranks_per_node", ge=0
+        1, "GPUs and ranks of each node; 0 trains on CPUs with ranks_per_node", ge=0
     )
     ranks_per_node: int = param(
         0, "ranks of each node; 0 takes one a GPU, needed where gpus_per_node is 0", ge=0

@@ -10,6 +10,7 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.shards import DatasetIndex, read_index
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +48,12 @@ def dataset(
     overrides = [f"output_dir={folder}", f"sources=[{{name: topics, inputs: [{corpus}]}}]"]
     run(load(PrepConfig, prep_config, overrides).config)
     return read_index(folder)
+
+
+@pytest.fixture(scope="session")
+def straight_run(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
+    """A run of 40 steps on two ranks without interruption; tests must not change it."""
+    run_dir = tmp_path_factory.mktemp("runs") / "straight"
+    ranks = Ranks(run_dir, dataset)
+    assert ranks.wait() == [0, 0], ranks.output
+    return run_dir

@@ -178,11 +178,14 @@ class CheckpointStore:
 
     def _require_space(self, unfinished: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
-        free_bytes = shutil.disk_usage(self.folder).free
-        if free_bytes < self._least_bytes:
+        needed = self._least_bytes
+        for path in _published(self.folder)[:1]:
+            sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+            needed = max(needed, sum(sizes))
+        if shutil.disk_usage(self.folder).free < needed:
             raise CheckpointError(
                 f"no space for checkpoint {unfinished.name.removeprefix(_UNFINISHED)}: it needs "
-                f"about {self._least_bytes / 1e9:.3f} GB, {_free_text(self.folder)}; earlier "
+                f"about {needed / 1e9:.4f} GB, {_free_text(self.folder)}; earlier "
                 "checkpoints are untouched. Free space or set checkpoint.keep lower, then start "
                 "the run again"
             )
@@ -290,7 +293,7 @@ def _flush_and_describe(path: Path) -> dict[str, Any]:
 
 
 def _free_text(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 1e9:.3f} GB are free there"
+    return f"{shutil.disk_usage(folder).free / 1e9:.4f} GB are free there"
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], path: str) -> list[str]:

@@ -1,0 +1,120 @@
+"""The job script: pure text, valid bash, the options that matter, refusals."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.cluster import ClusterConfig
+from launch.render import render
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> str:
+    config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
+    return render(
+        config,
+        ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster}),  # type: ignore[arg-type]
+        config_path="configs/demo.yaml",
+        overrides=list(overrides),
+        work_dir=work_dir,
+    )
+
+
+def _options(text: str) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
+    assert len(found) == len({name for name, _ in found})
+    return dict(found)
+
+
+def test_options() -> None:
+    options = _options(
+        _render("train.micro_batch=2", account="a1", partition="p", time_limit="2-00:00:00",
+                stop_before_end_s=200, cpus_per_rank=6, mem_per_node="500G")
+    )  # fmt: skip
+    assert options == {
+        "job-name": "train", "output": "'/work dir'/slurm-%j.log", "open-mode": "append",
+        "nodes": "2", "ntasks-per-node": "8", "cpus-per-task": "6", "time": "2-00:00:00",
+        "requeue": "", "signal": "B:USR1@200", "kill-on-invalid-dep": "yes",
+        "gpus-per-node": "8", "mem": "500G", "partition": "p", "account": "a1",
+    }  # fmt: skip
+
+
+def test_cpu_cluster_asks_for_no_gpu() -> None:
+    options = _options(_render("train.micro_batch=2", nodes=4, gpus_per_node=0, ranks_per_node=4))
+    assert options["ntasks-per-node"] == "4"
+    assert not {"gpus-per-node", "account", "mem", "qos"} & set(options)
+
+
+def test_script_is_valid_bash_with_options_first() -> None:
+    text = _render("run_dir=runs/it's here", setup=("module load cuda/13.0",),
+                   gpus_per_node=0, ranks_per_node=1)  # fmt: skip
+    assert text.startswith("#!/bin/bash\n#SBATCH")
+    first_command = text.index("module load")
+    assert text.rindex("#SBATCH") < first_command
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    # Quoting survives: bash sees the folder as one word.
+    quoted = re.search(r"^run_dir=(.*)$", text, re.MULTILINE)
+    assert quoted
+    done = subprocess.run(["bash", "-c", f"printf %s {quoted[1]}"], capture_output=True, text=True)
+    assert done.stdout == "runs/it's here"
+
+
+def test_rank_command_sets_the_process_group_and_keeps_overrides() -> None:
+    text = _render("train.lr=1e-3", "train.micro_batch=2")
+    inner = re.search(r"bash -c ('.*') &$", text, re.MULTILINE)
+    assert inner
+    program = "import os, sys; print([os.environ[n] for n in sys.argv[1].split()], sys.argv[2:])"
+    shown = inner[1].replace(
+        ".venv/bin/python -m pipeline",
+        f'{sys.executable} -c "{program}" "RANK LOCAL_RANK WORLD_SIZE OMP_NUM_THREADS"',
+    )
+    slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16",
+             "SLURM_CPUS_PER_TASK": "5"}  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", f"bash -c {shown}"], capture_output=True, text=True, env=slurm
+    )
+    assert done.stdout.split("\n")[0] == (
+        "['3', '1', '16', '5'] "
+        "['pretrain', 'configs/demo.yaml', 'train.lr=1e-3', 'train.micro_batch=2']"
+    ), done.stderr
+
+
+def test_rendering_is_pure() -> None:
+    assert _render("train.micro_batch=2") == _render("train.micro_batch=2")
+
+
+def test_batch_that_does_not_fit_the_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.micro_batch=16 x 16 ranks"):
+        _render()
+
+
+def test_impossible_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks_per_node=4 must equal gpus_per_node=8"):
+        ClusterConfig(gpus_per_node=8, ranks_per_node=4)
+    with pytest.raises(ConfigError, match="gpus_per_node=0 needs ranks_per_node"):
+        ClusterConfig(gpus_per_node=0)
+
+
+def test_command(tmp_path: Path) -> None:
+    profile = tmp_path / "c.yaml"
+    profile.write_text("nodes: 2\ngpus_per_node: 1\npartition: gpu\n")
+    plain = [sys.executable, "-m", "launch", "render", "configs/demo.yaml"]
+    done = subprocess.run(plain, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert "#SBATCH --ntasks-per-node=1\n" in done.stdout
+    command = [*plain, "--cluster"]
+    done = subprocess.run([*command, str(profile)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert "#SBATCH --partition=gpu" in done.stdout
+    assert "configs/demo.yaml" in done.stdout
+    profile.write_text("nodez: 2\n")
+    done = subprocess.run([*command, str(profile)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "did you mean 'nodes'" in done.stdout

@@ -1,0 +1,139 @@
+"""Starts the ranks of a training run as plain processes over gloo, and reads what they leave."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.data.shards import DatasetIndex
+from pipeline.train.engine import read_weights
+
+# Two ranks, two micro-batches each; dropout is on, so that its random numbers must be resumed too.
+CONFIG = """
+run_dir: unset
+seed: 3
+model:
+  {num_layers: 2, hidden_size: 32, num_heads: 2, ffn_size: 64, score_residual: sum, init: unit}
+data: {dir: unset, seq_len: 64, window_blocks: 2}
+train:
+  {num_steps: 40, global_batch: 8, micro_batch: 2, lr: 3e-3, warmup_steps: 5,
+   alpha_warmup_steps: 10}
+checkpoint: {every_steps: 15, keep: 2}
+monitor: {log_every_steps: 1, eval_every_steps: 20, eval_sequences: 16}
+"""
+
+
+class Ranks:
+    """The processes of one attempt."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        dataset: DatasetIndex,
+        *overrides: str,
+        world_size: int = 2,
+        module: tuple[str, ...] = ("-m", "pipeline"),
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        self.run_dir = run_dir
+        config = run_dir.with_suffix(".yaml")
+        config.write_text(CONFIG)
+        self._output = run_dir.with_suffix(".out")
+        arguments = [*module, "pretrain", str(config), f"run_dir={run_dir}"]
+        arguments += [f"data.dir={dataset.folder}", *overrides]
+        self.processes = []
+        port = _free_port()
+        for rank in range(world_size):
+            variables = {
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
+                "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            with self._output.open("a") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*prefix, sys.executable, *arguments], env=variables,
+                        stdout=output, stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        """What all ranks of all attempts printed."""
+        return self._output.read_text()
+
+    def wait(self, timeout_s: float = 120) -> list[int]:
+        """Exit codes in rank order."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends what still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+        """Waits until a step is logged."""
+        deadline = time.monotonic() + timeout_s
+        while not any(record["step"] >= step for record in records(self.run_dir)):
+            assert all(p.poll() is None for p in self.processes), self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
+    def signal(self, number: signal.Signals, rank: int | None = None) -> None:
+        """Sends a signal to one rank or to all."""
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            process.send_signal(number)
+
+
+def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Complete lines of metrics.jsonl of one kind."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+    return [record for record in found if record["kind"] == kind]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Logged loss of every step; the latest attempt wins."""
+    return {record["step"]: record["loss"] for record in records(run_dir)}
+
+
+def newest_state(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, weights and optimizer state of all ranks, by name."""
+    [folder] = sorted((run_dir / "checkpoints").glob("step-*"))[-1:]
+    masters, used = read_weights(folder)
+    state = {f"master {name}": value for name, value in masters.items()}
+    state |= {f"used {name}": value for name, value in used.items()}
+    for path in sorted((folder / "state").glob("*_optim_states.pt")):
+        _flatten(torch.load(path, weights_only=False), path.name, state)
+    assert any("exp_avg_sq" in name for name in state)
+    return state
+
+
+def _flatten(value: Any, name: str, into: dict[str, torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        into[name] = value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _flatten(item, f"{name}.{key}", into)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            _flatten(item, f"{name}.{i}", into)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
