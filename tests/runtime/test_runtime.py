@@ -1,0 +1,77 @@
+"""Environment variables, atomic files, command lines."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.runtime.env import process_info
+from pipeline.runtime.files import record_exit, sha256_file, write_atomic
+
+GROUP = {
+    "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
+    "MASTER_ADDR": "host", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_process_group_variables_are_read() -> None:
+    info = process_info({**GROUP, "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "3"})
+    assert (info.rank, info.local_rank, info.world_size, info.job) == (1, 0, 2, "17.3")
+    assert not info.is_first
+    assert process_info(GROUP).job == "local"
+
+
+@pytest.mark.parametrize("name", GROUP)
+def test_each_missing_variable_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"not set: {name}. On one machine start with"):
+        process_info({key: value for key, value in GROUP.items() if key != name})
+
+
+def test_wrong_variables_are_refused() -> None:
+    with pytest.raises(ConfigError, match="RANK='x' must be a whole number"):
+        process_info({**GROUP, "RANK": "x"})
+    with pytest.raises(ConfigError, match="RANK=2 must be below WORLD_SIZE=2"):
+        process_info({**GROUP, "RANK": "2"})
+
+
+def test_a_failed_write_keeps_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "value"
+    write_atomic(path, b"old")
+    code = (
+        "import resource, signal, sys; from pathlib import Path;"
+        "from pipeline.runtime.files import write_atomic;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
+        "write_atomic(Path(sys.argv[1]), b'x' * 2000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["value"]
+
+
+def test_a_hash_is_that_of_the_system_tool(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(5_000_001))
+    expected = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True)
+    assert sha256_file(path) == expected.stdout.split()[0]
+
+
+def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
+    for restarts, code in (("0", 75), ("1", 0)):
+        slurm = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
+        record_exit(tmp_path, process_info({**GROUP, **slurm}), code)
+    assert (tmp_path / "exit/17.0/rank-00001").read_text() == "75\n"
+    assert (tmp_path / "exit/17.1/rank-00001").read_text() == "0\n"
+
+
+@pytest.mark.parametrize("module", ["pipeline", "data_prep", "launch"])
+def test_help_shows_an_example_for_each_entry_point(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True
+    )
+    assert f"python -m {module}" in done.stdout.partition("examples:")[2]
