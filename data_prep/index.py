@@ -1,7 +1,5 @@
 """Stage index: gathers what is in all shards into `index.json` and `index.npz`, written last."""
 
-import hashlib
-import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,10 +49,11 @@ def write(output: Path, tokenizer_path: Path, sharded: list[Done], vocab_size: i
         for tar in tars
     ]
     rows = [_row(number, block) for number, tar in enumerate(tars) for block in tar["blocks"]]
-    blocks_npz = _npz(Blocks.from_rows(rows))
+    blocks = Blocks.from_rows(rows)
     with replacing(output / TOKENIZER_FILE) as temporary:
         shutil.copyfile(tokenizer_path, temporary)
-    write_atomic(output / "index.npz", blocks_npz)
+    with replacing(output / "index.npz") as temporary, temporary.open("wb") as file:
+        np.savez(file, **vars(blocks))
     frequencies = sum(
         np.load(output / SHARD_FOLDER / name)
         for done in sharded
@@ -70,7 +69,7 @@ def write(output: Path, tokenizer_path: Path, sharded: list[Done], vocab_size: i
             unigram_entropy_nats=_entropy_nats(np.asarray(frequencies)),
             totals=totals,
             shards=infos,
-            blocks_npz_sha256=hashlib.sha256(blocks_npz).hexdigest(),
+            blocks=blocks,
         ),
     )
 
@@ -90,13 +89,7 @@ def _row(shard: int, block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _npz(blocks: Blocks) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, **vars(blocks))
-    return buffer.getvalue()
-
-
 def _entropy_nats(frequencies: np.ndarray[Any, Any]) -> float:
-    """Shannon entropy of a table of counts."""
+    """Shannon entropy of a table of counts, rounded: it must be the same on every processor."""
     share = frequencies[frequencies > 0] / frequencies.sum()
-    return float(-(share * np.log(share)).sum())
+    return round(float(-(share * np.log(share)).sum()), 6)

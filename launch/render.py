@@ -1,9 +1,10 @@
 """sbatch scripts as pure text: config in, script out.
 
 What the script relies on (measured on SLURM 22.05): the batch script hears SIGUSR1 only in a
-background `wait` loop; srun's exit code says little, so marker files decide; SLURM truncates logs
-on requeue unless told to append; a node failure or preemption requeues the job by itself, so the
-script starts the same way each time.
+background `wait` loop, and dies of it before it has a trap; ranks that are still starting do not
+hear it, so it is repeated; srun's exit code says little, so marker files of this attempt decide;
+SLURM truncates logs on requeue unless told to append; a node failure or preemption requeues the
+job by itself, so the script starts the same way each time.
 """
 
 import shlex
@@ -11,7 +12,10 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig
 from pipeline.config.run import PretrainConfig
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED
+
+_SECONDS_TO_REQUEUE = 20
+"""What the script keeps for itself of the time before the limit."""
 
 
 def render(
@@ -41,14 +45,17 @@ def render(
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in _options(config, cluster, work_dir)),
         "",
+        _TRAP,
         *cluster.setup,
-        "set -u",
+        "set -u +e",
         f"cd {shlex.quote(work_dir)} || exit 1",
         f"run_dir={shlex.quote(run_dir)}",
         _BODY.format(
             max_restarts=cluster.max_restarts,
             max_attempts=cluster.max_attempts_without_progress,
+            finished=EXIT_FINISHED,
             do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+            patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
             inner=shlex.quote(_RANK_COMMAND.format(command=command)),
         ),
     ]
@@ -67,7 +74,7 @@ def _options(config: PretrainConfig, cluster: ClusterConfig, work_dir: str) -> l
     return [
         f"--job-name={shlex.quote(name)}",
         # A folder that exists: SLURM makes none, and a job without a log fails without a word.
-        f"--output={shlex.quote(work_dir)}/slurm-%j.log",
+        f"--output={shlex.quote(work_dir.replace('%', '%%'))}/slurm-%j.log",
         "--open-mode=append",
         f"--nodes={cluster.nodes}",
         f"--ntasks-per-node={cluster.num_ranks_per_node}",
@@ -87,6 +94,11 @@ _RANK_COMMAND = (
     "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}} exec {command}"
 )
 
+# Before the setup lines: SIGUSR1 without a trap ends the job.
+_TRAP = """\
+asked_to_stop=0 step= asking=
+trap 'asked_to_stop=1; ask_ranks 2>/dev/null' USR1"""
+
 _BODY = """\
 restarts=${{SLURM_RESTART_COUNT:-0}}
 job=$SLURM_JOB_ID
@@ -94,33 +106,50 @@ job=$SLURM_JOB_ID
 [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 export MASTER_ADDR MASTER_PORT
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+# Below 32768, where Linux takes the ports of outgoing connections from.
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 
 newest() {{ cat "$run_dir/checkpoints/latest" 2>/dev/null; }}
 before=$(newest)
-mkdir -p "$run_dir/slurm"
+mkdir -p "$run_dir"
+misses_file=$run_dir/attempts-without-progress
+# Submitted by a person, who may have mended what stopped the last job.
+[ "$restarts" -gt 0 ] || rm -f "$misses_file"
 echo "start: job $job, restart $restarts, nodes $SLURM_JOB_NODELIST, checkpoint ${{before:-none}}"
 
-asked_to_stop=0
-srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
-  bash -c {inner} &
+run_ranks() {{
+  trap '' USR1  # srun passes it on all the same; by default it would die before it can
+  exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
+    bash -c {inner}
+}}
+# Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
+ask_ranks() {{
+  [ -n "$step" ] && [ -z "$asking" ] || return
+  for ((left = {patience}; left > 0; left -= 5)); do
+    kill -USR1 "$step" || exit
+    sleep 5
+  done && echo "ranks do not stop: killing them" && kill -KILL "$step" &
+  asking=$!
+}}
+run_ranks &
 step=$!
-trap 'asked_to_stop=1; kill -USR1 "$step" 2>/dev/null' USR1
+[ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
 # `wait` returns at each signal; the step is over when its process is.
 code=0
 while :; do
   wait "$step"; code=$?
   kill -0 "$step" 2>/dev/null || break
 done
+[ -z "$asking" ] || kill "$asking" 2>/dev/null
 
 after=$(newest)
 exits=$run_dir/exit/$SLURM_JOB_ID.$restarts
-misses_file=$run_dir/attempts-without-progress
 misses=0
 [ "$after" = "$before" ] && misses=$(( $(cat "$misses_file" 2>/dev/null || echo 0) + 1 ))
 echo "$misses" >"$misses_file"
 state="stopped=$asked_to_stop, srun exit code $code, checkpoint ${{after:-none}}"
-if [ -e "$run_dir/done.json" ]; then
+# done.json alone may be of an earlier, shorter run.
+if [ -e "$run_dir/done.json" ] && grep -qsx {finished} "$exits/rank-00000"; then
   echo "end: done"; exit 0
 elif grep -qsx {do_not_retry} "$exits"/*; then
   echo "end: a rank says that trying again is no use, see its message above; $state"
@@ -132,7 +161,14 @@ elif [ "$misses" -ge {max_attempts} ]; then
   exit 1
 fi
 echo "requeue: $state"
-scontrol requeue "$job"
-# SLURM ends this script; leaving early would count as the end of the job.
-sleep 120
+# The controller may be restarting.
+for try in 1 2 3 4 5 6 7 8 9 10; do
+  if scontrol requeue "$job"; then
+    # SLURM ends this script; leaving early would count as the end of the job.
+    sleep 300
+    break
+  fi
+  sleep 30
+done
+echo "end: the job could not be requeued, submit it again"; exit 1
 """

@@ -88,6 +88,14 @@ class Blocks:
             columns[name] = np.array(values, dtype=dtype).reshape(len(rows), *shape)
         return cls(**columns)
 
+    def digest(self) -> str:
+        """sha256 of all values, little-endian; that of the .npz changes with numpy's version."""
+        hasher = hashlib.sha256()
+        for name, (dtype, _) in _BLOCK_FIELDS.items():
+            values = np.ascontiguousarray(vars(self)[name], dtype=np.dtype(dtype).newbyteorder("<"))
+            hasher.update(f"{name} {values.shape}\n".encode() + values.tobytes())
+        return hasher.hexdigest()
+
     def __len__(self) -> int:
         return len(self.shard)
 
@@ -134,7 +142,7 @@ def index_bytes(
     unigram_entropy_nats: float,
     totals: dict[str, dict[str, int]],
     shards: list[ShardInfo],
-    blocks_npz_sha256: str,
+    blocks: Blocks,
 ) -> bytes:
     """Content of `index.json`; the fingerprint in it is the sha256 of all the rest."""
     body = {
@@ -145,7 +153,7 @@ def index_bytes(
         "tokenizer_sha256": tokenizer_sha256,
         "unigram_entropy_nats": unigram_entropy_nats,
         "totals": totals,
-        "index_npz_sha256": blocks_npz_sha256,
+        "blocks_sha256": blocks.digest(),
         "shards": [asdict(shard) for shard in shards],
     }
     body["fingerprint"] = _fingerprint(body)
@@ -189,7 +197,7 @@ def read_index(folder: str | Path) -> DatasetIndex:
         unigram_entropy_nats=body["unigram_entropy_nats"],
         totals=body["totals"],
         shards=shards,
-        blocks=_read_blocks(folder / "index.npz", body["index_npz_sha256"]),
+        blocks=_read_blocks(folder / "index.npz", body["blocks_sha256"]),
     )
 
 
@@ -198,16 +206,18 @@ _REBUILD = "restore the file or run `python -m data_prep run CONFIG` again"
 
 def _read_blocks(path: Path, expected_sha256: str) -> Blocks:
     try:
-        data = path.read_bytes()
+        with np.load(path, allow_pickle=False) as arrays:
+            blocks = Blocks(**{name: arrays[name] for name in _BLOCK_FIELDS})
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {_REBUILD}") from None
-    found = hashlib.sha256(data).hexdigest()
-    if found != expected_sha256:
+    except Exception as error:
+        raise DataError(f"{path} is damaged: {error}; {_REBUILD}") from error
+    if blocks.digest() != expected_sha256:
         raise DataError(
-            f"{path} is damaged: sha256 {found}, index.json expects {expected_sha256}; {_REBUILD}"
+            f"{path} is damaged: its content has sha256 {blocks.digest()}, index.json expects "
+            f"{expected_sha256}; {_REBUILD}"
         )
-    with np.load(path, allow_pickle=False) as arrays:
-        return Blocks(**{name: arrays[name] for name in _BLOCK_FIELDS})
+    return blocks
 
 
 def _fingerprint(body: dict[str, Any]) -> str:

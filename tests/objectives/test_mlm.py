@@ -23,7 +23,7 @@ def test_sums_are_those_of_each_position() -> None:
 def test_no_masked_position_gives_zero_with_a_gradient() -> None:
     logits = torch.zeros(0, 11, requires_grad=True)
     sums = masked_lm_loss(logits, torch.zeros(0, dtype=torch.int64))
-    assert [float(s) for s in (sums.loss, sums.correct, sums.weight)] == [0.0, 0.0, 0.0]
+    assert [s.item() for s in (sums.loss, sums.correct, sums.weight)] == [0.0, 0.0, 0.0]
     sums.loss.backward()
     assert logits.grad is not None
 
