@@ -1,9 +1,13 @@
 """What a cluster offers and how it wants to be asked: the root config of `python -m launch`."""
 
+import re
 from dataclasses import dataclass
 
 from pipeline.config.schema import param
 from pipeline.errors import ConfigError
+
+# As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:...].
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,34 @@ class ClusterConfig:
                 f"ranks_per_node={self.ranks_per_node} must equal gpus_per_node="
                 f"{self.gpus_per_node}: every rank drives one GPU; leave it out"
             )
+
+        if self.time_limit_s <= self.stop_before_end_s:
+            raise ConfigError(
+                f"time_limit={self.time_limit!r} ({self.time_limit_s} s) must be longer than "
+                f"stop_before_end_s={self.stop_before_end_s}: no time is left to train"
+            )
+
+    @property
+    def time_limit_s(self) -> int:
+        """The time limit in seconds.
+
+        Raises:
+            ConfigError: sbatch would not read it.
+        """
+        match = _TIME.fullmatch(self.time_limit)
+        if not match:
+            raise ConfigError(
+                f"time_limit={self.time_limit!r}: expected minutes, hours:minutes:seconds or "
+                'days-hours:minutes:seconds, such as "1-12:00:00"'
+            )
+        days, *rest = match.groups()
+        numbers = [int(number) for number in rest if number is not None]
+        if days is not None:
+            units = (3600, 60, 1)  # days-hours:minutes:seconds
+        else:
+            units = (3600, 60, 1) if len(numbers) == 3 else (60, 1, 0)
+        seconds = sum(number * unit for number, unit in zip(numbers, units, strict=False))
+        return int(days or 0) * 86400 + seconds
 
     @property
     def num_ranks_per_node(self) -> int:

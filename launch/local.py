@@ -17,6 +17,7 @@ from pipeline.errors import (
     EXIT_FINISHED,
     EXIT_PREEMPTED,
 )
+from pipeline.runtime.env import RUN_DIR_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ def _attempt(config_path: str, overrides: list[str], run_dir: Path, num_ranks: i
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={num_ranks}", "-m", "pipeline", "pretrain", config_path, *overrides,
     ]  # fmt: skip
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": str(threads), **os.environ})
+    variables = {"OMP_NUM_THREADS": str(threads), **os.environ, RUN_DIR_VARIABLE: str(run_dir)}
+    process = subprocess.Popen(command, env=variables)
     try:
         process.wait()
     except BaseException:

@@ -13,6 +13,7 @@ from pathlib import Path
 from launch.cluster import ClusterConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED
+from pipeline.runtime.env import RUN_DIR_VARIABLE
 
 _SECONDS_TO_REQUEUE = 20
 """What the script keeps for itself of the time before the limit."""
@@ -50,6 +51,7 @@ def render(
         "set -u +e",
         f"cd {shlex.quote(work_dir)} || exit 1",
         f"run_dir={shlex.quote(run_dir)}",
+        f'export {RUN_DIR_VARIABLE}="$run_dir"',
         _BODY.format(
             max_restarts=cluster.max_restarts,
             max_attempts=cluster.max_attempts_without_progress,
@@ -97,7 +99,7 @@ _RANK_COMMAND = (
 # Before the setup lines: SIGUSR1 without a trap ends the job.
 _TRAP = """\
 asked_to_stop=0 step= asking=
-trap 'asked_to_stop=1; ask_ranks 2>/dev/null' USR1"""
+trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1"""
 
 _BODY = """\
 restarts=${{SLURM_RESTART_COUNT:-0}}

@@ -31,10 +31,11 @@ def _config(arguments: argparse.Namespace) -> int:
 
 def _pretrain(arguments: argparse.Namespace) -> int:
     stop = StopRequest()
-    config = load(PretrainConfig, arguments.config, arguments.overrides).config
     process = env.process_info()
-    code = EXIT_FAILED_RETRY
+    run_dir, code = env.launched_run_dir(), EXIT_FAILED_RETRY
     try:
+        config = load(PretrainConfig, arguments.config, arguments.overrides).config
+        run_dir = config.run_dir
         from pipeline.train.build import pretrain
 
         code = pretrain(config, process, stop)
@@ -42,7 +43,8 @@ def _pretrain(arguments: argparse.Namespace) -> int:
         code = error.exit_code
         raise
     finally:
-        record_exit(Path(config.run_dir), process, code)
+        if run_dir:
+            record_exit(Path(run_dir), process, code)
     return code
 
 

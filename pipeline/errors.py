@@ -34,3 +34,9 @@ class CheckpointError(PostnormError):
 
 class TrainingError(PostnormError):
     """Training cannot go on, such as too many skipped steps in a row."""
+
+
+class BusyError(PostnormError):
+    """Another process holds what is needed; it may be gone when this is tried again."""
+
+    exit_code = EXIT_FAILED_RETRY

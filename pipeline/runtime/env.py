@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pipeline.errors import ConfigError
 
 _GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RUN_DIR_VARIABLE = "POSTNORM_RUN_DIR"
+"""Set by `launch`, so that a rank can record how it ended."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     if "SLURM_JOB_ID" in environ:
         job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     return ProcessInfo(rank, int(numbers["LOCAL_RANK"]), world_size, socket.gethostname(), job)
+
+
+def launched_run_dir() -> str | None:
+    """The run folder that the launcher knows, for when the config that names it cannot be read."""
+    return os.environ.get(RUN_DIR_VARIABLE)
 
 
 def set_default(name: str, value: str) -> None:

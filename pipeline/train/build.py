@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -15,7 +16,7 @@ from pipeline.config.load import provenance, resolved_text
 from pipeline.config.run import PretrainConfig
 from pipeline.data.loader import EvalLoader, Share, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
-from pipeline.errors import EXIT_FINISHED, ConfigError, DataError, PostnormError
+from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, DataError, PostnormError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 ATTEMPTS_FILE = "attempts.jsonl"
 DONE_FILE = "done.json"
 LOCK_FILE = "lock"
+_LOCK_PATIENCE_S = 15.0
 RESOLVED_FILE = "resolved.yaml"
 
 
@@ -170,13 +172,24 @@ def _exclusive(run_dir: Path, process: ProcessInfo) -> Iterator[None]:
         yield
         return
     with (run_dir / LOCK_FILE).open("w") as file:
+        _lock(file, run_dir)
+        yield
+
+
+def _lock(file: IO[str], run_dir: Path) -> None:
+    """Takes the lock, waiting a while: a node that was cut off may still run what it was given."""
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
+            if time.monotonic() < deadline:
+                time.sleep(0.5)
+                continue
+            raise BusyError(
                 f"{run_dir} is in use by another running process; wait for it or stop it, "
                 "or choose another run_dir"
             ) from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): do not start it twice", run_dir, error)
-        yield
+        return

@@ -113,6 +113,8 @@ class CheckpointStore:
             mine = names[self._process.rank :: self._process.world_size]
             parts = dist.gather({name: _flush_and_describe(unfinished / name) for name in mine})
         except (OSError, RuntimeError) as error:
+            if not _is_of_the_disk(error):
+                raise  # a lost rank: trying again may help
             # The other ranks are told by this process' end. The disk may be full: make room.
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
@@ -285,6 +287,11 @@ def _signed(body: dict[str, Any]) -> dict[str, Any]:
     """The manifest with a sha256 of itself: a flipped digit of the cursor must not pass."""
     text = json.dumps(body, sort_keys=True)
     return {**body, _SIGNATURE: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether a save failed by its disk; torch's file writer and gloo both raise RuntimeError."""
+    return isinstance(error, OSError) or "inline_container.cc" in str(error)
 
 
 def _flush_and_describe(path: Path) -> dict[str, Any]:

@@ -117,6 +117,27 @@ def test_stopped_run_saves_and_continues_bit_for_bit(
     _same_state(run_dir, straight_run)
 
 
+def test_rank_that_dies_in_a_save_lets_the_run_be_tried_again(
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    ranks = Ranks(run_dir, dataset, module=("-m", "tests.distributed.dying_in_save_main"))
+    assert ranks.wait() == [1, -signal.SIGKILL], ranks.output
+    assert (run_dir / "exit/local/rank-00000").read_text() == "1\n"
+    again = Ranks(run_dir, dataset)
+    assert again.wait() == [0, 0], again.output
+    assert losses(run_dir) == losses(straight_run)
+
+
+def test_unreadable_config_is_recorded_for_the_launcher(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTNORM_RUN_DIR", str(tmp_path / "run"))
+    ranks = Ranks(tmp_path / "run", dataset, "train.lrr=1")
+    assert ranks.wait() == [2, 2], ranks.output
+    assert (tmp_path / "run/exit/local/rank-00001").read_text() == "2\n"
+
+
 def test_folder_of_a_running_run_cannot_be_used_twice(
     dataset: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -124,7 +145,7 @@ def test_folder_of_a_running_run_cannot_be_used_twice(
     try:
         ranks.wait_for_step(1)
         second = Ranks(tmp_path / "run", dataset, world_size=1)
-        assert second.wait() == [2]
+        assert second.wait() == [1]
         assert "is in use by another running process" in second.output
         assert all(process.poll() is None for process in ranks.processes)
     finally:

@@ -86,6 +86,16 @@ def test_rank_command_sets_the_process_group_and_keeps_overrides() -> None:
     ), done.stderr
 
 
+def test_signal_is_trapped_before_anything_else_runs() -> None:
+    text = _render("train.micro_batch=2", setup=("module load cuda/13.0",))
+    assert text.index("trap ") < text.index("module load") < text.index("set -u +e")
+
+
+def test_percent_in_the_folder_is_no_pattern_of_slurm() -> None:
+    text = _render("train.micro_batch=2", work_dir="/work/50%j")
+    assert _options(text)["output"] == "/work/50%%j/slurm-%j.log"
+
+
 def test_rendering_is_pure() -> None:
     assert _render("train.micro_batch=2") == _render("train.micro_batch=2")
 
@@ -100,6 +110,24 @@ def test_impossible_cluster_is_refused() -> None:
         ClusterConfig(gpus_per_node=8, ranks_per_node=4)
     with pytest.raises(ConfigError, match="gpus_per_node=0 needs ranks_per_node"):
         ClusterConfig(gpus_per_node=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:00:10", 3610), ("2-3", 183_600), ("1-00:30", 88_200),
+     ("1-12:00:05", 129_605)],
+)  # fmt: skip
+def test_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: int) -> None:
+    assert ClusterConfig(time_limit=text).time_limit_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("1 day", "expected minutes"), ("5:00", "no time is left"), ("", "expected minutes")],
+)
+def test_impossible_time_limit_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClusterConfig(time_limit=text)
 
 
 def test_command(tmp_path: Path) -> None:
