@@ -2,7 +2,9 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipeline.config.load import explain, load, to_yaml
 from pipeline.config.run import PretrainConfig
@@ -13,9 +15,13 @@ from pipeline.train.stop import StopRequest
 
 _EXAMPLES = """\
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
+  python -m pipeline model configs/model/roformer_v2-base.yaml --seq-len 128 vocab_size=21128
   torchrun --standalone --nproc-per-node 2 -m pipeline pretrain configs/demo.yaml
   python -m pipeline fill-mask runs/demo/train "The function returns a [MASK] of strings."
-  python -m pipeline export runs/demo/train runs/demo/export
+  python -m pipeline export runs/demo/train runs/demo/hf --format hf
+  python -m pipeline convert bert-base-chinese/ models/bert
+  python -m pipeline encode models/bert --pooling mean --out vectors.npy < texts.txt
+  python -m pipeline grow runs/demo/train models/wide --width 2 --noise 0.01
 """
 
 
@@ -25,8 +31,19 @@ def _config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# The other commands import torch, and DeepSpeed with it, only when they are run: `config` and
-# `--help` answer at once.
+def _model(arguments: argparse.Namespace) -> int:
+    from pipeline.model.describe import describe, read_plan
+
+    plan = read_plan(
+        arguments.config, arguments.overrides,
+        seq_len=arguments.seq_len, micro_batch=arguments.micro_batch, num_ranks=arguments.ranks,
+    )  # fmt: skip
+    print(describe(plan))
+    return 0
+
+
+# The other commands import torch, and DeepSpeed with it, only when they are run: `config`, `model`
+# and `--help` answer at once.
 
 
 def _pretrain(arguments: argparse.Namespace) -> int:
@@ -36,9 +53,12 @@ def _pretrain(arguments: argparse.Namespace) -> int:
     try:
         config = load(PretrainConfig, arguments.config, arguments.overrides).config
         run_dir = config.run_dir
+        from pipeline.export.weights import initial_weights
         from pipeline.train.build import pretrain
 
-        code = pretrain(config, process, stop)
+        source = config.init_from
+        initial = partial(initial_weights, Path(source)) if source is not None else None
+        code = pretrain(config, process, stop, initial)
     except PostnormError as error:
         code = error.exit_code
         raise
@@ -57,12 +77,58 @@ def _fill_mask(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from pipeline.export.hf import export_hf
     from pipeline.export.weights import export
 
-    report = export(arguments.run_dir, arguments.out)
+    report = (export_hf if arguments.format == "hf" else export)(arguments.source, arguments.out)
     print(
-        f"{arguments.out}: step {report.step}, largest difference of logits "
-        f"{report.max_abs_diff:.2e} over {report.num_logits:,}"
+        f"{arguments.out}: largest difference of logits {report.max_abs_diff:.2e} over "
+        f"{report.num_logits:,}"
+    )
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from pipeline.export.convert import convert
+
+    report = convert(
+        arguments.checkpoint, arguments.out,
+        family=arguments.family, overrides=arguments.overrides,
+    )  # fmt: skip
+    print(f"{arguments.out}: {report.family}, {report.num_parameters:,} parameters")
+    if report.left_out:
+        print(f"left out: {', '.join(report.left_out)}")
+    if not report.has_tokenizer:
+        print("no vocabulary was found: the model reads no text")
+    return 0
+
+
+def _grow(arguments: argparse.Namespace) -> int:
+    from pipeline.export.grow import grow
+
+    report = grow(
+        arguments.source, arguments.out,
+        width=arguments.width, depth=arguments.depth, noise=arguments.noise, seed=arguments.seed,
+    )  # fmt: skip
+    config = report.config
+    print(
+        f"{arguments.out}: {config.num_layers} layers of {config.hidden_size}, "
+        f"{report.num_parameters_before:,} parameters before, {report.num_parameters:,} now"
+    )
+    return 0
+
+
+def _encode(arguments: argparse.Namespace) -> int:
+    from pipeline.export.encode import TextEncoder, write_vectors
+
+    encoder = TextEncoder(
+        arguments.source, pooling=arguments.pooling, max_length=arguments.max_length
+    )
+    count = write_vectors(encoder, sys.stdin, arguments.batch_size, arguments.out)
+    print(
+        f"{count:,} texts, vectors of {encoder.size}; {encoder.num_cut:,} were cut at "
+        f"{encoder.max_length} tokens",
+        file=sys.stderr,
     )
     return 0
 
@@ -75,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="check a config and print it in full")
     config.add_argument("--explain", action="store_true", help="with units, meanings and origins")
     config.set_defaults(run=_config)
+    _add_model(commands)
     pretrain = commands.add_parser("pretrain", help="run or resume a pre-training run (one rank)")
     pretrain.set_defaults(run=_pretrain)
     for command in (config, pretrain):
@@ -84,11 +151,59 @@ def _parser() -> argparse.ArgumentParser:
     fill.add_argument("text", nargs="+", help='such as "the [MASK] of a list"')
     fill.add_argument("--top", type=int, default=5, help="candidates shown (default 5)")
     fill.set_defaults(run=_fill_mask)
-    export = commands.add_parser("export", help="write weights, config and tokenizer of a run")
-    export.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
-    export.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    export.set_defaults(run=_export)
+    _add_exchange(commands)
     return parser
+
+
+def _add_model(commands: Any) -> None:
+    model = commands.add_parser("model", help="parameters, FLOPs and memory of a model")
+    model.add_argument("config", help="YAML file of a model or of a run")
+    model.add_argument("overrides", nargs="*", metavar="field=value",
+                       help="such as bias=true; in a run's config model.bias=true")  # fmt: skip
+    model.add_argument("--seq-len", type=int, metavar="N", help="default: the run's, or 512")
+    model.add_argument("--micro-batch", type=int, metavar="N", help="default: the run's, or 8")
+    model.add_argument("--ranks", type=int, metavar="N", default=1, help="default 1")
+    model.set_defaults(run=_model)
+
+
+def _add_exchange(commands: Any) -> None:
+    """Commands that read and write models."""
+    export = commands.add_parser("export", help="write a run's model as a folder")
+    export.add_argument("source", type=Path, metavar="RUN", help="run folder, or model folder")
+    export.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    export.add_argument(
+        "--format", choices=("postnorm", "hf"), default="postnorm",
+        help="for this project (default), or for transformers",
+    )  # fmt: skip
+    export.set_defaults(run=_export)
+    convert = commands.add_parser("convert", help="read a published checkpoint")
+    convert.add_argument("checkpoint", type=Path, metavar="SRC",
+                         help="Hugging Face folder, or TensorFlow checkpoint")  # fmt: skip
+    convert.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    convert.add_argument(
+        "--family", choices=("bert", "realformer", "roberta", "roformer", "roformer_v2"),
+        help="needed for TensorFlow checkpoints of BERT and RealFormer, whose names are the same",
+    )  # fmt: skip
+    convert.add_argument("overrides", nargs="*", metavar="field=value",
+                         help="of the architecture, such as norm_eps=1e-7")  # fmt: skip
+    convert.set_defaults(run=_convert)
+    grow = commands.add_parser("grow", help="a wider or deeper model that starts from this one")
+    grow.add_argument("source", type=Path, metavar="SRC", help="run folder, or model folder")
+    grow.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    grow.add_argument("--width", type=int, default=1, help="factor, a power of 2; changes no logit")
+    grow.add_argument("--depth", type=int, help="layers, a multiple of those there are")
+    grow.add_argument("--noise", type=float, default=0.0,
+                      help="share of each matrix' deviation that is added (default 0)")  # fmt: skip
+    grow.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    grow.set_defaults(run=_grow)
+    encode = commands.add_parser("encode", help="vectors of texts on standard input, one a line")
+    encode.add_argument("source", type=Path, metavar="MODEL", help="run folder, or model folder")
+    encode.add_argument("--pooling", choices=("cls", "mean", "first_last_avg"), default="mean",
+                        help="default mean")  # fmt: skip
+    encode.add_argument("--out", type=Path, help=".npy file; default: a JSON list a line")
+    encode.add_argument("--batch-size", type=int, default=32, help="texts at once (default 32)")
+    encode.add_argument("--max-length", type=int, help="tokens of a text; longer ones are cut")
+    encode.set_defaults(run=_encode)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ class TrainConfig:
     adam_beta1: float = param(0.9, "decay of the gradient average", ge=0, lt=1)
     adam_beta2: float = param(0.98, "decay of the squared-gradient average", ge=0, lt=1)
     adam_eps: float = param(1e-6, "added to the root of the squared-gradient average", gt=0)
-    weight_decay: float = param(0.01, "decoupled weight decay, on every matrix", ge=0)
+    weight_decay: float = param(
+        0.01, "decoupled weight decay of matrices; biases and gains have none", ge=0
+    )
     grad_clip: float = param(1.0, "largest global gradient norm; 0 does not clip", ge=0)
     precision: Literal["bf16", "fp32"] = param(
         "bf16", "of forward and backward; master weights and accumulation are fp32 either way"

@@ -6,7 +6,9 @@ Preparation and inference use this one class, so that they cannot tokenise diffe
 import io
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ import sentencepiece
 from pipeline.data.shards import (
     CLS_ID,
     MASK_ID,
+    NUM_SPECIAL,
     PAD_ID,
     SEP_ID,
     SPECIAL_TOKENS,
@@ -29,8 +32,32 @@ _TRAINING_THREADS = 16
 _MAX_SENTENCE_BYTES = 1 << 16
 
 
+@dataclass(frozen=True)
+class Definition:
+    """What a trained model consists of, for building the same tokenizer with another library."""
+
+    model_type: str
+    """`unigram` or `bpe`."""
+    pieces: tuple[str, ...]
+    """By token id, a space written as U+2581."""
+    scores: tuple[float, ...]
+    """By token id: log-probability (unigram), or minus the rank of its merge (bpe)."""
+    in_text: tuple[bool, ...]
+    """By token id: whether text can contain the piece; False for specials and bytes."""
+    charsmap: bytes
+    """Normalisation rules: a uint32 length, a darts-clone trie of that many bytes, and the
+    replacements that the trie's values point to (normalizer.cc in google/sentencepiece)."""
+
+
 class Tokenizer:
     """A sentencepiece model with the project's special tokens at ids 0 to 4."""
+
+    pad_id: int = PAD_ID
+    unk_id: int = UNK_ID
+    cls_id: int = CLS_ID
+    sep_id: int = SEP_ID
+    mask_id: int = MASK_ID
+    special_ids: frozenset[int] = frozenset(range(NUM_SPECIAL))
 
     def __init__(self, path: Path) -> None:
         """Loads a model.
@@ -63,7 +90,7 @@ class Tokenizer:
         for part in others:
             # A leading space must stay, which normalisation would strip. No piece reaches across a
             # space, so the pieces of the text before it can be cut off again.
-            prefix = "." if part[:1].isspace() else ""
+            prefix = "." if self._processor.Normalize(f".{part}")[1:2] == _SPACE else ""
             ids += [MASK_ID, *self.encode(prefix + part)[len(self.encode(prefix)) :]]
         return ids
 
@@ -84,6 +111,37 @@ class Tokenizer:
     def piece(self, token: int) -> str:
         """One token as readable text, its leading space kept as such."""
         return str(self._processor.IdToPiece(token)).replace(_SPACE, " ")
+
+    def definition(self) -> Definition:
+        """The model taken apart.
+
+        Raises:
+            DataError: the model was not trained with the settings of `train`.
+        """
+        model = _protobuf_fields(self._processor.serialized_model_proto())
+        trainer, normalizer = _protobuf_fields(model[2]), _protobuf_fields(model[3])
+        # Numbers and defaults as in sentencepiece_model.proto.
+        settings: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "model_type": (trainer.get(3, 1), (1, 2)),
+            "byte_fallback": (trainer.get(35, 0), (1,)),
+            "normalization_rule_name": (normalizer.get(1, b""), (b"nmt_nfkc",)),
+            "add_dummy_prefix": (normalizer.get(3, 1), (0,)),
+            "remove_extra_whitespaces": (normalizer.get(4, 1), (1,)),
+        }
+        for name, (found, allowed) in settings.items():
+            if found not in allowed:
+                raise DataError(
+                    f"the tokenizer has {name} {found!r}, expected one of {allowed}; "
+                    "train it with `python -m data_prep run`"
+                )
+        processor, ids = self._processor, range(self.vocab_size)
+        return Definition(
+            model_type="unigram" if trainer.get(3, 1) == 1 else "bpe",
+            pieces=tuple(processor.IdToPiece(i) for i in ids),
+            scores=tuple(processor.GetScore(i) for i in ids),
+            in_text=tuple(i not in self.special_ids and not processor.IsByte(i) for i in ids),
+            charsmap=normalizer[2],
+        )
 
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Whether each token of a document starts a word; (n,) bool.
@@ -165,6 +223,35 @@ def train(
             "Lower tokenizer.vocab_size, or give more text (tokenizer.sample_mb, sources)"
         ) from error
     return model.getvalue()
+
+
+def _protobuf_fields(message: bytes) -> dict[int, Any]:
+    """Fields of a protobuf message by number, the last of a repeated one: int or bytes.
+
+    The package protobuf would be one more dependency, for the few fields without an accessor.
+    """
+    fields: dict[int, Any] = {}
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            value, shift, position = value | (byte & 0x7F) << shift, shift + 7, position + 1
+            if byte < 0x80:
+                return value
+
+    while position < len(message):
+        number, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
+            fields[number] = varint()
+            continue
+        size = {1: 8, 2: None, 5: 4}[wire_type]
+        size = varint() if size is None else size
+        fields[number] = message[position : position + size]
+        position += size
+    return fields
 
 
 def _stands_alone(character: str) -> bool:

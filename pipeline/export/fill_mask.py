@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from pipeline.data.shards import CLS_ID, MASK_ID, NUM_SPECIAL, SEP_ID, SPECIAL_TOKENS
 from pipeline.errors import DataError
-from pipeline.export.weights import load_run
+from pipeline.export.weights import load_trained
+from pipeline.model.layout import padded
 
 
 @dataclass(frozen=True)
@@ -19,36 +19,41 @@ class Candidate:
     probability: float
 
 
-def fill_mask(run_dir: Path, text: str, *, top: int) -> list[list[Candidate]]:
+def fill_mask(source: Path, text: str, *, top: int) -> list[list[Candidate]]:
     """Predicts each `[MASK]` of a text.
 
     Args:
-        run_dir: run folder, or a folder that `export` wrote.
+        source: run folder, or model folder.
         text: with at least one `[MASK]`; each stands for one token.
         top: number of candidates, most likely first.
 
     Raises:
-        DataError: the text has no `[MASK]`.
-        CheckpointError: there is no model in `run_dir`.
+        DataError: the text has no `[MASK]`, or is longer than the model's positions.
+        CheckpointError: there is no model in `source`, or no tokenizer.
     """
-    if SPECIAL_TOKENS[MASK_ID] not in text:
-        raise DataError(f"text {text!r} has no [MASK]; write one where a token is to be predicted")
     if top < 1:
         raise DataError(f"--top {top} must be at least 1")
-    trained = load_run(run_dir)
-    ids = torch.tensor([[CLS_ID, *trained.tokenizer.encode_with_masks(text), SEP_ID]])
-    masked_index = torch.nonzero(ids[0] == MASK_ID)[:, 0]
+    trained, _ = load_trained(source)
+    tokenizer = trained.require_tokenizer()
+    encoded = [tokenizer.cls_id, *tokenizer.encode_with_masks(text), tokenizer.sep_id]
+    if tokenizer.mask_id not in encoded:
+        raise DataError(f"text {text!r} has no [MASK]; write one where a token is to be predicted")
+    limit = trained.model.config.longest_document
+    if limit and len(encoded) > limit:
+        raise DataError(f"text has {len(encoded)} tokens, the model has {limit} positions")
+    ids = torch.tensor([encoded])
+    masked_index = torch.nonzero(ids[0] == tokenizer.mask_id)[:, 0]
     with torch.no_grad():
-        logits = trained.model(
-            ids, torch.ones_like(ids), torch.arange(ids.shape[1])[None], masked_index
-        )
-    # Specials are never a target in training; the model's opinion of them means nothing.
-    logits[:, :NUM_SPECIAL] = float("-inf")
-    logits[:, trained.tokenizer.vocab_size :] = float("-inf")
-    best = logits.softmax(-1).topk(min(top, trained.tokenizer.vocab_size - NUM_SPECIAL))
+        layout = padded(torch.tensor([ids.shape[1]]), ids.shape[1])
+        logits = trained.model(ids, layout, masked_index)
+    # Specials are never a target in training; the model's opinion of them means nothing. Nor does
+    # that of rows beyond the vocabulary.
+    logits[:, sorted(tokenizer.special_ids)] = float("-inf")
+    logits[:, tokenizer.vocab_size :] = float("-inf")
+    best = logits.softmax(-1).topk(min(top, tokenizer.vocab_size - len(tokenizer.special_ids)))
     return [
         [
-            Candidate(trained.tokenizer.piece(token), probability)
+            Candidate(tokenizer.piece(token), probability)
             for probability, token in zip(probabilities, tokens, strict=True)
         ]
         for probabilities, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True)

@@ -1,71 +1,66 @@
-"""Attention within documents, without and with scores carried from layer to layer.
+"""Attention, without and with scores carried from layer to layer, in plain PyTorch.
 
-Shapes: B batch, N heads, S sequence, H head size.
+Shapes: B sequences, N heads, S slots of each, H head size. A mask broadcasts to (B, N, S, S) and is
+true where query (row) may see key (column); a row that allows nothing gives NaN.
 """
-
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention(q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, allowed_B1SS: Tensor,
-              dropout: float) -> Tensor:  # fmt: skip
-    """softmax(q k^T / sqrt(H)) v over the allowed keys.
+def attention(
+    q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, allowed: Tensor, dropout: float
+) -> Tensor:
+    """softmax(q k^T) v over the allowed keys; the queries are scaled already.
 
     Args:
-        q_BNSH: (B, N, S, H) queries, already rotated.
-        k_BNSH: (B, N, S, H) keys, already rotated.
+        q_BNSH: (B, N, S, H) queries.
+        k_BNSH: (B, N, S, H) keys.
         v_BNSH: (B, N, S, H) values.
-        allowed_B1SS: (B, 1, S, S) bool, true where query (row) may see key (column); every row
-            allows at least one key.
+        allowed: bool mask.
         dropout: probability of dropping an attention probability; 0 outside training.
 
     Returns:
         (B, N, S, H) in q's dtype.
     """
     return F.scaled_dot_product_attention(
-        q_BNSH, k_BNSH, v_BNSH, attn_mask=allowed_B1SS, dropout_p=dropout
+        q_BNSH, k_BNSH, v_BNSH, attn_mask=allowed, dropout_p=dropout, scale=1.0
     )
 
 
-def score_residual_attention(
-    q_BNSH: Tensor,
-    k_BNSH: Tensor,
-    v_BNSH: Tensor,
-    allowed_B1SS: Tensor,
-    dropout: float,
-    carry_BNSS: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention whose scores are added to those of the layer below.
+def raw_scores(q_BNSH: Tensor, k_BNSH: Tensor, carry_BNSS: Tensor | None) -> Tensor:
+    """S_l = q k^T + S_(l-1), unmasked, (B, N, S, S).
 
-    S_l = q k^T / sqrt(H) + S_(l-1); output softmax(S_l over the allowed keys) v. S_l is handed on
-    unmasked, undropped and with its gradient. It is kept in fp32: it is a sum over all layers.
+    fp32 at least: it is a sum over all layers. Handed on with its gradient.
 
     Source: He et al. 2020 (arXiv 2012.11747), section 3; google-research
     `realformer/realformer.py`, residual_attention_layer.
 
     Args:
-        q_BNSH: as in `attention`.
-        k_BNSH: as in `attention`.
-        v_BNSH: as in `attention`.
-        allowed_B1SS: as in `attention`.
-        dropout: as in `attention`.
-        carry_BNSS: (B, N, S, S) fp32 scores of the layer below; None in the first layer.
-
-    Returns:
-        (B, N, S, H) in q's dtype, and (B, N, S, S) fp32 scores for the layer above.
+        q_BNSH: scaled queries.
+        k_BNSH: keys.
+        carry_BNSS: S_(l-1); None in the first layer.
     """
-    q_BNSH = q_BNSH * (1.0 / math.sqrt(q_BNSH.shape[-1]))
-    scores_BNSS = torch.matmul(q_BNSH, k_BNSH.transpose(-1, -2)).to(_carry_dtype(q_BNSH))
-    if carry_BNSS is not None:
-        scores_BNSS = scores_BNSS + carry_BNSS
-    masked_BNSS = scores_BNSS.masked_fill(~allowed_B1SS, float("-inf"))
-    share_BNSS = torch.softmax(masked_BNSS, dim=-1).to(v_BNSH.dtype)
-    share_BNSS = F.dropout(share_BNSS, dropout, training=dropout > 0)
-    return torch.matmul(share_BNSS, v_BNSH), scores_BNSS
+    wide = torch.promote_types(q_BNSH.dtype, torch.float32)
+    scores_BNSS = torch.matmul(q_BNSH, k_BNSH.transpose(-1, -2)).to(wide)
+    return scores_BNSS if carry_BNSS is None else scores_BNSS + carry_BNSS
 
 
-def _carry_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def probabilities(scores_BNSS: Tensor, allowed: Tensor, num_summed: int) -> Tensor:
+    """softmax over the allowed keys, in the scores' dtype.
+
+    Args:
+        scores_BNSS: (B, N, S, S) from `raw_scores`.
+        allowed: bool mask, laid on here and never carried.
+        num_summed: scores are divided by this: 1 for the sum, l + 1 in layer l for the running
+            mean. The carry itself stays a sum.
+    """
+    masked_BNSS = (scores_BNSS / num_summed).masked_fill(~allowed, float("-inf"))
+    return torch.softmax(masked_BNSS, dim=-1)
+
+
+def weighted_values(share_BNSS: Tensor, v_BNSH: Tensor, dropout: float) -> Tensor:
+    """Attention probabilities, some dropped, times values; (B, N, S, H) in v's dtype."""
+    share_BNSS = F.dropout(share_BNSS.to(v_BNSH.dtype), dropout, training=dropout > 0)
+    return torch.matmul(share_BNSS, v_BNSH)

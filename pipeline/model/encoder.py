@@ -1,122 +1,21 @@
-"""The encoder: RoFormerV2, with RealFormer's carried scores as a switch.
+"""The encoder, composed of the switches of `ModelConfig`, and the masked language model on it.
 
-Forward pass (bojone/bert4keras `bert4keras/models.py` class RoFormerV2): token and segment
-embeddings are added, dropout, norm; in each layer x = Norm(x + alpha * F(x)) for attention and for
-the feed-forward; the MLM head is dropout and the tied token embedding, nothing else. No bias
-anywhere, and the norm has neither gain nor shift.
-
-Shapes: B batch, S sequence, D hidden size, N heads, H head size, M masked positions, V vocabulary.
+Where each switch comes from is told in `docs/models.md`. Shapes: tokens lie in rows (B, S) or end
+to end (T,), written `...` where both fit; D hidden size, E embedding width, N heads, H head size,
+M masked positions, V vocabulary.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
-from pipeline.kernels.attention import attention, score_residual_attention
 from pipeline.model.initialise import initialise
-from pipeline.model.rotary import rotary_tables, rotate
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps), without gain, in fp32 inside.
-
-    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4, with gain 1.
-    """
-
-    def __init__(self, eps: float) -> None:
-        """Keeps eps; there is nothing to learn."""
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises over the last dimension; keeps shape and dtype."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class SelfAttention(nn.Module):
-    """Multi-head attention with rotary positions on queries and keys."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        """Makes the projections."""
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.carries_scores = config.score_residual == "sum"
-        self.dropout = config.attention_dropout
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(
-        self,
-        x_BSD: Tensor,
-        tables: tuple[Tensor, Tensor],
-        allowed_B1SS: Tensor,
-        carry_BNSS: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns (B, S, D) and the scores for the layer above, None if they are not carried."""
-        batch, length, width = x_BSD.shape
-        qkv = self.qkv(x_BSD).view(batch, length, 3, self.num_heads, width // self.num_heads)
-        q_BNSH, k_BNSH, v_BNSH = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        q_BNSH, k_BNSH = rotate(q_BNSH, *tables), rotate(k_BNSH, *tables)
-        dropout = self.dropout if self.training else 0.0
-        if self.carries_scores:
-            context, carry_BNSS = score_residual_attention(
-                q_BNSH, k_BNSH, v_BNSH, allowed_B1SS, dropout, carry_BNSS
-            )
-        else:
-            context = attention(q_BNSH, k_BNSH, v_BNSH, allowed_B1SS, dropout)
-        return self.output(context.transpose(1, 2).reshape(batch, length, width)), carry_BNSS
-
-
-class FeedForward(nn.Module):
-    """W2 relu(W1 x)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        """Makes the two projections."""
-        super().__init__()
-        self.inner = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
-        self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Keeps shape and dtype."""
-        return self.output(F.relu(self.inner(x_BSD)))  # type: ignore[no-any-return]
-
-
-class Layer(nn.Module):
-    """Attention and feed-forward, each x = Norm(x + alpha * Dropout(F(x))).
-
-    Source of alpha: Su 2020, kexue.fm/archives/8620, and RoFormerV2, kexue.fm/archives/8998. The
-    carried scores are not scaled by alpha.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        """Makes both sub-layers."""
-        super().__init__()
-        self.attention = SelfAttention(config)
-        self.feed_forward = FeedForward(config)
-        self.norm = RMSNorm(config.norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(
-        self,
-        x_BSD: Tensor,
-        tables: tuple[Tensor, Tensor],
-        allowed_B1SS: Tensor,
-        carry_BNSS: Tensor | None,
-        alpha: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns (B, S, D) and the scores for the layer above."""
-        update, carry_BNSS = self.attention(x_BSD, tables, allowed_B1SS, carry_BNSS)
-        x_BSD = self._add(x_BSD, update, alpha)
-        return self._add(x_BSD, self.feed_forward(x_BSD), alpha), carry_BNSS
-
-    def _add(self, x_BSD: Tensor, update_BSD: Tensor, alpha: Tensor | None) -> Tensor:
-        update_BSD = self.dropout(update_BSD)
-        if alpha is not None:
-            # A 0-dimensional fp32 tensor does not change the dtype of bf16 activations.
-            update_BSD = alpha * update_BSD
-        return self.norm(x_BSD + update_BSD)  # type: ignore[no-any-return]
+from pipeline.model.layers import Layer, SharedInputs, Trace, activate, make_norm
+from pipeline.model.layout import Layout
+from pipeline.model.rotary import rotary_tables
 
 
 class Encoder(nn.Module):
@@ -131,77 +30,146 @@ class Encoder(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "the caller sets the vocabulary size"
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.segment_embedding = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.norm = RMSNorm(config.norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        width = config.embedding_width
+        self.token_embedding = nn.Embedding(config.vocab_size, width)
+        self.segment_embedding = nn.Embedding(config.type_vocab_size, width)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.max_positions, width)
+        self.embedding_norm = make_norm(config, width)
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        if width != config.hidden_size:
+            self.embedding_projection = nn.Linear(width, config.hidden_size, bias=config.bias)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_distinct_layers))
+        if config.norm_placement == "pre":
+            self.final_norm = make_norm(config, config.hidden_size)
+        if config.pooler:
+            self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         initialise(self, config)
 
     def forward(
         self,
         input_ids: Tensor,
-        documents: Tensor,
-        positions: Tensor,
+        layout: Layout,
         *,
         segments: Tensor | None = None,
         alpha: Tensor | None = None,
+        trace: Trace | None = None,
     ) -> Tensor:
-        """Encodes packed sequences.
+        """Encodes a batch.
 
         Args:
-            input_ids: (B, S) int64.
-            documents: (B, S) integers; tokens see the tokens with their own number only. Padding
-                has a number of its own, and sees itself.
-            positions: (B, S) int64 position of each token within its document.
-            segments: (B, S) int64 segment ids; all 0 when None.
+            input_ids: (B, S) or (T,) int64, as the layout has it.
+            layout: made by `pipeline.model.layout`.
+            segments: as input_ids: segment ids; all 0 when None.
             alpha: 0-dimensional fp32, scale of the residual branches; 1 when None.
+            trace: is filled.
 
         Returns:
-            (B, S, D) in the parameters' dtype.
+            (..., D) in the parameters' dtype.
         """
-        segment_embedding = (
+        x = self._embed(input_ids, layout, segments)
+        shared = SharedInputs(
+            layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace
+        )
+        carry_BNSS = None
+        for index in range(self.config.num_layers):
+            if trace is not None:
+                trace.hidden.append(x)
+            layer = self.layers[0 if self.config.share_layers else index]
+            x, carry_BNSS = layer(x, shared, carry_BNSS, index)
+        if self.config.norm_placement == "pre":
+            x = self.final_norm(x)
+        if trace is not None:
+            trace.hidden.append(x)
+        return x
+
+    def pool(self, x_BD: Tensor) -> Tensor:
+        """BERT's pooled output of first tokens' (B, D) hidden states; needs `config.pooler`."""
+        return torch.tanh(self.pooler(x_BD))
+
+    def _embed(self, input_ids: Tensor, layout: Layout, segments: Tensor | None) -> Tensor:
+        x = self.token_embedding(input_ids) + (
             self.segment_embedding.weight[0] if segments is None
             else self.segment_embedding(segments)
         )  # fmt: skip
-        x_BSD = self.norm(self.dropout(self.token_embedding(input_ids) + segment_embedding))
-        tables = rotary_tables(positions, self.config.head_size, self.config.rotary_base)
-        allowed_B1SS = (documents[:, :, None] == documents[:, None, :])[:, None]
-        carry_BNSS = None
-        for layer in self.layers:
-            x_BSD, carry_BNSS = layer(x_BSD, tables, allowed_B1SS, carry_BNSS, alpha)
-        return x_BSD  # type: ignore[no-any-return]
+        if self.config.positions == "learned":
+            x = x + self.position_embedding(layout.positions + self.config.position_offset)
+        if self.config.embedding_dropout == "before_norm":
+            x = self.embedding_norm(self.embedding_dropout(x))
+        else:
+            x = self.embedding_dropout(self.embedding_norm(x))
+        if self.config.embedding_width != self.config.hidden_size:
+            x = self.embedding_projection(x)
+        return x  # type: ignore[no-any-return]
+
+    def _tables(self, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.config.positions != "rotary":
+            return None
+        base = self.config.rotary_base
+        return rotary_tables(layout.positions, self.config.head_size, base, x.dtype)
+
+    def _query_scale(self, layout: Layout, x: Tensor) -> Tensor | float:
+        """1/sqrt(d), or that times log_512 of the number of keys (kexue.fm/archives/8823)."""
+        scale = 1.0 / math.sqrt(self.config.head_size)
+        if self.config.attention_scale == "sqrt":
+            return scale
+        # The floor of 16 is bert4keras' (`bert4keras/backend.py`, softmax_plus).
+        num_keys = layout.num_keys().clamp(min=16).to(torch.promote_types(x.dtype, torch.float32))
+        return (scale * num_keys.log() / math.log(512))[..., None, None].to(x.dtype)
 
 
 class MaskedLanguageModel(nn.Module):
-    """Encoder with the bare MLM head: logits are dropout(x) times the token embedding."""
+    """Encoder with an MLM head whose output matrix is the token embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes the encoder; the head has no parameters of its own."""
+        """Makes the encoder and what the head has of its own."""
         super().__init__()
+        self.config = config
         self.encoder = Encoder(config)
-        self.dropout = nn.Dropout(config.dropout)
+        width = config.embedding_width
+        if config.mlm_head == "bert":
+            self.head_dense = nn.Linear(config.hidden_size, width, bias=config.bias)
+            self.head_norm = make_norm(config, width)
+            zeros = torch.zeros(config.vocab_size or 0)
+            self.head_bias = nn.Parameter(zeros) if config.bias else None
+            initialise(self.head_dense, config)
+        else:
+            self.head_dropout = nn.Dropout(config.dropout)
+            if width != config.hidden_size:
+                self.head_dense = nn.Linear(config.hidden_size, width, bias=config.bias)
+                initialise(self.head_dense, config)
 
     def forward(
         self,
         input_ids: Tensor,
-        documents: Tensor,
-        positions: Tensor,
+        layout: Layout,
         masked_index: Tensor,
         alpha: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """Logits of chosen positions only; no (B, S, V) tensor is made.
 
         Args:
             input_ids: as in `Encoder.forward`.
-            documents: as in `Encoder.forward`.
-            positions: as in `Encoder.forward`.
-            masked_index: (M,) int64, flat indices b * S + s.
+            layout: as in `Encoder.forward`.
+            masked_index: (M,) int64 numbers of tokens, b * S + s in rows.
             alpha: as in `Encoder.forward`.
+            segments: as in `Encoder.forward`.
 
         Returns:
             (M, V) in the parameters' dtype.
         """
-        x_BSD = self.encoder(input_ids, documents, positions, alpha=alpha)
-        x_MD = self.dropout(x_BSD.flatten(0, 1)[masked_index])
-        return F.linear(x_MD, self.encoder.token_embedding.weight)
+        x = self.encoder(input_ids, layout, alpha=alpha, segments=segments)
+        return self.head(x.reshape(-1, self.config.hidden_size)[masked_index])
+
+    def head(self, x_MD: Tensor) -> Tensor:
+        """(M, V) logits of (M, D) hidden states."""
+        embedding = self.encoder.token_embedding.weight
+        if self.config.mlm_head == "bert":
+            # Where the feed-forward has a gate, the head has BERT's activation.
+            activation = "gelu" if self.config.activation == "swiglu" else self.config.activation
+            x_ME = self.head_norm(activate(self.head_dense(x_MD), activation))
+            return F.linear(x_ME, embedding, self.head_bias)
+        if self.config.embedding_width != self.config.hidden_size:
+            x_MD = self.head_dense(x_MD)
+        return F.linear(self.head_dropout(x_MD), embedding)

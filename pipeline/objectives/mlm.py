@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.data.batch import MicroBatch
+from pipeline.model.layout import rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class MaskedLanguageModeling:
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> LossSums:
         """Runs the model on a micro-batch that lies on its device."""
-        logits = model(
-            batch.input_ids, batch.documents, batch.positions, batch.masked_index, self._alpha
-        )
+        layout = rows(batch.documents, batch.positions)
+        logits = model(batch.input_ids, layout, batch.masked_index, self._alpha)
         return masked_lm_loss(logits, batch.targets)

@@ -19,6 +19,14 @@ def barrier() -> None:
     dist.barrier()
 
 
+def is_lost_rank(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone.
+
+    NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does.
+    """
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def from_first(value: T) -> T:
     """Gives every rank rank 0's (picklable) value; that of other ranks is not looked at."""
     box: list[T] = [value]

@@ -69,6 +69,11 @@ def launched_run_dir() -> str | None:
     return os.environ.get(RUN_DIR_VARIABLE)
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with changes, for a child process."""
+    return {**os.environ, **changes}
+
+
 def set_default(name: str, value: str) -> None:
     """Sets a variable for libraries that read it, unless the user already has."""
     os.environ.setdefault(name, value)

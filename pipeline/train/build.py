@@ -4,15 +4,17 @@ import fcntl
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
 import torch
+from torch import Tensor
 
 from pipeline.config.load import provenance, resolved_text
+from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.data.loader import EvalLoader, Share, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
@@ -37,8 +39,29 @@ _LOCK_PATIENCE_S = 15.0
 RESOLVED_FILE = "resolved.yaml"
 
 
-def pretrain(config: PretrainConfig, process: ProcessInfo, stop: StopRequest) -> int:
+@dataclass(frozen=True)
+class InitialWeights:
+    """What a new run starts from in place of random numbers."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokenizer_sha256: str | None
+    """Of its sentencepiece model; None if it has none."""
+
+
+def pretrain(
+    config: PretrainConfig,
+    process: ProcessInfo,
+    stop: StopRequest,
+    initial: Callable[[], InitialWeights] | None = None,
+) -> int:
     """Runs or resumes a pre-training run on this rank.
+
+    Args:
+        config: of the run.
+        process: this rank.
+        stop: looked at between steps.
+        initial: gives the weights that a new run starts from; not called when a run resumes.
 
     Returns:
         An exit code of `pipeline.errors`.
@@ -54,7 +77,7 @@ def pretrain(config: PretrainConfig, process: ProcessInfo, stop: StopRequest) ->
     log.to_run(run_dir, process.rank)
     with _exclusive(run_dir, process):
         device = init_process_group(process)
-        code = _run(config, process, index, device, stop)
+        code = _run(config, process, index, device, stop, initial)
         close_process_group()
     return code
 
@@ -80,6 +103,7 @@ def _run(
     index: DatasetIndex,
     device: torch.device,
     stop: StopRequest,
+    initial: Callable[[], InitialWeights] | None,
 ) -> int:
     run_dir = Path(config.run_dir)
     share = Share(process.rank, process.world_size)
@@ -87,8 +111,10 @@ def _run(
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine = Engine(model, config.train, process, device)
     store = CheckpointStore(config, index, process, num_parameters)
+    if initial is not None and store.is_empty():
+        _start_from(model, initial(), config, index)
+    engine = Engine(model, config.train, process, device)
     state, resumed_from = store.restore(engine)
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch, %s",
@@ -121,6 +147,35 @@ def _run(
             write_json_atomic(run_dir / DONE_FILE, {"step": state.step, "unix_s": time.time()})
             logger.info("finished at step %d", state.step)
     return code
+
+
+# Differences that change no parameter's place or meaning.
+_FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init"}
+
+
+def _start_from(
+    model: MaskedLanguageModel, initial: InitialWeights, config: PretrainConfig, index: DatasetIndex
+) -> None:
+    """Loads initial weights.
+
+    Raises:
+        ConfigError: they are of another architecture, or of another tokenizer's ids.
+    """
+    theirs, ours = asdict(initial.config), asdict(config.model)
+    problems = [
+        f"model.{name}: {theirs[name]} there, {value} here"
+        for name, value in ours.items()
+        if theirs[name] != value and name not in _FREE_TO_DIFFER
+    ]
+    if initial.tokenizer_sha256 != index.tokenizer_sha256:
+        problems.append(f"tokenizer: {initial.tokenizer_sha256 or 'none'} there, "
+                        f"{index.tokenizer_sha256} in {index.folder}")  # fmt: skip
+    if problems:
+        raise ConfigError(
+            f"init_from={config.init_from} does not fit this run: {'; '.join(problems)}"
+        )
+    model.load_state_dict(initial.weights)
+    logger.info("weights are those of %s", config.init_from)
 
 
 def _open_data(

@@ -95,6 +95,10 @@ class CheckpointStore:
                 logger.warning("removing %s: a save that was never finished", path)
                 shutil.rmtree(path)
 
+    def is_empty(self) -> bool:
+        """Whether nothing was saved yet, good or not. Not collective."""
+        return not _published(self.folder)
+
     def save(self, engine: Engine, state: TrainState, alpha: float) -> Path:
         """Saves and publishes; older checkpoints beyond `keep` are removed afterwards.
 
@@ -113,8 +117,8 @@ class CheckpointStore:
             mine = names[self._process.rank :: self._process.world_size]
             parts = dist.gather({name: _flush_and_describe(unfinished / name) for name in mine})
         except (OSError, RuntimeError) as error:
-            if not _is_of_the_disk(error):
-                raise  # a lost rank: trying again may help
+            if dist.is_lost_rank(error):
+                raise  # trying again may help
             # The other ranks are told by this process' end. The disk may be full: make room.
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
@@ -287,11 +291,6 @@ def _signed(body: dict[str, Any]) -> dict[str, Any]:
     """The manifest with a sha256 of itself: a flipped digit of the cursor must not pass."""
     text = json.dumps(body, sort_keys=True)
     return {**body, _SIGNATURE: hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _is_of_the_disk(error: Exception) -> bool:
-    """Whether a save failed by its disk; torch's file writer and gloo both raise RuntimeError."""
-    return isinstance(error, OSError) or "inline_container.cc" in str(error)
 
 
 def _flush_and_describe(path: Path) -> dict[str, Any]:

@@ -78,11 +78,10 @@ class Engine:
         self.world_size = process.world_size
         self._accumulation = config.accumulation_steps(process.world_size)
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
+            decay_groups(model, config.weight_decay),
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            weight_decay=config.weight_decay,
         )
         deepspeed = _import_deepspeed()
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -140,6 +139,19 @@ class Engine:
         loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
         if loaded is None:
             raise CheckpointError(f"DeepSpeed could not load {folder / _TAG}; see the rank's log")
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups: matrices decay; biases and the gains and shifts of norms do not.
+
+    Source: google-research/bert `optimization.py`, exclude_from_weight_decay.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
+    ]  # fmt: skip
+    return [group for group in groups if group["params"]]
 
 
 def expected_files(folder: Path, world_size: int) -> list[str]:

@@ -15,7 +15,9 @@ from pipeline.data.shards import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import CheckpointError, DataError
 from pipeline.export.fill_mask import fill_mask
-from pipeline.export.weights import export, load_exported
+from pipeline.export.folder import load_model
+from pipeline.export.weights import export
+from pipeline.model.layout import rows
 from pipeline.runtime.files import sha256_file, write_json_atomic
 from pipeline.train import checkpoint
 from pipeline.train.checkpoint import read_manifest
@@ -27,7 +29,6 @@ from tests.support.ranks import Ranks, newest_state
 def exported(straight_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("export") / "model"
     report = export(straight_run, out)
-    assert report.step == 40
     assert report.max_abs_diff <= 1e-3
     return out
 
@@ -39,6 +40,8 @@ def test_folder_is_complete(exported: Path, dataset: DatasetIndex) -> None:
     config = json.loads((exported / "config.json").read_text())
     assert config["data_fingerprint"] == dataset.fingerprint
     assert config["model"]["vocab_size"] == 1000
+    assert config["step"] == config["scores"]["step"] == 40
+    assert 0 < config["scores"]["accuracy"] < 1
     assert 0 <= config["max_abs_diff"] <= 1e-3
     tokenizer = (dataset.folder / "tokenizer.model").read_bytes()
     assert (exported / "tokenizer.model").read_bytes() == tokenizer
@@ -56,17 +59,17 @@ def test_weights_are_the_fp32_masters(exported: Path, straight_run: Path) -> Non
 
 
 def test_exported_model_computes_the_reference(exported: Path) -> None:
-    loaded = load_exported(exported)
+    loaded = load_model(exported)
     ids = torch.randint(5, 1000, (2, 20), generator=torch.Generator().manual_seed(2))
     documents, positions = torch.ones_like(ids), torch.arange(20).expand(2, 20)
     index = torch.arange(40)
     with torch.no_grad():
-        found = loaded.model(ids, documents, positions, index).numpy()
+        found = loaded.model(ids, rows(documents, positions), index).numpy()
     weights = {
         name: value.numpy() for name, value in load_file(exported / "model.safetensors").items()
     }
     expected = reference.logits(
-        weights, loaded.model.encoder.config, ids.numpy(), documents.numpy(), positions.numpy(),
+        weights, loaded.model.config, ids.numpy(), documents.numpy(), positions.numpy(),
         index.numpy(),
     )  # fmt: skip
     assert abs(found - expected).max() < 1e-4
@@ -76,11 +79,13 @@ def test_fill_mask_gives_the_best_tokens(exported: Path, straight_run: Path) -> 
     text = "The [MASK] statement is used to [MASK] a value."
     masks = fill_mask(exported, text, top=4)
     assert fill_mask(straight_run, text, top=4) == masks
-    loaded = load_exported(exported)
+    loaded = load_model(exported)
+    assert isinstance(loaded.tokenizer, Tokenizer)
     ids = torch.tensor([[CLS_ID, *loaded.tokenizer.encode_with_masks(text), SEP_ID]])
     places = (ids[0] == MASK_ID).nonzero()[:, 0]
     with torch.no_grad():
-        logits = loaded.model(ids, torch.ones_like(ids), torch.arange(ids.shape[1])[None], places)
+        layout = rows(torch.ones_like(ids), torch.arange(ids.shape[1])[None])
+        logits = loaded.model(ids, layout, places)
     for row, candidates in zip(logits, masks, strict=True):
         row[:5] = float("-inf")
         shares = row.softmax(-1)
@@ -138,7 +143,7 @@ def test_export_before_alpha_reached_one_is_refused(dataset: DatasetIndex, tmp_p
     ranks = Ranks(tmp_path / "run", dataset, *overrides)
     ranks.wait_for_step(9)
     ranks.kill()
-    with pytest.raises(CheckpointError, match=r"alpha is 0\.\d+ at step \d+"):
+    with pytest.raises(CheckpointError, match=r"alpha is 0\.\d+, and an exported"):
         export(tmp_path / "run", tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run.out", "run.yaml"]
 
@@ -155,7 +160,7 @@ def test_damaged_export_is_refused(exported: Path, tmp_path: Path, name: str) ->
     path = tmp_path / "out" / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises((CheckpointError, DataError)):
-        load_exported(tmp_path / "out")
+        load_model(tmp_path / "out")
 
 
 def test_commands(straight_run: Path, tmp_path: Path) -> None:

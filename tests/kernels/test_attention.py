@@ -1,73 +1,130 @@
-"""Score-carrying attention against an identity: summed scores are those of concatenated heads."""
+"""Score-carrying attention against three oracles, in float64, values and gradients.
+
+The implementation sums layer by layer. Summed scores are also those of concatenated heads, for
+which torch's own attention is an oracle; and a loop over queries, keys and coordinates is one that
+knows no matrix product.
+"""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from pipeline.kernels.attention import attention, score_residual_attention
+from pipeline.kernels.attention import attention, probabilities, raw_scores, weighted_values
 
-
-def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+LAYERS, B, N, S, H = 3, 2, 2, 7, 4
 
 
 @pytest.fixture
-def allowed() -> torch.Tensor:
-    documents = torch.tensor([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9])
+def allowed() -> Tensor:
+    documents = torch.tensor([[1] * 3 + [2] * 2 + [0] * 2, [1] * S])
     return (documents[:, :, None] == documents[:, None, :])[:, None]
 
 
-def test_carried_scores_equal_attention_over_concatenated_queries_and_keys(
-    allowed: torch.Tensor,
-) -> None:
-    # sum_l q_l . k_l = concat(q_1 .. q_l) . concat(k_1 .. k_l): layer 3 is plain attention with a
-    # three times wider head, for which torch's own implementation is the oracle.
+@pytest.fixture
+def inputs() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Scaled queries, keys and values of each layer."""
     torch.manual_seed(0)
-    queries, keys = [_random(2, 3, 9, 4) for _ in range(3)], [_random(2, 3, 9, 4) for _ in range(3)]
-    value = _random(2, 3, 9, 4)
-    carry = None
-    for q, k in zip(queries, keys, strict=True):
-        found, carry = score_residual_attention(q, k, value, allowed, 0.0, carry)
-    wide_q = torch.cat(queries, dim=-1) * math.sqrt(3)  # scaled by 1/sqrt(4), not 1/sqrt(12)
-    expected = attention(wide_q, torch.cat(keys, dim=-1), value, allowed, 0.0)
-    torch.testing.assert_close(found, expected)
-    direction = torch.randn_like(found)
-    inputs = [*queries, *keys, value]
-    found_grads = torch.autograd.grad((found * direction).sum(), inputs, retain_graph=True)
-    expected_grads = torch.autograd.grad((expected * direction).sum(), inputs)
-    for found_grad, expected_grad in zip(found_grads, expected_grads, strict=True):
-        torch.testing.assert_close(found_grad, expected_grad)
+    shape = (B, N, S, H)
+    return [
+        tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3))  # type: ignore[misc]
+        for _ in range(LAYERS)
+    ]
 
 
-def test_first_layer_is_plain_attention(allowed: torch.Tensor) -> None:
-    torch.manual_seed(0)
-    q, k, v = (_random(2, 3, 9, 4) for _ in range(3))
-    found, _ = score_residual_attention(q, k, v, allowed, 0.0, None)
+def _layer_by_layer(inputs: list[tuple[Tensor, ...]], allowed: Tensor, mean: bool) -> list[Tensor]:
+    outputs, carry = [], None
+    for number, (q, k, v) in enumerate(inputs):
+        carry = raw_scores(q, k, carry)
+        share = probabilities(carry, allowed, number + 1 if mean else 1)
+        outputs.append(weighted_values(share, v, 0.0))
+    return outputs
+
+
+def _concatenated(inputs: list[tuple[Tensor, ...]], allowed: Tensor, mean: bool) -> list[Tensor]:
+    outputs = []
+    for number in range(LAYERS):
+        wide_q = torch.cat([q for q, _, _ in inputs[: number + 1]], dim=-1)
+        wide_k = torch.cat([k for _, k, _ in inputs[: number + 1]], dim=-1)
+        scale = 1.0 / (number + 1) if mean else 1.0
+        outputs.append(
+            F.scaled_dot_product_attention(
+                wide_q, wide_k, inputs[number][2], attn_mask=allowed, scale=scale
+            )
+        )
+    return outputs
+
+
+def _loop(inputs: list[tuple[Tensor, ...]], allowed: Tensor, mean: bool) -> list[Tensor]:
+    outputs = []
+    for number in range(LAYERS):
+        rows = []
+        for b in range(B):
+            for n in range(N):
+                for query in range(S):
+                    keys = [key for key in range(S) if bool(allowed[b, 0, query, key])]
+                    scores = []
+                    for key in keys:
+                        score = torch.zeros((), dtype=torch.float64)
+                        for q, k, _ in inputs[: number + 1]:
+                            for h in range(H):
+                                score = score + q[b, n, query, h] * k[b, n, key, h]
+                        scores.append(score / (number + 1) if mean else score)
+                    total = sum(score.exp() for score in scores)
+                    row = [score.exp() / total * inputs[number][2][b, n, key]
+                           for score, key in zip(scores, keys, strict=True)]  # fmt: skip
+                    rows.append(torch.stack(row).sum(0))
+        outputs.append(torch.stack(rows).view(B, N, S, H))
+    return outputs
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("oracle", [_concatenated, _loop])
+def test_layers_equal_the_oracle(oracle, mean, inputs, allowed) -> None:  # type: ignore[no-untyped-def]
+    found, expected = _layer_by_layer(inputs, allowed, mean), oracle(inputs, allowed, mean)
+    flat = [tensor for layer in inputs for tensor in layer]
+    torch.manual_seed(1)
+    directions = [torch.randn(B, N, S, H, dtype=torch.float64) for _ in range(LAYERS)]
+    grads = []
+    for outputs in (found, expected):
+        value = sum((o * d).sum() for o, d in zip(outputs, directions, strict=True))
+        grads.append(torch.autograd.grad(value, flat))
+    for mine, wanted in zip([*found, *grads[0]], [*expected, *grads[1]], strict=True):
+        assert float((mine - wanted).detach().abs().max()) <= 1e-12
+
+
+def test_gradient_reaches_the_layers_below_through_the_carry(inputs, allowed) -> None:  # type: ignore[no-untyped-def]
+    last = _layer_by_layer(inputs, allowed, False)[-1]
+    grads = torch.autograd.grad((last**2).sum(), [inputs[0][0], inputs[0][1]])
+    assert all(float(grad.abs().sum()) > 0.1 for grad in grads)
+
+
+def test_first_layer_is_plain_attention(inputs, allowed) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = inputs[0]
+    [found, *_] = _layer_by_layer(inputs, allowed, False)
     torch.testing.assert_close(found, attention(q, k, v, allowed, 0.0))
 
 
-def test_carry_is_unmasked_and_has_a_gradient(allowed: torch.Tensor) -> None:
-    torch.manual_seed(0)
-    q, k, v = (_random(2, 3, 9, 4) for _ in range(3))
-    _, carry = score_residual_attention(q, k, v, allowed, 0.0, None)
-    torch.testing.assert_close(carry, q @ k.transpose(-1, -2) / 2)
-    carry.sum().backward()
-    assert q.grad is not None
-    assert q.grad.abs().sum() > 0
+def test_carry_is_unmasked_and_undivided(inputs) -> None:  # type: ignore[no-untyped-def]
+    (q0, k0, _), (q1, k1, _), _ = inputs
+    carry = raw_scores(q1, k1, raw_scores(q0, k0, None))
+    torch.testing.assert_close(carry, q0 @ k0.transpose(-1, -2) + q1 @ k1.transpose(-1, -2))
 
 
-def test_carry_of_bf16_is_kept_in_fp32(allowed: torch.Tensor) -> None:
-    q, k, v = (torch.randn(2, 3, 9, 4).bfloat16() for _ in range(3))
-    out, carry = score_residual_attention(q, k, v, allowed, 0.0, None)
+def test_carry_of_bf16_is_kept_in_fp32(allowed: Tensor) -> None:
+    q, k, v = (torch.randn(B, N, S, H).bfloat16() for _ in range(3))
+    carry = raw_scores(q, k, None)
+    out = weighted_values(probabilities(carry, allowed, 1), v, 0.0)
     assert (out.dtype, carry.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_dropout_keeps_the_mean(allowed: torch.Tensor) -> None:
+def test_dropout_keeps_the_mean() -> None:
     torch.manual_seed(0)
-    q, k = torch.zeros(1, 400, 9, 4), torch.zeros(1, 400, 9, 4)
-    v = torch.ones(1, 400, 9, 4)
-    out, _ = score_residual_attention(q, k, v, torch.ones(1, 1, 9, 9, dtype=torch.bool), 0.25, None)
-    # 3,600 rows of 9 Bernoulli(0.75) / 0.75: standard deviation of the mean 0.0032.
+    share = torch.full((1, 400, 9, 9), 1 / 9)
+    out = weighted_values(share, torch.ones(1, 400, 9, 4), 0.25)
+    # 3,600 rows of 9 Bernoulli(0.75) / 0.75, each of mean 1 and deviation sqrt(1/3) / 3: the mean
+    # of all has deviation 0.0032.
     assert float(out.mean()) == pytest.approx(1.0, abs=0.015)
-    assert out.std() > 0.1
+    assert float(out[..., 0].std()) == pytest.approx(math.sqrt(1 / 3) / 3, rel=0.1)

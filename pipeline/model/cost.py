@@ -1,0 +1,282 @@
+"""What a model costs before it is made: parameters, FLOPs, bytes of activations and of state.
+
+Closed forms of `ModelConfig` without torch, held by `tests/model/test_cost.py` against the real
+module: its parameters, torch's count of its FLOPs, and the tensors that autograd keeps. All
+functions need `vocab_size`. Letters: D hidden size, E embedding width, F feed-forward size, N
+heads, H head size, V vocabulary, T tokens of a forward pass, S its sequence length, M its masked
+positions.
+"""
+
+from dataclasses import dataclass
+
+from pipeline.config.model import ModelConfig
+
+WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
+"""Bytes per parameter that every rank holds."""
+DIVIDED_STATE_BYTES = {"fp32 master weights": 4, "fp32 Adam moments": 8}
+"""Bytes per parameter that are divided by the number of ranks."""
+
+_FP32, _INT64 = 4, 8
+
+
+def parameters(config: ModelConfig) -> dict[str, int]:
+    """Number of parameters by group, and their `total`; groups that a model lacks are 0.
+
+    The output matrix of the MLM head is the token embedding and is counted there.
+    """
+    d, e, layers = config.hidden_size, config.embedding_width, config.num_distinct_layers
+    is_bert_head = config.mlm_head == "bert"
+    inner = _inner_width(config)
+    groups = {
+        "token embedding": _vocabulary(config) * e,
+        "segment embedding": config.type_vocab_size * e,
+        "position embedding": config.max_positions * e if config.positions == "learned" else 0,
+        "embedding norm": _norm_size(config, e),
+        "embedding projection": _linear_size(config, e, d) if e != d else 0,
+        "attention": layers * (_linear_size(config, d, 3 * d) + _linear_size(config, d, d)),
+        "feed-forward": layers
+        * (_linear_size(config, d, inner) + _linear_size(config, config.ffn_size, d)),
+        "norms": 2 * layers * _norm_size(config, d),
+        "residual gains": 2 * layers if config.residual == "rezero" else 0,
+        "final norm": _norm_size(config, d) if config.norm_placement == "pre" else 0,
+        "pooler": d * d + d if config.pooler else 0,
+        "MLM head": _linear_size(config, d, e) if is_bert_head or e != d else 0,
+    }
+    if is_bert_head:
+        output_bias = _vocabulary(config) if config.bias else 0
+        groups["MLM head"] += _norm_size(config, e) + output_bias
+    return _with_total(groups)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of the forward pass by part, per token; the matrix multiplications alone."""
+
+    body: float
+    """Linear layers of the encoder."""
+    attention: float
+    """Scores, and probabilities times values."""
+    head: float
+    """MLM head, over the masked positions."""
+
+    @property
+    def forward(self) -> float:
+        """FLOPs of the forward pass."""
+        return self.body + self.attention + self.head
+
+    @property
+    def backward(self) -> float:
+        """Twice the forward pass: the gradients of both factors of each product."""
+        return 2 * self.forward
+
+    @property
+    def total(self) -> float:
+        """FLOPs of forward and backward pass."""
+        return self.forward + self.backward
+
+
+def flops_per_token(
+    config: ModelConfig,
+    seq_len: int,
+    masked_share: float = 0.15,
+    document_len: float | None = None,
+) -> Flops:
+    """FLOPs per token: matrix multiplications only, 2 a multiply-add; looking up rows is free.
+
+    Shared layers cost what layers of their own cost. The pooler has no part in MLM. What a fused
+    kernel computes a second time in its backward pass is not counted.
+
+    Args:
+        config: the model.
+        seq_len: S, keys that attention goes through for each token if it works on whole rows.
+        masked_share: share of the tokens that go through the head.
+        document_len: keys that a token sees, where attention goes through no others (variable
+            length kernels): the mean over tokens of their document's length, sum(n^2) / sum(n).
+    """
+    d, e = config.hidden_size, config.embedding_width
+    layer = 4 * d * d + _inner_width(config) * d + config.ffn_size * d
+    projection = e * d if e != d else 0
+    head_dense = d * e if config.mlm_head == "bert" or e != d else 0
+    num_keys = seq_len if document_len is None else min(document_len, seq_len)
+    return Flops(
+        body=2.0 * (config.num_layers * layer + projection),
+        attention=4.0 * config.num_layers * num_keys * d,
+        head=2.0 * masked_share * (head_dense + e * _vocabulary(config)),
+    )
+
+
+def state_bytes(config: ModelConfig, num_ranks: int) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state on one rank of a bf16 run, and their `total`.
+
+    Source: `pipeline/train/engine.py`, which makes DeepSpeed take its BF16_Optimizer (ZeRO stage 1,
+    bf16 weights, fp32 accumulation). Although it divides the optimizer's state, every rank sums the
+    gradient of the whole model in fp32 (deepspeed 0.19.8 `runtime/bf16_optimizer.py`,
+    _setup_for_real_optimizer): 8 bytes a parameter, and 12 over the number of ranks. Partitions are
+    filled up to an even number of values. The bf16 gradient lives only during a backward pass; the
+    pooler has none in MLM. What an optimizer step holds for a moment is not in it.
+    """
+    groups = parameters(config)
+    padded = -(-groups["total"] // (2 * num_ranks)) * 2 * num_ranks
+    whole = {name: size * padded for name, size in WHOLE_STATE_BYTES.items()}
+    whole["bf16 gradient"] = WHOLE_STATE_BYTES["bf16 gradient"] * (
+        groups["total"] - groups["pooler"]
+    )
+    divided = {name: size * padded // num_ranks for name, size in DIVIDED_STATE_BYTES.items()}
+    return _with_total(whole | divided)
+
+
+def activation_bytes(
+    config: ModelConfig,
+    tokens: int,
+    seq_len: int,
+    bytes_per_value: int = 2,
+    masked_share: float = 0.15,
+    dropout_mask_bytes: int = 1,
+) -> dict[str, int]:
+    """Bytes that autograd keeps from one forward pass and its loss to the backward pass, by group.
+
+    Each storage counts once, as long as any part of it is kept: values, which are a view of the
+    product of queries, keys and values, keep all three. Parameters are not counted. Tokens lie in
+    rows (`layout.rows`), in training mode.
+
+    Attention without carried scores is taken as a fused kernel that keeps queries, keys, values,
+    its output and one fp32 sum a query and head, whatever its dropout. PyTorch's memory-efficient
+    kernel, and that of the CPU, also keep the mask in the dtype of the queries, num_layers * T * S
+    * bytes_per_value, which is not in it; a CPU with attention dropout has no fused kernel. Carried
+    scores are those of the plain PyTorch of `pipeline/kernels/attention.py`.
+
+    Not in it either: what backward holds for a moment, the gradient of the carried scores most of
+    all (T * N * S fp32 values), and the allocator's rounding.
+
+    Args:
+        config: the model.
+        tokens: T of the micro-batch.
+        seq_len: S.
+        bytes_per_value: of weights and activations: 2 for bf16, 4 for fp32.
+        masked_share: M / T.
+        dropout_mask_bytes: what dropout keeps of each value: a bool on a GPU; PyTorch on a CPU
+            keeps a factor in the dtype of the activations.
+
+    Returns:
+        Bytes of `embeddings`, `attention` (with the linear layers around it), `carried scores`,
+        `feed-forward`, `norms and residuals`, `head`, `loss`, and their `total`.
+    """
+    kept = _Kept(config, tokens, seq_len, bytes_per_value, dropout_mask_bytes)
+    masked = masked_share * tokens
+    layers, carries = config.num_layers, config.score_residual != "none"
+    groups = {
+        "embeddings": kept.embeddings(),
+        "attention": layers * kept.attention() + kept.shared_by_layers(),
+        "carried scores": layers * kept.scores() if carries else 0,
+        "feed-forward": layers * kept.feed_forward(),
+        "norms and residuals": 2 * layers * kept.residual_and_norm()
+        + (kept.norm(tokens, config.hidden_size) if config.norm_placement == "pre" else 0),
+        "head": kept.head(masked),
+        # The log-probabilities, in fp32, and the targets.
+        "loss": masked * (_vocabulary(config) * _FP32 + _INT64),
+    }
+    return _with_total({name: round(size) for name, size in groups.items()})
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes kept by each part. A linear layer keeps its input, which is counted with the layer."""
+
+    config: ModelConfig
+    tokens: int
+    seq_len: int
+    value: int
+    mask: int
+
+    def embeddings(self) -> float:
+        config, width = self.config, self.config.embedding_width
+        num_ids = 2 if config.positions == "learned" else 1
+        ids = self.tokens * num_ids * _INT64
+        projected = self.tokens * width * self.value if width != config.hidden_size else 0
+        return ids + self._dropout(self.tokens * width) + self.norm(self.tokens, width) + projected
+
+    def shared_by_layers(self) -> int:
+        """Rotary tables and the queries' scale, made once."""
+        tables = 2 * self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
+        scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
+        return self.tokens * (tables + scale)
+
+    def attention(self) -> int:
+        """Inputs of both linear layers, queries, keys and values; no scores."""
+        config, one = self.config, self.tokens * self.config.hidden_size * self.value
+        # The product of all three, kept by the values; queries that were scaled; keys that turned.
+        qkv = 5 if config.positions == "rotary" else 4
+        if config.score_residual == "none":
+            return (2 + qkv) * one + self.tokens * config.num_heads * _FP32
+        # torch.matmul copies what it cannot view as one batch of matrices, and keeps the copies.
+        if self.tokens > self.seq_len and config.num_heads > 1:
+            qkv = 3
+        return (2 + qkv) * one
+
+    def scores(self) -> int:
+        """Softmax in fp32, the same in the values' dtype after dropout, dropout's mask, the mask.
+
+        The scores themselves are not kept: neither sum nor softmax needs them.
+        """
+        drops = self.config.attention_dropout > 0
+        cast = self.value if drops or self.value != _FP32 else 0
+        each = _FP32 + cast + (self.mask if drops else 0)
+        return self.tokens * self.seq_len * (self.config.num_heads * each + 1)
+
+    def feed_forward(self) -> int:
+        # relu keeps its result, which the next layer keeps, too; gelu keeps its input; swiglu keeps
+        # gate and value, silu(gate), and the product for the next layer.
+        config = self.config
+        inner = {"relu": 1, "swiglu": 4}.get(config.activation, 2) * config.ffn_size
+        return self.tokens * (config.hidden_size + inner) * self.value
+
+    def residual_and_norm(self) -> float:
+        """One sub-layer's."""
+        size = self.tokens * self.config.hidden_size
+        gained = size * self.value if self.config.residual == "rezero" else 0
+        return self._dropout(size) + gained + self.norm(self.tokens, self.config.hidden_size)
+
+    def norm(self, rows: float, width: int) -> float:
+        """Without its output."""
+        if self.config.norm == "layernorm":
+            return rows * (width * self.value + 2 * _FP32)
+        gained = width * self.value if self.config.norm_affine else 0
+        return rows * (width * _FP32 + _FP32 + gained)
+
+    def head(self, masked: float) -> float:
+        config, width = self.config, self.config.embedding_width
+        inputs = masked * (_INT64 + width * self.value)
+        dense = masked * config.hidden_size * self.value
+        if config.mlm_head == "linear":
+            projected = dense if width != config.hidden_size else 0
+            return inputs + projected + self._dropout(masked * width)
+        # relu's result is the input that the norm keeps, unless that keeps an fp32 copy.
+        shares = config.norm == "layernorm" or self.value == _FP32
+        activation = 0 if config.activation == "relu" and shares else masked * width * self.value
+        return inputs + dense + activation + self.norm(masked, width)
+
+    def _dropout(self, size: float) -> float:
+        return size * self.mask if self.config.dropout > 0 else 0
+
+
+def _vocabulary(config: ModelConfig) -> int:
+    assert config.vocab_size is not None, "the caller sets the vocabulary size"
+    return config.vocab_size
+
+
+def _inner_width(config: ModelConfig) -> int:
+    return config.ffn_size * (2 if config.activation == "swiglu" else 1)
+
+
+def _linear_size(config: ModelConfig, num_inputs: int, num_outputs: int) -> int:
+    return num_inputs * num_outputs + (num_outputs if config.bias else 0)
+
+
+def _norm_size(config: ModelConfig, width: int) -> int:
+    if not config.norm_affine:
+        return 0
+    return width * (2 if config.norm == "layernorm" else 1)
+
+
+def _with_total(groups: dict[str, int]) -> dict[str, int]:
+    return groups | {"total": sum(groups.values())}

@@ -1,0 +1,207 @@
+"""`python -m pipeline model`: what a model is and what it costs, as a table; needs no torch."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.config import schema, strict_yaml
+from pipeline.config.load import load
+from pipeline.config.model import ModelConfig
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import ConfigError
+from pipeline.model import cost
+
+VOCABULARIES = (12_000, 21_128, 30_522, 50_000)
+"""RoFormerV2's, BERT's for Chinese and for English, RoFormer's."""
+PEAK_FLOPS = 989e12
+"""Dense bf16 FLOP/s of an H100 or H200 SXM (their data sheets; the double holds for sparsity)."""
+UTILISATION = 0.5
+"""Share of the peak in the planning figure: a wish, measured nowhere."""
+
+_LABEL_WIDTH, _COLUMN_WIDTH = 28, 15
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model and how it is to be trained."""
+
+    config: ModelConfig
+    seq_len: int = 512
+    micro_batch: int = 8
+    num_ranks: int = 1
+    masked_share: float = 0.15
+
+    def __post_init__(self) -> None:
+        sizes = {"seq-len": self.seq_len, "micro-batch": self.micro_batch, "ranks": self.num_ranks}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"--{name} {value}: expected a whole number from 1")
+
+
+def read_plan(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    seq_len: int | None = None,
+    micro_batch: int | None = None,
+    num_ranks: int = 1,
+) -> Plan:
+    """Reads a model's file, or the config of a run, which also has lengths and batches.
+
+    Args:
+        path: YAML file; a run's if one of its top-level keys is a `PretrainConfig`'s.
+        overrides: as in `load`: `num_layers=3` for a model's file, `model.num_layers=3` for a run.
+        seq_len: instead of the run's `data.seq_len`, or 512.
+        micro_batch: instead of the run's `train.micro_batch`, or 8.
+        num_ranks: ranks of the run.
+
+    Raises:
+        ConfigError: as `load`, or a number is below 1.
+    """
+    if _is_run(Path(path), ()):
+        run = load(PretrainConfig, path, overrides).config
+        plan = Plan(
+            run.model, run.data.seq_len, run.train.micro_batch, masked_share=run.data.mask_prob
+        )
+    else:
+        plan = Plan(load(ModelConfig, path, overrides).config)
+    return replace(
+        plan,
+        seq_len=plan.seq_len if seq_len is None else seq_len,
+        micro_batch=plan.micro_batch if micro_batch is None else micro_batch,
+        num_ranks=num_ranks,
+    )
+
+
+def describe(plan: Plan) -> str:
+    """The table: one column, or one for each of `VOCABULARIES` where the config names none."""
+    given = plan.config.vocab_size
+    sizes = VOCABULARIES if given is None else (given,)
+    configs = [replace(plan.config, vocab_size=size) for size in sizes]
+    lines = [
+        *_switches(plan.config),
+        "",
+        _row("vocabulary", [f"{size:,}" for size in sizes]),
+        *_parameters(configs),
+        *_flops(plan, configs),
+        *_memory(plan, configs),
+        "",
+        f"planning figure: {UTILISATION:.0%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s (H100 or H200, "
+        "dense bf16); not a measurement",
+    ]
+    speeds = [
+        plan.num_ranks * UTILISATION * PEAK_FLOPS / _flops_of(plan, config).total
+        for config in configs
+    ]
+    lines.append(_row(f"  tokens/s, {_count(plan.num_ranks, 'rank')}", _grouped(speeds, 0)))
+    return "\n".join(lines)
+
+
+def _is_run(path: Path, parents: tuple[Path, ...]) -> bool:
+    """Looks into the files that `from:` names where the keys beside it say nothing."""
+    tree = strict_yaml.read_file(path).plain()
+    if not isinstance(tree, dict) or path.resolve() in parents:
+        return False
+    if tree.keys() & {field.name for field in dataclasses.fields(PretrainConfig)}:
+        return True
+    below = tree.get("from")
+    if tree.keys() - {"from"} or not isinstance(below, str):
+        return False
+    return _is_run(path.parent / below, (*parents, path.resolve()))
+
+
+def _switches(config: ModelConfig) -> list[str]:
+    changed = [
+        f"  {name} = {_text(value)} (default {_text(field.default)})"
+        for name, field, value in schema.walk(config)
+        if value != field.default
+    ]
+    return ["differs from the defaults:", *(changed or ["  nothing"])]
+
+
+def _parameters(configs: list[ModelConfig]) -> list[str]:
+    counted = [cost.parameters(config) for config in configs]
+    lines = ["", "parameters", *_rows(counted, 1.0, 0)]
+    if len(configs) == 1:
+        others = {
+            size: cost.parameters(replace(configs[0], vocab_size=size))["total"]
+            for size in VOCABULARIES
+        }
+        lines += ["", "parameters at other vocabularies"]
+        lines += [_row(f"  {size:,}", [f"{total:,}"]) for size, total in others.items()]
+    return lines
+
+
+def _flops(plan: Plan, configs: list[ModelConfig]) -> list[str]:
+    found = [_flops_of(plan, config) for config in configs]
+    title = (
+        f"MFLOP per token, every token sees {_count(plan.seq_len, 'key')}, "
+        f"{plan.masked_share:.0%} masked"
+    )
+    parts = {
+        "body, linear layers": [flops.body for flops in found],
+        "attention, scores and values": [flops.attention for flops in found],
+        "head": [flops.head for flops in found],
+        "forward": [flops.forward for flops in found],
+        "backward": [flops.backward for flops in found],
+        "forward and backward": [flops.total for flops in found],
+    }
+    rows = [
+        _row(f"  {name}", _grouped([value / 1e6 for value in values], 1))
+        for name, values in parts.items()
+    ]
+    return ["", title, *rows]
+
+
+def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
+    tokens = plan.micro_batch * plan.seq_len
+    kept = [
+        cost.activation_bytes(config, tokens, plan.seq_len, masked_share=plan.masked_share)
+        for config in configs
+    ]
+    states = [cost.state_bytes(config, plan.num_ranks) for config in configs]
+    both = [
+        {"activations and state": activations["total"] + state["total"]}
+        for activations, state in zip(kept, states, strict=True)
+    ]
+    batch = f"micro-batch of {plan.micro_batch:,} x {plan.seq_len:,} tokens"
+    return [
+        "",
+        f"MiB of activations kept for backward, bf16, {batch}",
+        *_rows(kept, 2.0**20, 1),
+        "",
+        f"MiB of state on each of {_count(plan.num_ranks, 'rank')}, bf16",
+        *_rows(states, 2.0**20, 1),
+        *_rows(both, 2.0**20, 1),
+    ]
+
+
+def _flops_of(plan: Plan, config: ModelConfig) -> cost.Flops:
+    return cost.flops_per_token(config, plan.seq_len, plan.masked_share)
+
+
+def _rows(columns: list[dict[str, int]], unit: float, decimals: int) -> list[str]:
+    """A row for each group that some column has."""
+    return [
+        _row(f"  {name}", _grouped([column[name] / unit for column in columns], decimals))
+        for name in columns[0]
+        if any(column[name] for column in columns)
+    ]
+
+
+def _row(label: str, cells: list[str]) -> str:
+    return f"{label:<{_LABEL_WIDTH}}" + "".join(f"{cell:>{_COLUMN_WIDTH}}" for cell in cells)
+
+
+def _grouped(values: list[float], decimals: int) -> list[str]:
+    return [f"{value:,.{decimals}f}" for value in values]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _text(value: object) -> str:
+    named = {None: "null", True: "true", False: "false"}
+    return named[value] if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,206 @@
+"""One encoder layer and its parts: norms, attention, feed-forward, residual.
+
+Shapes: tokens lie in rows (B, S) or end to end (T,), written `...` where both fit; D hidden size, N
+heads, H head size.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.config.model import ModelConfig
+from pipeline.kernels.attention import attention, probabilities, raw_scores, weighted_values
+from pipeline.model.layout import Layout
+from pipeline.model.rotary import rotate
+
+
+@dataclass
+class Trace:
+    """Filled by a forward pass that is given one."""
+
+    keep_probabilities: bool = True
+    """Whether probabilities are wanted: they cost memory and fused attention."""
+    hidden: list[Tensor] = field(default_factory=list)
+    """(..., D) after the embeddings, then after each layer."""
+    probabilities: list[Tensor] = field(default_factory=list)
+    """(B, N, S, S) attention probabilities of each layer, before dropout."""
+
+
+class SharedInputs(NamedTuple):
+    """What all layers of one forward pass share."""
+
+    layout: Layout
+    tables: tuple[Tensor, Tensor] | None
+    query_scale: Tensor | float
+    alpha: Tensor | None
+    trace: Trace | None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), times a gain if affine, in fp32 inside.
+
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """
+
+    def __init__(self, size: int, eps: float, *, affine: bool) -> None:
+        """Makes the gain, if there is one."""
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises over the last dimension; keeps shape and dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return x if self.weight is None else x * self.weight
+
+
+def make_norm(config: ModelConfig, size: int) -> nn.Module:
+    """The norm that the config asks for."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(size, config.norm_eps, affine=config.norm_affine)
+    return nn.LayerNorm(size, config.norm_eps, elementwise_affine=config.norm_affine)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Applies `ModelConfig.activation`; swiglu halves the last dimension.
+
+    Source of swiglu: Shazeer 2020 (arXiv 2002.05202), equation 6.
+    """
+    if activation == "swiglu":
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate) * value
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention, with RealFormer's carried scores if the config asks for them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Makes the projections; those of queries, keys and values are one matrix."""
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.score_residual = config.score_residual
+        self.dropout = config.attention_dropout
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+
+    def forward(
+        self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends.
+
+        Args:
+            x: (..., D).
+            shared: of this forward pass.
+            carry_BNSS: scores of the layer below; None in the first layer.
+            index: number of this layer, from 0.
+
+        Returns:
+            (..., D), and the scores for the layer above, None if they are not carried.
+        """
+        layout = shared.layout
+        trace = shared.trace if shared.trace and shared.trace.keep_probabilities else None
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        if shared.tables is not None:
+            q, k = rotate(q, *shared.tables), rotate(k, *shared.tables)
+        # A query sees as many keys in every layer, so that scaling it by their number commutes
+        # with the carry: it is the scale of the sum.
+        q = q * shared.query_scale
+        q_BNSH, k_BNSH, v_BNSH = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
+        dropout = self.dropout if self.training else 0.0
+        carries = self.score_residual != "none"
+        if carries or trace is not None:
+            scores_BNSS = raw_scores(q_BNSH, k_BNSH, carry_BNSS if carries else None)
+            num_summed = index + 1 if self.score_residual == "mean" else 1
+            share_BNSS = probabilities(scores_BNSS, layout.allowed, num_summed)
+            if trace is not None:
+                trace.probabilities.append(share_BNSS)
+            context_BNSH = weighted_values(share_BNSS, v_BNSH, dropout)
+            carry_BNSS = scores_BNSS if carries else None
+        else:
+            context_BNSH = attention(q_BNSH, k_BNSH, v_BNSH, layout.allowed, dropout)
+        return self.output(layout.from_rows(context_BNSH)), carry_BNSS
+
+
+class FeedForward(nn.Module):
+    """W2 act(W1 x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Makes the projections; swiglu's gate and value are one matrix."""
+        super().__init__()
+        self.activation = config.activation
+        inner_size = config.ffn_size * (2 if config.activation == "swiglu" else 1)
+        self.inner = nn.Linear(config.hidden_size, inner_size, bias=config.bias)
+        self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keeps shape and dtype of (..., D)."""
+        return self.output(activate(self.inner(x), self.activation))  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """Joins x and a sub-layer's F(x); alpha scales F(x) whatever the rule.
+
+    Sources: alpha, Su 2020 (kexue.fm/archives/8620) and RoFormerV2 (kexue.fm/archives/8998);
+    DeepNorm, arXiv 2203.00555, figure 2, encoder only; ReZero, arXiv 2003.04887, equation 1.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Makes ReZero's gain, if there is one."""
+        super().__init__()
+        deepnorm = config.residual == "deepnorm"
+        self.keep = (2 * config.num_layers) ** 0.25 if deepnorm else 1.0
+        # (1,), not (): DeepSpeed 0.19.8 cannot send a 0-dimensional bf16 parameter to other ranks.
+        self.gain = nn.Parameter(torch.zeros(1)) if config.residual == "rezero" else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, update: Tensor, alpha: Tensor | None) -> Tensor:
+        """keep * x + alpha * gain * Dropout(update), (..., D)."""
+        update = self.dropout(update)
+        if self.gain is not None:
+            update = self.gain * update
+        if alpha is not None:
+            # A 0-dimensional fp32 tensor does not change the dtype of bf16 activations.
+            update = alpha * update
+        return (x if self.keep == 1.0 else self.keep * x) + update
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each with its residual, and a norm behind or before it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Makes both sub-layers."""
+        super().__init__()
+        self.pre_norm = config.norm_placement == "pre"
+        self.attention = SelfAttention(config)
+        self.attention_residual = Residual(config)
+        self.attention_norm = make_norm(config, config.hidden_size)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_residual = Residual(config)
+        self.feed_forward_norm = make_norm(config, config.hidden_size)
+
+    def forward(
+        self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `SelfAttention.forward`."""
+        if self.pre_norm:
+            update, carry_BNSS = self.attention(self.attention_norm(x), shared, carry_BNSS, index)
+            x = self.attention_residual(x, update, shared.alpha)
+            update = self.feed_forward(self.feed_forward_norm(x))
+            return self.feed_forward_residual(x, update, shared.alpha), carry_BNSS
+        update, carry_BNSS = self.attention(x, shared, carry_BNSS, index)
+        joined = self.attention_residual(x, update, shared.alpha)
+        x = _unless_zero(shared.alpha, x, self.attention_norm(joined))
+        joined = self.feed_forward_residual(x, self.feed_forward(x), shared.alpha)
+        return _unless_zero(shared.alpha, x, self.feed_forward_norm(joined)), carry_BNSS
+
+
+def _unless_zero(alpha: Tensor | None, x: Tensor, normed: Tensor) -> Tensor:
+    """x itself where alpha is 0: normed again it would differ by eps and by rounding."""
+    return normed if alpha is None else torch.where(alpha == 0, x, normed)

@@ -1,0 +1,79 @@
+"""Where tokens lie and which of them see each other: rows with a mask, or packed end to end.
+
+Linear layers, norms and the feed-forward work on tokens wherever they lie; only attention needs
+sequences side by side. A layout says how to get them there, and both kinds give the same numbers.
+
+Shapes: B rows, S slots of a row, T tokens of a packed batch, N heads, H head size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """Made by `rows`, `padded` or `packed`; tensors only, so that it passes through wrappers."""
+
+    positions: Tensor
+    """(B, S) or (T,) int64 position of each token within its document."""
+    allowed: Tensor
+    """Bool, broadcasts to (B, N, S, S): query (row) may see key (column)."""
+    slots: Tensor | None
+    """(T,) int64: slot of each packed token in the rows that attention sees; None for rows."""
+
+    def num_keys(self) -> Tensor:
+        """Number of tokens that each token sees, itself among them; shaped as `positions`."""
+        counts = self.allowed.sum(-1)[:, 0].expand(-1, self.allowed.shape[-1])
+        return counts if self.slots is None else counts.flatten()[self.slots]
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """(B, S, N, H) or (T, N, H) tokens to (B, N, S, H); empty slots are 0."""
+        if self.slots is not None:
+            num_rows, length = self.allowed.shape[0], self.allowed.shape[-1]
+            empty = x.new_zeros(num_rows * length, *x.shape[1:])
+            x = empty.index_copy(0, self.slots, x).view(num_rows, length, *x.shape[1:])
+        return x.transpose(1, 2)
+
+    def from_rows(self, x_BNSH: Tensor) -> Tensor:
+        """(B, N, S, H) to (B, S, N * H) or (T, N * H) tokens."""
+        x = x_BNSH.transpose(1, 2).flatten(2)
+        return x if self.slots is None else x.flatten(0, 1)[self.slots]
+
+
+def rows(documents: Tensor, positions: Tensor) -> Layout:
+    """Several documents in each row; tokens see the tokens with their own number only.
+
+    Args:
+        documents: (B, S) integers. Padding has a number of its own, and sees itself.
+        positions: (B, S) int64.
+    """
+    same_BSS = documents[:, :, None] == documents[:, None, :]
+    return Layout(positions, same_BSS[:, None], None)
+
+
+def padded(lengths: Tensor, num_slots: int) -> Layout:
+    """One document in each row, its padding at the end; padding sees the document, too.
+
+    Args:
+        lengths: (B,) integers >= 1.
+        num_slots: S, at least the longest of them.
+    """
+    positions = torch.arange(num_slots, device=lengths.device).expand(len(lengths), -1)
+    allowed_BS = positions < lengths[:, None]
+    return Layout(positions, allowed_BS[:, None, None, :], None)
+
+
+def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
+    """Documents end to end, without padding. No host synchronisation.
+
+    Args:
+        cu_seqlens: (B + 1,) integers: 0, then the end of each document; none is empty.
+        max_seqlen: length of the longest document.
+        num_tokens: T, the last of cu_seqlens.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    row = torch.repeat_interleave(lengths, output_size=num_tokens)
+    positions = torch.arange(num_tokens, device=row.device) - starts[row]
+    allowed_BS = torch.arange(max_seqlen, device=row.device) < lengths[:, None]
+    return Layout(positions, allowed_BS[:, None, None, :], row * max_seqlen + positions)

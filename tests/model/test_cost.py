@@ -1,0 +1,286 @@
+"""Closed forms against the real module: its parameters, its FLOPs, the tensors autograd keeps."""
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.config.load import load
+from pipeline.config.model import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.model import cost
+from pipeline.model.describe import Plan, describe, read_plan
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.layout import rows
+from pipeline.objectives.mlm import masked_lm_loss
+
+ROOT = Path(__file__).parents[2]
+SWITCHES: dict[str, list[Any]] = {
+    "num_layers": [1, 3],
+    "num_heads": [1, 4],
+    "embedding_size": [None, 12, 40],
+    "type_vocab_size": [1, 2],
+    "positions": ["learned", "rotary", "none"],
+    "norm_placement": ["post", "pre"],
+    "norm": ["layernorm", "rmsnorm"],
+    "norm_affine": [False, True],
+    "embedding_dropout": ["before_norm", "after_norm"],
+    "bias": [False, True],
+    "activation": ["gelu", "gelu_tanh", "relu", "swiglu"],
+    "score_residual": ["none", "sum", "mean"],
+    "attention_scale": ["sqrt", "entropy_invariant"],
+    "residual": ["plain", "deepnorm", "rezero"],
+    "share_layers": [False, True],
+    "mlm_head": ["bert", "linear"],
+    "pooler": [False, True],
+    "dropout": [0.0, 0.1],
+}
+TINY = ModelConfig(
+    vocab_size=300, num_layers=3, hidden_size=40, num_heads=4, ffn_size=96, max_positions=64,
+    dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+BERT = {
+    "positions": "learned", "norm": "layernorm", "norm_affine": True, "bias": True,
+    "activation": "gelu", "mlm_head": "bert", "embedding_dropout": "after_norm",
+}  # fmt: skip
+ODD = {
+    "norm_placement": "pre", "activation": "swiglu", "residual": "rezero", "embedding_size": 12,
+    "share_layers": True, "norm_affine": True, "attention_scale": "entropy_invariant",
+    "pooler": True,
+}  # fmt: skip
+
+
+def _random_config(seed: int) -> ModelConfig:
+    chosen = random.Random(seed)
+    return replace(TINY, **{name: chosen.choice(values) for name, values in SWITCHES.items()})
+
+
+def _changed(changes: dict[str, Any], **more: Any) -> ModelConfig:
+    return replace(TINY, **changes, **more)
+
+
+RANDOM = [_random_config(seed) for seed in range(60)]
+
+
+def test_random_configs_have_every_value_of_every_switch() -> None:
+    for name, values in SWITCHES.items():
+        assert {getattr(config, name) for config in RANDOM} == set(values)
+
+
+def _group(name: str) -> str:
+    """Group of a parameter of the real module, by its name."""
+    places = {
+        "encoder.token_embedding": "token embedding",
+        "encoder.segment_embedding": "segment embedding",
+        "encoder.position_embedding": "position embedding",
+        "encoder.embedding_norm": "embedding norm",
+        "encoder.embedding_projection": "embedding projection",
+        "encoder.final_norm": "final norm",
+        "encoder.pooler": "pooler",
+        "head_": "MLM head",
+    }
+    for start, group in places.items():
+        if name.startswith(start):
+            return group
+    in_layer = name.split(".", 3)[3]
+    if in_layer.endswith("_residual.gain"):
+        return "residual gains"
+    if in_layer.startswith(("attention_norm", "feed_forward_norm")):
+        return "norms"
+    return {"attention": "attention", "feed_forward": "feed-forward"}[in_layer.split(".")[0]]
+
+
+def _real_parameters(config: ModelConfig) -> dict[str, int]:
+    with torch.device("meta"):
+        model = MaskedLanguageModel(config)
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        found[_group(name)] = found.get(_group(name), 0) + parameter.numel()
+    return found | {"total": sum(parameter.numel() for parameter in model.parameters())}
+
+
+@pytest.mark.parametrize("config", RANDOM, ids=range(len(RANDOM)))
+def test_parameters_of_random_configs(config: ModelConfig) -> None:
+    counted = cost.parameters(config)
+    assert {name: number for name, number in counted.items() if number} == _real_parameters(config)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "model").glob("*.yaml")), ids=lambda p: str(p.stem)
+)
+def test_parameters_of_named_models(path: Path) -> None:
+    config = load(ModelConfig, path, ["vocab_size=21128"]).config
+    counted = cost.parameters(config)
+    assert {name: number for name, number in counted.items() if number} == _real_parameters(config)
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "ffn", "seq_len", "mflop"),
+    [(12, 768, 3072, 128, 558.3), (12, 768, 3072, 512, 600.8), (24, 1024, 4096, 128, 1895.8)],
+)
+def test_flops_worked_out_by_hand(
+    layers: int, width: int, ffn: int, seq_len: int, mflop: float
+) -> None:
+    config = ModelConfig(
+        vocab_size=50_000, num_layers=layers, hidden_size=width, num_heads=width // 64, ffn_size=ffn
+    )
+    assert cost.flops_per_token(config, seq_len).total / 1e6 == pytest.approx(mflop, abs=0.05)
+
+
+def _loss(model: MaskedLanguageModel, batch: int, seq_len: int, num_masked: int) -> torch.Tensor:
+    """The training loss of random tokens; two documents in each row."""
+    ids = torch.randint(0, 300, (batch, seq_len))
+    documents = (torch.arange(seq_len) >= seq_len // 2).int().expand(batch, -1)
+    layout = rows(documents, torch.arange(seq_len).expand(batch, -1))
+    masked = torch.randperm(batch * seq_len)[:num_masked].clone()
+    # The alpha of a training step is a tensor.
+    logits = model(ids, layout, masked, torch.full((), 0.7))
+    return masked_lm_loss(logits, torch.zeros(num_masked, dtype=torch.int64)).loss
+
+
+@pytest.mark.parametrize("config", RANDOM[:12], ids=range(12))
+def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
+    # FlopCounterMode counts the shapes of mm, addmm and bmm, 2 FLOPs a multiply-add, and nothing
+    # else of ours. It knows no fused attention of a CPU: MATH is the one made of bmm.
+    model, batch, seq_len, num_masked = MaskedLanguageModel(config), 2, 24, 9
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            loss = _loss(model, batch, seq_len, num_masked)
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    tokens = batch * seq_len
+    flops = cost.flops_per_token(config, seq_len, num_masked / tokens)
+    assert forward.get_total_flops() == pytest.approx(flops.forward * tokens, rel=1e-12)
+    assert backward.get_total_flops() == pytest.approx(flops.backward * tokens, rel=1e-12)
+
+
+def test_flops_of_documents_shorter_than_the_row() -> None:
+    short = cost.flops_per_token(TINY, 512, document_len=128)
+    assert short == cost.flops_per_token(TINY, 128)
+    assert cost.flops_per_token(TINY, 512, document_len=9999) == cost.flops_per_token(TINY, 512)
+
+
+def _kept(config: ModelConfig, batch: int, num_masked: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the distinct storages autograd keeps: fused attention's mask, and all others.
+
+    The mask (B, 1, S, S), which torch turns into numbers for each layer, is told by its shape.
+    """
+    seq_len = 24
+    model = MaskedLanguageModel(config).to(dtype).train()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    masks, others = {}, {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            is_mask = config.score_residual == "none" and tensor.shape[-2:] == (seq_len, seq_len)
+            (masks if is_mask else others)[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    # The graph, alive until the end, holds what is kept: no address comes twice.
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = _loss(model, batch, seq_len, num_masked)
+    assert loss.requires_grad
+    return sum(masks.values()), sum(others.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("score_residual", ["none", "sum", "mean"])
+@pytest.mark.parametrize("changes", [{}, BERT, ODD], ids=["v2", "bert", "odd"])
+def test_activations_equal_what_autograd_keeps(
+    changes: dict[str, Any], score_residual: str, dropout: float, dtype: torch.dtype
+) -> None:
+    # With attention dropout a CPU has no fused attention, so that it is tried where the scores are
+    # carried alone. Dropout's mask is a bool on a GPU; a CPU keeps a factor of the values' dtype.
+    carries = score_residual != "none"
+    config = _changed(
+        changes, score_residual=score_residual, dropout=dropout,
+        attention_dropout=dropout if carries else 0.0,
+    )  # fmt: skip
+    masks, others = _kept(config, 4, 15, dtype)
+    assert masks == (0 if carries else config.num_layers * 4 * 24 * 24 * dtype.itemsize)
+    formula = cost.activation_bytes(config, 4 * 24, 24, dtype.itemsize, 15 / 96, dtype.itemsize)
+    # Scalars, and the statistics of layernorm, which a CPU keeps in bf16 and a GPU in fp32.
+    assert formula["total"] == pytest.approx(others, rel=0.01)
+
+
+@pytest.mark.parametrize("config", RANDOM, ids=range(len(RANDOM)))
+def test_activations_of_random_configs(config: ModelConfig) -> None:
+    batch = 1 if config.num_layers == 1 else 3  # one row is viewed, not copied, as a batch
+    _, others = _kept(config, batch, 10, torch.float32)
+    formula = cost.activation_bytes(config, batch * 24, 24, 4, 10 / (batch * 24), 4)
+    assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
+
+
+def test_state_of_one_rank() -> None:
+    config = _changed({"pooler": True})
+    groups = cost.parameters(config)
+    # Even, so that two ranks need no filling up.
+    assert groups["total"] % 4 == 0
+    whole = 8 * groups["total"] - 2 * groups["pooler"]
+    assert cost.state_bytes(config, 1)["total"] == whole + 12 * groups["total"]
+    assert cost.state_bytes(config, 2)["total"] == whole + 6 * groups["total"]
+
+
+def _numbers(text: str, label: str) -> list[str]:
+    [line] = [line for line in text.splitlines() if line.strip().startswith(f"{label} ")]
+    return line.strip().removeprefix(label).split()
+
+
+def test_command_on_a_model() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "pipeline", "model"]
+    arguments = ["configs/model/roformer_v2-base.yaml", "--seq-len", "128", "bias=true"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert " torch" not in done.stderr
+    assert "  bias = true (default false)\n" in done.stdout
+    assert _numbers(done.stdout, "vocabulary") == ["12,000", "21,128", "30,522", "50,000"]
+    assert _numbers(done.stdout, "forward and backward")[3] == "558.3"
+
+
+def test_command_on_a_run() -> None:
+    plan = read_plan(ROOT / "configs" / "demo.yaml", ["model.vocab_size=21128"], num_ranks=2)
+    assert (plan.seq_len, plan.micro_batch, plan.config.num_layers) == (128, 16, 4)
+    text = describe(plan)
+    assert _numbers(text, "vocabulary") == ["21,128"]
+    assert "  21,128                          3,491,072\n" in text
+    assert float(_numbers(text, "carried scores")[0]) > 0
+    flops = cost.flops_per_token(plan.config, 128).total
+    assert _numbers(text, "tokens/s, 2 ranks") == [f"{989e12 / flops:,.0f}"]
+    assert read_plan(ROOT / "configs" / "demo.yaml", seq_len=64).seq_len == 64
+
+
+def test_an_included_run_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"from: {ROOT / 'configs' / 'demo.yaml'}\n")
+    (tmp_path / "model.yaml").write_text(f"from: {ROOT / 'configs/model/bert-base.yaml'}\n")
+    (tmp_path / "circle.yaml").write_text("from: circle.yaml\n")
+    assert read_plan(tmp_path / "run.yaml").micro_batch == 16
+    assert read_plan(tmp_path / "model.yaml").config.bias
+    with pytest.raises(ConfigError, match="in a circle"):
+        read_plan(tmp_path / "circle.yaml")
+
+
+@pytest.mark.parametrize(
+    ("file", "override", "message"),
+    [
+        ("model/roformer_v2-base.yaml", "num_layer=3", "did you mean 'num_layers'"),
+        ("demo.yaml", "vocab_size=21128", r"did you mean 'model\.vocab_size'"),
+        ("demo.yaml", "model.num_layer=3", "did you mean 'num_layers'"),
+    ],
+)
+def test_wrong_key_is_refused(file: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_plan(ROOT / "configs" / file, [override])
+
+
+def test_number_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--ranks 0: expected a whole number from 1"):
+        Plan(TINY, num_ranks=0)
