@@ -98,8 +98,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {report.family}, {report.num_parameters:,} parameters")
     if report.left_out:
         print(f"left out: {', '.join(report.left_out)}")
-    if not report.has_tokenizer:
-        print("no vocabulary was found: the model reads no text")
+    if report.no_tokenizer:
+        print(f"no tokenizer, so the model reads no text: {report.no_tokenizer}")
     return 0
 
 

@@ -7,7 +7,9 @@ import pytest
 
 from data_prep.config import PrepConfig
 from pipeline.config.load import load
+from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
+from pipeline.model.cost import parameters
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -18,6 +20,18 @@ def test_the_map_lists_every_package() -> None:
     packages = {"data_prep", "launch", "configs", "tests"}
     packages |= {f"pipeline/{path.parent.name}" for path in ROOT.glob("pipeline/*/__init__.py")}
     assert listed == packages
+
+
+def test_parameters_in_the_table_of_models() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    cells = r"\| ([a-z0-9_]+-[a-z]+) \| [^|]* " + r"\| ([\d.,]+) " * 4
+    rows = re.findall(cells, text)
+    assert len(rows) == 14
+    for name, *millions in rows:
+        for vocab_size, shown in zip((12_000, 21_128, 30_522, 50_000), millions, strict=True):
+            path = ROOT / "configs" / "model" / f"{name}.yaml"
+            config = load(ModelConfig, path, [f"vocab_size={vocab_size}"]).config
+            assert f"{parameters(config)['total'] / 1e6:,.2f}" == shown, (name, vocab_size)
 
 
 def test_paths_exist() -> None:

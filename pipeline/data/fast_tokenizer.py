@@ -144,24 +144,34 @@ def _role_names(vocabulary: dict[str, int], special: set[str], path: Path) -> di
     return found
 
 
-def build_tokenizer_json(folder: Path) -> str | None:
+class ForeignSplitterError(DataError):
+    """A tokenizer that first splits words with a program that is not here."""
+
+
+def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> str | None:
     """Content of a tokenizer.json for the vocabulary of a Hugging Face or TensorFlow model folder.
 
     A tokenizer.json is taken as it is; a vocab.txt makes BERT's WordPiece, a vocab.json with a
     merges.txt RoBERTa's byte-level BPE, both set up as by BertTokenizer and RobertaTokenizer in
     huggingface/transformers, with the options in tokenizer_config.json. None if there is neither.
 
+    Args:
+        folder: of the model.
+        default_class: what transformers would take where tokenizer_config.json names no class.
+
     Raises:
-        DataError: a file is damaged, or the tokenizer splits words with another program.
+        ForeignSplitterError: the tokenizer splits words with another program.
+        DataError: a file is damaged.
     """
     try:
         path = folder / _CONFIG_JSON
         config = json.loads(path.read_bytes()) if path.is_file() else {}
-        name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
-        if name in _FOREIGN_SPLITTERS:
-            raise DataError(
-                f"{path} names {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; "
-                "that is not supported; use a model that has BERT's or RoBERTa's tokenizer"
+        name = str(config.get("tokenizer_class") or default_class).removesuffix("Fast")
+        if name in _FOREIGN_SPLITTERS and _has_vocabulary(folder):
+            raise ForeignSplitterError(
+                f"{folder} has a {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; that "
+                f"is not read. If it has BERT's tokenizer, say so in {_CONFIG_JSON}: "
+                '{"tokenizer_class": "BertTokenizer"}'
             )
         if (folder / TOKENIZER_JSON).is_file():
             return (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
@@ -174,6 +184,10 @@ def build_tokenizer_json(folder: Path) -> str | None:
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"the tokenizer in {folder} cannot be read: {error}") from error
     return None
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json"))
 
 
 def _word_piece(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:

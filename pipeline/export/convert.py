@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.config import strict_yaml
 from pipeline.config.model import ModelConfig
-from pipeline.data.fast_tokenizer import build_tokenizer_json
+from pipeline.data.fast_tokenizer import ForeignSplitterError, build_tokenizer_json
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.export import names, tensors
 from pipeline.export.folder import (
@@ -64,7 +64,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _PLAIN = {
     "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False,
-    "rotary_value": False, "hierarchical": False,
+    "rotary_value": False,
 }  # fmt: skip
 """Keys of a foreign config that must have these values, if they are there at all."""
 
@@ -77,7 +77,8 @@ class ConvertReport:
     num_parameters: int
     left_out: list[str]
     """Names of tensors that have no place here."""
-    has_tokenizer: bool
+    no_tokenizer: str
+    """Why the model has no tokenizer; empty if it has one."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def convert(
     weights = _weights(config, given, style, read, source)
     model = build_model(config, weights, str(source))
     folder = source if source.is_dir() else source.parent
-    tokenizer = build_tokenizer_json(folder)
+    tokenizer, no_tokenizer = _tokenizer(folder, family)
     origin = {
         "path": source.name, "family": family, "left_out": left_out,
         "config_sha256": sha256_file(read.config_path),
@@ -126,7 +127,19 @@ def convert(
         if tokenizer is not None:
             write_atomic(unfinished / TOKENIZERS_FILE, tokenizer.encode())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ConvertReport(family, num_parameters, left_out, tokenizer is not None)
+    return ConvertReport(family, num_parameters, left_out, no_tokenizer)
+
+
+def _tokenizer(folder: Path, family: Family) -> tuple[str | None, str]:
+    """Content of tokenizer.json, or why there is none."""
+    # transformers takes RoFormerTokenizer for RoFormer unless it is told otherwise; RoFormerV2's
+    # models are of characters, with BERT's.
+    default = "RoFormerTokenizer" if family == "roformer" else "BertTokenizer"
+    try:
+        tokenizer = build_tokenizer_json(folder, default)
+    except ForeignSplitterError as error:
+        return None, str(error)
+    return tokenizer, "" if tokenizer is not None else f"{folder} has no vocabulary"
 
 
 def _read(source: Path) -> _Source:

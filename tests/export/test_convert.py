@@ -196,6 +196,19 @@ def test_what_does_not_fit_is_named(changes: Any, message: str, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pt"]
 
 
+def test_word_model_is_converted_without_its_tokenizer(tmp_path: Path) -> None:
+    source = _source(tmp_path, "roformer")
+    (source / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    report = convert(source, tmp_path / "words", family=None, overrides=[])
+    assert "splits words with jieba" in report.no_tokenizer
+    with pytest.raises(CheckpointError, match="came without a tokenizer"):
+        load_model(tmp_path / "words").require_tokenizer()
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    report = convert(source, tmp_path / "characters", family=None, overrides=[])
+    assert report.no_tokenizer == ""
+    assert load_model(tmp_path / "characters").require_tokenizer().vocab_size == 5
+
+
 def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt")
 
