@@ -37,6 +37,7 @@ def _model(arguments: argparse.Namespace) -> int:
     plan = read_plan(
         arguments.config, arguments.overrides,
         seq_len=arguments.seq_len, micro_batch=arguments.micro_batch, num_ranks=arguments.ranks,
+        document_len=arguments.document_len,
     )  # fmt: skip
     print(describe(plan))
     return 0
@@ -161,6 +162,8 @@ def _add_model(commands: Any) -> None:
     model.add_argument("overrides", nargs="*", metavar="field=value",
                        help="such as bias=true; in a run's config model.bias=true")  # fmt: skip
     model.add_argument("--seq-len", type=int, metavar="N", help="default: the run's, or 512")
+    model.add_argument("--document-len", type=int, metavar="N",
+                       help="tokens of a document, for attention of variable length")  # fmt: skip
     model.add_argument("--micro-batch", type=int, metavar="N", help="default: the run's, or 8")
     model.add_argument("--ranks", type=int, metavar="N", default=1, help="default 1")
     model.set_defaults(run=_model)

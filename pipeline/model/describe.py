@@ -31,11 +31,16 @@ class Plan:
     micro_batch: int = 8
     num_ranks: int = 1
     masked_share: float = 0.15
+    document_len: int | None = None
+    """Tokens that a token sees where attention leaves out other documents; None: all of the row."""
 
     def __post_init__(self) -> None:
-        sizes = {"seq-len": self.seq_len, "micro-batch": self.micro_batch, "ranks": self.num_ranks}
+        sizes = {
+            "seq-len": self.seq_len, "micro-batch": self.micro_batch, "ranks": self.num_ranks,
+            "document-len": self.document_len,
+        }  # fmt: skip
         for name, value in sizes.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: expected a whole number from 1")
 
 
@@ -46,6 +51,7 @@ def read_plan(
     seq_len: int | None = None,
     micro_batch: int | None = None,
     num_ranks: int = 1,
+    document_len: int | None = None,
 ) -> Plan:
     """Reads a model's file, or the config of a run, which also has lengths and batches.
 
@@ -55,6 +61,7 @@ def read_plan(
         seq_len: instead of the run's `data.seq_len`, or 512.
         micro_batch: instead of the run's `train.micro_batch`, or 8.
         num_ranks: ranks of the run.
+        document_len: tokens that a token sees, for attention of variable length.
 
     Raises:
         ConfigError: as `load`, or a number is below 1.
@@ -71,6 +78,7 @@ def read_plan(
         seq_len=plan.seq_len if seq_len is None else seq_len,
         micro_batch=plan.micro_batch if micro_batch is None else micro_batch,
         num_ranks=num_ranks,
+        document_len=document_len,
     )
 
 
@@ -136,7 +144,7 @@ def _parameters(configs: list[ModelConfig]) -> list[str]:
 def _flops(plan: Plan, configs: list[ModelConfig]) -> list[str]:
     found = [_flops_of(plan, config) for config in configs]
     title = (
-        f"MFLOP per token, every token sees {_count(plan.seq_len, 'key')}, "
+        f"MFLOP per token, every token sees {_count(_num_keys(plan), 'key')}, "
         f"{plan.masked_share:.0%} masked"
     )
     parts = {
@@ -178,7 +186,11 @@ def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
 
 
 def _flops_of(plan: Plan, config: ModelConfig) -> cost.Flops:
-    return cost.flops_per_token(config, plan.seq_len, plan.masked_share)
+    return cost.flops_per_token(config, plan.seq_len, plan.masked_share, plan.document_len)
+
+
+def _num_keys(plan: Plan) -> int:
+    return plan.seq_len if plan.document_len is None else min(plan.document_len, plan.seq_len)
 
 
 def _rows(columns: list[dict[str, int]], unit: float, decimals: int) -> list[str]:

@@ -244,6 +244,9 @@ def test_command_on_a_model() -> None:
     assert "  bias = true (default false)\n" in done.stdout
     assert _numbers(done.stdout, "vocabulary") == ["12,000", "21,128", "30,522", "50,000"]
     assert _numbers(done.stdout, "forward and backward")[3] == "558.3"
+    plan = read_plan(ROOT / "configs/model/roformer_v2-base.yaml", ["bias=true"], document_len=128)
+    assert _numbers(describe(plan), "forward and backward")[3] == "558.3"
+    assert "every token sees 128 keys" in describe(plan)
 
 
 def test_command_on_a_run() -> None:
