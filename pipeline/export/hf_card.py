@@ -17,7 +17,7 @@ The architecture is in `modeling_postnorm.py`, which needs torch and transformer
 ```python
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 """
 

@@ -31,7 +31,7 @@ from transformers import (
     AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline,
 )
 folder, out = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
 texts = ["The assert statement is a [MASK] way.", "Short [MASK]."]
 batch = tokenizer(texts, return_tensors="pt", padding=True)
