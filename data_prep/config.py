@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from data_prep.filter_config import FiltersConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.errors import ConfigError
 
@@ -15,12 +16,24 @@ class SourceConfig:
     kind: Literal["files", "embedded"] = param(
         "files", "text files, or the documentation that is installed with Python (embedded)"
     )
-    inputs: tuple[str, ...] = param((), "folders, globs and files: txt, jsonl, plain, .gz or .zst")
+    inputs: tuple[str, ...] = param(
+        (), "folders, globs and files, plain or .gz, .zst, .xz: .txt, .jsonl, .json (an object a "
+        "line), .wet, .warc, .parquet, wiki_NN",
+    )  # fmt: skip
+    format: Literal["auto", "txt", "jsonl", "parquet", "wet", "wikiextractor"] = param(
+        "auto", "how files are read; auto goes by the suffix, wiki_NN is WikiExtractor's output"
+    )
+    encoding: Literal["utf-8", "gb18030", "auto"] = param(
+        "utf-8", "of txt, jsonl and wikiextractor files; auto takes a file whose first MB is no "
+        "valid UTF-8 but valid GB18030 for the latter",
+    )  # fmt: skip
     txt_documents: Literal["blank_line", "line", "file"] = param(
         "blank_line", "what ends a document in .txt files: a blank line, a line, or the file"
     )
-    text_field: str = param("text", "key of the text in .jsonl files")
-    id_field: str = param("id", "key of the document's id in .jsonl files; else file and line")
+    text_field: str = param("text", "key of the text in .jsonl, column in .parquet files")
+    id_field: str = param(
+        "id", "key or column of the document's id; without it, ids are file@OFFSET in bytes"
+    )
 
     def __post_init__(self) -> None:
         if (self.kind == "files") != bool(self.inputs):
@@ -40,6 +53,44 @@ class CleanConfig:
         64, "a longer document stops the run (about 12 times as much memory is needed for it)",
         unit="MB", ge=1, le=4096,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupConfig:
+    """Near duplicates; exact ones are always dropped. The first of several is the one kept."""
+
+    near_duplicates: bool = param(
+        False, "drop documents that are similar to an earlier one that is kept (MinHash)"
+    )
+    threshold: float = param(
+        0.4, "a document is dropped at this estimated Jaccard similarity of shingle sets: a copy "
+        "with a tenth of its words changed has about 0.6, of its characters about 0.3 (English) "
+        "to 0.5 (Chinese); two versions of a law or of a template have 0.4 and more", gt=0, le=1,
+    )  # fmt: skip
+    ngram: int = param(8, "letters and digits of a shingle", unit="characters", ge=2, le=64)
+    ngram_cjk: int = param(
+        4, "the same for shingles that start with a Chinese, Japanese or Korean character",
+        unit="characters", ge=2, le=64,
+    )  # fmt: skip
+    bands: int = param(
+        64, "groups of hashes; documents that agree in all rows of one band are compared, with "
+        "probability 1 - (1 - similarity^rows)^bands: about half of those with similarity "
+        "(1/bands)^(1/rows), which is 0.35 for 64 and 4", ge=1, le=1000,
+    )  # fmt: skip
+    rows: int = param(
+        4, "hashes of a band; fewer find less similar documents, and with 3 or fewer unrelated "
+        "documents of a large corpus meet in every band", ge=1, le=64,
+    )  # fmt: skip
+    min_chars: int = param(
+        100, "documents with fewer letters and digits are left out", unit="characters", ge=2
+    )
+
+    def __post_init__(self) -> None:
+        if self.min_chars < max(self.ngram, self.ngram_cjk):
+            raise ConfigError(
+                f"dedup.min_chars = {self.min_chars} with shingles of {self.ngram} and "
+                f"{self.ngram_cjk} characters; expected at least a shingle: raise min_chars"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +133,8 @@ class PrepConfig:
     )
     sources: tuple[SourceConfig, ...] = param(REQUIRED, "collections of text, at least one")
     clean: CleanConfig = section(CleanConfig, "limits on documents")
+    filters: FiltersConfig = section(FiltersConfig, "rules on documents, and masking; all off")
+    dedup: DedupConfig = section(DedupConfig, "removal of near duplicates, off")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "sentencepiece training")
     shards: ShardsConfig = section(ShardsConfig, "blocks, shards and the held-out split")
 

@@ -1,26 +1,48 @@
 """Which files a source consists of, and how they are grouped into pieces."""
 
 import glob
+import os
+import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from data_prep import embedded
 from data_prep.config import SourceConfig
 from pipeline.errors import DataError
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".json")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
+FORMATS = {
+    ".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".wet": "wet", ".warc": "wet",
+    ".parquet": "parquet",
+}  # fmt: skip
+TEXT_SUFFIXES = tuple(FORMATS)
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz")
+_WIKIEXTRACTOR_NAME = re.compile(r"wiki_\d+")
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file and the name it has in document ids, which does not depend on where it lies."""
+    """A file, or a range of its bytes, and the name that it has in document ids.
+
+    The name does not depend on where the file lies. A range stands for the documents that begin in
+    it, which may end behind it.
+    """
 
     path: str
     name: str
     num_bytes: int
+    """Of the whole file."""
     mtime_ns: int
+    start: int = 0
+    end: int | None = None
+    """First byte behind the range; None for the end of the file."""
+
+    @property
+    def range_bytes(self) -> int:
+        """Length of the range."""
+        return (self.num_bytes if self.end is None else self.end) - self.start
 
 
 @dataclass(frozen=True)
@@ -40,19 +62,20 @@ class Found:
     """Files in given folders whose suffix says that they are no text."""
 
 
-def text_suffix(path: str) -> str | None:
-    """`.txt`, `.jsonl` or `.json`, behind which there may be `.gz` or `.zst`; None for others."""
-    name = path.lower()
-    for compressed in COMPRESSED_SUFFIXES:
-        name = name.removesuffix(compressed)
-    return next((suffix for suffix in TEXT_SUFFIXES if name.endswith(suffix)), None)
+def format_of(path: str, source: SourceConfig) -> str | None:
+    """A file's format, by the source's settings or else by its name; None if it is unknown."""
+    return _format_by_name(path) if source.format == "auto" else source.format
 
 
 def find(source: SourceConfig) -> Found:
     """Lists a source's files, sorted by name.
 
+    In folders, files are chosen by their names. What is given by a file's name or a glob is read as
+    `source.format`, whatever it is called, unless that is `auto`.
+
     Raises:
-        DataError: an input does not exist, or a file named one by one is of an unknown kind.
+        DataError: an input does not exist, a file named one by one is of an unknown kind, or a
+            file's name is unfit for ids.
     """
     if source.kind == "embedded":
         pairs = embedded.find()
@@ -61,30 +84,87 @@ def find(source: SourceConfig) -> Found:
     ignored: list[str] = []
     for text in source.inputs:
         matches = _matches(source, text)
+        is_folder = Path(text).expanduser().is_dir()
         for path, name in matches:
-            if text_suffix(str(path)) is not None:
+            by_name = _format_by_name(str(path))
+            wanted = by_name if source.format == "auto" else source.format
+            if wanted is not None and (by_name == wanted or not is_folder):
                 files.setdefault(str(path.resolve()), _input_file(path, name))
-            elif len(matches) == 1 and not Path(text).is_dir():
+            elif len(matches) == 1 and not is_folder:
                 raise DataError(f"source {source.name!r}: {path} is of an unknown kind; {_KINDS}")
             else:
                 ignored.append(str(path))
-    return Found(tuple(sorted(files.values(), key=lambda file: file.name)), tuple(ignored))
+    named = _unique_names(source, list(files.values()))
+    return Found(tuple(sorted(named, key=lambda file: file.name)), tuple(ignored))
 
 
-_KINDS = f"expected {', '.join(TEXT_SUFFIXES)}, optionally followed by .gz or .zst"
+_KINDS = (
+    f"expected {', '.join(TEXT_SUFFIXES)}, of which all but .parquet may be followed by "
+    f"{', '.join(COMPRESSED_SUFFIXES)}, or wiki_NN; or set the source's format"
+)
 
 
 def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -> list[Piece]:
-    """Groups files, in order, into pieces of about `piece_bytes`; a large file is one by itself."""
+    """Groups files, in order, into pieces of about `piece_bytes`.
+
+    A larger file is split into ranges where its documents can be found from any byte on: plain
+    .jsonl, and plain .txt whose documents end before the file does. Others are one piece.
+    """
     groups: list[list[InputFile]] = []
     size = 0
     for file in files:
-        if not groups or size + file.num_bytes > piece_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(file)
-        size += file.num_bytes
+        for part in _split(source, file, piece_bytes):
+            if not groups or size + part.range_bytes > piece_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(part)
+            size += part.range_bytes
     return [Piece(source, tuple(group)) for group in groups]
+
+
+def _split(source: SourceConfig, file: InputFile, piece_bytes: int) -> list[InputFile]:
+    kind = format_of(file.path, source)
+    splittable = (
+        source.kind == "files"
+        and not file.path.lower().endswith(COMPRESSED_SUFFIXES)
+        and (kind == "jsonl" or (kind == "txt" and source.txt_documents != "file"))
+    )
+    if not splittable or file.num_bytes <= piece_bytes:
+        return [file]
+    count = -(-file.num_bytes // piece_bytes)
+    bounds = [file.num_bytes * i // count for i in range(count + 1)]
+    return [replace(file, start=start, end=end) for start, end in pairwise(bounds)]
+
+
+def _format_by_name(path: str) -> str | None:
+    name = Path(path).name.lower()
+    plain = name
+    for compressed in COMPRESSED_SUFFIXES:
+        plain = plain.removesuffix(compressed)
+    if _WIKIEXTRACTOR_NAME.fullmatch(plain):
+        return "wikiextractor"
+    found = FORMATS.get(Path(plain).suffix)
+    return None if found == "parquet" and plain != name else found
+
+
+def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFile]:
+    """Gives files of several inputs that have one name the name below their common folder."""
+    counts = Counter(file.name for file in files)
+    same = [file for file in files if counts[file.name] > 1]
+    root = os.path.commonpath([str(Path(file.path).parent) for file in same]) if same else ""
+    named = [
+        replace(file, name=Path(file.path).relative_to(root).as_posix())
+        if counts[file.name] > 1
+        else file
+        for file in files
+    ]
+    [(name, times)] = Counter(file.name for file in named).most_common(1) or [("", 0)]
+    if times > 1:
+        raise DataError(
+            f"source {source.name!r}: {times} files are called {name!r} in document ids; give "
+            "their common folder as the only input, or make them several sources"
+        )
+    return named
 
 
 def _matches(source: SourceConfig, text: str) -> list[tuple[Path, str]]:
@@ -116,5 +196,11 @@ def _until_wildcard(parts: Sequence[str]) -> list[str]:
 
 
 def _input_file(path: Path, name: str) -> InputFile:
+    try:
+        str(path.resolve()).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{str(path)!a}: names of files become part of ids and reports; rename it to UTF-8"
+        ) from None
     status = path.stat()
     return InputFile(str(path.resolve()), name, status.st_size, status.st_mtime_ns)

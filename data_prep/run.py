@@ -3,13 +3,14 @@
 import json
 import logging
 import os
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep import dedup, index, ingest, inputs, vocabulary
+from data_prep import dedup, index, ingest, inputs, near_cluster, vocabulary
 from data_prep import shards as shard_stage
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts, table
@@ -45,18 +46,24 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
 
     work = output / "work"
     workers = config.workers or os.cpu_count() or 1
-    ingested = run_stage(
-        "ingest", ingest.tasks(pieces, config.clean, work / "ingest"), ingest.run, workers
-    )
-    stages = {name: _total(ingested, name) for name in ("ingest", "normalise")}
+    ingest_tasks = ingest.tasks(pieces, config.clean, config.filters, work / "ingest")
+    ingested = run_stage("ingest", ingest_tasks, ingest.run, workers)
+    stages = {name: _total(ingested, name) for name in ("ingest", "normalise", "filter")}
     _refuse_empty(stages, work / "ingest")
     names = [f"{i:05d}" for i in range(len(pieces))]
     [deduplicated] = run_stage(
         "dedup", [dedup.task(ingested, work / "ingest", names, work / "dedup")], dedup.run, 1
     )
     stages["dedup"] = _total([deduplicated], "dedup")
+    kept_folder, kept_bytes = work / "dedup", stages["dedup"].bytes_out
+    if config.dedup.near_duplicates:
+        deduplicated = near_cluster.run_stages(
+            work, names, (ingested, deduplicated), config.dedup, workers
+        )
+        stages["near"] = _total([deduplicated], "near")
+        kept_folder, kept_bytes = work / "near", stages["near"].bytes_out
     job = vocabulary.VocabularyJob(
-        work / "ingest", work / "dedup", tuple(names), stages["dedup"].bytes_out, config.tokenizer
+        work / "ingest", kept_folder, tuple(names), kept_bytes, config.tokenizer
     )
     vocabulary_task = vocabulary.task(job, ingested, deduplicated, work / "tokenizer")
     [trained] = run_stage("tokenizer", [vocabulary_task], vocabulary.run, 1)
@@ -72,7 +79,10 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     stages["shards"] = _total(sharded, "shards")
     index.write(output, shard_job.tokenizer_path, sharded, trained.result["vocab_size"])
     _remove_stale(output / index.SHARD_FOLDER, {name for done in sharded for name in done.files})
-    return _report(output, key, stages, trained)
+    notes = Counter[str]()
+    for done in ingested:
+        notes.update(done.result["notes"])
+    return _report(output, key, stages, trained, {name: n for name, n in notes.items() if n})
 
 
 def _find_pieces(config: PrepConfig) -> list[inputs.Piece]:
@@ -88,7 +98,7 @@ def _find_pieces(config: PrepConfig) -> list[inputs.Piece]:
         if not found.files:
             raise DataError(
                 f"source {source.name!r}: no text files in {list(source.inputs)}; "
-                f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain, .gz or .zst"
+                f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain, .gz, .zst or .xz"
             )
         pieces += inputs.pieces(source, found.files, config.piece_mb * 1_000_000)
     return pieces
@@ -111,10 +121,10 @@ def _refuse_other_dataset(output: Path, key: str, *, replace: bool) -> None:
 
 
 def _refuse_empty(stages: dict[str, Counts], folder: Path) -> None:
-    if not stages["normalise"].documents_out:
+    if not stages["filter"].documents_out:
         raise DataError(
-            f"the corpus is empty: no document is left after normalisation\n{table(stages)}\n"
-            f"look at {folder}/*.rejected.jsonl, or correct sources"
+            f"the corpus is empty: no document is left after the filters\n{table(stages)}\n"
+            f"look at {folder}/*.rejected.jsonl, or correct sources or filters"
         )
 
 
@@ -143,7 +153,9 @@ def _remove_stale(folder: Path, current: set[str]) -> None:
             path.unlink()
 
 
-def _report(output: Path, key: str, stages: dict[str, Counts], trained: Done) -> dict[str, Any]:
+def _report(
+    output: Path, key: str, stages: dict[str, Counts], trained: Done, notes: dict[str, int]
+) -> dict[str, Any]:
     made = read_index(output)
     report = {
         "key": key,
@@ -155,10 +167,13 @@ def _report(output: Path, key: str, stages: dict[str, Counts], trained: Done) ->
         "num_shards": len(made.shards),
         "num_blocks": len(made.blocks),
         "stages": {name: counts.to_json() for name, counts in stages.items()},
+        "notes": notes,
         "provenance": provenance(),
     }
     write_json_atomic(output / REPORT_FILE, report)
     logger.info("%s", table(stages))
+    for name, count in notes.items():
+        logger.info("%s: %s", name, f"{count:,}")
     for split, total in made.totals.items():
         logger.info(
             "%s: %s tokens, %s documents, %.2f bytes a token",

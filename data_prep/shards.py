@@ -20,6 +20,7 @@ from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
 from data_prep.ingest import read_documents
 from data_prep.stage import Done, Task, make_key, replacing
+from data_prep.words import word_starts
 from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
 from pipeline.data.tokenizer import Tokenizer
 
@@ -217,7 +218,7 @@ def _blocks(
             block = None
         block = block or _Block(document["source"], [], [], [])
         block.tokens.append(ids)
-        block.word_starts.append(tokenizer.word_starts(ids))
+        block.word_starts.append(word_starts(tokenizer, ids))
         block.document_ids.append(document["id"])
         block.num_tokens += len(ids)
     if block:

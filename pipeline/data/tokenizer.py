@@ -7,6 +7,7 @@ import io
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,39 @@ class Tokenizer:
             in_text=tuple(i not in self.special_ids and not processor.IsByte(i) for i in ids),
             charsmap=normalizer[2],
         )
+
+    def surface(
+        self, ids: npt.NDArray[np.unsignedinteger]
+    ) -> tuple[str, npt.NDArray[np.int64]]:
+        """The normalised text that tokens spell, and where in it each token starts.
+
+        Args:
+            ids: (n,) tokens of whole characters, without specials.
+
+        Returns:
+            Text with spaces as such, and (n,) character offsets; a byte that continues a character
+            has the offset behind it.
+        """
+        pieces, num_chars = self._surface_tables
+        text = b"".join([pieces[token] for token in ids.tolist()]).decode()
+        ends = np.cumsum(num_chars[ids])
+        return text, ends - num_chars[ids]
+
+    def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each token is a byte in the middle of a character; (n,) bool."""
+        return np.asarray(self._continues[ids])
+
+    @cached_property
+    def _surface_tables(self) -> tuple[list[bytes], npt.NDArray[np.int64]]:
+        """By token id: its bytes of text, and the number of characters that start in it."""
+        pieces = [
+            bytes([int(self._processor.IdToPiece(token)[3:5], 16)])
+            if self._processor.IsByte(token)
+            else self.piece(token).encode()
+            for token in range(self.vocab_size)
+        ]
+        starts = [sum(byte & 0xC0 != 0x80 for byte in piece) for piece in pieces]
+        return pieces, np.array(starts, dtype=np.int64)
 
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Whether each token of a document starts a word; (n,) bool.

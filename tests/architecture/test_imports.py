@@ -46,7 +46,10 @@ DOORS = {
     "tokenizers": {"pipeline.data.fast_tokenizer"},
     "transformers": {"pipeline.export.hf_wrapper"},
     "google_crc32c": {"pipeline.export.tf_checkpoint"},
-    "backports.zstd": {"data_prep.documents", "data_prep.ingest"},
+    "backports.zstd": {"data_prep.readers.streams", "data_prep.ingest"},
+    "pyarrow": {"data_prep.readers.parquet"},
+    "warcio": {"data_prep.readers.wet"},
+    "rjieba": {"data_prep.words"},
     "psutil": {"launch.demo"},
 }
 

@@ -1,14 +1,12 @@
-"""Reading files: documents, ids, bad lines, compression, limits."""
+"""Reading files: documents, ids, bad lines, limits, encodings, which files are found."""
 
-import gzip
 import json
 from pathlib import Path
 
 import pytest
-from backports import zstd
 
 from data_prep.config import SourceConfig
-from data_prep.documents import Document, Rejected, read_file
+from data_prep.documents import Document, Rejected, encoding_of, read_file
 from data_prep.inputs import find, pieces
 from data_prep.normalise import normalise
 from pipeline.errors import DataError
@@ -17,7 +15,7 @@ from pipeline.errors import DataError
 def _read(path: Path, max_bytes: int = 1_000_000, **settings: str) -> list[Document | Rejected]:
     source = SourceConfig(name="s", inputs=(str(path),), **settings)  # type: ignore[arg-type]
     [file] = find(source).files
-    return list(read_file(file, source, max_bytes))
+    return list(read_file(file, source, max_bytes, encoding_of(file, source)))
 
 
 def _texts(items: list[Document | Rejected]) -> list[str]:
@@ -40,36 +38,8 @@ def test_txt_documents(tmp_path: Path, mode: str, texts: list[str]) -> None:
     path.write_bytes(TXT.encode())
     items = _read(path, txt_documents=mode)
     assert _texts(items) == texts
-    assert items[0].id == "s/a.txt:1"
+    assert items[0].id == "s/a.txt@0"
     assert len({item.id for item in items}) == len(items)
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
-    data = b"".join(json.dumps({"text": f"text {i}"}).encode() + b"\n" for i in range(5))
-    if suffix == ".gz":
-        data = gzip.compress(data)
-    if suffix == ".zst":
-        # Two frames, as `cat a.zst b.zst` makes them.
-        half = data.index(b"\n", 40) + 1
-        compress = zstd.compress
-        data = compress(data[:half]) + compress(data[half:])
-    path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(data)
-    assert _texts(_read(path)) == [f"text {i}" for i in range(5)]
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_cut_compressed_file_is_an_error(tmp_path: Path, suffix: str) -> None:
-    data = b"".join(json.dumps({"text": f"text {i} {i**7}"}).encode() + b"\n" for i in range(5000))
-    data = gzip.compress(data) if suffix == ".gz" else zstd.compress(data)
-    path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} is damaged or cut short"):
-        _read(path)
-    path.write_bytes(b"no compressed data at all")
-    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} is damaged or cut short"):
-        _read(path)
 
 
 def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
@@ -93,7 +63,7 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
         "invalid UTF-8 line", "invalid JSON line", "no text in field 'text'",
         "no text in field 'text'",
     ]  # fmt: skip
-    assert rejected[0].id == "s/a.jsonl:2"
+    assert rejected[0].id == f"s/a.jsonl@{len(lines[0]) + 1}"
     assert rejected[0].raw == lines[1]
     assert "raw_base64" in json.loads(rejected[0].to_json())
     assert json.loads(rejected[1].to_json())["raw"] == "{not json"
@@ -120,20 +90,54 @@ def test_too_long_document_names_the_limit(
     tmp_path: Path, name: str, content: bytes, mode: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}, line 1: .*clean\.max_document_mb"):
+    with pytest.raises(DataError, match=rf"{name}, byte 0: .*clean\.max_document_mb"):
         _read(tmp_path / name, max_bytes=4000, txt_documents=mode)
 
 
 def test_folder_glob_and_list_are_found_once(tmp_path: Path) -> None:
-    for name in ("a.txt", "b/c.jsonl", "b/d.txt.gz", "b/notes.pdf", "e.zst"):
+    for name in (
+        "a.txt", "b/c.jsonl", "b/d.txt.gz", "b/notes.pdf", "e.zst", "b/wiki_07",
+        "b/f.snappy.parquet", "b/g.warc.wet.gz", "b/h.parquet.gz", "b/i.JSON.XZ",
+    ):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     inputs = (str(tmp_path), f"{tmp_path}/b/*.jsonl", f"{tmp_path}/a.txt")
     found = find(SourceConfig(name="s", inputs=inputs))
-    assert [file.name for file in found.files] == ["a.txt", "b/c.jsonl", "b/d.txt.gz"]
-    assert len(found.ignored) == 2
+    assert [file.name for file in found.files] == [
+        "a.txt", "b/c.jsonl", "b/d.txt.gz", "b/f.snappy.parquet", "b/g.warc.wet.gz", "b/i.JSON.XZ",
+        "b/wiki_07",
+    ]  # fmt: skip
+    assert sorted(Path(path).name for path in found.ignored) == [
+        "e.zst", "h.parquet.gz", "notes.pdf"
+    ]  # fmt: skip
     by_glob = find(SourceConfig(name="s", inputs=(f"{tmp_path}/*/*.jsonl",)))
     assert [file.name for file in by_glob.files] == ["b/c.jsonl"]
+
+
+def test_a_set_format_reads_named_files_whatever_they_are_called(tmp_path: Path) -> None:
+    for name in ("part-0", "part-1", "_SUCCESS", "x.jsonl"):
+        (tmp_path / name).write_bytes(b'{"text": "a"}\n')
+    by_glob = find(SourceConfig(name="s", inputs=(f"{tmp_path}/part-*",), format="jsonl"))
+    assert [file.name for file in by_glob.files] == ["part-0", "part-1"]
+    folder = find(SourceConfig(name="s", inputs=(str(tmp_path),), format="jsonl"))
+    assert [file.name for file in folder.files] == ["x.jsonl"]
+    assert len(folder.ignored) == 3
+    assert _texts(_read(tmp_path / "part-0", format="jsonl")) == ["a"]
+
+
+def test_files_of_one_name_get_different_ids(tmp_path: Path) -> None:
+    for name in ("a/x/0.txt", "a/y/0.txt", "b/1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    inputs = tuple(f"{tmp_path}/{folder}" for folder in ("a/x", "a/y", "b"))
+    found = find(SourceConfig(name="s", inputs=inputs))
+    assert [file.name for file in found.files] == ["1.txt", "x/0.txt", "y/0.txt"]
+
+
+def test_a_file_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    Path(str(tmp_path) + "/\udcff.txt").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"udcff\.txt': .*rename it to UTF-8"):
+        find(SourceConfig(name="s", inputs=(str(tmp_path),)))
 
 
 def test_missing_or_unknown_input_is_refused(tmp_path: Path) -> None:
@@ -149,7 +153,51 @@ def test_files_are_grouped_by_size(tmp_path: Path) -> None:
         (tmp_path / f"{i}.txt").write_bytes(b"x" * size)
     source = SourceConfig(name="s", inputs=(str(tmp_path),))
     groups = [[f.name for f in p.files] for p in pieces(source, find(source).files, 30)]
-    assert groups == [["0.txt", "1.txt"], ["2.txt"], ["3.txt", "4.txt", "5.txt"]]
+    assert groups == [["0.txt", "1.txt"], ["2.txt"], ["2.txt"], ["3.txt", "4.txt", "5.txt"]]
+
+
+CHINESE = "天地玄黄，宇宙洪荒。日月盈昃\n\n辰宿列张，寒来暑往\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "encoding", "taken"),
+    [
+        (CHINESE.encode("gb18030"), "auto", "gb18030"),
+        (CHINESE.encode(), "auto", "utf-8"),
+        (CHINESE.encode("gb18030"), "gb18030", "gb18030"),
+        (b"x" * 999_999 + CHINESE.encode(), "auto", "utf-8"),  # the head ends in a character
+        (b"x" * 999_999 + CHINESE.encode("gb18030"), "auto", "utf-8"),  # nothing odd in the head
+        (CHINESE.encode("gb18030") + b"\xff\n", "auto", "utf-8"),  # valid in neither
+        (b"", "auto", "utf-8"),
+    ],
+)
+def test_encoding_is_found(tmp_path: Path, data: bytes, encoding: str, taken: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    source = SourceConfig(name="s", inputs=(str(path),), encoding=encoding)  # type: ignore[arg-type]
+    assert encoding_of(find(source).files[0], source) == taken
+
+
+def test_bad_lines_of_gb18030(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    bad = "坏".encode("gb18030") + b"\xff"
+    path.write_bytes("一二三\n".encode("gb18030") + bad + "\n四𠀀\n".encode("gb18030"))
+    items = _read(path, encoding="gb18030")
+    assert _texts(items) == ["一二三\n四𠀀"]
+    assert items[0] == Rejected("s/a.txt@7", "invalid GB18030 line", bad)
+
+
+def test_odd_content(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for content in (b"", b"\n \n\r\n\t\n", b"\xef\xbb\xbf\n"):
+        path.write_bytes(content)
+        for mode in ("blank_line", "line", "file"):
+            assert _read(path, txt_documents=mode) == []
+    path.write_bytes(b"a\x00b")
+    assert _texts(_read(path)) == ["a\0b"]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a\\u0000", "id": "x\\ud800"}\n{"text": "b", "id": ""}')
+    assert _read(path) == [Document("s/x\ufffd", "a\0"), Document("s/a.jsonl@40", "b")]
 
 
 @pytest.mark.parametrize(

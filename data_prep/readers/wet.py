@@ -1,0 +1,77 @@
+"""Documents of WET files: the 'conversion' records of Common Crawl, text taken out of web pages.
+
+Format: ISO 28500 (WARC), read with warcio. HTML is not taken apart: 'response' and other records
+are rejected by type, and what is kept aside of them is their address.
+"""
+
+from typing import Any
+
+from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,import-not-found]
+from warcio.exceptions import (  # type: ignore[import-untyped,import-not-found]
+    ArchiveLoadFailed,
+)
+
+from data_prep.readers.items import CUT_SHORT, DAMAGED, BrokenFileError, Place, Rejected
+from data_prep.readers.streams import Stream
+from data_prep.readers.text import Items, whole_document
+
+_STEP = 1 << 16
+
+
+def documents(stream: Stream, place: Place, max_bytes: int) -> Items:
+    """Yields one document a 'conversion' record; its id is the record's.
+
+    Raises:
+        DataError: a record's text is longer than `max_bytes`.
+        BrokenFileError: the file is cut or damaged here.
+    """
+    records = WARCIterator(stream.buffer, no_record_parse=True)
+    try:
+        for record in records:
+            yield from _record(record, records, place, max_bytes)
+            if stream.problem:
+                break
+            if records.err_count:
+                raise BrokenFileError(DAMAGED, "a record is longer than its Content-Length")
+    except ArchiveLoadFailed as error:
+        raise stream.problem or BrokenFileError(DAMAGED, str(error)) from error
+    if stream.problem:
+        raise stream.problem
+
+
+def _record(record: Any, records: Any, place: Place, max_bytes: int) -> Items:
+    headers = record.rec_headers
+    own_id = (headers.get_header("WARC-Record-ID") or "").strip("<>")
+    document_id = place.own(own_id, records.offset)
+    length = headers.get_header("Content-Length") or ""
+    if not (length.isascii() and length.isdigit()):
+        reason = DAMAGED if records.reader.read(1) else CUT_SHORT
+        raise BrokenFileError(reason, f"record {document_id} has no Content-Length")
+    if record.rec_type != "conversion":
+        _skip(record, int(length))
+        if record.rec_type != "warcinfo":  # describes the file
+            reason = f"WARC {record.rec_type} record, which holds no extracted text"
+            address = headers.get_header("WARC-Target-URI") or ""
+            yield Rejected(document_id, reason, address.encode(errors="replace"))
+        return
+    if int(length) > max_bytes:
+        raise place.too_long(f"record {own_id}", max_bytes)
+    yield from whole_document(_read(record, int(length)), document_id)
+
+
+def _read(record: Any, length: int) -> bytes:
+    parts = []
+    remaining = length
+    while remaining and (data := record.raw_stream.read(min(remaining, _STEP))):
+        parts.append(data)
+        remaining -= len(data)
+    if remaining:
+        raise BrokenFileError(CUT_SHORT, "the last record ends early", b"".join(parts))
+    return b"".join(parts)
+
+
+def _skip(record: Any, length: int) -> None:
+    while length and (data := record.raw_stream.read(min(length, _STEP))):
+        length -= len(data)
+    if length:
+        raise BrokenFileError(CUT_SHORT, "the last record ends early")

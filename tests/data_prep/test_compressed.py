@@ -1,0 +1,157 @@
+"""Compressed files: whole, of several members, cut anywhere, damaged."""
+
+import gzip
+import io
+import json
+import lzma
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+from backports import zstd
+
+from data_prep import ingest
+from data_prep.config import CleanConfig, SourceConfig
+from data_prep.documents import Document, Rejected, read_file
+from data_prep.filter_config import FiltersConfig
+from data_prep.inputs import find, pieces
+
+COMPRESS = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress}
+RECORDS = [json.dumps({"text": f"text {i} {i**7}"}).encode() + b"\n" for i in range(5000)]
+
+
+def _read(path: Path, **settings: str) -> list[Document | Rejected]:
+    source = SourceConfig(name="s", inputs=(str(path),), **settings)  # type: ignore[arg-type]
+    [file] = find(source).files
+    return list(read_file(file, source, 1_000_000))
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+def test_compression_is_read(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    compress = COMPRESS.get(suffix, bytes)
+    # Two members, as `cat a.zst b.zst` makes them, the first one ending inside a line.
+    data = b"".join(RECORDS)
+    path.write_bytes(compress(data[:70_001]) + compress(data[70_001:]))
+    whole = _read(path)
+    assert [item.text for item in whole if isinstance(item, Document)] == [
+        json.loads(line)["text"] for line in RECORDS
+    ]
+    assert whole[1].id == f"s/a.jsonl{suffix}@{len(RECORDS[0])}"
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("padded.txt.gz", gzip.compress(b"a\n") + b"\0" * 40_000 + gzip.compress(b"b\n") + b"\0"),
+        ("padded.txt.xz", lzma.compress(b"a\n") + b"\0" * 400 + lzma.compress(b"b\n") + b"\0" * 4),
+        ("skip.txt.zst", zstd.compress(b"a\n") + bytes.fromhex("502a4d1803000000") + b"xyz"
+         + zstd.compress(b"b\n")),
+        ("empty.txt.gz", gzip.compress(b"a\n") + gzip.compress(b"") + gzip.compress(b"b\n")),
+    ],
+)  # fmt: skip
+def test_padding_and_frames_to_skip(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    items = _read(tmp_path / name, txt_documents="line")
+    assert [item.text for item in items if isinstance(item, Document)] == ["a", "b"]
+    assert len(items) == 2
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("mode", ["jsonl", "line", "blank_line", "file", "wikiextractor"])
+def test_cut_file_gives_what_it_holds_and_one_rejection(
+    tmp_path: Path, suffix: str, mode: str
+) -> None:
+    path = tmp_path / f"a{'.jsonl' if mode == 'jsonl' else '.txt'}{suffix}"
+    settings = {"txt_documents": mode} if mode in ("line", "blank_line", "file") else {}
+    if mode == "wikiextractor":
+        settings["format"] = mode
+    article = b'<doc id="%d" url="" title="">\n%d\nb\n\n</doc>\n\n'
+    articles = [article % (i, i**7) for i in range(6000)]
+    text = b"".join(RECORDS if mode == "jsonl" else articles)
+    data = COMPRESS[suffix](text)
+    path.write_bytes(data)
+    whole = _read(path, **settings)
+    assert not any(isinstance(item, Rejected) for item in whole)
+    draw = random.Random(0)
+    got = 0
+    for cut in [0, 1, 5, len(data) // 2, len(data) - 1, *(draw.randrange(len(data)) for _ in "12")]:
+        path.write_bytes(data[:cut])
+        *documents, last = _read(path, **settings)
+        assert documents == whole[: len(documents)]
+        got = max(got, len(documents))
+        assert isinstance(last, Rejected)
+        assert (last.id, last.reason) == (f"s/{path.name}", "file cut short")
+        # What was not finished is kept aside: with the documents it is all that could be read.
+        if cut == len(data) // 2 and mode != "wikiextractor":
+            held = _held(data[:cut], suffix)
+            assert held.endswith(last.raw)
+            assert documents or held == last.raw
+    # A block of zstd is all or nothing, and 128 KiB of text.
+    share = 0.5 if suffix == ".zst" else 0.9
+    assert got >= (0 if mode == "file" else share * len(whole))
+
+
+def _held(data: bytes, suffix: str) -> bytes:
+    """What another decoder, fed byte by byte, gets out of a cut stream."""
+    if suffix == ".gz":
+        done = subprocess.run(["gzip", "-dc"], input=data, capture_output=True)
+        return done.stdout
+    decoder = zstd.ZstdDecompressor() if suffix == ".zst" else lzma.LZMADecompressor()
+    return b"".join(decoder.decompress(bytes([byte])) for byte in data)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_damaged_file_gives_what_stands_before(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    half = COMPRESS[suffix](b"".join(RECORDS[:2500]))
+    path.write_bytes(half + b"this is no compressed data at all" + half)
+    *documents, last = _read(path)
+    assert len(documents) == 2500
+    assert last == Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")
+    path.write_bytes(b"no compressed data at all")
+    assert _read(path) == [Rejected(f"s/a.jsonl{suffix}", "file damaged", b"")]
+    # Bytes changed in the middle: whatever the decoder makes of them, it is told once.
+    data = COMPRESS[suffix](b"".join(RECORDS))
+    draw = random.Random(0)
+    for _ in range(20):
+        position = draw.randrange(len(data))
+        path.write_bytes(data[:position] + bytes(8) + data[position + 8 :])
+        items = _read(path)
+        reasons = [item.reason for item in items if isinstance(item, Rejected)]
+        assert len([reason for reason in reasons if reason.startswith("file ")]) == 1
+
+
+def test_break_near_the_end_costs_little(tmp_path: Path) -> None:
+    # Stored blocks: the text before the damage is there to be had.
+    path = tmp_path / "a.jsonl.gz"
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=0) as file:
+        file.write(b"".join(RECORDS))
+    data = buffer.getvalue()
+    path.write_bytes(data[:-8] + bytes(8))  # checksum and length
+    *documents, last = _read(path)
+    assert len(documents) >= len(RECORDS) - 16384 // len(RECORDS[0])
+    assert isinstance(last, Rejected)
+    assert last.reason == "file damaged"
+
+
+def test_breaks_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    cut = gzip.compress(b"".join(RECORDS))[:-100]
+    (tmp_path / "a.jsonl.gz").write_bytes(cut)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x", "id": 1}\n{"text": "y", "id": "1"}\n')
+    (tmp_path / "c.txt").write_bytes("天地玄黄，宇宙洪荒\n".encode("gb18030"))
+    source = SourceConfig(name="s", inputs=(str(tmp_path),), encoding="auto")
+    [piece] = pieces(source, find(source).files, 10**9)
+    [task] = ingest.tasks([piece], CleanConfig(), FiltersConfig(), tmp_path / "out")
+    task.folder.mkdir()
+    result, paths = ingest.run(task)
+    assert result["ingest"]["rejected"]["file cut short"][0] == 1
+    assert result["notes"]["documents with the id of another"] == 1
+    assert result["notes"]["files read as GB18030"] == 1
+    [kept] = [json.loads(line) for line in paths[3].read_text().splitlines()]
+    assert (kept["id"], kept["reason"]) == ("s/a.jsonl.gz", "file cut short")
+    texts = [document["text"] for document in ingest.read_documents(paths[0])]
+    assert texts[-3:] == ["x", "y", "天地玄黄,宇宙洪荒"]
+    assert len(texts) > 4500

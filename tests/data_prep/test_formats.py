@@ -1,0 +1,238 @@
+"""Parquet, WET and WARC, and WikiExtractor's output."""
+
+import gzip
+import io
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from warcio.warcwriter import WARCWriter
+
+from data_prep.config import SourceConfig
+from data_prep.documents import Document, Rejected, read_file
+from data_prep.inputs import find
+from pipeline.errors import DataError
+
+
+def _read(path: Path, max_bytes: int = 1_000_000, **settings: str) -> list[Document | Rejected]:
+    source = SourceConfig(name="s", inputs=(str(path),), **settings)  # type: ignore[arg-type]
+    [file] = find(source).files
+    return list(read_file(file, source, max_bytes))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(),
+        pa.dictionary(pa.int32(), pa.string()),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parquet_columns(tmp_path: Path, kind: Any) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({
+        "n": [1, 2, 3], "body": pa.array(["一", None, "b\nc"]).cast(kind), "key": ["k1", "k2", None]
+    })  # fmt: skip
+    pq.write_table(table, path, row_group_size=2)
+    items = _read(path, text_field="body", id_field="key")
+    assert items == [
+        Document("s/k1", "一"),
+        Rejected("s/a.parquet@1", "no text in column 'body'", b""),
+        Document("s/a.parquet@2", "b\nc"),
+    ]
+    assert [item.id for item in _read(path, text_field="body")] == [
+        "s/a.parquet@0", "s/a.parquet@1", "s/a.parquet@2"
+    ]  # fmt: skip
+    [item] = _read(path, text_field="n")
+    assert isinstance(item, Rejected)
+    assert item.reason == "no text in column 'n'"
+    assert item.raw == b"3 rows of ['n', 'body', 'key']"
+
+
+def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    raw = pa.array([b"good", b"one\nbad \xff\ntwo", b"\xff"])
+    strings = pa.Array.from_buffers(pa.string(), 3, raw.buffers())  # unchecked, as many writers do
+    pq.write_table(pa.table({"text": strings, "id": pa.array([7, 8, 9])}), path)
+    assert _read(path) == [
+        Document("s/7", "good"),
+        Rejected("s/8", "invalid UTF-8 line", b"bad \xff"),
+        Document("s/8", "one\ntwo"),
+        Rejected("s/9", "invalid UTF-8 line", b"\xff"),
+    ]
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: .*clean\.max_document_mb"):
+        _read(path, max_bytes=10)
+
+
+def test_broken_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = [f"text {i} {i**7}" for i in range(4000)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=1000, use_dictionary=False)
+    data = path.read_bytes()
+    whole = _read(path)
+    assert [item.text for item in whole if isinstance(item, Document)] == texts
+    for broken in (b"", b"nothing of the kind", data[: len(data) // 2], data[:-1]):
+        path.write_bytes(broken)
+        assert _read(path) == [Rejected("s/a.parquet", "file damaged", b"")]
+    middle = len(data) // 2
+    path.write_bytes(data[: middle - 5000] + b"\xff" * 10_000 + data[middle + 5000 :])
+    items = _read(path)
+    assert isinstance(items[-1], Rejected)
+    assert items[-1].reason == "file damaged"
+    assert items[:1000] == whole[:1000]
+
+
+def test_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    size = 60_000_000
+    table = pa.table({"text": [f"{i:08d}" * 250 for i in range(size // 2000)]})
+    pq.write_table(table, path, row_group_size=10**6, compression="none", use_dictionary=False)
+    del table
+    pool = pa.default_memory_pool()
+    before = pool.bytes_allocated()
+    source = SourceConfig(name="s", inputs=(str(path),))
+    tracemalloc.start()
+    largest = count = 0
+    for _ in read_file(find(source).files[0], source, 1_000_000):
+        largest = max(largest, pool.bytes_allocated() - before)
+        count += 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == size // 2000
+    assert largest < size / 4
+    assert peak < size / 4
+
+
+def _warc(compressed: bool, texts: list[bytes]) -> bytes:
+    out = io.BytesIO()
+    writer = WARCWriter(out, gzip=compressed)
+    writer.write_record(writer.create_warcinfo_record("a.wet", {"software": "x"}))
+    for i, text in enumerate(texts):
+        record = writer.create_warc_record(
+            f"http://example.com/{i}", "conversion", payload=io.BytesIO(text),
+            warc_headers_dict={"WARC-Record-ID": f"<urn:uuid:{i}>"}, warc_content_type="text/plain",
+        )  # fmt: skip
+        writer.write_record(record)
+    return out.getvalue()
+
+
+TEXTS = ["第一\n\npage".encode(), b"WARC/1.0\r\n\r\n", b"", b"good\n\xff\nline", b"last"]
+WET_ITEMS = [
+    Document("s/urn:uuid:0", "第一\n\npage"),
+    Document("s/urn:uuid:1", "WARC/1.0\r\n\r\n"),
+    Document("s/urn:uuid:2", ""),
+    Rejected("s/urn:uuid:3", "invalid UTF-8 line", b"\xff"),
+    Document("s/urn:uuid:3", "good\nline"),
+    Document("s/urn:uuid:4", "last"),
+]
+
+
+@pytest.mark.parametrize("name", ["a.warc.wet", "a.warc.wet.gz", "a.wet", "a.warc.gz"])
+def test_wet_records(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(_warc(name.endswith(".gz"), TEXTS))
+    assert _read(tmp_path / name) == WET_ITEMS
+    with pytest.raises(DataError, match=r"record urn:uuid:0: .*clean\.max_document_mb"):
+        _read(tmp_path / name, max_bytes=5)
+
+
+def test_other_records_are_rejected_with_their_type(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    writer = WARCWriter(out, gzip=True)
+    for kind, start in (("request", b"GET / HTTP/1.1"), ("response", b"HTTP/1.1 200 OK")):
+        payload = io.BytesIO(start + b"\r\n\r\n<html>" + b"x" * 200_000)
+        writer.write_record(writer.create_warc_record("http://e.com/a", kind, payload=payload))
+    (tmp_path / "a.warc.gz").write_bytes(out.getvalue() + _warc(True, [b"text"]))
+    *rejected, document = _read(tmp_path / "a.warc.gz", max_bytes=1000)
+    assert [(item.reason, item.raw) for item in rejected if isinstance(item, Rejected)] == [
+        ("WARC request record, which holds no extracted text", b"http://e.com/a"),
+        ("WARC response record, which holds no extracted text", b"http://e.com/a"),
+    ]
+    assert document == Document("s/urn:uuid:0", "text")
+
+
+@pytest.mark.parametrize("name", ["a.wet", "a.wet.gz"])
+def test_wet_cut_anywhere(tmp_path: Path, name: str) -> None:
+    data = _warc(name.endswith(".gz"), TEXTS)
+    boundaries = 0
+    for cut in range(len(data)):
+        (tmp_path / name).write_bytes(data[:cut])
+        items = _read(tmp_path / name)
+        breaks = [item for item in items if isinstance(item, Rejected) and "file" in item.reason]
+        boundaries += not breaks
+        assert items == [*WET_ITEMS[: len(items) - len(breaks)], *breaks]
+        assert len(breaks) <= 1
+        if breaks and name.endswith(".gz"):
+            assert breaks[0].reason == "file cut short"
+    # Between records nothing tells that more were to come: before and in the 4 bytes of line ends
+    # behind each of the 6, and behind the header of the empty one; nor in a file of 0 or 1 bytes.
+    assert boundaries <= (6 if name.endswith(".gz") else 6 * 5 - 1 + 4 + 2)
+
+
+def test_damaged_wet(tmp_path: Path) -> None:
+    path = tmp_path / "a.wet"
+    path.write_bytes(b"<html>no archive</html>")
+    assert _read(path) == [Rejected("s/a.wet", "file damaged", b"")]
+    data = _warc(False, [b"first", b"second one", b"third"])
+    wrong = data.replace(b"Content-Length: 10", b"Content-Length: 4")
+    assert wrong != data
+    path.write_bytes(wrong)
+    items = _read(path)
+    assert items[0] == Document("s/urn:uuid:0", "first")
+    assert items[-1] == Rejected("s/a.wet", "file damaged", b"")
+
+
+WIKI = b"""\
+<doc id="12" url="https://zh.wikipedia.org/wiki?curid=12" title="A "quoted" &lt;title&gt;">
+A "quoted" &lt;title&gt;
+
+First paragraph.
+bad \xff
+
+Second {paragraph}.
+
+</doc>
+
+stray
+<doc id="13" url="u" title="open">
+never closed
+<doc id="14" url="u" title="last">
+last
+</doc>
+{"id": "15", "url": "u", "title": "t", "text": "t\\n\\njson form"}
+{broken
+<doc id="16" url="u" title="cut">
+cut
+"""
+
+
+@pytest.mark.parametrize("name", ["AA/wiki_00", "AA/wiki_123.gz"])
+def test_wikiextractor(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_bytes(gzip.compress(WIKI) if name.endswith(".gz") else WIKI)
+    place = f"s/{name}@"
+    assert _read(tmp_path) == [
+        Rejected(f"{place}{WIKI.index(b'bad')}", "invalid UTF-8 line", b"bad \xff"),
+        Document(
+            "s/12", 'A "quoted" &lt;title&gt;\n\nFirst paragraph.\n\nSecond {paragraph}.\n'
+        ),
+        Rejected(f"{place}{WIKI.index(b'stray')}", "line outside <doc>", b"stray"),
+        Rejected("s/13", "no </doc>", b"never closed"),
+        Document("s/14", "last"),
+        Document("s/15", "t\n\njson form"),
+        Rejected(f"{place}{WIKI.index(b'{broken')}", "invalid JSON line", b"{broken"),
+        Rejected("s/16", "no </doc>", b"cut"),
+    ]  # fmt: skip
+
+
+def test_wikiextractor_json_and_limits(tmp_path: Path) -> None:
+    path = tmp_path / "wiki_00"
+    lines = [json.dumps({"id": str(i), "title": "t", "text": f"t\n{i}"}) for i in range(3)]
+    path.write_text("\n".join(lines))
+    assert _read(path) == [Document(f"s/{i}", f"t\n{i}") for i in range(3)]
+    path.write_text('<doc id="1" url="" title="">\n' + "some words\n" * 500 + "</doc>\n")
+    with pytest.raises(DataError, match=r"wiki_00, byte 29: .*clean\.max_document_mb"):
+        _read(path, max_bytes=1000)
