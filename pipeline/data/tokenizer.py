@@ -144,9 +144,7 @@ class Tokenizer:
             charsmap=normalizer[2],
         )
 
-    def surface(
-        self, ids: npt.NDArray[np.unsignedinteger]
-    ) -> tuple[str, npt.NDArray[np.int64]]:
+    def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
         """The normalised text that tokens spell, and where in it each token starts.
 
         Args:
