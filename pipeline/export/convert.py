@@ -33,7 +33,6 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.files import sha256_file, write_atomic
 
 Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]
-FAMILIES: tuple[Family, ...] = ("bert", "realformer", "roberta", "roformer", "roformer_v2")
 _CONFIG_FILES = ("config.json", "bert_config.json")
 _POST_LN = {
     "norm_placement": "post", "norm": "layernorm", "norm_affine": True, "bias": True,

@@ -19,7 +19,6 @@ from pipeline.model.layout import packed
 from pipeline.runtime.files import write_atomic
 
 Pooling = Literal["cls", "mean", "first_last_avg"]
-POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "first_last_avg")
 _DEFAULT_LENGTH = 512
 
 

@@ -67,7 +67,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     if importlib.util.find_spec("transformers") is None:
         raise CheckpointError(
             "--format hf compares with transformers, which is not installed: "
-            "pip install 'postnorm[hf]'"
+            "pip install -c constraints.txt -e '.[hf]' in the project's folder"
         )
     trained, alpha = load_trained(source)
     config = trained.model.config

@@ -22,9 +22,10 @@ def barrier() -> None:
 def is_lost_rank(error: Exception) -> bool:
     """Whether a collective failed because another rank is gone.
 
-    NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does.
+    NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does,
+    but names its source file. A path of the user's may have "gloo" in it, too.
     """
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, dist.DistError) or "third_party/gloo/" in str(error)
 
 
 def from_first(value: T) -> T:

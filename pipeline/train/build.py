@@ -172,7 +172,8 @@ def _start_from(
                         f"{index.tokenizer_sha256} in {index.folder}")  # fmt: skip
     if problems:
         raise ConfigError(
-            f"init_from={config.init_from} does not fit this run: {'; '.join(problems)}"
+            f"init_from={config.init_from} does not fit this run: {'; '.join(problems)}. Give the "
+            "model the values that it has there, and use data made with its tokenizer"
         )
     model.load_state_dict(initial.weights)
     logger.info("weights are those of %s", config.init_from)

@@ -1,6 +1,7 @@
 """Vectors of texts: each pooling by hand, one text at a time."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from pipeline.data.shards import CLS_ID, SEP_ID
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
-from pipeline.export.encode import POOLINGS, Pooling, TextEncoder
+from pipeline.export.encode import Pooling, TextEncoder
 from pipeline.export.weights import load_trained
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded
@@ -16,7 +17,7 @@ from pipeline.model.layout import padded
 TEXTS = ["The assert statement.", "", "A class is a kind of object, and functions are objects too."]
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("pooling", get_args(Pooling))
 def test_batches_equal_single_texts(pooling: Pooling, straight_run: Path) -> None:
     encoder = TextEncoder(straight_run, pooling=pooling)
     vectors = encoder.encode(TEXTS)
