@@ -4,11 +4,13 @@ Writes per piece
     NAME.jsonl.zst        {"id", "source", "text"} a line
     NAME.hashes.npy       (d, 2) uint64, 128-bit hash of each text, for deduplication
     NAME.bytes.npy        (d,) int64, UTF-8 bytes of each text
+    NAME.ids.jsonl.zst    the documents' ids, a JSON string a line
+    NAME.id_hashes.npy    (n,) uint64, hash of the id of every document read, also of rejected ones
     NAME.rejected.jsonl   {"id", "reason", "raw"} a line: what did not go on
 
-The task's result also has `duplicate_ids`, documents of the piece whose id an earlier one has (they
-go on), `gb18030_files`, files that were found not to be UTF-8, and `masked`, placeholders for
-personal data by kind.
+The task's result also has `notes`, counts of what is no rejection (masked personal data, ids that
+an earlier document of the piece has, files found to be GB18030), and `scripts`, documents that go
+on by the script that they are written in.
 """
 
 import hashlib
@@ -26,12 +28,12 @@ import numpy as np
 from backports import zstd
 
 from data_prep import embedded
-from data_prep.config import CleanConfig
+from data_prep.config import CleanConfig, SourceConfig
 from data_prep.counts import Counts
 from data_prep.documents import Document, Rejected, encoding_of, read_file
 from data_prep.filter_config import FiltersConfig
 from data_prep.filters import Dropped, Filters, key_parts
-from data_prep.inputs import Piece
+from data_prep.inputs import InputFile, Piece, refuse_changed
 from data_prep.normalise import normalise
 from data_prep.stage import Task, make_key, replacing
 from pipeline.errors import DataError
@@ -39,7 +41,15 @@ from pipeline.errors import DataError
 logger = logging.getLogger(__name__)
 
 STAGES = ("ingest", "normalise", "filter")
-SUFFIXES = (".jsonl.zst", ".hashes.npy", ".bytes.npy", ".rejected.jsonl")
+SUFFIXES = (
+    ".jsonl.zst", ".hashes.npy", ".bytes.npy", ".rejected.jsonl", ".ids.jsonl.zst",
+    ".id_hashes.npy",
+)  # fmt: skip
+# First bytes of UTF-8 sequences: letters of ASCII, Han (U+4000 to U+9FFF, all common ones), and all
+# others but those of general punctuation and symbols (E2) and of CJK punctuation and kana (E3).
+_LATIN = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
+_HAN = bytes(range(0xE4, 0xEA))
+_OTHER = bytes([*range(0xC3, 0xE2), *range(0xEA, 0xEF), *range(0xF0, 0xF5)])
 
 
 @dataclass(frozen=True)
@@ -79,18 +89,23 @@ def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
         files = [
             stack.enter_context(stack.enter_context(replacing(path)).open("wb")) for path in paths
         ]
-        documents = cast("IO[bytes]", stack.enter_context(zstd.open(files[0], "wb", level=3)))
-        results = _Results(job, documents, files[3])
+        documents, ids = (
+            cast("IO[bytes]", stack.enter_context(zstd.open(files[i], "wb", level=3)))
+            for i in (0, 4)
+        )
+        results = _Results(job, documents, ids, files[3])
         for item in _items(job.piece, max_bytes, gb18030_files):
             if isinstance(item, Document):
-                id_hashes.append(_hash64(item.id))
+                id_hashes.append(id_hash(item.id))
                 results.take(item)
             else:
                 results.counts["ingest"].take(len(item.raw))
                 results.reject("ingest", item, item.reason, len(item.raw))
         np.save(files[1], np.frombuffer(b"".join(results.hashes), dtype="<u8").reshape(-1, 2))
         np.save(files[2], np.array(results.sizes, dtype=np.int64))
-    duplicate_ids = len(id_hashes) - len(np.unique(np.array(id_hashes, dtype=np.uint64)))
+        hashes_of_ids = np.array(id_hashes, dtype=np.uint64)
+        np.save(files[5], hashes_of_ids)
+    duplicate_ids = len(hashes_of_ids) - len(np.unique(hashes_of_ids))
     _warn(job.piece, duplicate_ids, gb18030_files)
     notes = {
         **{f"masked: {kind}": count for kind, count in sorted(results.masked.items())},
@@ -98,21 +113,24 @@ def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
         "files read as GB18030": len(gb18030_files),
     }
     stages = {name: counts.to_json() for name, counts in results.counts.items()}
-    return {**stages, "notes": notes}, paths
+    return {**stages, "notes": notes, "scripts": dict(sorted(results.scripts.items()))}, paths
 
 
 class _Results:
     """Documents on their way through normalisation and filters, and what is left of them."""
 
-    def __init__(self, job: IngestJob, documents: IO[bytes], rejected: IO[bytes]) -> None:
+    def __init__(
+        self, job: IngestJob, documents: IO[bytes], ids: IO[bytes], rejected: IO[bytes]
+    ) -> None:
         self.counts = {name: Counts() for name in STAGES}
         self.masked = Counter[str]()
+        self.scripts = Counter[str]()
         self.hashes: list[bytes] = []
         self.sizes: list[int] = []
         self._source = job.piece.source.name
         self._min_chars = job.clean.min_chars
         self._filters = Filters(job.filters)
-        self._documents, self._rejected = documents, rejected
+        self._documents, self._ids, self._rejected = documents, ids, rejected
 
     def reject(self, stage: str, item: Rejected, reason: str, num_bytes: int) -> None:
         """Keeps aside what does not go on; `reason` is counted, `item` has it with its numbers."""
@@ -143,6 +161,8 @@ class _Results:
         self.counts["filter"].give(len(encoded))
         record = {"id": item.id, "source": self._source, "text": outcome.text}
         self._documents.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._ids.write(json.dumps(item.id).encode() + b"\n")
+        self.scripts[script_of(encoded)] += 1
         self.hashes.append(hashlib.blake2b(encoded, digest_size=16).digest())
         self.sizes.append(len(encoded))
 
@@ -154,8 +174,32 @@ def read_documents(path: Path) -> Iterator[dict[str, str]]:
             yield json.loads(line)
 
 
-def _hash64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def read_ids(path: Path) -> Iterator[str]:
+    """Reads a `.ids.jsonl.zst` back."""
+    with zstd.open(path, "rb") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def id_hash(document_id: str) -> int:
+    """The number under which `.id_hashes.npy` has a document's id."""
+    return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest(), "little")
+
+
+def script_of(encoded: bytes) -> str:
+    """What a UTF-8 text is written in, for reports: the script of at least 70% of its letters."""
+    han, latin, other = (
+        len(encoded) - len(encoded.translate(None, first_bytes))
+        for first_bytes in (_HAN, _LATIN, _OTHER)
+    )
+    letters = han + latin + other
+    if not letters:
+        return "no letters"
+    if han >= 0.7 * letters:
+        return "Chinese"
+    if latin >= 0.7 * letters:
+        return "Latin"
+    return "Chinese and Latin" if han + latin >= 0.7 * letters else "other"
 
 
 def _warn(piece: Piece, duplicate_ids: int, gb18030_files: list[str]) -> None:
@@ -177,18 +221,25 @@ def _warn(piece: Piece, duplicate_ids: int, gb18030_files: list[str]) -> None:
 def _items(piece: Piece, max_bytes: int, gb18030_files: list[str]) -> Iterator[Document | Rejected]:
     for file in piece.files:
         try:
-            if piece.source.kind == "files":
-                encoding = encoding_of(file, piece.source)
-                # Of several ranges of a file the first one counts it.
-                if encoding == "gb18030" and piece.source.encoding == "auto" and not file.start:
-                    gb18030_files.append(file.path)
-                yield from read_file(file, piece.source, max_bytes, encoding)
-                continue
-            for place, raw in embedded.documents(Path(file.path), file.name):
-                place = f"{piece.source.name}/{place}"
-                try:
-                    yield Document(place, raw.decode())
-                except UnicodeDecodeError:
-                    yield Rejected(place, "invalid UTF-8 document", raw)
+            yield from _items_of_file(piece.source, file, max_bytes, gb18030_files)
+            refuse_changed(file)
         except OSError as error:
             raise DataError(f"{file.path} cannot be read: {error}") from error
+
+
+def _items_of_file(
+    source: SourceConfig, file: InputFile, max_bytes: int, gb18030_files: list[str]
+) -> Iterator[Document | Rejected]:
+    if source.kind == "files":
+        encoding = encoding_of(file, source)
+        # Of several ranges of a file the first one counts it.
+        if encoding == "gb18030" and source.encoding == "auto" and not file.start:
+            gb18030_files.append(file.path)
+        yield from read_file(file, source, max_bytes, encoding)
+        return
+    for place, raw in embedded.documents(Path(file.path), file.name):
+        place = f"{source.name}/{place}"
+        try:
+            yield Document(place, raw.decode())
+        except UnicodeDecodeError:
+            yield Rejected(place, "invalid UTF-8 document", raw)

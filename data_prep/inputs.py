@@ -122,6 +122,21 @@ def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -
     return [Piece(source, tuple(group)) for group in groups]
 
 
+def refuse_changed(file: InputFile) -> None:
+    """Checks that a file is still as it was when the files were listed.
+
+    Raises:
+        DataError: its size or time of modification is another.
+        OSError: it is no longer there.
+    """
+    status = os.stat(file.path)
+    if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+        raise DataError(
+            f"{file.path} changed while it was read: {file.num_bytes} bytes when the run began, "
+            f"{status.st_size} now; run again when nothing writes to it any more"
+        )
+
+
 def _split(source: SourceConfig, file: InputFile, piece_bytes: int) -> list[InputFile]:
     kind = format_of(file.path, source)
     splittable = (
