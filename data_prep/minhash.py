@@ -43,6 +43,11 @@ class SignatureSettings:
     rows: int
     min_chars: int
 
+    @property
+    def sketch_bins(self) -> int:
+        """Minima that a sketch keeps a byte of: an estimate's standard error is below 0.032."""
+        return min(256, self.bands * self.rows)
+
 
 @dataclass(frozen=True)
 class Signatures:
@@ -51,7 +56,7 @@ class Signatures:
     bands: npt.NDArray[np.uint64]
     """(D, bands) hash of the `rows` minima of a band; 0 in all bands of a document without."""
     sketch: npt.NDArray[np.uint8]
-    """(D, K) last byte of every minimum."""
+    """(D, S) last byte of the first S = `sketch_bins` minima."""
 
 
 def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
@@ -70,18 +75,23 @@ def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
     _densify(kept)
     bands = np.zeros((len(texts), settings.bands), dtype=_U64)
     bands[signed] = _band_hashes(kept, settings)
-    sketch = np.zeros((len(texts), num_bins), dtype=np.uint8)
-    sketch[signed] = kept.astype(np.uint8)
+    sketch = np.zeros((len(texts), settings.sketch_bins), dtype=np.uint8)
+    sketch[signed] = kept[:, : settings.sketch_bins].astype(np.uint8)
     return Signatures(bands, sketch)
 
 
 def estimate(first: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
-    """Jaccard similarity from two (K,) sketches.
+    """Jaccard similarity from two (S,) sketches."""
+    return float(similarity(np.count_nonzero(first == other), len(first)))
+
+
+def similarity(agreements: npt.ArrayLike, num_bins: int) -> npt.NDArray[np.float64]:
+    """Jaccard similarities from numbers of equal bytes in sketches of `num_bins`.
 
     Unequal minima have an equal last byte once in 256 (Li and Konig 2010, "b-Bit Minwise Hashing").
     """
-    share = np.count_nonzero(first == other) / len(first)
-    return max(0.0, (share - 1 / 256) / (1 - 1 / 256))
+    share = np.asarray(agreements, dtype=np.float64) / num_bins
+    return np.maximum(0.0, (share - 1 / 256) / (1 - 1 / 256))
 
 
 def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:

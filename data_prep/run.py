@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep import dedup, index, ingest, inputs, near_cluster, vocabulary
+from data_prep import dedup, index, ingest, inputs, lines, near, near_cluster, vocabulary
 from data_prep import shards as shard_stage
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts, table
@@ -51,20 +51,30 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     stages = {name: _total(ingested, name) for name in ("ingest", "normalise", "filter")}
     _refuse_empty(stages, work / "ingest")
     names = [f"{i:05d}" for i in range(len(pieces))]
+    notes = Counter[str]()
+    for done in ingested:
+        notes.update(done.result["notes"])
+    del notes[dedup.REPEATED_IDS]  # within a piece; the next but one stage counts over all
+    folder = work / "ingest"
+    if config.dedup.lines:
+        ingested = _drop_lines(config, names, ingested, work, workers)
+        stages["lines"], folder = _total(ingested, "lines"), work / "lines"
+    exact = dedup.exact_tasks(
+        ingested, names, folder, stages["ingest"].documents_in, work / "exact"
+    )
+    found = run_stage("exact", exact, dedup.run_exact, workers)
     [deduplicated] = run_stage(
-        "dedup", [dedup.task(ingested, work / "ingest", names, work / "dedup")], dedup.run, 1
+        "dedup", dedup.dedup_tasks(exact, found, ingested, work / "dedup"), dedup.run_dedup, 1
     )
     stages["dedup"] = _total([deduplicated], "dedup")
+    notes.update(deduplicated.result["notes"])
+    _warn_of_repeated_ids(deduplicated.result)
     kept_folder, kept_bytes = work / "dedup", stages["dedup"].bytes_out
     if config.dedup.near_duplicates:
-        deduplicated = near_cluster.run_stages(
-            work, names, (ingested, deduplicated), config.dedup, workers
-        )
+        deduplicated = _drop_near(config, names, (ingested, deduplicated), (work, folder), workers)
         stages["near"] = _total([deduplicated], "near")
         kept_folder, kept_bytes = work / "near", stages["near"].bytes_out
-    job = vocabulary.VocabularyJob(
-        work / "ingest", kept_folder, tuple(names), kept_bytes, config.tokenizer
-    )
+    job = vocabulary.VocabularyJob(folder, kept_folder, tuple(names), kept_bytes, config.tokenizer)
     vocabulary_task = vocabulary.task(job, ingested, deduplicated, work / "tokenizer")
     [trained] = run_stage("tokenizer", [vocabulary_task], vocabulary.run, 1)
     shard_job = shard_stage.ShardJob(
@@ -79,10 +89,55 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     stages["shards"] = _total(sharded, "shards")
     index.write(output, shard_job.tokenizer_path, sharded, trained.result["vocab_size"])
     _remove_stale(output / index.SHARD_FOLDER, {name for done in sharded for name in done.files})
-    notes = Counter[str]()
-    for done in ingested:
-        notes.update(done.result["notes"])
     return _report(output, key, stages, trained, {name: n for name, n in notes.items() if n})
+
+
+def _drop_lines(
+    config: PrepConfig, names: list[str], ingested: list[Done], work: Path, workers: int
+) -> list[Done]:
+    hash_tasks = lines.hash_tasks(
+        ingested, names, work / "ingest", config.dedup.line_min_chars, work / "line_hashes"
+    )
+    hashed = run_stage("line hashes", hash_tasks, lines.run_hashes, workers)
+    part_tasks = lines.part_tasks(hash_tasks, hashed, work / "line_parts")
+    found = run_stage("line parts", part_tasks, lines.run_part, workers)
+    tasks = lines.rewrite_tasks(
+        (hash_tasks, part_tasks), (ingested, hashed, found), config.clean.min_chars, work / "lines"
+    )
+    return run_stage("lines", tasks, lines.run_rewrite, workers)
+
+
+def _drop_near(
+    config: PrepConfig, names: list[str], upstream: tuple[list[Done], Done],
+    folders: tuple[Path, Path], workers: int,
+) -> Done:  # fmt: skip
+    (ingested, deduplicated), (work, documents) = upstream, folders
+    signature_tasks = near.signature_tasks(
+        ingested, names, documents, config.dedup, work / "signatures"
+    )
+    signed = run_stage("signatures", signature_tasks, near.run_signatures, workers)
+    place = near.Place(documents, work / "dedup", work / "signatures", tuple(names))
+    bucket_tasks = near.bucket_tasks(
+        signed, deduplicated, place, config.dedup.bands, work / "buckets"
+    )
+    paired = run_stage("buckets", bucket_tasks, near.run_buckets, workers)
+    candidate_tasks = near_cluster.candidate_tasks(
+        bucket_tasks, (signed, deduplicated, paired), work / "candidates"
+    )
+    compared = run_stage("candidates", candidate_tasks, near_cluster.run_candidates, workers)
+    near_tasks = near_cluster.near_tasks(
+        candidate_tasks, compared, deduplicated, config.dedup.threshold, work / "near"
+    )
+    [done] = run_stage("near", near_tasks, near_cluster.run_near, 1)
+    return done
+
+
+def _warn_of_repeated_ids(result: dict[str, Any]) -> None:
+    if repeated := result["notes"][dedup.REPEATED_IDS]:
+        logger.warning(
+            "%s documents have the id of an earlier one, such as %s; all are kept, but splits and "
+            "samples treat them alike", f"{repeated:,}", ", ".join(result["repeated_ids"]),
+        )  # fmt: skip
 
 
 def _find_pieces(config: PrepConfig) -> list[inputs.Piece]:
