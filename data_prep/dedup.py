@@ -23,11 +23,11 @@ class DedupJob:
 
 
 def task(
-    ingested: list[Done], ingest_folder: Path, names: list[str], folder: Path
+    ingested: list[Done], ingest_folder: Path, names: tuple[str, ...], folder: Path
 ) -> Task[DedupJob]:
     """The one task of this stage."""
     key = make_key([done.digest for done in ingested])
-    return Task("all", folder, key, DedupJob(ingest_folder, tuple(names)))
+    return Task("all", folder, key, DedupJob(ingest_folder, names))
 
 
 def run(task: Task[DedupJob]) -> tuple[dict[str, Any], list[Path]]:

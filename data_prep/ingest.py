@@ -18,7 +18,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class IngestJob:
 
 
 def tasks(
-    pieces: list[Piece], clean: CleanConfig, filters: FiltersConfig, folder: Path
+    pieces: Sequence[Piece], clean: CleanConfig, filters: FiltersConfig, folder: Path
 ) -> list[Task[IngestJob]]:
     """One task a piece.
 

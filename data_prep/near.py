@@ -64,7 +64,11 @@ def settings_of(config: DedupConfig) -> SignatureSettings:
 
 
 def signature_tasks(
-    ingested: list[Done], names: list[str], ingest_folder: Path, config: DedupConfig, folder: Path
+    ingested: list[Done],
+    names: tuple[str, ...],
+    ingest_folder: Path,
+    config: DedupConfig,
+    folder: Path,
 ) -> list[Task[SignatureJob]]:
     """One task a piece."""
     settings = settings_of(config)

@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep import near
-from data_prep.config import DedupConfig
 from data_prep.counts import Counts
 from data_prep.minhash import estimate
-from data_prep.stage import Done, Task, make_key, replacing, run_stage
+from data_prep.stage import Done, Task, make_key, replacing
 
 REASON = "near duplicate of an earlier document"
 _CHUNK_PAIRS = 1 << 16
@@ -52,40 +51,6 @@ class _Dropped:
     documents: npt.NDArray[np.int64]
     kept: npt.NDArray[np.int64]
     jaccard: npt.NDArray[np.float64]
-
-
-def run_stages(
-    work: Path,
-    names: list[str],
-    upstream: tuple[list[Done], Done],
-    config: DedupConfig,
-    workers: int,
-) -> Done:
-    """Runs stages signatures, buckets and near.
-
-    Args:
-        work: folder of all stages.
-        names: pieces, in order.
-        upstream: records of ingest and dedup.
-        config: settings.
-        workers: number of processes.
-
-    Returns:
-        The record of stage near, whose masks take the place of those of dedup.
-    """
-    ingested, deduplicated = upstream
-    signature_folder, dedup_folder = work / "signatures", work / "dedup"
-    to_sign = near.signature_tasks(ingested, names, work / "ingest", config, signature_folder)
-    signed = run_stage("signatures", to_sign, near.run_signatures, workers)
-    place = near.BucketJob(signature_folder, dedup_folder, tuple(names), 0, 0, 1)
-    buckets = near.bucket_tasks(signed, deduplicated, place, config.bands, work / "buckets")
-    paired = run_stage("buckets", buckets, near.run_buckets, workers)
-    job = ClusterJob(
-        work / "ingest", dedup_folder, signature_folder,
-        tuple(bucket.path(".pairs.npy") for bucket in buckets), tuple(names), config.threshold,
-    )  # fmt: skip
-    [done] = run_stage("near", [task(job, signed, deduplicated, paired, work / "near")], run, 1)
-    return done
 
 
 def task(
