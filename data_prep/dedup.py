@@ -18,6 +18,7 @@ Stage dedup writes per piece
     NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.dropped`
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ import numpy.typing as npt
 
 from data_prep.counts import Counts
 from data_prep.dropped import Dropped, Pieces, listed_per_piece, write_lists
-from data_prep.ingest import id_hash, read_ids
+from data_prep.ingest import id_hash, read_lines
 from data_prep.stage import Done, Task, make_key, replacing
+
+logger = logging.getLogger(__name__)
 
 PART_DOCUMENTS = 8_000_000
 REASON = "exact duplicate"
@@ -59,7 +62,11 @@ class DedupJob:
 
 
 def exact_tasks(
-    upstream: list[Done], names: list[str], documents_folder: Path, num_read: int, folder: Path
+    upstream: list[Done],
+    names: tuple[str, ...],
+    documents_folder: Path,
+    num_read: int,
+    folder: Path,
 ) -> list[Task[ExactJob]]:
     """One task a part.
 
@@ -75,7 +82,7 @@ def exact_tasks(
     return [
         Task(
             f"{part:03d}", folder, make_key(key, part, parts),
-            ExactJob(documents_folder, tuple(names), part, parts),
+            ExactJob(documents_folder, names, part, parts),
         )
         for part in range(parts)
     ]  # fmt: skip
@@ -119,8 +126,8 @@ def run_dedup(task: Task[DedupJob]) -> tuple[dict[str, Any], list[Path]]:
     """Writes masks and lists of all pieces.
 
     Returns:
-        As a result the counts, `notes`, and `repeated_ids`, up to three ids that several documents
-        have.
+        As a result the counts, `repeated_ids`, how many documents have an id that an earlier one
+        has, and `examples`, up to three of these ids.
     """
     job = task.payload
     pieces = Pieces.of(job.documents_folder, job.names)
@@ -139,12 +146,15 @@ def run_dedup(task: Task[DedupJob]) -> tuple[dict[str, Any], list[Path]]:
     rows = np.concatenate(listed, axis=1)
     lists = write_lists(pieces, Dropped(rows[0], rows[1]), task.folder, ".duplicates.jsonl")
     paths = [*(task.folder / f"{name}.keep.npy" for name in job.names), *lists]
-    result = {
-        "dedup": counts.to_json(),
-        "notes": {REPEATED_IDS: job.repeated},
-        "repeated_ids": [text for example in job.examples if (text := _id_of(job, example))],
-    }
-    return result, paths
+    examples = [text for example in job.examples if (text := _id_of(job, example))]
+    if job.repeated:
+        logger.warning(
+            "%s documents have the id of an earlier one, such as %s; all are kept, but splits and "
+            "samples treat them alike", f"{job.repeated:,}", ", ".join(examples) or "rejected ones",
+        )  # fmt: skip
+    return {
+        "dedup": counts.to_json(), "repeated_ids": job.repeated, "examples": examples
+    }, paths  # fmt: skip
 
 
 def _between(tables: list[npt.NDArray[np.int64]], start: int, end: int) -> npt.NDArray[np.int64]:
@@ -186,7 +196,7 @@ def _equal_texts(job: ExactJob) -> npt.NDArray[np.int64]:
 
 
 def _later_and_first(
-    documents: npt.NDArray[np.int64], new: npt.NDArray[np.bool_]
+    documents: npt.NDArray[np.integer[Any]], new: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
     """(2, m): documents that are not `new`, rising, and the last new one before each."""
     later = np.flatnonzero(~new)
@@ -226,7 +236,7 @@ def _id_of(job: DedupJob, example: tuple[int, int, int, int]) -> str | None:
     """The id with the example's hash, if one of its documents goes on."""
     _, piece, first_piece, wanted = example
     for number in (piece, first_piece):
-        for text in read_ids(job.documents_folder / f"{job.names[number]}.ids.jsonl.zst"):
+        for text in read_lines(job.documents_folder / f"{job.names[number]}.ids.jsonl.zst"):
             if id_hash(text) == wanted:
-                return text
+                return str(text)
     return None

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.ingest import read_ids
+from data_prep.ingest import read_lines
 from data_prep.stage import replacing
 
 LISTED = 500_000
@@ -95,7 +95,7 @@ def _ids(pieces: Pieces, documents: npt.NDArray[np.int64]) -> dict[int, str]:
     for piece, wanted in pieces.split(documents):
         remaining = iter(wanted.tolist())
         next_one = next(remaining)
-        lines = read_ids(pieces.folder / f"{pieces.names[piece]}.ids.jsonl.zst")
+        lines = read_lines(pieces.folder / f"{pieces.names[piece]}.ids.jsonl.zst")
         for number, text in enumerate(lines, start=starts[piece]):
             if number == next_one:
                 found[number] = text

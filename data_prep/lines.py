@@ -1,11 +1,10 @@
 """Stages line_hashes, line_parts and lines: a line that was there before is dropped.
 
-What stands on many pages (menus, licences, "read more") is found without rules. The first line of
-several equal ones stays, by document and line over all pieces; lines with fewer than
+What stands on many pages (menus, licences, "read more") is found without rules. The first of several
+equal lines stays, by document and line over all pieces; lines with fewer than
 `dedup.line_min_chars` characters always stay, since "}" or a year mean something where they are. A
 document that is left without any line long enough to be compared has nothing of its own and is
-rejected. (Lee et al. 2022, "Deduplicating Training Data Makes Language Models Better", find repeated
-substrings instead; CCNet, Wenzek et al. 2020, drops repeated paragraphs by hash, as we do.)
+rejected. CCNet (Wenzek et al. 2020) drops repeated paragraphs by hash, too.
 
 A line's 64-bit hash decides. Of 3 billion different lines 0.25 pairs are expected to share one.
 
@@ -17,8 +16,8 @@ Stage line_parts, for each of `parts` equal ranges of hash values
                         an earlier piece has too
 Stage lines writes what ingestion writes, with the lines dropped.
 
-A part task holds its range of hashes, about 50 bytes for each of `PART_LINES`. Since a piece gives a
-hash only once, a line that half of all documents have makes no part large.
+A part task holds its range of hashes, about 50 bytes for each of `PART_LINES`. Since a piece gives
+a hash only once, a line that half of all documents have makes no part large.
 """
 
 import hashlib
@@ -79,7 +78,7 @@ class RewriteJob:
 
 
 def hash_tasks(
-    ingested: list[Done], names: list[str], ingest_folder: Path, min_chars: int, folder: Path
+    ingested: list[Done], names: tuple[str, ...], ingest_folder: Path, min_chars: int, folder: Path
 ) -> list[Task[HashJob]]:
     """One task a piece."""
     return [

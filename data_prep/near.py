@@ -75,20 +75,19 @@ def settings_of(config: DedupConfig) -> SignatureSettings:
 
 
 def signature_tasks(
-    upstream: list[Done], names: list[str], documents_folder: Path, config: DedupConfig,
-    folder: Path,
-) -> list[Task[SignatureJob]]:  # fmt: skip
-    """One task a piece; `upstream` are the records of the stage that wrote the pieces."""
+    written: list[Done], place: Place, config: DedupConfig
+) -> list[Task[SignatureJob]]:
+    """One task a piece; `written` are the records of the stage that wrote the pieces."""
     settings = settings_of(config)
     return [
         Task(
-            name, folder, make_key(done.digest, asdict(settings)),
+            name, place.signature_folder, make_key(done.digest, asdict(settings)),
             SignatureJob(
-                documents_folder / f"{name}.jsonl.zst", documents_folder / f"{name}.bytes.npy",
-                settings,
+                place.documents_folder / f"{name}.jsonl.zst",
+                place.documents_folder / f"{name}.bytes.npy", settings,
             ),
         )
-        for name, done in zip(names, upstream, strict=True)
+        for name, done in zip(place.names, written, strict=True)
     ]  # fmt: skip
 
 
@@ -108,8 +107,8 @@ def run_signatures(task: Task[SignatureJob]) -> tuple[dict[str, Any], list[Path]
             batch = signatures(texts, settings)
             for band in range(settings.bands):
                 bands.seek(first + 8 * (band * num_documents + start))
-                bands.write(np.ascontiguousarray(batch.bands[:, band]))
-            sketches.write(batch.sketch)
+                bands.write(batch.bands[:, band].tobytes())
+            sketches.write(batch.sketch.tobytes())
             start += len(texts)
             signed += int(np.count_nonzero(batch.bands[:, 0]))
     assert start == num_documents

@@ -94,8 +94,8 @@ def run_candidates(task: Task[CandidateJob]) -> tuple[dict[str, Any], list[Path]
     ):  # fmt: skip
         for pairs in _distinct_runs(job):
             agreements = sketches.agreements(pairs)
-            pair_file.write(pairs.astype("<u8", copy=False))
-            agreement_file.write(agreements.astype("<u2", copy=False))
+            pair_file.write(pairs.astype("<u8", copy=False).tobytes())
+            agreement_file.write(agreements.astype("<u2", copy=False).tobytes())
             total += len(pairs)
     return {"pairs": total}, paths
 
@@ -179,7 +179,7 @@ def _decide(
     least: int,
 ) -> None:
     """Goes through pairs by later, then by earlier document, and notes for which one each goes."""
-    kept_of = memoryview(kept_for)  # an array's elements take three times as long
+    kept_of = kept_for.data  # an array's elements take three times as long
     current, tried = -1, set[int]()
     for later, earlier, agreements in chunk:
         if kept_of[later] != later:

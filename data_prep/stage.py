@@ -4,24 +4,44 @@ A task writes its files under temporary names, renames them, and last writes `NA
 with a key, its counts and the sha256 of every file. The key is a hash of everything the result
 depends on; a task whose key and files are as recorded is not run again. So a killed run continues
 where it was, and a changed config or input repeats exactly what depends on it.
+
+While a task runs, `NAME.running.json` stands beside its results and is touched every few seconds;
+a task that failed leaves `NAME.failed.json`. Both are for people who ask how it goes: nothing is
+decided by them.
 """
 
+import datetime
 import hashlib
 import json
 import multiprocessing
 import os
+import socket
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from tqdm import tqdm
 
-from pipeline.runtime.files import sha256_file, sync_path, write_json_atomic
+from pipeline.errors import BusyError
+from pipeline.runtime.files import (
+    is_alive,
+    remove_abandoned,
+    sha256_file,
+    sync_path,
+    temporary_beside,
+    write_json_atomic,
+)
 
 T = TypeVar("T")
+_TOUCHED_EVERY_S = 10
+_SILENT_AFTER_S = 90
 CODE_VERSION = 3
 """Raised when a stage's code gives other results than before, so that old results are redone."""
 
@@ -48,6 +68,20 @@ class Task(Generic[T]):
         return self.folder / f"{self.name}{suffix}"
 
 
+Function = Callable[[Task[T]], tuple[dict[str, Any], list[Path]]]
+"""Does one task; returns its result (plain values) and the files it wrote, all in `Task.folder`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tasks that do not depend on each other, and what does one."""
+
+    name: str
+    tasks: Sequence[Task[Any]]
+    function: Function[Any]
+    """Of a module, not local: other processes call it."""
+
+
 @dataclass(frozen=True)
 class Done:
     """A finished task's record."""
@@ -72,7 +106,7 @@ def make_key(*parts: Any) -> str:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a temporary path beside `path` that takes its place if the block succeeds."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(path)
     try:
         yield temporary
         sync_path(temporary)
@@ -95,44 +129,71 @@ def finished(task: Task[Any]) -> Done | None:
     return done if same else None
 
 
-def run_stage(
-    title: str,
-    tasks: Sequence[Task[T]],
-    function: Callable[[Task[T]], tuple[dict[str, Any], list[Path]]],
-    workers: int,
-) -> list[Done]:
-    """Runs what is not done yet, over several processes, with a progress bar.
+@dataclass(frozen=True)
+class State:
+    """How a task stands."""
+
+    name: Literal["done", "running", "failed", "stopped", "waiting"]
+    """`stopped`: it ran, and its process is gone without a word."""
+    text: str = ""
+    """Where and since when it runs, or what the error was."""
+
+
+def state_of(task: Task[Any]) -> State:
+    """Reads how a task stands from its files."""
+    if finished(task):
+        return State("done")
+    running, failed = task.path(".running.json"), task.path(".failed.json")
+    try:
+        seen = json.loads(running.read_bytes())
+        silent_s = time.time() - running.stat().st_mtime
+        gone = seen["host"] == socket.gethostname() and not is_alive(seen["process"])
+        text = f"{seen['host']}, process {seen['process']}, since {seen['since']}"
+        return State("stopped" if gone or silent_s > _SILENT_AFTER_S else "running", text)
+    except (FileNotFoundError, ValueError, KeyError):
+        pass
+    try:
+        error = json.loads(failed.read_bytes())
+        return State("failed", f"{error['error']} ({error['host']}, {error['time']})")
+    except (FileNotFoundError, ValueError, KeyError):
+        return State("waiting")
+
+
+def run_tasks(stage: Stage, workers: int, rank: int = 0, world: int = 1) -> list[Done]:
+    """Runs what is not done yet of a stage, over several processes, with a progress bar.
 
     Args:
-        title: label of the bar.
-        tasks: work; folders are made.
-        function: does one task; returns its result (plain values) and the files it wrote. Must be
-            a module-level function.
+        stage: what to do; folders are made.
         workers: number of processes.
+        rank: which part of the stage, 0 to world - 1; task i belongs to rank i % world.
+        world: number of parts.
 
     Returns:
-        Records of all tasks, in order.
+        Records of the part's tasks, in order.
 
     Raises:
+        BusyError: a process was killed.
         Exception: the first failure of a task; tasks already done stay done.
     """
-    for task in tasks:
-        task.folder.mkdir(parents=True, exist_ok=True)
+    tasks = stage.tasks[rank::world]
+    for folder in {task.folder for task in tasks}:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(folder)
     records = [finished(task) for task in tasks]
     waiting = [i for i, record in enumerate(records) if record is None]
-    bar = tqdm(total=len(tasks), initial=len(tasks) - len(waiting), desc=title, unit="task")
+    bar = tqdm(
+        total=len(tasks), initial=len(tasks) - len(waiting), desc=stage.name, unit="task",
+        mininterval=0.1 if sys.stderr.isatty() else 30,
+    )  # fmt: skip
     with bar:
-        for i, record in _results(tasks, waiting, function, workers):
+        for i, record in _results(tasks, waiting, stage.function, workers):
             records[i] = record
             bar.update()
     return [record for record in records if record is not None]
 
 
 def _results(
-    tasks: Sequence[Task[T]],
-    waiting: list[int],
-    function: Callable[[Task[T]], tuple[dict[str, Any], list[Path]]],
-    workers: int,
+    tasks: Sequence[Task[T]], waiting: list[int], function: Function[T], workers: int
 ) -> Iterator[tuple[int, Done]]:
     if min(workers, len(waiting)) <= 1:
         for i in waiting:
@@ -145,22 +206,59 @@ def _results(
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise BusyError(
+                "a worker process was killed, by the system if memory ran out (`dmesg` tells); "
+                "finished tasks stay, the same command continues; lower `workers` if it happens "
+                "again"
+            ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _complete(
-    task: Task[T], function: Callable[[Task[T]], tuple[dict[str, Any], list[Path]]]
-) -> Done:
+def _complete(task: Task[T], function: Function[T]) -> Done:
     task.marker.unlink(missing_ok=True)
-    result, paths = function(task)
-    files = {
-        path.relative_to(task.folder).as_posix(): {
-            "bytes": path.stat().st_size, "sha256": sha256_file(path)
-        }
-        for path in paths
-    }  # fmt: skip
-    done = Done(task.key, result, files)
-    write_json_atomic(task.marker, {"key": done.key, "result": result, "files": files})
+    with _announced(task):
+        result, paths = function(task)
+        files = {
+            path.relative_to(task.folder).as_posix(): {
+                "bytes": path.stat().st_size, "sha256": sha256_file(path)
+            }
+            for path in paths
+        }  # fmt: skip
+        done = Done(task.key, result, files)
+        write_json_atomic(task.marker, {"key": done.key, "result": result, "files": files})
     return done
+
+
+@contextmanager
+def _announced(task: Task[Any]) -> Iterator[None]:
+    """Leaves word that a task runs, or why it failed."""
+    running, failed = task.path(".running.json"), task.path(".failed.json")
+    failed.unlink(missing_ok=True)
+    place = {"host": socket.gethostname(), "process": os.getpid()}
+    running.write_text(json.dumps({**place, "since": _now()}))
+    over = threading.Event()
+
+    def touch() -> None:
+        while not over.wait(_TOUCHED_EVERY_S):
+            running.touch()
+
+    thread = threading.Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        with suppress(OSError):  # the disk may be full, which the error itself says
+            failed.write_text(json.dumps({**place, "time": _now(), "error": text}))
+        raise
+    finally:
+        over.set()
+        thread.join()
+        running.unlink(missing_ok=True)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

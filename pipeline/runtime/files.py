@@ -3,12 +3,48 @@
 import hashlib
 import json
 import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 from pipeline.runtime.env import ProcessInfo
 
 _CHUNK_BYTES = 1 << 22
+_ABANDONED_AFTER_S = 3600
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name for what will become `path`, of this process alone on all machines."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes temporary files whose process was killed.
+
+    That is known of this machine's processes; others' files count as abandoned when they were not
+    written to for an hour.
+    """
+    for path in folder.glob(".*.tmp"):
+        host, _, process = path.name.removesuffix(".tmp").rpartition(".")
+        here = host.endswith(f".{socket.gethostname()}") and process.isdigit()
+        try:
+            idle_s = time.time() - path.stat().st_mtime
+            if (here and not is_alive(int(process))) or idle_s > _ABANDONED_AFTER_S:
+                path.unlink()
+        except FileNotFoundError:
+            continue  # its process was quicker
+
+
+def is_alive(process: int) -> bool:
+    """Whether this machine runs a process of that number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -17,7 +53,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk is full or not writable; the old content is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -1,0 +1,154 @@
+"""The chain of stages: which tasks there are, and what each needs of those before.
+
+`chain` is the only place that knows the order. Whoever walks along it decides what happens at each
+stage: `run` does all tasks, an array task does its share of one stage, `status` only looks.
+"""
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import numpy as np
+
+from data_prep import dedup, finish, ingest, lines, near, near_cluster, shards, vocabulary
+from data_prep.config import PrepConfig
+from data_prep.corpus import Corpus
+from data_prep.counts import Counts, table
+from data_prep.index import SHARD_FOLDER
+from data_prep.stage import Done, Stage
+from pipeline.errors import DataError
+
+Chain = Generator[Stage, list[Done], None]
+InnerChain = Generator[Stage, list[Done], list[Done]]
+
+
+def stage_names(config: PrepConfig) -> list[str]:
+    """Names of the stages that a config asks for, in order."""
+    line_stages = ["line_hashes", "line_parts", "lines"] if config.dedup.lines else []
+    near_stages = (
+        ["signatures", "buckets", "candidates", "near"] if config.dedup.near_duplicates else []
+    )
+    return [
+        "ingest", *line_stages, "exact", "dedup", *near_stages, "tokenizer", "shards", "index"
+    ]  # fmt: skip
+
+
+def walk(corpus: Corpus, visit: Callable[[Stage], list[Done] | None]) -> bool:
+    """Goes along the chain.
+
+    Args:
+        corpus: what is prepared.
+        visit: is handed each stage; returns the records of all its tasks, or None to stop there.
+
+    Returns:
+        Whether the end was reached.
+    """
+    steps = chain(corpus)
+    stage = next(steps)
+    while True:
+        records = visit(stage)
+        if records is None:
+            return False
+        try:
+            stage = steps.send(records)
+        except StopIteration:
+            return True
+
+
+def chain(corpus: Corpus) -> Chain:
+    """Yields the stages, one after another, and takes the records of each.
+
+    Raises:
+        DataError: nothing is left to go on with.
+    """
+    config, work = corpus.config, corpus.work
+    names = tuple(f"{i:05d}" for i in range(len(corpus.pieces)))
+    ingested = yield Stage(
+        "ingest",
+        ingest.tasks(corpus.pieces, config.clean, config.filters, work / "ingest"),
+        ingest.run,
+    )
+    _refuse_empty(ingested, work / "ingest")
+    records = {"ingest": ingested}
+    texts, written = work / "ingest", ingested
+    if config.dedup.lines:
+        texts = work / "lines"
+        written = records["lines"] = yield from _lines(corpus, names, ingested)
+    masks = {"dedup": work / "dedup"}
+    exact = dedup.exact_tasks(written, names, texts, _num_read(ingested), work / "exact")
+    found = yield Stage("exact", exact, dedup.run_exact)
+    [kept] = records["dedup"] = yield Stage(
+        "dedup", dedup.dedup_tasks(exact, found, written, work / "dedup"), dedup.run_dedup
+    )
+    if config.dedup.near_duplicates:
+        masks["near"] = work / "near"
+        place = near.Place(texts, work / "dedup", work / "signatures", names)
+        [kept] = records["near"] = yield from _near(corpus, place, written, kept)
+    mask_folder = list(masks.values())[-1]
+    kept_bytes = _kept_bytes(texts, names, mask_folder)
+    job = vocabulary.VocabularyJob(
+        texts, mask_folder, names, int(sum(kept_bytes)), config.tokenizer
+    )
+    to_train = vocabulary.task(job, written, kept, work / "tokenizer")
+    [trained] = records["tokenizer"] = yield Stage("tokenizer", [to_train], vocabulary.run)
+    shard_job = shards.ShardJob(texts, mask_folder, to_train.path(".model"), names, config.shards)
+    groups = shards.plan(kept_bytes, config.shards.shard_mb)
+    records["shards"] = yield Stage(
+        "shards",
+        shards.tasks(groups, shard_job, (written, kept, trained), corpus.output / SHARD_FOLDER),
+        shards.run,
+    )
+    finish_job = finish.FinishJob(corpus, names, masks, to_train.path(".model"), records)
+    yield Stage("index", [finish.task(finish_job)], finish.run)
+
+
+def _kept_bytes(texts: Path, names: tuple[str, ...], mask_folder: Path) -> list[int]:
+    """Text bytes of every piece that the last mask keeps."""
+    return [
+        int(np.load(texts / f"{name}.bytes.npy")[np.load(mask_folder / f"{name}.keep.npy")].sum())
+        for name in names
+    ]
+
+
+def _num_read(ingested: list[Done]) -> int:
+    return sum(int(done.result["ingest"]["documents_in"]) for done in ingested)
+
+
+def _lines(corpus: Corpus, names: tuple[str, ...], ingested: list[Done]) -> InnerChain:
+    """Stages line_hashes, line_parts and lines; returns the records of the last."""
+    work, config = corpus.work, corpus.config
+    to_hash = lines.hash_tasks(
+        ingested, names, work / "ingest", config.dedup.line_min_chars, work / "line_hashes"
+    )
+    hashed = yield Stage("line_hashes", to_hash, lines.run_hashes)
+    parts = lines.part_tasks(to_hash, hashed, work / "line_parts")
+    found = yield Stage("line_parts", parts, lines.run_part)
+    to_write = lines.rewrite_tasks(
+        (to_hash, parts), (ingested, hashed, found), config.clean.min_chars, work / "lines"
+    )
+    return (yield Stage("lines", to_write, lines.run_rewrite))
+
+
+def _near(corpus: Corpus, place: near.Place, written: list[Done], deduplicated: Done) -> InnerChain:
+    """Stages signatures, buckets, candidates and near; returns the records of the last."""
+    work, config = corpus.work, corpus.config.dedup
+    to_sign = near.signature_tasks(written, place, config)
+    signed = yield Stage("signatures", to_sign, near.run_signatures)
+    buckets = near.bucket_tasks(signed, deduplicated, place, config.bands, work / "buckets")
+    paired = yield Stage("buckets", buckets, near.run_buckets)
+    groups = near_cluster.candidate_tasks(
+        buckets, (signed, deduplicated, paired), work / "candidates"
+    )
+    compared = yield Stage("candidates", groups, near_cluster.run_candidates)
+    to_decide = near_cluster.near_tasks(
+        groups, compared, deduplicated, config.threshold, work / "near"
+    )
+    return (yield Stage("near", to_decide, near_cluster.run_near))
+
+
+def _refuse_empty(ingested: list[Done], folder: Path) -> None:
+    stages = {name: Counts.total(done.result[name] for done in ingested) for name in ingest.STAGES}
+    if not stages["filter"].documents_out:
+        raise DataError(
+            f"the corpus is empty: no document is left after the filters\n{table(stages)}\n"
+            f"look at {folder}/*.rejected.jsonl.zst, or correct sources or filters"
+        )

@@ -1,0 +1,61 @@
+"""What is prepared: a config, and the input files as they were found."""
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from data_prep import inputs
+from data_prep.config import PrepConfig
+from data_prep.stage import make_key
+from pipeline.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A config and the pieces that its input files make."""
+
+    config: PrepConfig
+    pieces: tuple[inputs.Piece, ...]
+
+    @property
+    def output(self) -> Path:
+        """The dataset's folder."""
+        return Path(self.config.output_dir)
+
+    @property
+    def work(self) -> Path:
+        """Folder of all intermediate files."""
+        return self.output / "work"
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that the dataset depends on."""
+        settings = asdict(self.config)
+        del settings["workers"], settings["output_dir"]
+        return make_key(settings, [asdict(piece) for piece in self.pieces])
+
+
+def find(config: PrepConfig) -> Corpus:
+    """Lists the input files.
+
+    Raises:
+        DataError: an input does not exist or has no text files.
+    """
+    pieces = []
+    for source in config.sources:
+        found = inputs.find(source)
+        if found.ignored:
+            shown = ", ".join(found.ignored[:3])
+            logger.warning(
+                "source %s: %d files are no text by their suffix and are left out, such as %s",
+                source.name, len(found.ignored), shown,
+            )  # fmt: skip
+        if not found.files:
+            raise DataError(
+                f"source {source.name!r}: no text files in {list(source.inputs)}; "
+                f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain, .gz, .zst or .xz"
+            )
+        pieces += inputs.pieces(source, found.files, config.piece_mb * 1_000_000)
+    return Corpus(config, tuple(pieces))
