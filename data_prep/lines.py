@@ -1,7 +1,7 @@
 """Stages line_hashes, line_parts and lines: a line that was there before is dropped.
 
-What stands on many pages (menus, licences, "read more") is found without rules. The first of several
-equal lines stays, by document and line over all pieces; lines with fewer than
+What stands on many pages (menus, licences, "read more") is found without rules. The first of
+several equal lines stays, by document and line over all pieces; lines with fewer than
 `dedup.line_min_chars` characters always stay, since "}" or a year mean something where they are. A
 document that is left without any line long enough to be compared has nothing of its own and is
 rejected. CCNet (Wenzek et al. 2020) drops repeated paragraphs by hash, too.

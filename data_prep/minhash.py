@@ -29,6 +29,7 @@ _EMPTY = np.uint64(2**64 - 1)
 _BASE = 0x9E3779B97F4A7C15
 # What is hashed at a time fits the second-level cache.
 _WINDOW = 1 << 14
+_ATTEMPTS = 100  # 1 in 40,000 is not enough where a tenth of the bins have something
 _FIRST_CJK = 0x2E80  # radicals; above are Han, kana, Hangul syllables and few others
 _LAST_LOOKED_UP = 0x20000  # above are rare Han characters, which have no case
 
@@ -197,20 +198,25 @@ def _densify(minima: npt.NDArray[np.uint64]) -> None:
     """Fills the empty bins of (D, K); every row has a bin that is not empty.
 
     Bin j tries bins drawn by hash of (j, attempt) until one is not empty, the same in every
-    document.
+    document. Where few bins have anything ("aaaa..."), the last attempt goes on to the next one.
     """
     num_bins = minima.shape[1]
     full = minima != _EMPTY
     original = minima.copy()
     rows, columns = np.nonzero(~full)
-    attempt = 0
-    while len(rows):
-        attempt += 1
+    for attempt in range(1, _ATTEMPTS + 1):
+        if not len(rows):
+            return
         seeds = np.arange(num_bins, dtype=_U64) + np.uint64(attempt * num_bins)
         drawn = _bins(_mix(seeds * np.uint64(_BASE)), num_bins)[columns]
         found = full[rows, drawn]
         minima[rows[found], columns[found]] = original[rows[found], drawn[found]]
-        rows, columns = rows[~found], columns[~found]
+        rows, columns, drawn = rows[~found], columns[~found], drawn[~found]
+    for row in np.unique(rows):
+        mine = rows == row
+        places = np.flatnonzero(full[row])
+        following = places[np.searchsorted(places, drawn[mine]) % len(places)]
+        minima[row, columns[mine]] = original[row, following]
 
 
 def _band_hashes(
