@@ -295,17 +295,18 @@ def test_workers_pieces_and_parts_change_nothing(
 ) -> None:  # fmt: skip
     if "workers=2" not in overrides:  # processes of a pool would not see it
         monkeypatch.setattr("data_prep.dedup.PART_DOCUMENTS", 100)
-        monkeypatch.setattr("data_prep.near.PART_DOCUMENTS", 300)
+        monkeypatch.setattr("data_prep.near.PART_DOCUMENTS", 700)
         monkeypatch.setattr("data_prep.near._BATCH_DOCUMENTS", 7)
-        monkeypatch.setattr("data_prep.near_cluster.GROUP_DOCUMENTS", 130)
-        monkeypatch.setattr("data_prep.near_cluster._RUN_PAIRS", 50)
+        monkeypatch.setattr("data_prep.near_cluster.GROUP_DOCUMENTS", 430)
+        monkeypatch.setattr("data_prep.near_cluster._RUN_PAIRS", 1000)
         monkeypatch.setattr("data_prep.near_cluster._CHUNK_PAIRS", 10)
         monkeypatch.setattr("data_prep.sketches._BLOCK_PAIRS", 5)
         monkeypatch.setattr("data_prep.sketches._OPEN_FILES", 1)
         monkeypatch.setattr("data_prep.sketches._CACHED_ROWS", 3)
     records = _prepare(_config(tmp_path / "data", straight[0], SMALL, *overrides))
     if "workers=2" not in overrides:
-        assert [len(records[name]) for name in ("exact", "buckets", "candidates")] == [14, 200, 11]
+        numbers = [len(records[name]) for name in ("exact", "buckets", "candidates")]
+        assert numbers == [14, 80, 4]
     lines, keep = _result(tmp_path / "data")
     expected = _result(straight[1])
     assert lines == expected[0]
