@@ -77,9 +77,9 @@ class DedupConfig:
         unit="characters", ge=2, le=64,
     )  # fmt: skip
     bands: int = param(
-        192, "groups of hashes; documents that agree in all rows of one band are compared, with "
+        256, "groups of hashes; documents that agree in all rows of one band are compared, with "
         "probability 1 - (1 - similarity^rows)^bands: about half of those with similarity "
-        "(0.7/bands)^(1/rows), which is 0.33 for 192 and 5", ge=1, le=1000,
+        "(0.7/bands)^(1/rows), which is 0.31 for 256 and 5", ge=1, le=1000,
     )  # fmt: skip
     rows: int = param(
         5, "hashes of a band; fewer find less similar documents, and let more unrelated ones of a "

@@ -19,7 +19,7 @@ Stage near writes per piece
     NAME.near.jsonl    {"id", "kept", "jaccard"} a line, see `data_prep.dropped`
 
 A candidate task holds at most about `_RUN_PAIRS` pairs at a time, 60 bytes each, and the sketches
-of its later documents. Stage near needs 4 bytes a document of the corpus and a bounded rest.
+of its later documents. Stage near needs 5 bytes a document of the corpus and a bounded rest.
 """
 
 from collections.abc import Iterator
@@ -116,11 +116,12 @@ def run_near(task: Task[NearJob]) -> tuple[dict[str, Any], list[Path]]:
     sketches = _sketches(place)
     pieces = sketches.pieces
     kept_for = np.arange(pieces.ends[-1], dtype=np.uint32)
+    apart = np.zeros(pieces.ends[-1], dtype=np.uint8)
     least = sketches.least_agreements(task.payload.threshold)
     with sketches.rows() as rows:
         for path in task.payload.groups:
             for chunk in _chunks(path):
-                _decide(chunk, kept_for, rows, least)
+                _decide(chunk, (kept_for, apart), rows, least)
     counts = Counts()
     listed = []
     for name, start, end in zip(pieces.names, pieces.starts, pieces.ends.tolist(), strict=True):
@@ -174,26 +175,40 @@ def _chunks(path: Path) -> Iterator[Iterator[tuple[int, int, int]]]:
 
 def _decide(
     chunk: Iterator[tuple[int, int, int]],
-    kept_for: npt.NDArray[np.uint32],
+    state: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]],
     rows: Rows,
     least: int,
 ) -> None:
-    """Goes through pairs by later, then by earlier document, and notes for which one each goes."""
-    kept_of = kept_for.data  # an array's elements take three times as long
+    """Goes through pairs by later, then by earlier document.
+
+    Args:
+        chunk: (later, earlier, agreements).
+        state: of every document, the one for which it is dropped, or itself, and in how many bytes
+            the sketches of the two differ; is changed.
+        rows: sketches.
+        least: agreements for which a document is dropped.
+    """
+    # Elements of a buffer take a third of the time of an array's.
+    kept_for, apart = state[0].data, state[1].data
+    num_bins = rows.num_bins
     current, tried = -1, set[int]()
     for later, earlier, agreements in chunk:
-        if kept_of[later] != later:
+        if kept_for[later] != later:
             continue
         if later != current:
             current, tried = later, set()
-        kept = kept_of[earlier]
+        kept = kept_for[earlier]
         if kept in tried:
             continue
         tried.add(kept)
         if kept != earlier:
+            # Where `kept` and `later` agree, `earlier` agrees with both or differs from `kept`.
+            if agreements + apart[earlier] < least:
+                continue
             agreements = rows.agreements(kept, later)
         if agreements >= least:
-            kept_of[later] = kept
+            kept_for[later] = kept
+            apart[later] = num_bins - agreements
 
 
 def _described(

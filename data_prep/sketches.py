@@ -81,7 +81,7 @@ class Rows:
 
     def __init__(self, pieces: Pieces, paths: list[Path], num_bins: int) -> None:
         self._ends, self._starts = pieces.ends, pieces.starts
-        self._paths, self._num_bins = paths, num_bins
+        self._paths, self.num_bins = paths, num_bins
         self._files: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._row = functools.lru_cache(maxsize=_CACHED_ROWS)(self._read)
 
@@ -105,9 +105,9 @@ class Rows:
             if len(self._files) >= _OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1][0])
             handle = os.open(self._paths[piece], os.O_RDONLY)
-            values = (int(self._ends[piece]) - self._starts[piece]) * self._num_bins
+            values = (int(self._ends[piece]) - self._starts[piece]) * self.num_bins
             self._files[piece] = handle, os.fstat(handle).st_size - values
         self._files.move_to_end(piece)
         handle, first = self._files[piece]
-        place = first + (document - self._starts[piece]) * self._num_bins
-        return np.frombuffer(os.pread(handle, self._num_bins, place), dtype=np.uint8)
+        place = first + (document - self._starts[piece]) * self.num_bins
+        return np.frombuffer(os.pread(handle, self.num_bins, place), dtype=np.uint8)
