@@ -70,12 +70,13 @@ def tasks(
         ConfigError: the list of bad words is unusable.
     """
     settings = [asdict(clean), *key_parts(filters)]
-    return [
-        Task(
-            f"{i:05d}", folder, make_key(asdict(piece), *settings), IngestJob(piece, clean, filters)
-        )
-        for i, piece in enumerate(pieces)
-    ]
+    made = []
+    for i, piece in enumerate(pieces):
+        described = asdict(piece)
+        del described["source"]["weight"]  # says how often text is used, not what it is
+        key = make_key(described, *settings)
+        made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, filters)))
+    return made
 
 
 def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:

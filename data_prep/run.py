@@ -8,9 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data_prep import dedup, index, ingest, inputs, near_cluster, vocabulary
+from data_prep import dedup, index, ingest, inputs, near_cluster, sample, vocabulary
 from data_prep import shards as shard_stage
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts, table
@@ -39,7 +37,8 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     pieces = _find_pieces(config)
     settings = asdict(config)
     del settings["workers"], settings["output_dir"]
-    key = make_key(settings, [asdict(piece) for piece in pieces])
+    given = vocabulary.given_digest(config.tokenizer)  # raises before any work is done
+    key = make_key(settings, [asdict(piece) for piece in pieces], given)
     _refuse_other_dataset(output, key, replace=replace)
     output.mkdir(parents=True, exist_ok=True)
     write_atomic(output / "resolved.yaml", resolved_text(config).encode())
@@ -55,34 +54,36 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
         "dedup", [dedup.task(ingested, work / "ingest", names, work / "dedup")], dedup.run, 1
     )
     stages["dedup"] = _total([deduplicated], "dedup")
-    kept_folder, kept_bytes = work / "dedup", stages["dedup"].bytes_out
+    kept_folder = work / "dedup"
     if config.dedup.near_duplicates:
         deduplicated = near_cluster.run_stages(
             work, names, (ingested, deduplicated), config.dedup, workers
         )
         stages["near"] = _total([deduplicated], "near")
-        kept_folder, kept_bytes = work / "near", stages["near"].bytes_out
-    job = vocabulary.VocabularyJob(
-        work / "ingest", kept_folder, tuple(names), kept_bytes, config.tokenizer
+        kept_folder = work / "near"
+    sources = tuple(piece.source for piece in pieces)
+    kept = sample.Kept(work / "ingest", kept_folder, tuple(names), sources)
+    vocabulary_task = vocabulary.task(
+        kept, config.tokenizer, ingested, deduplicated, work / "tokenizer"
     )
-    vocabulary_task = vocabulary.task(job, ingested, deduplicated, work / "tokenizer")
     [trained] = run_stage("tokenizer", [vocabulary_task], vocabulary.run, 1)
     shard_job = shard_stage.ShardJob(
-        job.ingest_folder, job.dedup_folder, vocabulary_task.path(".model"), job.names,
-        config.shards,
+        kept.ingest_folder, kept.keep_folder, vocabulary.tokenizer_path(vocabulary_task),
+        kept.names, config.shards,
     )  # fmt: skip
-    groups = shard_stage.plan(_kept_bytes(job), config.shards.shard_mb)
+    groups = shard_stage.plan([int(kept.sizes(n).sum()) for n in names], config.shards.shard_mb)
     shard_tasks = shard_stage.tasks(
         groups, shard_job, (ingested, deduplicated, trained), output / index.SHARD_FOLDER
     )
     sharded = run_stage("shards", shard_tasks, shard_stage.run, workers)
     stages["shards"] = _total(sharded, "shards")
-    index.write(output, shard_job.tokenizer_path, sharded, trained.result["vocab_size"])
+    index.write(output, shard_job.tokenizer_path, sharded)
     _remove_stale(output / index.SHARD_FOLDER, {name for done in sharded for name in done.files})
     notes = Counter[str]()
     for done in ingested:
         notes.update(done.result["notes"])
-    return _report(output, key, stages, trained, {name: n for name, n in notes.items() if n})
+    found = {name: n for name, n in notes.items() if n}
+    return _report(output, key, stages, trained, found, index.tokens_by_source(sharded))
 
 
 def _find_pieces(config: PrepConfig) -> list[inputs.Piece]:
@@ -128,18 +129,6 @@ def _refuse_empty(stages: dict[str, Counts], folder: Path) -> None:
         )
 
 
-def _kept_bytes(job: vocabulary.VocabularyJob) -> list[int]:
-    """Text bytes of every piece that deduplication kept."""
-    return [
-        int(
-            np.load(job.ingest_folder / f"{name}.bytes.npy")[
-                np.load(job.dedup_folder / f"{name}.keep.npy")
-            ].sum()
-        )
-        for name in job.names
-    ]
-
-
 def _total(records: list[Done], stage: str) -> Counts:
     return Counts.total(done.result[stage] for done in records)
 
@@ -154,7 +143,12 @@ def _remove_stale(folder: Path, current: set[str]) -> None:
 
 
 def _report(
-    output: Path, key: str, stages: dict[str, Counts], trained: Done, notes: dict[str, int]
+    output: Path,
+    key: str,
+    stages: dict[str, Counts],
+    trained: Done,
+    notes: dict[str, int],
+    sources: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     made = read_index(output)
     report = {
@@ -162,6 +156,8 @@ def _report(
         "fingerprint": made.fingerprint,
         "vocab_size": made.vocab_size,
         "tokenizer_sample_bytes": trained.result["sample_bytes"],
+        "tokenizer_sample": trained.result["sample"],
+        "sources": sources,
         "unigram_entropy_nats": made.unigram_entropy_nats,
         "totals": made.totals,
         "num_shards": len(made.shards),
@@ -174,6 +170,12 @@ def _report(
     logger.info("%s", table(stages))
     for name, count in notes.items():
         logger.info("%s: %s", name, f"{count:,}")
+    for name, source in sources.items():
+        logger.info(
+            "source %s: %s tokens, %.3f%% of them unknown, %.3f%% bytes of rare characters",
+            name, f"{source['tokens']:,}", 100 * source["unknown_share"],
+            100 * source["byte_piece_share"],
+        )  # fmt: skip
     for split, total in made.totals.items():
         logger.info(
             "%s: %s tokens, %s documents, %.2f bytes a token",

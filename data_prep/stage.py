@@ -22,7 +22,7 @@ from tqdm import tqdm
 from pipeline.runtime.files import sha256_file, sync_path, write_json_atomic
 
 T = TypeVar("T")
-CODE_VERSION = 3
+CODE_VERSION = 4
 """Raised when a stage's code gives other results than before, so that old results are redone."""
 
 
