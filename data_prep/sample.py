@@ -2,8 +2,9 @@
 number of tasks matters.
 
 The training sample takes each source's documents with the lowest hashes, the sample to judge a
-tokenizer by those with the highest: they overlap only where a source has no other text.
-Needs 16 bytes of memory a document of the largest source.
+tokenizer by those with the highest: they overlap only where a source has no other text. Texts come
+in the order of the hashes too, since sentencepiece's unigram model depends on the order of lines.
+Needs 24 bytes of memory a document of the largest source, and the memory of a source's sample.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,30 +48,26 @@ class Sample:
     """Documents of one source."""
 
     source: str
-    documents: dict[str, dict[int, int]]
-    """piece -> row -> how many of its bytes are in the sample; all but one document are whole."""
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return sum(map(len, self.documents.values()))
+    documents: dict[tuple[str, int], int]
+    """(piece, row) -> how many of its bytes are in the sample, in the order of the hashes; all but
+    the last document are whole."""
 
     @property
     def num_bytes(self) -> int:
         """UTF-8 bytes of text."""
-        return sum(sum(rows.values()) for rows in self.documents.values())
+        return sum(self.documents.values())
 
     def texts(self, kept: Kept) -> Iterator[str]:
-        """The documents' texts."""
-        for name, rows in self.documents.items():
-            last = max(rows, default=-1)
-            for row, document in enumerate(
-                read_documents(kept.ingest_folder / f"{name}.jsonl.zst")
-            ):
-                if row > last:
-                    break
-                if row in rows:
-                    yield document["text"].encode()[: rows[row]].decode(errors="ignore")
+        """The documents' texts, in the order of `documents`."""
+        found: dict[tuple[str, int], bytes] = {}
+        for name in sorted({name for name, _ in self.documents}):
+            documents = read_documents(kept.ingest_folder / f"{name}.jsonl.zst")
+            for row, document in enumerate(documents):
+                num_bytes = self.documents.get((name, row))
+                if num_bytes is not None:
+                    found[name, row] = document["text"].encode()[:num_bytes]
+        for place in self.documents:
+            yield found.pop(place).decode(errors="ignore")
 
 
 def allot(sizes: Mapping[str, int], weights: Mapping[str, float], budget: int) -> dict[str, int]:
@@ -104,18 +101,17 @@ def draw(kept: Kept, budgets: Sequence[Mapping[str, int]]) -> list[list[Sample]]
         rows = [kept.rows(name) for name in names]
         sizes = np.concatenate([kept.sizes(name) for name in names])
         hashes = np.concatenate([_hashes(kept, n, r) for n, r in zip(names, rows, strict=True)])
-        piece = np.repeat(np.arange(len(names)), [len(part) for part in rows])
-        row = np.concatenate(rows)
-        order = np.lexsort((sizes, hashes))
+        firsts = np.cumsum([0, *map(len, rows)])
+        order = np.argsort(hashes, order=("id", "text"))
         for samples, budget, way in zip(drawn, budgets, (order, order[::-1]), strict=True):
-            documents: dict[str, dict[int, int]] = {name: {} for name in names}
             ends = np.cumsum(sizes[way])
-            for i in range(int(np.searchsorted(ends, budget[source])) + 1):
-                start = int(ends[i - 1]) if i else 0
-                if i < len(way) and start < budget[source]:
-                    at = int(way[i])
-                    taken = min(int(sizes[at]), budget[source] - start)
-                    documents[names[int(piece[at])]][int(row[at])] = taken
+            documents = {}
+            for i in range(int(np.searchsorted(ends - sizes[way], budget[source]))):
+                at = int(way[i])
+                piece = int(np.searchsorted(firsts, at, side="right")) - 1
+                place = (names[piece], int(rows[piece][at - firsts[piece]]))
+                excess = max(0, int(ends[i]) - budget[source])
+                documents[place] = int(sizes[at]) - excess
             samples.append(Sample(source, documents))
     return drawn
 
@@ -128,6 +124,12 @@ def source_bytes(kept: Kept) -> dict[str, int]:
     return totals
 
 
-def _hashes(kept: Kept, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _hashes(kept: Kept, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """Of the ids, and of the texts for documents that share an id."""
+    texts = np.load(kept.ingest_folder / f"{name}.hashes.npy")
+    hashes = np.zeros(len(texts), dtype=[("id", "<f8"), ("text", "<u8")])
     ids = read_ids(kept.ingest_folder / f"{name}.ids.jsonl.zst")
-    return np.array([hash_share(i, "sample") for i in ids], dtype=np.float64)[rows]
+    hashes["id"] = [hash_share(i, "sample") for i in ids]
+    hashes["text"] = texts[:, 0]
+    selected: npt.NDArray[np.void] = hashes[rows]
+    return selected

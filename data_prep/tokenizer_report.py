@@ -62,8 +62,7 @@ def report(
         measured = _Measured()
         for text in part.texts(kept):
             _measure(tokenizer, text, measured, used)
-        overlap = sum(len(rows.keys() & trained.documents[name].keys())
-                      for name, rows in part.documents.items())  # fmt: skip
+        overlap = len(part.documents.keys() & trained.documents.keys())
         sources[part.source] = {**_source(measured), "documents_also_trained_on": overlap}
     return {"vocabulary": _vocabulary(tokenizer, used), "sources": sources}
 

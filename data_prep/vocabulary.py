@@ -92,7 +92,7 @@ def run(task: Task[VocabularyJob]) -> tuple[dict[str, Any], list[Path]]:
         "sample_bytes": sum(part.num_bytes for part in training),
         "sample": {
             part.source: {
-                "documents": part.num_documents, "bytes": part.num_bytes,
+                "documents": len(part.documents), "bytes": part.num_bytes,
                 "source_bytes": sizes[part.source], "weight": weights[part.source],
             }
             for part in training

@@ -129,7 +129,7 @@ class Tokenizer:
 
     def normalise(self, text: str) -> str:
         """The text that `decode` gives back."""
-        return str(self._processor.Normalize(text))
+        return str(self._processor.Normalize(text)).replace(_SPACE, " ")
 
     @property
     def vocabulary(self) -> Vocabulary:
