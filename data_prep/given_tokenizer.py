@@ -3,6 +3,7 @@
 Read before the first stage, so that hours of work do not end at a vocabulary's second line.
 """
 
+import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass
@@ -27,6 +28,11 @@ class GivenTokenizer:
     suffix: str
     """`.model` or `.json`."""
     content: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the content."""
+        return hashlib.sha256(self.content).hexdigest()
 
 
 def read_given(config: TokenizerConfig) -> GivenTokenizer | None:

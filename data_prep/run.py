@@ -12,6 +12,7 @@ from data_prep import dedup, index, ingest, inputs, near_cluster, sample, vocabu
 from data_prep import shards as shard_stage
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts, table
+from data_prep.given_tokenizer import read_given
 from data_prep.stage import Done, make_key, run_stage
 from pipeline.config.load import provenance, resolved_text
 from pipeline.data.shards import read_index
@@ -37,8 +38,8 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     pieces = _find_pieces(config)
     settings = asdict(config)
     del settings["workers"], settings["output_dir"]
-    given = vocabulary.given_digest(config.tokenizer)  # raises before any work is done
-    key = make_key(settings, [asdict(piece) for piece in pieces], given)
+    given = read_given(config.tokenizer)
+    key = make_key(settings, [asdict(piece) for piece in pieces], given and given.sha256)
     _refuse_other_dataset(output, key, replace=replace)
     output.mkdir(parents=True, exist_ok=True)
     write_atomic(output / "resolved.yaml", resolved_text(config).encode())
@@ -64,7 +65,7 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     sources = tuple(piece.source for piece in pieces)
     kept = sample.Kept(work / "ingest", kept_folder, tuple(names), sources)
     vocabulary_task = vocabulary.task(
-        kept, config.tokenizer, ingested, deduplicated, work / "tokenizer"
+        kept, config.tokenizer, given, ingested, deduplicated, work / "tokenizer"
     )
     [trained] = run_stage("tokenizer", [vocabulary_task], vocabulary.run, 1)
     shard_job = shard_stage.ShardJob(

@@ -4,7 +4,6 @@ Writes tokenizer.model (sentencepiece) or tokenizer.json (WordPiece), and tokeni
 what it does to a sample of every source.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from data_prep import sample, tokenizer_report
 from data_prep.config import DEFAULT_VOCAB_SIZE, TokenizerConfig
-from data_prep.given_tokenizer import GivenTokenizer, read_given
+from data_prep.given_tokenizer import GivenTokenizer
 from data_prep.stage import Done, Task, make_key
 from pipeline.data import tokenizer
 from pipeline.data.wordpiece import load_tokenizer
@@ -32,33 +31,20 @@ class VocabularyJob:
     given: GivenTokenizer | None
 
 
-def given_digest(config: TokenizerConfig) -> str:
-    """Hash of a given tokenizer's content, empty if one is trained.
-
-    Raises:
-        DataError, ConfigError: the given tokenizer is not usable.
-    """
-    given = read_given(config)
-    return hashlib.sha256(given.content).hexdigest() if given else ""
-
-
 def task(
     kept: sample.Kept,
     config: TokenizerConfig,
+    given: GivenTokenizer | None,
     ingested: list[Done],
     deduplicated: Done,
     folder: Path,
 ) -> Task[VocabularyJob]:
-    """The one task of this stage.
-
-    Raises:
-        DataError, ConfigError: the given tokenizer is not usable.
-    """
+    """The one task of this stage; `given` is what `read_given(config)` returned."""
     key = make_key(
         [done.digest for done in ingested], deduplicated.digest, asdict(config),
-        given_digest(config), [[source.name, source.weight] for source in kept.sources],
+        given and given.sha256, [[source.name, source.weight] for source in kept.sources],
     )  # fmt: skip
-    return Task("tokenizer", folder, key, VocabularyJob(kept, config, read_given(config)))
+    return Task("tokenizer", folder, key, VocabularyJob(kept, config, given))
 
 
 def tokenizer_path(task: Task[VocabularyJob]) -> Path:
