@@ -18,7 +18,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -168,11 +168,12 @@ class _Results:
         self.sizes.append(len(encoded))
 
 
-def read_documents(path: Path) -> Iterator[dict[str, str]]:
-    """Reads a `.jsonl.zst` back."""
-    with zstd.open(path, "rt", encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            yield json.loads(line)
+def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, str]]:
+    """Reads a `.jsonl.zst` back: all documents, or those in some rows."""
+    with zstd.open(path, "rb") as lines:
+        for row, line in enumerate(lines):
+            if rows is None or row in rows:
+                yield json.loads(line)
 
 
 def read_ids(path: Path) -> Iterator[str]:

@@ -60,12 +60,13 @@ class Sample:
     def texts(self, kept: Kept) -> Iterator[str]:
         """The documents' texts, in the order of `documents`."""
         found: dict[tuple[str, int], bytes] = {}
-        for name in sorted({name for name, _ in self.documents}):
-            documents = read_documents(kept.ingest_folder / f"{name}.jsonl.zst")
-            for row, document in enumerate(documents):
-                num_bytes = self.documents.get((name, row))
-                if num_bytes is not None:
-                    found[name, row] = document["text"].encode()[:num_bytes]
+        rows: dict[str, list[int]] = {}
+        for name, row in sorted(self.documents):
+            rows.setdefault(name, []).append(row)
+        for name, wanted in rows.items():
+            documents = read_documents(kept.ingest_folder / f"{name}.jsonl.zst", set(wanted))
+            for row, document in zip(wanted, documents, strict=True):
+                found[name, row] = document["text"].encode()[: self.documents[name, row]]
         for place in self.documents:
             yield found.pop(place).decode(errors="ignore")
 

@@ -190,7 +190,13 @@ def test_random_text_against_jieba_and_transformers(
 def test_published_forms_are_read_alike(uncased: WordPieceTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     pieces, options = read_tokenizer_json(uncased.to_json(), path)
-    assert build(pieces, options, path) == (uncased.to_json())
+    assert build(pieces, options, path) == uncased.to_json()
+    # As transformers saves it: the same pieces and options.
+    bert_vocabulary.write(tmp_path / "vocab.txt", pieces)
+    reference = transformers.BertTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
+    reference.save_pretrained(tmp_path / "saved")
+    saved = (tmp_path / "saved/tokenizer.json").read_text(encoding="utf-8")
+    assert read_tokenizer_json(saved, path) == (pieces, options)
     path.write_text(uncased.to_json(), encoding="utf-8")
     assert difference_of_ids(FastTokenizer(path), uncased) == ""
     other = [*pieces[:200], pieces[201], pieces[200], *pieces[202:]]

@@ -187,12 +187,19 @@ def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_
     assert counts["en"]["bytes"] == sizes["en"]
     assert counts["zh"]["bytes"] == 1_000_000 - sizes["en"]
     assert counts["zh"]["weight"] == 1.0
-    # Files the other way round, in one piece or a piece each, by one process or two.
-    others = _sampled(prep_config, tmp_path / "two", sources("2"), "piece_mb=1", "workers=2")
-    assert others == (counts, model)
     # There is no other English to report on.
     report = json.loads((tmp_path / "one/work/tokenizer/tokenizer.report.json").read_text())
     assert report["sources"]["en"]["documents_also_trained_on"] == counts["en"]["documents"]
+    # Files the other way round, in one piece or a piece each, by one process or two.
+    others = _sampled(prep_config, tmp_path / "two", sources("2"), "piece_mb=1", "workers=2")
+    assert others == (counts, model)
+    # Another weight is another sample, but nothing is ingested again.
+    ingested = (tmp_path / "one/work/ingest/00000.jsonl.zst").stat().st_mtime_ns
+    config = _config(prep_config, tmp_path / "one", sources("1").replace("10}", "1}"),
+                     "tokenizer={vocab_size: 1500, sample_mb: 1, model_type: bpe}")  # fmt: skip
+    again = run(config, replace=True)["tokenizer_sample"]
+    assert again["en"]["bytes"] == 1_000_000 * sizes["en"] // sum(sizes.values())
+    assert (tmp_path / "one/work/ingest/00000.jsonl.zst").stat().st_mtime_ns == ingested
 
 
 def test_report_is_on_other_text_where_there_is_some(prep_config: Path, tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ SIZES = {"vocab_size": 0, "hidden_size": 32, "num_hidden_layers": 2, "num_attent
 BERT = ("model.positions=learned", "model.max_positions=64", "model.norm=layernorm",
         "model.norm_affine=true", "model.bias=true", "model.embedding_dropout=after_norm",
         "model.mlm_head=bert", "model.activation=gelu", "model.score_residual=none",
-        "model.type_vocab_size=2", "model.dropout=0.0", "model.attention_dropout=0.0", "model.init=bert")  # fmt: skip
+        "model.type_vocab_size=2", "model.dropout=0.0", "model.attention_dropout=0.0",
+        "model.init=bert")  # fmt: skip
 SHORT = ("train.num_steps=6", "train.warmup_steps=2", "train.alpha_warmup_steps=0",
          "checkpoint.every_steps=6", "train.lr=1e-4")  # fmt: skip
 
