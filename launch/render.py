@@ -38,7 +38,7 @@ def render(
         work_dir: folder that relative paths start at.
 
     Raises:
-        ConfigError: the batch does not split over the ranks.
+        ConfigError: the batch does not split over the ranks, or SLURM cannot use `work_dir`.
     """
     config.train.accumulation_steps(cluster.nodes * cluster.num_ranks_per_node)
     run_dir = config.run_dir

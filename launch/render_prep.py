@@ -74,7 +74,8 @@ def render_prep(
         work_dir: folder that relative paths start at.
 
     Raises:
-        ConfigError: an array task is expected to take longer than it may.
+        ConfigError: an array task is expected to take longer than it may, or SLURM cannot use the
+            log folder.
     """
     logs = str(log_folder(output_dir, work_dir))
     stages = []
@@ -161,9 +162,9 @@ if [ "$code" = {finished} ]; then
 elif [ "$code" = {do_not_retry} ]; then
   echo "end: trying again is no use, see the message above; mend it and submit again"
   exit {do_not_retry}
-elif [ "$code" = 143 ]; then
-  echo "end: stopped by SIGTERM: preempted, cancelled, or at the time limit"; exit 143
 fi
+# scancel, preemption and the time limit end this script too, a moment after what it started.
+sleep 5
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
 # Where the count cannot be kept, such as on a full disk, the first failure is the last.
 echo "$failures" >"$failures_file" || failures={max_failures}

@@ -3,6 +3,8 @@
 import shlex
 from collections.abc import Mapping
 
+from pipeline.errors import ConfigError
+
 
 def sbatch_lines(options: Mapping[str, object]) -> list[str]:
     """`#SBATCH` lines: those of every job, and `options` that are not empty.
@@ -16,7 +18,16 @@ def sbatch_lines(options: Mapping[str, object]) -> list[str]:
 
 
 def slurm_path(folder: str) -> str:
-    """A folder as SLURM reads it in `--output`: `%` is no pattern, quoted as by a shell."""
+    """A folder as SLURM reads it in `--output`: `%` is no pattern, quoted as by a shell.
+
+    Raises:
+        ConfigError: SLURM would look for another folder, and fail the job without a word.
+    """
+    if {"\\", "\n"} & set(folder):
+        raise ConfigError(
+            f"log folder {folder!r}: SLURM cannot write to a folder with a backslash or a line "
+            "break in its name; rename it"
+        )
     return shlex.quote(folder.replace("%", "%%"))
 
 
