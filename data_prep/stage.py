@@ -232,6 +232,9 @@ def _end_with_parent() -> None:
 
 
 def _complete(task: Task[T], function: Function[T]) -> Done:
+    already = finished(task)
+    if already:
+        return already  # by another process, since this one looked
     task.marker.unlink(missing_ok=True)
     with _announced(task):
         result, paths = function(task)
