@@ -59,29 +59,33 @@ class CleanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-    """Near duplicates; exact ones are always dropped. The first of several is the one kept."""
+    """Equal lines and near duplicates; equal documents always go. The first of several is kept."""
 
+    lines: bool = param(
+        False, "drop lines that were there before, in an earlier document or the same one"
+    )
+    line_min_chars: int = param(20, "shorter lines always stay", unit="characters", ge=1)
     near_duplicates: bool = param(
         False, "drop documents that are similar to an earlier one that is kept (MinHash)"
     )
     threshold: float = param(
-        0.4, "a document is dropped at this estimated Jaccard similarity of shingle sets: a copy "
+        0.33, "a document is dropped at this estimated Jaccard similarity of shingle sets: a copy "
         "with a tenth of its words changed has about 0.6, of its characters about 0.3 (English) "
-        "to 0.5 (Chinese); two versions of a law or of a template have 0.4 and more", gt=0, le=1,
+        "to 0.5 (Chinese); two versions of a law or of a template have as much", gt=0, le=1,
     )  # fmt: skip
-    ngram: int = param(8, "letters and digits of a shingle", unit="characters", ge=2, le=64)
+    ngram: int = param(6, "letters and digits of a shingle", unit="characters", ge=2, le=64)
     ngram_cjk: int = param(
-        4, "the same for shingles that start with a Chinese, Japanese or Korean character",
+        3, "the same for shingles that start with a Chinese, Japanese or Korean character",
         unit="characters", ge=2, le=64,
     )  # fmt: skip
     bands: int = param(
-        64, "groups of hashes; documents that agree in all rows of one band are compared, with "
+        256, "groups of hashes; documents that agree in all rows of one band are compared, with "
         "probability 1 - (1 - similarity^rows)^bands: about half of those with similarity "
-        "(1/bands)^(1/rows), which is 0.35 for 64 and 4", ge=1, le=1000,
+        "(0.7/bands)^(1/rows), which is 0.31 for 256 and 5", ge=1, le=1000,
     )  # fmt: skip
     rows: int = param(
-        4, "hashes of a band; fewer find less similar documents, and with 3 or fewer unrelated "
-        "documents of a large corpus meet in every band", ge=1, le=64,
+        5, "hashes of a band; fewer find less similar documents, and let more unrelated ones of a "
+        "large corpus meet", ge=1, le=64,
     )  # fmt: skip
     min_chars: int = param(
         100, "documents with fewer letters and digits are left out", unit="characters", ge=2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep import index, ingest
+from data_prep import dedup, index, ingest
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts, table
 from data_prep.stage import Done, Task, make_key
@@ -85,12 +85,16 @@ def _report(job: FinishJob) -> dict[str, Any]:
     notes = Counter[str]()
     for done in job.records["ingest"]:
         notes.update(done.result["notes"])
+    [deduplicated] = job.records["dedup"]
+    # Ingestion counts them within a piece, stage dedup over all pieces.
+    notes[dedup.REPEATED_IDS] = deduplicated.result["repeated_ids"]
     stages = {
         name: Counts.total(done.result[name] for done in job.records["ingest"])
         for name in ingest.STAGES
     }
-    for name in (*job.masks, "shards"):
-        stages[name] = Counts.total(done.result[name] for done in job.records[name])
+    for name in ("lines", *job.masks, "shards"):
+        if name in job.records:
+            stages[name] = Counts.total(done.result[name] for done in job.records[name])
     return {
         "key": job.corpus.key,
         "fingerprint": made.fingerprint,
@@ -104,6 +108,7 @@ def _report(job: FinishJob) -> dict[str, Any]:
         "num_blocks": len(made.blocks),
         "stages": {name: counts.to_json() for name, counts in stages.items()},
         "notes": {name: count for name, count in notes.items() if count},
+        "repeated_ids": deduplicated.result["examples"],
         "provenance": provenance(),
     }
 

@@ -29,6 +29,7 @@ _EMPTY = np.uint64(2**64 - 1)
 _BASE = 0x9E3779B97F4A7C15
 # What is hashed at a time fits the second-level cache.
 _WINDOW = 1 << 14
+_ATTEMPTS = 100  # 1 in 40,000 is not enough where a tenth of the bins have something
 _FIRST_CJK = 0x2E80  # radicals; above are Han, kana, Hangul syllables and few others
 _LAST_LOOKED_UP = 0x20000  # above are rare Han characters, which have no case
 
@@ -43,6 +44,11 @@ class SignatureSettings:
     rows: int
     min_chars: int
 
+    @property
+    def sketch_bins(self) -> int:
+        """Minima that a sketch keeps a byte of: an estimate's standard error is below 0.032."""
+        return min(256, self.bands * self.rows)
+
 
 @dataclass(frozen=True)
 class Signatures:
@@ -51,7 +57,7 @@ class Signatures:
     bands: npt.NDArray[np.uint64]
     """(D, bands) hash of the `rows` minima of a band; 0 in all bands of a document without."""
     sketch: npt.NDArray[np.uint8]
-    """(D, K) last byte of every minimum."""
+    """(D, S) last byte of the first S = `sketch_bins` minima."""
 
 
 def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
@@ -70,18 +76,23 @@ def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
     _densify(kept)
     bands = np.zeros((len(texts), settings.bands), dtype=_U64)
     bands[signed] = _band_hashes(kept, settings)
-    sketch = np.zeros((len(texts), num_bins), dtype=np.uint8)
-    sketch[signed] = kept.astype(np.uint8)
+    sketch = np.zeros((len(texts), settings.sketch_bins), dtype=np.uint8)
+    sketch[signed] = kept[:, : settings.sketch_bins].astype(np.uint8)
     return Signatures(bands, sketch)
 
 
 def estimate(first: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
-    """Jaccard similarity from two (K,) sketches.
+    """Jaccard similarity from two (S,) sketches."""
+    return float(similarity(np.count_nonzero(first == other), len(first)))
+
+
+def similarity(agreements: npt.ArrayLike, num_bins: int) -> npt.NDArray[np.float64]:
+    """Jaccard similarities from numbers of equal bytes in sketches of `num_bins`.
 
     Unequal minima have an equal last byte once in 256 (Li and Konig 2010, "b-Bit Minwise Hashing").
     """
-    share = np.count_nonzero(first == other) / len(first)
-    return max(0.0, (share - 1 / 256) / (1 - 1 / 256))
+    share = np.asarray(agreements, dtype=np.float64) / num_bins
+    return np.maximum(0.0, (share - 1 / 256) / (1 - 1 / 256))
 
 
 def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
@@ -187,20 +198,25 @@ def _densify(minima: npt.NDArray[np.uint64]) -> None:
     """Fills the empty bins of (D, K); every row has a bin that is not empty.
 
     Bin j tries bins drawn by hash of (j, attempt) until one is not empty, the same in every
-    document.
+    document. Where few bins have anything ("aaaa..."), the last attempt goes on to the next one.
     """
     num_bins = minima.shape[1]
     full = minima != _EMPTY
     original = minima.copy()
     rows, columns = np.nonzero(~full)
-    attempt = 0
-    while len(rows):
-        attempt += 1
+    for attempt in range(1, _ATTEMPTS + 1):
+        if not len(rows):
+            return
         seeds = np.arange(num_bins, dtype=_U64) + np.uint64(attempt * num_bins)
         drawn = _bins(_mix(seeds * np.uint64(_BASE)), num_bins)[columns]
         found = full[rows, drawn]
         minima[rows[found], columns[found]] = original[rows[found], drawn[found]]
-        rows, columns = rows[~found], columns[~found]
+        rows, columns, drawn = rows[~found], columns[~found], drawn[~found]
+    for row in np.unique(rows):
+        mine = rows == row
+        places = np.flatnonzero(full[row])
+        following = places[np.searchsorted(places, drawn[mine]) % len(places)]
+        minima[row, columns[mine]] = original[row, following]
 
 
 def _band_hashes(

@@ -25,7 +25,9 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
 
 # Every stage that there is.
-ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4"]
+ALL_STAGES = [
+    "dedup.near_duplicates=true", "dedup.bands=4", "dedup.lines=true", "dedup.line_min_chars=200"
+]  # fmt: skip
 SOURCES = 6
 
 
@@ -125,7 +127,8 @@ def test_a_stage_refuses_when_the_one_before_is_not_complete(
         run_part(config, "dedup")
     for rank in (0, 2, 3, 4, 5):
         run_part(config, "ingest", rank=rank, world=6)
-    run_part(config, "dedup")
+    for stage in _stages(config)[1 : _stages(config).index("dedup") + 1]:
+        run_part(config, stage)
     # Other settings or inputs make all that depends on them undone again.
     other = _load(prep_config, tmp_path / "data", source, "clean.min_chars=50")
     with pytest.raises(DataError, match=r"ingest, of which 6 of 6 tasks are not done"):
@@ -167,7 +170,7 @@ def test_status_tells_failed_stopped_and_running_tasks(
     config = _load(prep_config, tmp_path / "data", source)
     lines = status_text(config).splitlines()
     assert lines[1].split() == ["ingest", "0", "0", "0", "0", str(SOURCES)]
-    assert lines[2].split() == ["dedup", "after", "ingest"]
+    assert lines[2].split() == ["line_hashes", "after", "ingest"]
     too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
     with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
         run(too_long)
