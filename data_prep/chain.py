@@ -9,7 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep import dedup, finish, ingest, near, near_cluster, shards, vocabulary
+from data_prep import (
+    decontaminate,
+    dedup,
+    eval_sets,
+    finish,
+    ingest,
+    near,
+    near_cluster,
+    overlaps,
+    shards,
+    vocabulary,
+)
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts, table
@@ -18,13 +29,14 @@ from data_prep.stage import Done, Stage
 from pipeline.errors import DataError
 
 Chain = Generator[Stage, list[Done], None]
-NearChain = Generator[Stage, list[Done], list[Done]]
+Part = Generator[Stage, list[Done], list[Done]]
 
 
 def stage_names(config: PrepConfig) -> list[str]:
     """Names of the stages that a config asks for, in order."""
     near_stages = ["signatures", "buckets", "near"] if config.dedup.near_duplicates else []
-    return ["ingest", "dedup", *near_stages, "tokenizer", "shards", "index"]
+    eval_stages = ["eval_sets", "overlaps", "decontaminate"] if config.decontaminate.sets else []
+    return ["ingest", "dedup", *near_stages, *eval_stages, "tokenizer", "shards", "index"]
 
 
 def walk(corpus: Corpus, visit: Callable[[Stage], list[Done] | None]) -> bool:
@@ -71,6 +83,11 @@ def chain(corpus: Corpus) -> Chain:
     if config.dedup.near_duplicates:
         masks["near"] = work / "near"
         [kept] = records["near"] = yield from _near(corpus, names, ingested, kept)
+    if config.decontaminate.sets:
+        [kept] = records["decontaminate"] = yield from _decontaminate(
+            corpus, names, (ingested, kept), list(masks.values())[-1]
+        )
+        masks["decontaminate"] = work / "decontaminate"
     job = vocabulary.VocabularyJob(
         work / "ingest", list(masks.values())[-1], names, int(sum(_kept_bytes(work, names, masks))),
         config.tokenizer,
@@ -103,9 +120,7 @@ def _kept_bytes(work: Path, names: tuple[str, ...], masks: dict[str, Path]) -> l
     ]
 
 
-def _near(
-    corpus: Corpus, names: tuple[str, ...], ingested: list[Done], deduplicated: Done
-) -> NearChain:
+def _near(corpus: Corpus, names: tuple[str, ...], ingested: list[Done], deduplicated: Done) -> Part:
     """Stages signatures, buckets and near; returns the records of the last."""
     work, config = corpus.work, corpus.config.dedup
     signed = yield Stage(
@@ -122,6 +137,29 @@ def _near(
     )  # fmt: skip
     to_decide = near_cluster.task(job, signed, deduplicated, paired, work / "near")
     return (yield Stage("near", [to_decide], near_cluster.run))
+
+
+def _decontaminate(
+    corpus: Corpus, names: tuple[str, ...], upstream: tuple[list[Done], Done], mask_folder: Path
+) -> Part:
+    """Stages eval_sets, overlaps and decontaminate; returns the records of the last.
+
+    `upstream`: records of ingest and of the stage that wrote the masks in `mask_folder`.
+    """
+    work, config = corpus.work, corpus.config.decontaminate
+    (ingested, kept), folders = upstream, (work / "ingest", mask_folder, work / "eval_sets")
+    to_read = eval_sets.eval_set_task(config, corpus.config.clean, folders[2])
+    [evaluated] = yield Stage("eval_sets", [to_read], eval_sets.run_eval_sets)
+    to_search = overlaps.overlap_tasks(
+        (ingested, kept, evaluated), names, folders, config, work / "overlaps"
+    )
+    searched = yield Stage("overlaps", to_search, overlaps.run_overlaps)
+    set_items = {name: counts["items"] for name, counts in evaluated.result["sets"].items()}
+    job = decontaminate.DecontaminateJob(*folders, work / "overlaps", names, set_items, config)
+    to_decide = decontaminate.decontaminate_task(
+        job, (kept, evaluated, searched), work / "decontaminate"
+    )
+    return (yield Stage("decontaminate", [to_decide], decontaminate.run_decontaminate))
 
 
 def _refuse_empty(ingested: list[Done], folder: Path) -> None:

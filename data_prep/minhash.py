@@ -99,6 +99,17 @@ def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64
     return folded[kept], np.array(sizes, dtype=np.int64)
 
 
+def letter_positions(text: str) -> npt.NDArray[np.int64]:
+    """(L,) which characters of a text `fold` keeps."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    return np.flatnonzero(_fold_table()[points])
+
+
+def shingle_lengths(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int) -> Any:
+    """(L,) int64 letters of the shingle that starts at every letter."""
+    return np.where(letters >= _FIRST_CJK, np.int64(ngram_cjk), np.int64(ngram))
+
+
 def shingle_hashes(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int) -> Any:
     """(L,) uint64 hash of the shingle that starts at every letter; zeros follow the last letter."""
     padded = np.zeros(len(letters) + max(ngram, ngram_cjk), dtype=_U64)
@@ -176,7 +187,7 @@ def _take_minima(
         first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
         here = ends[first : last + 1]
         sizes = np.diff(np.minimum(here, stop), prepend=start)
-        lengths = np.where(window[: stop - start] >= _FIRST_CJK, settings.ngram_cjk, settings.ngram)
+        lengths = shingle_lengths(window[: stop - start], settings.ngram, settings.ngram_cjk)
         complete = np.arange(start, stop) + lengths <= np.repeat(here, sizes)
         document = np.repeat(np.arange(first, last + 1), sizes)[complete]
         hashes = hashes[complete]

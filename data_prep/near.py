@@ -88,7 +88,7 @@ def run_signatures(task: Task[SignatureJob]) -> tuple[dict[str, Any], list[Path]
     bands = [np.zeros((0, job.settings.bands), dtype=np.uint64)]
     sketches = [np.zeros((0, job.settings.bands * job.settings.rows), dtype=np.uint8)]
     with replacing(paths[2]) as temporary, temporary.open("w", encoding="utf-8") as ids:
-        for batch in _batches(read_documents(job.documents)):
+        for batch in batches(read_documents(job.documents)):
             ids.writelines(json.dumps(document["id"]) + "\n" for document in batch)
             signed = signatures([document["text"] for document in batch], job.settings)
             bands.append(signed.bands)
@@ -184,7 +184,8 @@ def _column(job: BucketJob) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint
     return np.concatenate(hashes), np.concatenate(documents)
 
 
-def _batches(documents: Iterable[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+def batches(documents: Iterable[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+    """Groups documents into lists of about as much text as fits caches."""
     batch: list[dict[str, str]] = []
     size = 0
     for document in documents:

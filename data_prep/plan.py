@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep import corpus, near, shards
+from data_prep import corpus, eval_items, near, shards
 from data_prep.chain import stage_names
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
@@ -155,6 +155,25 @@ def _near(size: _Size) -> Estimate:
     return Estimate(1, size.documents * 10e-6, size.documents, 200e6 + 30 * size.documents)
 
 
+def _eval_sets(size: _Size) -> Estimate:
+    found = eval_items.find(size.config.decontaminate)
+    text = sum(_text_bytes(file.path, file.num_bytes) for files in found.values() for file in files)
+    return Estimate(1, text / 1e6 / 4, 6 * text, 100e6 + 20 * text)
+
+
+def _overlaps(size: _Size) -> Estimate:
+    text = _eval_sets(size).disk_bytes / 6
+    return Estimate(
+        size.pieces, size.text_bytes / 1e6 / 60, 0.001 * size.text_bytes, 150e6 + 2 * text
+    )
+
+
+def _decontaminate(size: _Size) -> Estimate:
+    return Estimate(
+        1, size.documents * 1e-6, size.documents, 100e6 + 10 * size.documents / size.pieces
+    )
+
+
 def _tokenizer(size: _Size) -> Estimate:
     sample = min(size.text_bytes, size.config.tokenizer.sample_mb * 1e6)
     unigram = size.config.tokenizer.model_type == "unigram"
@@ -178,6 +197,9 @@ _ESTIMATES: dict[str, Callable[[_Size], Estimate]] = {
     "signatures": _signatures,
     "buckets": _buckets,
     "near": _near,
+    "eval_sets": _eval_sets,
+    "overlaps": _overlaps,
+    "decontaminate": _decontaminate,
     "tokenizer": _tokenizer,
     "shards": _shards,
     "index": _index,
