@@ -22,16 +22,33 @@ import html
 import re
 from html.entities import name2codepoint
 
-_BLOCKS = frozenset(
-    ["address", "article", "aside", "blockquote", "body", "br", "caption", "center", "dd", "details", "div", "dl", "dt", "fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "head", "header", "hr", "html", "iframe", "legend", "li", "main", "nav", "noscript", "ol", "optgroup", "option", "p", "pre", "section", "summary", "table", "tbody", "tfoot", "thead", "title", "tr", "ul"]
-)  # fmt: skip
-_CELLS = frozenset(["rt", "td", "th"])
-_INLINE = frozenset(
-    ["a", "abbr", "acronym", "area", "audio", "b", "base", "bdi", "bdo", "big", "button", "canvas", "cite", "code", "col", "colgroup", "data", "datalist", "del", "dfn", "em", "embed", "font", "i", "img", "input", "ins", "kbd", "label", "link", "map", "mark", "meta", "meter", "nobr", "object", "output", "param", "picture", "progress", "q", "rp", "ruby", "s", "samp", "select", "small", "source", "span", "strike", "strong", "sub", "sup", "svg", "template", "textarea", "time", "track", "tt", "u", "var", "video", "wbr"]
-)  # fmt: skip
-_ALWAYS = frozenset(
-    ["blockquote", "br", "center", "dd", "div", "dl", "dt", "em", "font", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "nobr", "ol", "p", "span", "strong", "tbody", "td", "tfoot", "th", "thead", "tr", "tt", "ul", "wbr"]
-)  # fmt: skip
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_BLOCKS = _words(
+    """
+    address article aside blockquote body br caption center dd details div dl dt fieldset
+    figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hr html iframe legend li main
+    nav noscript ol optgroup option p pre section summary table tbody tfoot thead title tr ul
+    """
+)
+_CELLS = _words("rt td th")
+_INLINE = _words(
+    """
+    a abbr acronym area audio b base bdi bdo big button canvas cite code col colgroup data
+    datalist del dfn em embed font i img input ins kbd label link map mark meta meter nobr
+    object output param picture progress q rp ruby s samp select small source span strike strong
+    sub sup svg template textarea time track tt u var video wbr
+    """
+)
+_ALWAYS = _words(
+    """
+    blockquote br center dd div dl dt em font h1 h2 h3 h4 h5 h6 hr li nobr ol p span strong
+    tbody td tfoot th thead tr tt ul wbr
+    """
+)
 _NAMES = "|".join(sorted(_BLOCKS | _CELLS | _INLINE, key=len, reverse=True))
 _FLAGS = (
     "allowfullscreen|async|autofocus|autoplay|checked|compact|controls|default|defer|disabled|hidden"

@@ -134,25 +134,31 @@ def _fold_table() -> npt.NDArray[np.uint32]:
 
 
 def _window_hashes(values: npt.NDArray[np.uint64], lengths: set[int]) -> dict[int, Any]:
-    """Polynomial hash of every window of each length, by doubling.
+    """Polynomial hash, modulo 2^64, of every window of each length: (L - length + 1,).
 
-    The hash of 2w values is that of the first w times base^w plus that of the other w, so a length
-    of n takes about log2 n passes, and lengths share them.
+    The last value has weight 1, each one before it `_BASE` times more. With weights that fall from
+    the first value on, a window is the difference of two running sums; a power of the base, which
+    is odd and so has an inverse, makes its last weight 1 again.
     """
-    found: dict[int, Any] = {}
-    power, width, factor = values, 1, _BASE
-    while width <= max(lengths):
-        for length in lengths:
-            if length & width:
-                done = length & (width - 1)
-                right = power[done:]
-                left = found.get(length)
-                found[length] = right if left is None else (
-                    left[: len(right)] * np.uint64(factor) + right[: len(left)]
-                )  # fmt: skip
-        power = power[:-width] * np.uint64(factor) + power[width:]
-        width, factor = 2 * width, factor * factor % 2**64
-    return found
+    powers, inverses = _powers(1 << len(values).bit_length())
+    sums = np.zeros(len(values) + 1, dtype=_U64)
+    np.cumsum(values * inverses[: len(values)], out=sums[1:])
+    return {
+        length: (sums[length:] - sums[: len(sums) - length])
+        * powers[length - 1 : length - 1 + len(sums) - length]
+        for length in lengths
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """(count,) powers of the base and of its inverse, from 0 on."""
+    both = []
+    for base in (_BASE, pow(_BASE, -1, 2**64)):
+        factors = np.full(count, base, dtype=_U64)
+        factors[0] = 1
+        both.append(np.multiply.accumulate(factors))
+    return both[0], both[1]
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -1,8 +1,7 @@
 """Stage overlaps: where documents share text with evaluation sets.
 
-Every shingle of a document is looked up in the tables of stage eval_sets. A bitmap answers for
-nearly all of them that they are not there (a Bloom filter of two bits a hash, Bloom 1970), the
-sorted tables decide about the rest. Equal 64-bit hashes count as equal n-grams: 10^11 shingles of a
+Every shingle of a document is looked up in the tables of stage eval_sets. A Bloom filter answers
+for nearly all of them that they are not there, the sorted tables decide about the rest. Equal 64-bit hashes count as equal n-grams: 10^11 shingles of a
 corpus against 10^7 of evaluation sets meet by chance once in 20 corpora.
 
 Writes per piece
@@ -12,7 +11,8 @@ Writes per piece
                           each row once a document, where it is first; rows of all.whole.npy are
                           counted on from those of all.ngrams.npy
 
-Needs 150 MB of memory, and 5 bytes for each letter of the evaluation sets; the tables are mapped.
+Needs 200 MB of memory and up to 16 bytes for each n-gram of the evaluation sets, not counting the
+tables, which are mapped.
 """
 
 import json
@@ -33,7 +33,7 @@ from data_prep.stage import Done, Task, make_key, replacing
 
 _WINDOW = 1 << 14  # what is hashed at a time fits the second-level cache
 _STRETCH_CHARS = 1000
-_BITS_A_HASH = 16
+_SLOTS_A_HASH = 8
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Finder:
     def __init__(self, eval_folder: Path, config: DecontaminateConfig) -> None:
         arrays = [np.load(eval_folder / f"all{suffix}", mmap_mode="r") for suffix in ARRAYS]
         self._ngrams, _, self._anchors, self._whole, self._whole_letters = arrays
-        self._ngram_filter, self._anchor_filter = _Bitmap(self._ngrams), _Bitmap(self._anchors)
+        self._ngram_filter, self._anchor_filter = _Sieve(self._ngrams), _Sieve(self._anchors)
         self._lengths = (config.ngram, config.ngram_cjk)
         self._anchor_lengths = (config.min_chars, config.min_chars_cjk)
 
@@ -165,39 +165,35 @@ class Finder:
         return np.array(found, dtype=np.int64).reshape(-1, 3)
 
 
-class _Bitmap:
-    """Answers quickly that a hash is in none of the rows of a table."""
+class _Sieve:
+    """Answers quickly that a hash is in none of the rows of a table (a Bloom filter)."""
 
     def __init__(self, table: npt.NDArray[np.uint64]) -> None:
-        self._bits = max(10, int(len(table) * _BITS_A_HASH).bit_length())
-        self._bytes = np.zeros(2**self._bits // 8, dtype=np.uint8)
+        self._bits = max(10, int(len(table) * _SLOTS_A_HASH).bit_length())
+        self._marked = np.zeros(2**self._bits, dtype=bool)
         for start in range(0, len(table), 1 << 20):
             part = np.array(table[start : start + (1 << 20)])
-            for numbers in (self._upper(part), self._lower(part)):
-                np.bitwise_or.at(self._bytes, numbers >> 3, _ONES[numbers & 7])
+            self._marked[self._first(part)] = True
+            self._marked[self._second(part)] = True
 
     def candidates(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Places of hashes that may be in the table."""
-        places = np.flatnonzero(self._test(self._upper(hashes)))
-        return places[self._test(self._lower(hashes[places]))]
+        # All numbers are in range; `clip` saves numpy the check.
+        places = np.flatnonzero(self._marked.take(self._first(hashes), mode="clip"))
+        found: npt.NDArray[np.int64] = places[self._marked[self._second(hashes[places])]]
+        return found
 
-    def _test(self, numbers: npt.NDArray[np.int64]) -> Any:
-        return self._bytes[numbers >> 3] & _ONES[numbers & 7] != 0
+    def _first(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        return (hashes >> np.uint64(64 - self._bits)).view(np.int64)
 
-    def _upper(self, hashes: npt.NDArray[np.uint64]) -> Any:
-        return (hashes >> np.uint64(64 - self._bits)).astype(np.int64)
-
-    def _lower(self, hashes: npt.NDArray[np.uint64]) -> Any:
-        return (hashes & np.uint64(2**self._bits - 1)).astype(np.int64)
-
-
-_ONES = (1 << np.arange(8)).astype(np.uint8)
+    def _second(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        return (hashes & np.uint64(2**self._bits - 1)).view(np.int64)
 
 
 def _look_up(
     letters: npt.NDArray[np.uint32],
     lengths: tuple[int, int],
-    bitmap: _Bitmap,
+    sieve: _Sieve,
     table: npt.NDArray[np.uint64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Letters at which a shingle of the table begins, and the row; all rows of equal hashes."""
@@ -205,10 +201,12 @@ def _look_up(
     for start in range(0, len(letters) if len(table) else 0, _WINDOW):
         window = letters[start : start + _WINDOW + max(lengths)]
         own = shingle_hashes(window, *lengths)[:_WINDOW]
-        chosen = bitmap.candidates(own)
+        chosen = sieve.candidates(own)
         places.append(start + chosen)
         hashes.append(own[chosen])
     place, wanted = np.concatenate(places), np.concatenate(hashes)
+    order = np.argsort(wanted)  # neighbours in the table are looked up one after another
+    place, wanted = place[order], wanted[order]
     first = np.searchsorted(table, wanted, side="left")
     equal = np.searchsorted(table, wanted, side="right") - first
     row = np.repeat(first - np.cumsum(equal) + equal, equal) + np.arange(equal.sum())

@@ -42,10 +42,6 @@ def _converter(name: str) -> opencc.OpenCC:
 def _is_traditional(text: str, converted: str) -> bool:
     if len(converted) != len(text):
         return False
-    before, after = (
-        np.frombuffer(t.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-        for t in (text, converted)
-    )
-    han = (before >= 0x3400) & (before < 0xA000)
-    changed = np.count_nonzero(before != after)
-    return bool(changed >= _TRADITIONAL_SHARE * max(1, np.count_nonzero(han)))
+    before, after = (np.frombuffer(t.encode("utf-32-le"), dtype="<u4") for t in (text, converted))
+    han = np.count_nonzero((before >= 0x3400) & (before < 0xA000))
+    return int(np.count_nonzero(before != after)) >= max(1.0, _TRADITIONAL_SHARE * han)
