@@ -131,10 +131,11 @@ class _Tables:
         found: list[Any] = [[], []]
         for batch in batches:
             letters, sizes = fold([text for _, text in batch])
-            hashes, complete = self._shingles(letters, sizes, self._config.ngram,
-                                              self._config.ngram_cjk)  # fmt: skip
-            anchors = self._shingles(letters, sizes, self._config.min_chars,
-                                     self._config.min_chars_cjk)  # fmt: skip
+            lengths = (self._config.ngram, self._config.ngram_cjk)
+            anchor_lengths = (self._config.min_chars, self._config.min_chars_cjk)
+            hashes, anchors = shingle_hashes(letters, lengths, anchor_lengths)
+            complete = _complete(letters, sizes, lengths)
+            anchored = _complete(letters, sizes, anchor_lengths)
             end = 0
             for (place, text), size in zip(batch, sizes.tolist(), strict=True):
                 here = slice(end, end + size)
@@ -148,9 +149,9 @@ class _Tables:
                 if _has_different(ngrams, self._config.min_hits):
                     found[0].append(ngrams)
                     found[1].append(np.full(len(ngrams), self._num_items, dtype=np.uint32))
-                elif anchors[1][here].any():
+                elif anchored[here].any():
                     counts["whole"] += 1
-                    self._add_whole(item, anchors[0][here], int(anchors[1][here].argmax()))
+                    self._add_whole(item, anchors[here], int(anchored[here].argmax()))
                 else:
                     counts["too short"] += bool(size)
                     continue
@@ -179,15 +180,6 @@ class _Tables:
             anchors[by_anchor], whole[by_anchor], np.concatenate(self._letters),
         ]  # fmt: skip
 
-    def _shingles(
-        self, letters: npt.NDArray[np.uint32], sizes: npt.NDArray[np.int64], length: int, cjk: int
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """(L,) hashes, and whether the shingle ends within its item."""
-        ends = np.repeat(np.cumsum(sizes), sizes)
-        lengths = shingle_lengths(letters, length, cjk)
-        complete = np.arange(len(letters)) + lengths <= ends
-        return shingle_hashes(letters, length, cjk), complete
-
     def _add_whole(
         self, letters: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64], anchor: int
     ) -> None:
@@ -196,6 +188,17 @@ class _Tables:
         self._letters.append(letters.copy())
         self._anchors.append(int(hashes[anchor]))
         self._whole.append((self._num_items, anchor, begin, self._num_letters))
+
+
+def _complete(
+    letters: npt.NDArray[np.uint32], sizes: npt.NDArray[np.int64], lengths: tuple[int, int]
+) -> npt.NDArray[np.bool_]:
+    """(L,) whether the shingle that starts here ends within its item."""
+    ends = np.repeat(np.cumsum(sizes), sizes)
+    complete: npt.NDArray[np.bool_] = (
+        np.arange(len(letters)) + shingle_lengths(letters, *lengths) <= ends
+    )
+    return complete
 
 
 def _has_different(values: npt.NDArray[np.uint64], least: int) -> bool:

@@ -110,16 +110,26 @@ def shingle_lengths(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int)
     return np.where(letters >= _FIRST_CJK, np.int64(ngram_cjk), np.int64(ngram))
 
 
-def shingle_hashes(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int) -> Any:
-    """(L,) uint64 hash of the shingle that starts at every letter; zeros follow the last letter."""
-    padded = np.zeros(len(letters) + max(ngram, ngram_cjk), dtype=_U64)
-    padded[: len(letters)] = letters
-    by_length = _window_hashes(padded, {ngram, ngram_cjk})
-    length = len(letters)
-    if ngram == ngram_cjk:
-        return _mix(by_length[ngram][:length])
+def shingle_hashes(letters: npt.NDArray[np.uint32], *lengths: tuple[int, int]) -> list[Any]:
+    """Hashes of the shingles that start at every letter; zeros follow the last letter.
+
+    Args:
+        letters: (L,) folded code points.
+        lengths: of shingles that start with other and with CJK characters; any number of pairs.
+
+    Returns:
+        (L,) uint64 for each pair.
+    """
+    count = len(letters)
+    every = {length for pair in lengths for length in pair}
+    padded = np.zeros(count + max(every), dtype=_U64)
+    padded[:count] = letters
+    by_length = _window_hashes(padded, every)
     cjk = letters >= _FIRST_CJK
-    return _mix(np.where(cjk, by_length[ngram_cjk][:length], by_length[ngram][:length]))
+    return [
+        _mix(np.where(cjk, by_length[of_cjk][:count], by_length[other][:count]))
+        for other, of_cjk in lengths
+    ]
 
 
 @functools.cache
@@ -189,7 +199,8 @@ def _take_minima(
     for start in range(0, len(letters), _WINDOW):
         stop = min(start + _WINDOW, len(letters))
         window = letters[start : stop + longest]
-        hashes = shingle_hashes(window, settings.ngram, settings.ngram_cjk)[: stop - start]
+        [hashes] = shingle_hashes(window, (settings.ngram, settings.ngram_cjk))
+        hashes = hashes[: stop - start]
         first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
         here = ends[first : last + 1]
         sizes = np.diff(np.minimum(here, stop), prepend=start)

@@ -1,8 +1,9 @@
 """Stage overlaps: where documents share text with evaluation sets.
 
 Every shingle of a document is looked up in the tables of stage eval_sets. A Bloom filter answers
-for nearly all of them that they are not there, the sorted tables decide about the rest. Equal 64-bit hashes count as equal n-grams: 10^11 shingles of a
-corpus against 10^7 of evaluation sets meet by chance once in 20 corpora.
+for nearly all of them that they are not there, the sorted tables decide about the rest. Equal
+64-bit hashes count as equal n-grams: 10^11 shingles of a corpus against 10^7 of evaluation sets
+meet by chance once in 20 corpora.
 
 Writes per piece
     NAME.overlaps.jsonl   {"document", "id", "stretches": [{"text", "rows"}]} a line, for documents
@@ -11,7 +12,7 @@ Writes per piece
                           each row once a document, where it is first; rows of all.whole.npy are
                           counted on from those of all.ngrams.npy
 
-Needs 200 MB of memory and up to 16 bytes for each n-gram of the evaluation sets, not counting the
+Needs 200 MB of memory and up to 32 bytes for each n-gram of the evaluation sets, not counting the
 tables, which are mapped.
 """
 
@@ -33,7 +34,11 @@ from data_prep.stage import Done, Task, make_key, replacing
 
 _WINDOW = 1 << 14  # what is hashed at a time fits the second-level cache
 _STRETCH_CHARS = 1000
-_SLOTS_A_HASH = 8
+_SLOTS_A_HASH = 16
+
+
+_Candidates = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]
+_NONE: _Candidates = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64))
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Finder:
     def __init__(self, eval_folder: Path, config: DecontaminateConfig) -> None:
         arrays = [np.load(eval_folder / f"all{suffix}", mmap_mode="r") for suffix in ARRAYS]
         self._ngrams, _, self._anchors, self._whole, self._whole_letters = arrays
-        self._ngram_filter, self._anchor_filter = _Sieve(self._ngrams), _Sieve(self._anchors)
+        self._ngram_sieve, self._anchor_sieve = _Sieve(self._ngrams), _Sieve(self._anchors)
         self._lengths = (config.ngram, config.ngram_cjk)
         self._anchor_lengths = (config.min_chars, config.min_chars_cjk)
 
@@ -125,7 +130,10 @@ class Finder:
         """Of each text the stretches that evaluation sets have, too."""
         letters, sizes = fold(texts)
         ends = np.cumsum(sizes)
-        hits = np.concatenate([self._shared(letters, ends), self._whole_items(letters, ends)])
+        at_ngrams, at_anchors = self._candidates(letters)
+        hits = np.concatenate(
+            [self._shared(letters, ends, *at_ngrams), self._whole_items(letters, ends, *at_anchors)]
+        )
         found: list[list[Overlap]] = [[] for _ in texts]
         numbers = np.searchsorted(ends, hits[:, 0], side="right")
         for number in np.unique(numbers).tolist():
@@ -134,22 +142,49 @@ class Finder:
             found[number] = _stretches(texts[number], own)
         return found
 
+    def _candidates(self, letters: npt.NDArray[np.uint32]) -> list[_Candidates]:
+        """Letters where n-grams and where anchors of the tables may begin, and their hashes."""
+        tables = ((self._ngram_sieve, self._lengths), (self._anchor_sieve, self._anchor_lengths))
+        longest = max(self._lengths)  # anchors are no longer
+        found: list[list[_Candidates]] = [[_NONE], [_NONE]]
+        for start in range(0, len(letters), _WINDOW):
+            window = letters[start : start + _WINDOW + longest]
+            every = shingle_hashes(window, *(lengths for _, lengths in tables))
+            for (sieve, _), hashes, parts in zip(tables, every, found, strict=True):
+                places = sieve.candidates(hashes[:_WINDOW])
+                parts.append((start + places, hashes[places]))
+        return [
+            (
+                np.concatenate([part[0] for part in parts]),
+                np.concatenate([part[1] for part in parts]),
+            )
+            for parts in found
+        ]
+
     def _shared(
-        self, letters: npt.NDArray[np.uint32], ends: npt.NDArray[np.int64]
+        self,
+        letters: npt.NDArray[np.uint32],
+        ends: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        hashes: npt.NDArray[np.uint64],
     ) -> npt.NDArray[np.int64]:
         """(h, 3): first letter, letter behind the last, and row of every n-gram that is found."""
-        places, rows = _look_up(letters, self._lengths, self._ngram_filter, self._ngrams)
+        places, rows = _look_up(places, hashes, self._ngrams)
         behind = places + shingle_lengths(letters[places], *self._lengths)
         within = behind <= ends[np.searchsorted(ends, places, side="right")]
         found: npt.NDArray[np.int64] = np.stack([places, behind, rows], axis=1)[within]
         return found
 
     def _whole_items(
-        self, letters: npt.NDArray[np.uint32], ends: npt.NDArray[np.int64]
+        self,
+        letters: npt.NDArray[np.uint32],
+        ends: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        hashes: npt.NDArray[np.uint64],
     ) -> npt.NDArray[np.int64]:
         """The same of items that are found as a whole."""
         found = []
-        places, rows = _look_up(letters, self._anchor_lengths, self._anchor_filter, self._anchors)
+        places, rows = _look_up(places, hashes, self._anchors)
         numbers = np.searchsorted(ends, places, side="right")
         for place, number, row in zip(
             places.tolist(), numbers.tolist(), rows.tolist(), strict=True
@@ -184,33 +219,27 @@ class _Sieve:
         return found
 
     def _first(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        return (hashes >> np.uint64(64 - self._bits)).view(np.int64)
+        numbers: npt.NDArray[np.int64] = (hashes >> np.uint64(64 - self._bits)).view(np.int64)
+        return numbers
 
     def _second(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        return (hashes & np.uint64(2**self._bits - 1)).view(np.int64)
+        numbers: npt.NDArray[np.int64] = (hashes & np.uint64(2**self._bits - 1)).view(np.int64)
+        return numbers
 
 
 def _look_up(
-    letters: npt.NDArray[np.uint32],
-    lengths: tuple[int, int],
-    sieve: _Sieve,
-    table: npt.NDArray[np.uint64],
+    places: npt.NDArray[np.int64], wanted: npt.NDArray[np.uint64], table: npt.NDArray[np.uint64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Letters at which a shingle of the table begins, and the row; all rows of equal hashes."""
-    places, hashes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.uint64)]
-    for start in range(0, len(letters) if len(table) else 0, _WINDOW):
-        window = letters[start : start + _WINDOW + max(lengths)]
-        own = shingle_hashes(window, *lengths)[:_WINDOW]
-        chosen = sieve.candidates(own)
-        places.append(start + chosen)
-        hashes.append(own[chosen])
-    place, wanted = np.concatenate(places), np.concatenate(hashes)
+    """Places whose hash the table has, and the row; once for each row of equal hashes."""
     order = np.argsort(wanted)  # neighbours in the table are looked up one after another
-    place, wanted = place[order], wanted[order]
-    first = np.searchsorted(table, wanted, side="left")
-    equal = np.searchsorted(table, wanted, side="right") - first
+    first = np.searchsorted(table, wanted[order])
+    found = np.zeros(len(first), dtype=bool)
+    inside = first < len(table)
+    found[inside] = table[first[inside]] == wanted[order][inside]
+    order, first = order[found], first[found]
+    equal = np.searchsorted(table, wanted[order], side="right") - first
     row = np.repeat(first - np.cumsum(equal) + equal, equal) + np.arange(equal.sum())
-    return np.repeat(place, equal), row
+    return np.repeat(places[order], equal), row
 
 
 def _stretches(text: str, hits: npt.NDArray[np.int64]) -> list[Overlap]:
