@@ -154,8 +154,9 @@ def _decontaminate(
         (ingested, kept, evaluated), names, folders, config, work / "overlaps"
     )
     searched = yield Stage("overlaps", to_search, overlaps.run_overlaps)
-    set_items = {name: counts["items"] for name, counts in evaluated.result["sets"].items()}
-    job = decontaminate.DecontaminateJob(*folders, work / "overlaps", names, set_items, config)
+    job = decontaminate.DecontaminateJob(
+        *folders, work / "overlaps", names, evaluated.result["sets"], config
+    )
     to_decide = decontaminate.decontaminate_task(
         job, (kept, evaluated, searched), work / "decontaminate"
     )

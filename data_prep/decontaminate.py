@@ -42,8 +42,8 @@ class DecontaminateJob:
     eval_folder: Path
     overlap_folder: Path
     names: tuple[str, ...]
-    set_items: dict[str, int]
-    """Number of items of every set, in order."""
+    sets: dict[str, dict[str, int]]
+    """What stage eval_sets counted of every set, in order."""
     config: DecontaminateConfig
 
 
@@ -87,7 +87,9 @@ def run_decontaminate(task: Task[DecontaminateJob]) -> tuple[dict[str, Any], lis
     top = sorted(documents_with.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN_ITEMS]
     return {
         "decontaminate": counts.to_json(),
-        "sets": {name: documents_of[name] for name in job.set_items},
+        "sets": {
+            name: {**found, "documents": documents_of[name]} for name, found in job.sets.items()
+        },
         "items": [{**json.loads(listing[item]), "documents": count} for item, count in top],
         "ignored_ngrams": rows.num_ignored,
     }, paths
@@ -112,8 +114,8 @@ class _Rows:
         ngram_items = np.load(job.eval_folder / "all.items.npy")
         self._num_ngrams = len(ngram_items)
         self._items = np.concatenate([ngram_items, whole[:, 0].astype(np.uint32)])
-        self._sets = list(job.set_items)
-        self._set_ends = np.cumsum(list(job.set_items.values()))
+        self._sets = list(job.sets)
+        self._set_ends = np.cumsum([found["items"] for found in job.sets.values()])
         self._min_hits = job.config.min_hits
         self._ignored = np.zeros(len(self._items), dtype=bool)
         if job.config.max_documents is not None:

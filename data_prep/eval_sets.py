@@ -105,7 +105,8 @@ def _batches(
             if size >= _BATCH_CHARS:
                 yield batch
                 batch, size = [], 0
-    yield batch
+    if batch:
+        yield batch
 
 
 class _Tables:
