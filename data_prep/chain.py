@@ -35,8 +35,11 @@ Part = Generator[Stage, list[Done], list[Done]]
 def stage_names(config: PrepConfig) -> list[str]:
     """Names of the stages that a config asks for, in order."""
     near_stages = ["signatures", "buckets", "near"] if config.dedup.near_duplicates else []
-    eval_stages = ["eval_sets", "overlaps", "decontaminate"] if config.decontaminate.sets else []
-    return ["ingest", "dedup", *near_stages, *eval_stages, "tokenizer", "shards", "index"]
+    # First of all, so that a set that cannot be used stops a run before it has begun.
+    first, later = (
+        (["eval_sets"], ["overlaps", "decontaminate"]) if config.decontaminate.sets else ([], [])
+    )
+    return [*first, "ingest", "dedup", *near_stages, *later, "tokenizer", "shards", "index"]
 
 
 def walk(corpus: Corpus, visit: Callable[[Stage], list[Done] | None]) -> bool:
@@ -69,6 +72,12 @@ def chain(corpus: Corpus) -> Chain:
     """
     config, work = corpus.config, corpus.work
     names = tuple(f"{i:05d}" for i in range(len(corpus.pieces)))
+    evaluated = []
+    if config.decontaminate.sets:
+        to_read = eval_sets.eval_set_task(
+            corpus.eval_sets, config.decontaminate, config.clean, work / "eval_sets"
+        )
+        evaluated = yield Stage("eval_sets", [to_read], eval_sets.run_eval_sets)
     ingested = yield Stage(
         "ingest",
         ingest.tasks(corpus.pieces, config.clean, config.filters, work / "ingest"),
@@ -83,9 +92,9 @@ def chain(corpus: Corpus) -> Chain:
     if config.dedup.near_duplicates:
         masks["near"] = work / "near"
         [kept] = records["near"] = yield from _near(corpus, names, ingested, kept)
-    if config.decontaminate.sets:
+    if evaluated:
         [kept] = records["decontaminate"] = yield from _decontaminate(
-            corpus, names, (ingested, kept), list(masks.values())[-1]
+            corpus, names, (ingested, kept, evaluated[0]), list(masks.values())[-1]
         )
         masks["decontaminate"] = work / "decontaminate"
     job = vocabulary.VocabularyJob(
@@ -140,19 +149,19 @@ def _near(corpus: Corpus, names: tuple[str, ...], ingested: list[Done], deduplic
 
 
 def _decontaminate(
-    corpus: Corpus, names: tuple[str, ...], upstream: tuple[list[Done], Done], mask_folder: Path
+    corpus: Corpus,
+    names: tuple[str, ...],
+    upstream: tuple[list[Done], Done, Done],
+    mask_folder: Path,
 ) -> Part:
-    """Stages eval_sets, overlaps and decontaminate; returns the records of the last.
+    """Stages overlaps and decontaminate; returns the records of the last.
 
-    `upstream`: records of ingest and of the stage that wrote the masks in `mask_folder`.
+    `upstream`: records of ingest, of the stage with the masks in `mask_folder`, and of eval_sets.
     """
     work, config = corpus.work, corpus.config.decontaminate
-    (ingested, kept), folders = upstream, (work / "ingest", mask_folder, work / "eval_sets")
-    to_read = eval_sets.eval_set_task(config, corpus.config.clean, folders[2])
-    [evaluated] = yield Stage("eval_sets", [to_read], eval_sets.run_eval_sets)
-    to_search = overlaps.overlap_tasks(
-        (ingested, kept, evaluated), names, folders, config, work / "overlaps"
-    )
+    _, kept, evaluated = upstream
+    folders = (work / "ingest", mask_folder, work / "eval_sets")
+    to_search = overlaps.overlap_tasks(upstream, names, folders, config, work / "overlaps")
     searched = yield Stage("overlaps", to_search, overlaps.run_overlaps)
     job = decontaminate.DecontaminateJob(
         *folders, work / "overlaps", names, evaluated.result["sets"], config

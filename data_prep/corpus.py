@@ -1,10 +1,10 @@
-"""What is prepared: a config, and the input files as they were found."""
+"""What is prepared: a config, and the input files and evaluation sets as they were found."""
 
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_prep import inputs
+from data_prep import eval_items, inputs
 from data_prep.config import PrepConfig
 from data_prep.stage import make_key
 from pipeline.errors import DataError
@@ -18,6 +18,7 @@ class Corpus:
 
     config: PrepConfig
     pieces: tuple[inputs.Piece, ...]
+    eval_sets: dict[str, tuple[inputs.InputFile, ...]]
 
     @property
     def output(self) -> Path:
@@ -34,14 +35,15 @@ class Corpus:
         """Hash of everything that the dataset depends on."""
         settings = asdict(self.config)
         del settings["workers"], settings["output_dir"]
-        return make_key(settings, [asdict(piece) for piece in self.pieces])
+        sets = {name: [asdict(file) for file in files] for name, files in self.eval_sets.items()}
+        return make_key(settings, [asdict(piece) for piece in self.pieces], sets)
 
 
 def find(config: PrepConfig) -> Corpus:
     """Lists the input files.
 
     Raises:
-        DataError: an input does not exist or has no text files.
+        DataError: an input or a file of an evaluation set does not exist or is no text.
     """
     pieces = []
     for source in config.sources:
@@ -58,4 +60,4 @@ def find(config: PrepConfig) -> Corpus:
                 f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain, .gz, .zst or .xz"
             )
         pieces += inputs.pieces(source, found.files, config.piece_mb * 1_000_000)
-    return Corpus(config, tuple(pieces))
+    return Corpus(config, tuple(pieces), eval_items.find(config.decontaminate))

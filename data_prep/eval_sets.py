@@ -53,14 +53,12 @@ class EvalSetJob:
 
 
 def eval_set_task(
-    config: DecontaminateConfig, clean: CleanConfig, folder: Path
+    files: dict[str, tuple[InputFile, ...]],
+    config: DecontaminateConfig,
+    clean: CleanConfig,
+    folder: Path,
 ) -> Task[EvalSetJob]:
-    """The one task of this stage.
-
-    Raises:
-        DataError: a file of a set does not exist or is of an unknown kind.
-    """
-    files = eval_items.find(config)
+    """The one task of this stage."""
     listed = {name: [asdict(file) for file in found] for name, found in files.items()}
     lengths = (config.ngram, config.ngram_cjk, config.min_chars, config.min_chars_cjk)
     key = make_key(listed, lengths, config.min_hits, asdict(clean))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep import corpus, eval_items, near, shards
+from data_prep import corpus, near, shards
 from data_prep.chain import stage_names
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
@@ -41,6 +41,8 @@ class _Size:
     """Text of the largest piece."""
     text_bytes: float
     documents: float
+    eval_bytes: float
+    """Text of the evaluation sets."""
 
 
 def plan(config: PrepConfig) -> dict[str, Any]:
@@ -112,7 +114,12 @@ def _size(given: Corpus) -> _Size:
         for piece in given.pieces
     ]
     total = sum(texts)
-    return _Size(given.config, len(texts), max(texts), total, total / _DOCUMENT_BYTES)
+    eval_bytes = sum(
+        _text_bytes(file.path, file.num_bytes)
+        for files in given.eval_sets.values()
+        for file in files
+    )
+    return _Size(given.config, len(texts), max(texts), total, total / _DOCUMENT_BYTES, eval_bytes)
 
 
 def _text_bytes(path: str, num_bytes: int) -> float:
@@ -156,16 +163,14 @@ def _near(size: _Size) -> Estimate:
 
 
 def _eval_sets(size: _Size) -> Estimate:
-    found = eval_items.find(size.config.decontaminate)
-    text = sum(_text_bytes(file.path, file.num_bytes) for files in found.values() for file in files)
-    return Estimate(1, text / 1e6 / 4, 6 * text, 100e6 + 20 * text)
+    return Estimate(1, size.eval_bytes / 1e6 / 4, 4 * size.eval_bytes, 100e6 + 12 * size.eval_bytes)
 
 
 def _overlaps(size: _Size) -> Estimate:
-    text = _eval_sets(size).disk_bytes / 6
     return Estimate(
-        size.pieces, size.text_bytes / 1e6 / 60, 0.001 * size.text_bytes, 150e6 + 2 * text
-    )
+        size.pieces, size.text_bytes / 1e6 / 50, 0.001 * size.text_bytes,
+        200e6 + 6 * size.eval_bytes,
+    )  # fmt: skip
 
 
 def _decontaminate(size: _Size) -> Estimate:

@@ -356,3 +356,6 @@ def test_a_dataset_is_made_without_them(tmp_path: Path) -> None:
     run(config, replace=True)
     changed = {path.parent.name for path in before if path.stat().st_mtime_ns != before[path]}
     assert changed == {"eval_sets", "overlaps", "decontaminate", "tokenizer"}
+    _sets(tmp_path / "sets", e=[item])
+    with pytest.raises(DataError, match="made from other inputs"):
+        run(config)
