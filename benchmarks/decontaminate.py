@@ -5,8 +5,8 @@
 PREP.yaml has a section `decontaminate` with sets; other lengths than its own are tried one after
 another. For each: n-grams of the sets; MB of UTF-8 text per CPU-second of one process, the best of
 three; documents of the corpus that share text, by set, and how many have only short items; and of
-1,000 items that are not of one word, each planted in the middle of a document that shares nothing,
-the share found as it is, and with a twentieth of its characters replaced.
+1,000 items of at least 30 letters and digits, each planted in the middle of a document that shares
+nothing, the share found as it is, and with a twentieth of its characters replaced.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from data_prep.overlaps import Finder
 from pipeline.config.load import load
 
 _PLANTED = 1000
+_PLANTED_LETTERS = 30
 _LETTERS = ("ngram", "ngram_cjk", "min_chars", "min_chars_cjk")
 
 
@@ -42,6 +43,7 @@ def _planted(config: DecontaminateConfig, clean: Any, clear: list[str]) -> list[
         for files in eval_items.find(config).values()
         for file in files
         for _, text in eval_items.read(file, eval_items.Reading())
+        if sum(map(str.isalnum, text)) >= _PLANTED_LETTERS
     ]
     found = []
     for number in rng.choice(len(items), _PLANTED, replace=False).tolist():
