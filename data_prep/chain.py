@@ -8,12 +8,15 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from data_prep import (
+    decontaminate,
     dedup,
+    eval_sets,
     finish,
     ingest,
     lines,
     near,
     near_cluster,
+    overlaps,
     sample,
     shards,
     vocabulary,
@@ -35,8 +38,13 @@ def stage_names(config: PrepConfig) -> list[str]:
     near_stages = (
         ["signatures", "buckets", "candidates", "near"] if config.dedup.near_duplicates else []
     )
+    # First of all, so that a set that cannot be used stops a run before it has begun.
+    first, later = (
+        (["eval_sets"], ["overlaps", "decontaminate"]) if config.decontaminate.sets else ([], [])
+    )
     return [
-        "ingest", *line_stages, "exact", "dedup", *near_stages, "tokenizer", "shards", "index"
+        *first, "ingest", *line_stages, "exact", "dedup", *near_stages, *later, "tokenizer",
+        "shards", "index",
     ]  # fmt: skip
 
 
@@ -70,6 +78,12 @@ def chain(corpus: Corpus) -> Chain:
     """
     config, work = corpus.config, corpus.work
     names = tuple(f"{i:05d}" for i in range(len(corpus.pieces)))
+    evaluated = []
+    if config.decontaminate.sets:
+        to_read = eval_sets.eval_set_task(
+            corpus.eval_sets, config.decontaminate, config.clean, work / "eval_sets"
+        )
+        evaluated = yield Stage("eval_sets", [to_read], eval_sets.run_eval_sets)
     ingested = yield Stage(
         "ingest",
         ingest.tasks(corpus.pieces, config.clean, config.filters, work / "ingest"),
@@ -91,6 +105,11 @@ def chain(corpus: Corpus) -> Chain:
         masks["near"] = work / "near"
         place = near.Place(texts, work / "dedup", work / "signatures", names)
         [kept] = records["near"] = yield from _near(corpus, place, written, kept)
+    if evaluated:
+        [kept] = records["decontaminate"] = yield from _decontaminate(
+            corpus, names, (written, kept, evaluated[0]), (texts, list(masks.values())[-1])
+        )
+        masks["decontaminate"] = work / "decontaminate"
     left = sample.Kept(
         texts, list(masks.values())[-1], names, tuple(piece.source for piece in corpus.pieces)
     )
@@ -144,6 +163,31 @@ def _near(corpus: Corpus, place: near.Place, written: list[Done], deduplicated: 
         groups, compared, deduplicated, config.threshold, work / "near"
     )
     return (yield Stage("near", to_decide, near_cluster.run_near))
+
+
+def _decontaminate(
+    corpus: Corpus,
+    names: tuple[str, ...],
+    upstream: tuple[list[Done], Done, Done],
+    folders: tuple[Path, Path],
+) -> InnerChain:
+    """Stages overlaps and decontaminate; returns the records of the last.
+
+    `upstream`: records of the stage that wrote the texts, of the last one with masks, and of
+    eval_sets; `folders`: of texts and masks.
+    """
+    work, config = corpus.work, corpus.config.decontaminate
+    _, kept, evaluated = upstream
+    places = (*folders, work / "eval_sets")
+    to_search = overlaps.overlap_tasks(upstream, names, places, config, work / "overlaps")
+    searched = yield Stage("overlaps", to_search, overlaps.run_overlaps)
+    job = decontaminate.DecontaminateJob(
+        *places, work / "overlaps", names, evaluated.result["sets"], config
+    )
+    to_decide = decontaminate.decontaminate_task(
+        job, (kept, evaluated, searched), work / "decontaminate"
+    )
+    return (yield Stage("decontaminate", [to_decide], decontaminate.run_decontaminate))
 
 
 def _refuse_empty(ingested: list[Done], folder: Path) -> None:

@@ -66,6 +66,12 @@ def log_report(report: dict[str, Any]) -> None:
             name, f"{source['tokens']:,}", 100 * source["unknown_share"],
             100 * source["byte_piece_share"],
         )  # fmt: skip
+    for name, found in report["decontaminate"].get("sets", {}).items():
+        logger.info(
+            "evaluation set %s: %s documents share text with it; %s items were looked for, %s are "
+            "too short for that", name, f"{found['documents']:,}", f"{found['items']:,}",
+            f"{found['too short']:,}",
+        )  # fmt: skip
     for split, total in report["totals"].items():
         logger.info(
             "%s: %s tokens, %s documents, %.2f bytes a token",
@@ -107,6 +113,12 @@ def _report(job: FinishJob) -> dict[str, Any]:
         "num_shards": len(made.shards),
         "num_blocks": len(made.blocks),
         "stages": {name: counts.to_json() for name, counts in stages.items()},
+        "decontaminate": {
+            name: value
+            for done in job.records.get("decontaminate", [])
+            for name, value in done.result.items()
+            if name in ("sets", "items", "ignored_ngrams")
+        },
         "notes": {name: count for name, count in notes.items() if count},
         "repeated_ids": deduplicated.result["examples"],
         "provenance": provenance(),

@@ -166,7 +166,7 @@ class _Results:
         self.masked = Counter[str]()
         self.scripts = Counter[str]()
         self._source = job.piece.source.name
-        self._min_chars = job.clean.min_chars
+        self._clean, self._min_chars = job.clean, job.clean.min_chars
         self._filters = Filters(job.filters)
         self._writer = writer
 
@@ -181,7 +181,7 @@ class _Results:
         for stage in ("ingest", "normalise"):
             self.counts[stage].take(len(raw))
         self.counts["ingest"].give(len(raw))
-        text = normalise(item.text)
+        text = normalise(item.text, self._clean)
         if len(text) < self._min_chars:
             reason = f"shorter than {self._min_chars} characters"
             self.reject("normalise", Rejected(item.id, reason, raw), len(raw))
