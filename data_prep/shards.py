@@ -8,6 +8,7 @@ import io
 import json
 import mmap
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +51,18 @@ class _Block:
     word_starts: list[npt.NDArray[np.bool_]]
     document_ids: list[str]
     num_tokens: int = 0
+    text_bytes: int = 0
+    characters: int = 0
+
+    def totals(self) -> dict[str, int]:
+        """What the report adds up by source."""
+        return {
+            "tokens": self.num_tokens,
+            "documents": len(self.document_ids),
+            "text_bytes": self.text_bytes,
+            "characters": self.characters,
+            "blocks": 1,
+        }
 
 
 def hash_share(document_id: str, purpose: str) -> float:
@@ -109,6 +122,7 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     counts = Counts()
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
+    sources: dict[str, dict[str, Counter[str]]] = {}
     tars: list[dict[str, Any]] = []
     paths = []
     for split in SPLITS:
@@ -116,6 +130,8 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
         blocks = _blocks(_documents(job, split), tokenizer, job.config, counts, totals[split])
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
+                by_split = sources.setdefault(block.source, {})
+                by_split.setdefault(split, Counter()).update(block.totals())
                 if split == "train":
                     for part in block.tokens:
                         frequencies += np.bincount(part, minlength=len(frequencies))
@@ -128,7 +144,8 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     frequency_path = task.path(".frequencies.npy")
     with replacing(frequency_path) as temporary, temporary.open("wb") as file:
         np.save(file, frequencies)
-    return {"shards": counts.to_json(), "tars": tars, "totals": totals}, [*paths, frequency_path]
+    result = {"shards": counts.to_json(), "tars": tars, "totals": totals, "sources": sources}
+    return result, [*paths, frequency_path]
 
 
 def _write_tar(
@@ -221,6 +238,8 @@ def _blocks(
         block.word_starts.append(word_starts(tokenizer, ids))
         block.document_ids.append(document["id"])
         block.num_tokens += len(ids)
+        block.text_bytes += num_bytes
+        block.characters += len(document["text"])
     if block:
         yield block
 

@@ -1,0 +1,101 @@
+"""What the sections of the datasheet share: the report by source, and cells of tables."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from data_prep.charts import OTHER, Part, bar, count, escape, legend, percent, short
+from data_prep.page import Block, Cell, Details, Figure, Table
+
+
+class Sources:
+    """A report, its sources in the order of their tokens, and the colour of each.
+
+    Raises:
+        KeyError: the report is of another version.
+    """
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.report = report
+        self.stages: dict[str, dict[str, Any]] = report["stages"]
+        given: dict[str, dict[str, Any]] = report["sources"]
+        self.names = sorted(given, key=lambda name: (-_tokens(given[name]), name))
+        self.of = {name: given[name] for name in self.names}
+        self.colours = {name: min(i, OTHER) for i, name in enumerate(self.names)}
+
+    def name(self, source: str) -> Cell:
+        """A source's name beside its colour."""
+        mark = f'<i class="s{self.colours[source]}"></i>'
+        return Cell(source, html=f'<span class="name">{mark}<bdi>{escape(source)}</bdi></span>')
+
+    def bar(self, values: Mapping[str, int], whole: float, unit: str) -> Cell:
+        """Values of sources, stacked; the grey ones are one part.
+
+        Args:
+            values: by source.
+            whole: the longest that a bar can be.
+            unit: behind the values, or B for bytes.
+        """
+        shown = {name: values.get(name, 0) for name in self.names}
+        coloured = {name: v for name, v in shown.items() if self.colours[name] < OTHER}
+        parts = [Part(self.colours[n], v, f"{n}: {_with(v, unit)}") for n, v in coloured.items()]
+        rest = sum(shown.values()) - sum(coloured.values())
+        parts.append(Part(OTHER, rest, f"{len(shown) - len(coloured)} more: {_with(rest, unit)}"))
+        return Cell("", html=bar(parts, whole or 1))
+
+    def legend(self) -> list[Block]:
+        """What the colours mean, if there is more than one."""
+        more = len(self.names) - OTHER
+        names = [*self.names[:OTHER], *([f"{more} more"] if more > 0 else [])]
+        return [Figure(legend(names))] if len(names) > 1 else []
+
+
+def number(value: int) -> Cell:
+    """A whole number."""
+    return Cell(count(value), is_number=True)
+
+
+def size(num_bytes: int) -> Cell:
+    """Bytes with a prefix; all digits are under the mouse."""
+    text = short(num_bytes, "B")
+    exact = f'<span title="{count(num_bytes)} bytes">{text}</span>'
+    return Cell(text, is_number=True, html=exact)
+
+
+def share(part: float, whole: float, *, heat: bool = False) -> Cell:
+    """A percentage."""
+    strength = part / whole if heat and whole else 0.0
+    return Cell(percent(part, whole), is_number=True, heat=strength)
+
+
+def ratio(value: float, whole: float) -> Cell:
+    """With two digits; a dash if there is nothing to divide by."""
+    return Cell(f"{value / whole:.2f}" if whole else "–", is_number=True)
+
+
+def tree(value: Any, name: str = "") -> list[Block]:
+    """Tables of any JSON value, so that reports of others can be shown."""
+    if isinstance(value, Mapping):
+        scalars = {k: v for k, v in value.items() if not isinstance(v, (Mapping, list))}
+        rows = [[Cell(str(k)), _scalar(v)] for k, v in scalars.items()]
+        blocks: list[Block] = [Table((name, ""), rows)] if rows else []
+        rest = [(str(k), v) for k, v in value.items() if k not in scalars and v]
+        return blocks + [Details(k, tree(v, k)) for k, v in rest]
+    if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+        columns = list(dict.fromkeys(str(key) for row in value for key in row))
+        return [Table(columns, [[_scalar(row.get(c, "")) for c in columns] for row in value])]
+    items: Sequence[Any] = value if isinstance(value, list) else [value]
+    return [Table((name,), [[_scalar(item)] for item in items])]
+
+
+def _scalar(value: Any) -> Cell:
+    if isinstance(value, bool) or value is None or not isinstance(value, (int, float)):
+        return Cell(str(value))
+    return Cell(count(value) if isinstance(value, int) else f"{value:.4g}", is_number=True)
+
+
+def _with(value: int, unit: str) -> str:
+    return short(value, "B") if unit == "B" else f"{count(value)} {unit}"
+
+
+def _tokens(source: dict[str, Any]) -> int:
+    return sum(int(split["tokens"]) for split in source["totals"].values())
