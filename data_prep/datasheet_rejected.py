@@ -81,12 +81,10 @@ def reasons(sources: Sources) -> Section:
         details.append(_detail(sources, reason, parts, stage))
     head = ("Reason", "Stage", "Documents", "Text", "Of the input", "")
     masked = sources.report["settings"]["filters"]["mask"]["enabled"]
-    note = "By source, and how rejected texts begin" + (
-        ", personal data masked:" if masked else ":"
-    )
-    return Section(
-        "Why it was rejected", [*sources.legend(), Table(head, rows), Text(note), *details]
-    )
+    note = "By source, and how rejected texts begin"
+    note += ", with personal data masked:" if masked else ":"
+    table = Table(head, rows)
+    return Section("Why it was rejected", [*sources.legend(), table, Text(note), *details])
 
 
 def _by_source(sources: Sources, stage: str, reason: str) -> dict[str, tuple[int, int]]:
