@@ -129,5 +129,5 @@ def _refuse_empty(ingested: list[Done], folder: Path) -> None:
     if not stages["filter"].documents_out:
         raise DataError(
             f"the corpus is empty: no document is left after the filters\n{table(stages)}\n"
-            f"look at {folder}/*.rejected.jsonl, or correct sources or filters"
+            f"look at {folder}/*.rejected.jsonl.zst, or correct sources or filters"
         )

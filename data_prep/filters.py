@@ -70,9 +70,6 @@ class Dropped:
     detail: str = ""
     """What was measured and the limit, such as `0.31 > 0.2`."""
 
-    def __str__(self) -> str:
-        return f"{self.reason} {self.detail}".rstrip()
-
 
 class Filters:
     """Applies the rules that a config switches on.

@@ -6,7 +6,8 @@ Writes per piece
     NAME.bytes.npy        (d,) int64, UTF-8 bytes of each text
     NAME.ids.jsonl.zst    the documents' ids, a JSON string a line
     NAME.id_hashes.npy    (n,) uint64, hash of the id of every document read, also of rejected ones
-    NAME.rejected.jsonl   {"id", "reason", "raw"} a line: what did not go on
+    NAME.rejected.jsonl.zst  {"id", "reason", "detail", "raw"} a line: what did not go on; what is
+                          no UTF-8 is under "raw_base64"
 
 The task's result also has `notes`, counts of what is no rejection (masked personal data, ids that
 an earlier document of the piece has, files found to be GB18030), and `scripts`, documents that go
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 STAGES = ("ingest", "normalise", "filter")
 SUFFIXES = (
-    ".jsonl.zst", ".hashes.npy", ".bytes.npy", ".rejected.jsonl", ".ids.jsonl.zst",
+    ".jsonl.zst", ".hashes.npy", ".bytes.npy", ".rejected.jsonl.zst", ".ids.jsonl.zst",
     ".id_hashes.npy",
 )  # fmt: skip
 # First bytes of UTF-8 sequences: letters of ASCII, Han (U+4000 to U+9FFF, all common ones), and all
@@ -89,18 +90,18 @@ def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
         files = [
             stack.enter_context(stack.enter_context(replacing(path)).open("wb")) for path in paths
         ]
-        documents, ids = (
+        documents, rejected, ids = (
             cast("IO[bytes]", stack.enter_context(zstd.open(files[i], "wb", level=3)))
-            for i in (0, 4)
+            for i in (0, 3, 4)
         )
-        results = _Results(job, documents, ids, files[3])
-        for item in _items(job.piece, max_bytes, gb18030_files):
+        results = _Results(job, documents, ids, rejected)
+        for item in items(job.piece, max_bytes, gb18030_files):
             if isinstance(item, Document):
                 id_hashes.append(id_hash(item.id))
                 results.take(item)
             else:
                 results.counts["ingest"].take(len(item.raw))
-                results.reject("ingest", item, item.reason, len(item.raw))
+                results.reject("ingest", item, len(item.raw))
         np.save(files[1], np.frombuffer(b"".join(results.hashes), dtype="<u8").reshape(-1, 2))
         np.save(files[2], np.array(results.sizes, dtype=np.int64))
         hashes_of_ids = np.array(id_hashes, dtype=np.uint64)
@@ -132,9 +133,9 @@ class _Results:
         self._filters = Filters(job.filters)
         self._documents, self._ids, self._rejected = documents, ids, rejected
 
-    def reject(self, stage: str, item: Rejected, reason: str, num_bytes: int) -> None:
-        """Keeps aside what does not go on; `reason` is counted, `item` has it with its numbers."""
-        self.counts[stage].reject(reason, num_bytes)
+    def reject(self, stage: str, item: Rejected, num_bytes: int) -> None:
+        """Counts and keeps aside what does not go on."""
+        self.counts[stage].reject(item.reason, num_bytes)
         self._rejected.write(item.to_json().encode() + b"\n")
 
     def take(self, item: Document) -> None:
@@ -146,15 +147,15 @@ class _Results:
         text = normalise(item.text)
         if len(text) < self._min_chars:
             reason = f"shorter than {self._min_chars} characters"
-            self.reject("normalise", Rejected(item.id, reason, raw), reason, len(raw))
+            self.reject("normalise", Rejected(item.id, reason, raw), len(raw))
             return
         num_bytes = len(text.encode())
         self.counts["normalise"].give(num_bytes)
         self.counts["filter"].take(num_bytes)
         outcome = self._filters.apply(text)
         if isinstance(outcome, Dropped):
-            rejected = Rejected(item.id, str(outcome), raw)
-            self.reject("filter", rejected, outcome.reason, num_bytes)
+            rejected = Rejected(item.id, outcome.reason, raw, outcome.detail)
+            self.reject("filter", rejected, num_bytes)
             return
         self.masked.update(outcome.masked)
         encoded = outcome.text.encode()
@@ -169,13 +170,13 @@ class _Results:
 
 def read_documents(path: Path) -> Iterator[dict[str, str]]:
     """Reads a `.jsonl.zst` back."""
-    with zstd.open(path, "rt", encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            yield json.loads(line)
+    return read_lines(path)
 
 
-def read_ids(path: Path) -> Iterator[str]:
-    """Reads a `.ids.jsonl.zst` back."""
+def read_lines(path: Path) -> Iterator[Any]:
+    """Reads the values of any of the `.jsonl.zst` files."""
+    if not path.stat().st_size:
+        return  # nothing was written: not even an empty frame
     with zstd.open(path, "rb") as lines:
         for line in lines:
             yield json.loads(line)
@@ -218,7 +219,17 @@ def _warn(piece: Piece, duplicate_ids: int, gb18030_files: list[str]) -> None:
         )  # fmt: skip
 
 
-def _items(piece: Piece, max_bytes: int, gb18030_files: list[str]) -> Iterator[Document | Rejected]:
+def items(piece: Piece, max_bytes: int, gb18030_files: list[str]) -> Iterator[Document | Rejected]:
+    """Yields the documents of a piece as they are in its files, and what could not be read.
+
+    Args:
+        piece: files, or ranges of them.
+        max_bytes: longest document.
+        gb18030_files: paths of files that turn out to be GB18030 are added to it.
+
+    Raises:
+        DataError: a file cannot be read, changed since it was listed, or has a longer document.
+    """
     for file in piece.files:
         try:
             yield from _items_of_file(piece.source, file, max_bytes, gb18030_files)

@@ -25,11 +25,16 @@ class Rejected:
 
     id: str
     reason: str
+    """What is counted."""
     raw: bytes
+    detail: str = ""
+    """What was measured and the limit, such as `0.31 > 0.2`."""
 
     def to_json(self) -> str:
         """One line; bytes that are no UTF-8 are given in base64."""
         record: dict[str, Any] = {"id": self.id, "reason": self.reason}
+        if self.detail:
+            record["detail"] = self.detail
         try:
             record["raw"] = self.raw.decode()
         except UnicodeDecodeError:

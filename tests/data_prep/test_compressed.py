@@ -150,7 +150,7 @@ def test_breaks_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     assert result["ingest"]["rejected"]["file cut short"][0] == 1
     assert result["notes"]["documents with the id of another"] == 1
     assert result["notes"]["files read as GB18030"] == 1
-    [kept] = [json.loads(line) for line in paths[3].read_text().splitlines()]
+    [kept] = ingest.read_lines(paths[3])
     assert (kept["id"], kept["reason"]) == ("s/a.jsonl.gz", "file cut short")
     texts = [document["text"] for document in ingest.read_documents(paths[0])]
     assert texts[-3:] == ["x", "y", "天地玄黄,宇宙洪荒"]

@@ -17,6 +17,7 @@ from data_prep import filter_mask, filter_text
 from data_prep.config import PrepConfig
 from data_prep.filter_config import FiltersConfig
 from data_prep.filters import Dropped, Filters, Kept, key_parts
+from data_prep.ingest import read_lines
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
@@ -451,8 +452,8 @@ def test_stage(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
         report = run(load(PrepConfig, prep_config, arguments).config, replace=True)
         folder = tmp_path / "data" / "work" / "ingest"
         done = json.loads((folder / "00000.done.json").read_text())
-        rejected = (folder / "00000.rejected.jsonl").read_text().splitlines()
-        return report["stages"], done["result"], [json.loads(line) for line in rejected]
+        rejected = list(read_lines(folder / "00000.rejected.jsonl.zst"))
+        return report["stages"], done["result"], rejected
 
     stages, result, _ = prepare()
     assert stages["filter"]["rejected"] == {}
@@ -471,8 +472,11 @@ def test_stage(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
     assert result["notes"]["masked: EMAIL"] >= 1
     assert result["notes"]["masked: PHONE"] >= 1
     by_id = {record["id"]: record for record in rejected}
-    assert by_id["s/0"] == {"id": "s/0", "reason": "quality: few words 4 < 8", "raw": bad[0]}
-    assert by_id["s/1"]["reason"] == "repetition: duplicate lines 0.97 > 0.3"
+    assert by_id["s/0"] == {
+        "id": "s/0", "reason": "quality: few words", "detail": "4 < 8", "raw": bad[0]
+    }  # fmt: skip
+    assert by_id["s/1"]["reason"] == "repetition: duplicate lines"
+    assert by_id["s/1"]["detail"] == "0.97 > 0.3"
     assert by_id["s/1"]["raw"] == bad[1]
     assert stages["dedup"]["documents_in"] == stages["filter"]["documents_out"]
 

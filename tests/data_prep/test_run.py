@@ -15,6 +15,7 @@ import webdataset
 
 from data_prep import embedded
 from data_prep.config import PrepConfig
+from data_prep.ingest import read_lines
 from data_prep.run import run
 from data_prep.shards import plan
 from pipeline.config.load import load
@@ -177,9 +178,9 @@ def test_invalid_lines_are_counted_and_kept_aside(
     assert done.returncode == 0
     assert "invalid UTF-8 line: 1" in done.stdout
     assert "invalid JSON line: 1" in done.stdout
-    kept = (tmp_path / "data/work/ingest/00000.rejected.jsonl").read_text().splitlines()
+    kept = list(read_lines(tmp_path / "data/work/ingest/00000.rejected.jsonl.zst"))
     places = [len(b"\n".join(lines[:i])) + 1 for i in (10, 11)]
-    assert [json.loads(line)["id"] for line in kept[:2]] == [
+    assert [record["id"] for record in kept[:2]] == [
         f"topics/dirty.jsonl@{place}" for place in places
     ]
     report = json.loads((tmp_path / "data" / "report.json").read_text())
