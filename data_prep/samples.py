@@ -5,7 +5,6 @@ much is read that it takes seconds for any corpus: a rare reason may have no sam
 """
 
 import base64
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +42,7 @@ def collect(
 
     Args:
         config: says what is masked.
-        pieces: source and `.rejected.jsonl` of every piece.
+        pieces: source and `.rejected.jsonl.zst` of every piece.
         ingested: records of the pieces.
         rejected: source -> reason -> [documents, bytes], of ingestion and filters.
 
@@ -60,8 +59,8 @@ def collect(
             continue
         num_read[source] += 1
         for record in _records(path):
-            reason = _reason(record["reason"], wanted[source])
-            if reason is None:
+            reason = record["reason"]
+            if reason not in wanted[source]:
                 continue
             text = _beginning(record, reason in done.result["ingest"]["rejected"], mask)
             found[reason].append({"source": source, "id": mask(record["id"]), "text": text})
@@ -100,24 +99,19 @@ def _reasons(done: Done) -> set[str]:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Rejected documents from the beginning of a file."""
-    with path.open("rb") as file:
-        left = _MAX_BYTES
-        while (line := file.readline(left)).endswith(b"\n"):
-            left -= len(line)
-            yield json.loads(line)
-
-
-def _reason(text: str, wanted: Counter[str]) -> str | None:
-    """The counted reason, to which a record adds what was measured."""
-    fitting = [reason for reason in wanted if text == reason or text.startswith(f"{reason} ")]
-    return max(fitting, key=len, default=None)
+    left = _MAX_BYTES
+    for record in ingest.read_lines(path):
+        yield record
+        left -= len(record.get("raw", "")) + len(record.get("raw_base64", ""))
+        if left < 0:
+            return
 
 
 def _beginning(record: dict[str, Any], is_unread: bool, mask: Mask) -> str:
     """What a page may show of a document.
 
     Args:
-        record: of a `.rejected.jsonl`.
+        record: of a `.rejected.jsonl.zst`.
         is_unread: the raw text may be a line of JSON.
         mask: replaces personal data.
     """
