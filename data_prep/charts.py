@@ -35,13 +35,12 @@ def count(number: float) -> str:
 
 
 def short(number: float, unit: str = "") -> str:
-    """Three digits and a decimal prefix: `12.3 M`, and `4.56 GB` with the unit B."""
+    """A whole number in three digits: `12.3 M`, and `4.56 GB` with the unit B."""
     value, prefixes = float(number), iter(("", "k", "M", "G", "T", "P", "E"))
     prefix = next(prefixes)
     while abs(value) >= 999.5 and (larger := next(prefixes, None)):
         value, prefix = value / 1000, larger
-    whole = abs(value) >= 99.95 or (not prefix and float(number).is_integer())
-    digits = 0 if whole else 1 if abs(value) >= 9.995 else 2
+    digits = 0 if abs(value) >= 99.95 or not prefix else 1 if abs(value) >= 9.995 else 2
     shown = f"{value:.{digits}f}".replace("-", "−")
     return f"{shown} {prefix}{unit}".rstrip()
 
@@ -51,11 +50,13 @@ def percent(part: float, whole: float) -> str:
     if not whole:
         return "–"
     share = part / whole
+    if not part:
+        return "0"
     if 0 < share < 0.0005:
         return "<0.1%"
     if 0.9995 <= share < 1:
         return ">99.9%"
-    return f"{share:.1%}".replace("-", "−").replace("100.0%", "100%").replace("−0.0%", "0.0%")
+    return f"{share:.1%}".replace("-", "−").replace("100.0%", "100%")
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def histogram(
     marks += [_text(_LEFT - 6, y(tick) + 4, short(tick), "end") for tick in ticks]
     for exponent in range(math.ceil(left), math.floor(left + span) + 1):
         place = x(10**exponent)
-        marks.append(_text(place, _HEIGHT - 6, short(10**exponent, "B"), "middle"))
+        marks.append(_text(place, _HEIGHT - 6, _power(exponent), "middle"))
         marks.append(_line(place, y(0), place, y(0) + 4))
     for i, title in enumerate(titles):
         low, wide, below = x(edges[i]), x(edges[i + 1]) - x(edges[i]), 0
@@ -144,6 +145,11 @@ def histogram(
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(label)}">{"".join(marks)}</svg>'
     )
+
+
+def _power(exponent: int) -> str:
+    """So many powers of ten of bytes."""
+    return f"{10 ** (exponent % 3)} {('', 'k', 'M', 'G', 'T')[exponent // 3]}B"
 
 
 def _ticks(peak: int) -> list[int]:

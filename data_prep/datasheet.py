@@ -81,7 +81,8 @@ def make(report: dict[str, Any]) -> tuple[str, str, list[Section]]:
         Section("How to check it", [Text(_VERIFY), Code(_VERIFY_COMMANDS)]),
     ]
     title = f"Datasheet of {Path(report['settings']['output_dir'])}"
-    return title, f"fingerprint {report['fingerprint']}, finished {report['finished']}", sections
+    finished = report["finished"].replace("T", " ").replace("+00:00", " UTC")
+    return title, f"fingerprint {report['fingerprint']}, finished {finished}", sections
 
 
 def _headline(report: dict[str, Any]) -> Tiles:
@@ -94,7 +95,7 @@ def _headline(report: dict[str, Any]) -> Tiles:
     return Tiles(
         [
             ("Tokens", short(tokens), f"{count(tokens)}; {count(held_out['tokens'])} held out"),
-            ("Documents", short(documents),
+            ("Documents", count(documents) if documents < 1e6 else short(documents),
              f"{count(documents)}; {count(held_out['documents'])} held out"),
             ("Text", short(text, "B"), f"{count(text)} bytes of UTF-8"),
             ("Left of the input", percent(text, stages[0]["bytes_in"]),

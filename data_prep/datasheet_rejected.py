@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from data_prep.charts import count, short
+from data_prep.charts import short
 from data_prep.datasheet_cells import Sources, number, share, size
 from data_prep.page import Block, Cell, Details, Section, Table, Text
 
@@ -110,6 +110,5 @@ def _detail(
     if samples:
         lines = [[Cell(sample["id"]), Cell(sample["text"])] for sample in samples]
         blocks.append(Table(("Document", "Beginning"), lines))
-    documents = sum(part[0] for part in parts.values())
     text = short(sum(part[1] for part in parts.values()), "B")
-    return Details(f"{reason} ({stage}): {count(documents)} documents, {text}", blocks)
+    return Details(f"{reason} ({stage}, {text})", blocks)

@@ -176,7 +176,9 @@ _NUMBER = ' class="n"'
 def _html_cell(cell: Cell) -> str:
     heat = f' style="--heat:{100 * min(1, cell.heat):.0f}%"' if cell.heat > 0 else ""
     content = cell.html or f"<bdi>{escape(cell.text)}</bdi>"
-    return f"<td{_NUMBER if cell.is_number else ''}{heat}>{content}</td>"
+    # What is nothing should not draw the eye.
+    kind = ' class="n zero"' if cell.text in ("0", "0 B", "–") else _NUMBER
+    return f"<td{kind if cell.is_number else ''}{heat}>{content}</td>"
 
 
 def _md_block(block: Block) -> str:

@@ -16,6 +16,7 @@ STYLE = """
 @media print {
   :root { --ink: #000; --dim: #444; --page: #fff; --card: #fff; --line: #ccc; --track: #eee; }
   nav { display: none !important; } details::details-content { content-visibility: visible; }
+  table { font-size: 11px; } .bar, .spark { min-width: 70px; width: 70px; }
   section { border: 0 !important; padding: 0 !important; } tr, figure, .tiles div {
     break-inside: avoid; } h2 { break-after: avoid; } .scroll { overflow: visible !important; } }
 * { box-sizing: border-box; }
@@ -33,8 +34,8 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 section > :last-child { margin-bottom: 0; }
 p, ul, pre, figure { margin: 0 0 12px; } p { max-width: 78ch; overflow-wrap: anywhere; }
 section > p, li { color: var(--dim); font-size: 14px; } ul { padding-left: 20px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 18px;
-  margin: 0; }
+.tiles { display: grid; grid-template-columns: repeat(3, 1fr); gap: 20px 24px; margin: 0; }
+@media (max-width: 640px) { .tiles { grid-template-columns: repeat(2, 1fr); } }
 dt { color: var(--dim); font-size: 13px; } dd { margin: 0; }
 dd b { display: block; font-size: 27px; line-height: 1.25; font-weight: 650;
   letter-spacing: -0.02em; } dd small { color: var(--dim); overflow-wrap: anywhere; }
@@ -42,17 +43,18 @@ dd b { display: block; font-size: 27px; line-height: 1.25; font-weight: 650;
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th { text-align: left; font-weight: 500; color: var(--dim); font-size: 12.5px; vertical-align:
   bottom; }
-th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); }
+th, td { padding: 5px 7px; border-bottom: 1px solid var(--line); }
 td { vertical-align: top; } td > bdi, td > .name { overflow-wrap: anywhere; }
-th:last-child, td:last-child { padding-right: 4px; }
+th:first-child, td:first-child { padding-left: 0; }
 tbody tr:last-child td { border-bottom: 0; } tfoot td { border-top: 2px solid var(--line);
   border-bottom: 0; font-weight: 600; }
 tbody tr:hover { background: color-mix(in srgb, var(--c0) 6%, transparent); }
-.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td[style] { background: color-mix(in srgb, var(--hot) calc(var(--heat) * 0.55), transparent);
-  padding-right: 6px; }
+.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: nowrap; }
+.zero { color: var(--dim); opacity: 0.75; }
+td[style] { background: color-mix(in srgb, var(--hot) calc(var(--heat) * 0.55), transparent); }
 td b { font-weight: 600; } td small { display: block; color: var(--dim); line-height: 1.2; }
-.name { display: inline-block; min-width: 9ch; max-width: 34ch; } .name i, .legend i {
+.name { display: inline-block; min-width: 15ch; max-width: 34ch; padding-left: 17px;
+  text-indent: -17px; } .name i, .legend i {
   display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 7px; }
 .bar { display: flex; min-width: 150px; height: 14px; margin-top: 3px; background: var(--track);
   border-radius: 3px; overflow: hidden; } .bar i { min-width: 1px; height: 100%; }
@@ -68,7 +70,7 @@ i.s6 { background: var(--c6); } i.s7 { background: var(--c7); }
 .s0 { fill: var(--c0); } .s1 { fill: var(--c1); } .s2 { fill: var(--c2); } .s3 { fill: var(--c3); }
 .s4 { fill: var(--c4); } .s5 { fill: var(--c5); } .s6 { fill: var(--c6); } .s7 { fill: var(--c7); }
 details { margin: 0 0 8px; } summary { cursor: pointer; font-size: 14px; }
-details > :not(summary) { margin-left: 18px; margin-top: 6px; }
+details > .scroll, details > details, details > pre { margin: 6px 0 12px 18px; }
 pre { background: var(--track); border-radius: 6px; padding: 12px 14px; overflow-x: auto;
   font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 """
