@@ -125,9 +125,9 @@ def histogram(
 
     marks = [_line(_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks]
     marks += [_text(_LEFT - 6, y(tick) + 4, short(tick), "end") for tick in ticks]
-    for exponent in range(math.ceil(left), math.floor(left + span) + 1):
-        place = x(10**exponent)
-        marks.append(_text(place, _HEIGHT - 6, _power(exponent), "middle"))
+    for value in _round_lengths(edges[0], edges[-1]):
+        place = x(value)
+        marks.append(_text(place, _HEIGHT - 6, _length(value), "middle"))
         marks.append(_line(place, y(0), place, y(0) + 4))
     for i, title in enumerate(titles):
         low, wide, below = x(edges[i]), x(edges[i + 1]) - x(edges[i]), 0
@@ -147,9 +147,17 @@ def histogram(
     )
 
 
-def _power(exponent: int) -> str:
-    """So many powers of ten of bytes."""
-    return f"{10 ** (exponent % 3)} {('', 'k', 'M', 'G', 'T')[exponent // 3]}B"
+def _round_lengths(low: int, high: int) -> list[int]:
+    """Powers of ten in a range; of a short one also twice and five times as much."""
+    digits = (1, 2, 5) if high < 100 * low else (1,)
+    powers = [10**exponent for exponent in range(len(str(low)) - 1, len(str(high)))]
+    return [digit * power for power in powers for digit in digits if low <= digit * power <= high]
+
+
+def _length(num_bytes: int) -> str:
+    """A round number of bytes without zeros behind the point."""
+    thousands = (len(str(num_bytes)) - 1) // 3
+    return f"{num_bytes // 1000**thousands} {('', 'k', 'M', 'G', 'T')[thousands]}B"
 
 
 def _ticks(peak: int) -> list[int]:

@@ -94,9 +94,9 @@ def _headline(report: dict[str, Any]) -> Tiles:
     held_out = report["totals"]["eval"]
     return Tiles(
         [
-            ("Tokens", short(tokens), f"{count(tokens)}; {count(held_out['tokens'])} held out"),
+            ("Tokens", short(tokens), f"{count(tokens)}; {count(held_out['tokens'])} of them held out"),
             ("Documents", count(documents) if documents < 1e6 else short(documents),
-             f"{count(documents)}; {count(held_out['documents'])} held out"),
+             f"{count(held_out['documents'])} of them held out"),
             ("Text", short(text, "B"), f"{count(text)} bytes of UTF-8"),
             ("Left of the input", percent(text, stages[0]["bytes_in"]),
              f"of {short(stages[0]['bytes_in'], 'B')} of text, "
@@ -115,6 +115,8 @@ def _largest(report: dict[str, Any]) -> str:
         for name, source in report["sources"].items()
     }
     largest = max(sizes, key=lambda name: sizes[name])
+    if len(sizes) == 1:
+        return largest
     return f"the largest, {largest}, has {percent(sizes[largest], sum(sizes.values()))} of tokens"
 
 

@@ -79,7 +79,8 @@ def reasons(sources: Sources) -> Section:
         rows.append([Cell(reason), Cell(stage), number(documents), size(num_bytes),
                      share(num_bytes, whole), bar])  # fmt: skip
         details.append(_detail(sources, reason, parts, stage))
-    head = ("Reason", "Stage", "Documents", "Text", "Of the input", "")
+    items = "Documents or lines" if "lines" in sources.stages else "Documents"
+    head = ("Reason", "Stage", items, "Text", "Of the input", "")
     masked = sources.report["settings"]["filters"]["mask"]["enabled"]
     note = "By source, and how rejected texts begin"
     note += ", with personal data masked:" if masked else ":"

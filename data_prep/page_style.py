@@ -17,6 +17,7 @@ STYLE = """
   :root { --ink: #000; --dim: #444; --page: #fff; --card: #fff; --line: #ccc; --track: #eee; }
   nav { display: none !important; } details::details-content { content-visibility: visible; }
   table { font-size: 11px; } .bar, .spark { min-width: 70px; width: 70px; }
+  tfoot { display: table-row-group; } header { margin-bottom: 16px; }
   section { border: 0 !important; padding: 0 !important; } tr, figure, .tiles div {
     break-inside: avoid; } h2 { break-after: avoid; } .scroll { overflow: visible !important; } }
 * { box-sizing: border-box; }
@@ -53,13 +54,14 @@ tbody tr:hover { background: color-mix(in srgb, var(--c0) 6%, transparent); }
 .zero { color: var(--dim); opacity: 0.75; }
 td[style] { background: color-mix(in srgb, var(--hot) calc(var(--heat) * 0.55), transparent); }
 td b { font-weight: 600; } td small { display: block; color: var(--dim); line-height: 1.2; }
-.name { display: inline-block; min-width: 15ch; max-width: 34ch; padding-left: 17px;
-  text-indent: -17px; } .name i, .legend i {
-  display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 7px; }
+.name { display: flex; min-width: 15ch; max-width: 34ch; } .name bdi { min-width: 0; }
+.name i, .legend i { flex: none; width: 10px; height: 10px; border-radius: 2px;
+  margin: 6px 7px 0 0; }
 .bar { display: flex; min-width: 150px; height: 14px; margin-top: 3px; background: var(--track);
   border-radius: 3px; overflow: hidden; } .bar i { min-width: 1px; height: 100%; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; list-style: none; padding: 0;
-  margin: 0 0 8px; } .legend li { color: var(--ink); font-size: 13.5px; max-width: 34ch;
+  margin: 0 0 8px; }
+.legend li { display: flex; max-width: 34ch; color: var(--ink); font-size: 13.5px;
   overflow-wrap: anywhere; }
 svg { display: block; } .chart { width: 100%; height: auto; } .spark { width: 150px; height: 22px; }
 .chart text { font-size: 11px; fill: var(--dim); } .chart line { stroke: var(--line); }

@@ -24,7 +24,7 @@ SAMPLES = 3
 """Of one reason, from different sources if it has so many."""
 SAMPLE_CHARS = 200
 _MAX_PIECES = 8  # of a source
-_MAX_BYTES = 4_000_000  # of a piece
+_MAX_BYTES = 8_000_000  # of a piece
 _WINDOW_CHARS = 4000
 # What the end of the window cuts through is not recognised as personal data; the longest number or
 # local part of an address is shorter than this.

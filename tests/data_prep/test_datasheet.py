@@ -396,6 +396,9 @@ def test_columns_are_as_high_as_their_counts() -> None:
     hovers = [r.findtext("title") for r in drawn.iter("rect") if r.get("class") == "hover"]
     assert hovers == titles
     assert [t.text for t in drawn.iter("text")][-4:] == ["1 B", "10 B", "100 B", "1 kB"]
+    short_range = ET.fromstring(histogram([100, 1500, 6000], [[1, 1]], ["a", "b"], "label"))
+    shown = ["100 B", "200 B", "500 B", "1 kB", "2 kB", "5 kB"]
+    assert [t.text for t in short_range.iter("text")][-6:] == shown
     assert ET.fromstring(sparkline([], "none")).get("aria-label") == "none"
     assert ET.fromstring(histogram([1, 2], [[0]], ["none"], "empty")) is not None
 
