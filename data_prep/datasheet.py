@@ -10,7 +10,7 @@ from typing import Any
 
 from data_prep import datasheet_rejected, datasheet_sources
 from data_prep.charts import count, percent, short
-from data_prep.datasheet_cells import Sources, number, tree
+from data_prep.datasheet_cells import Sources, number, share, size, tree
 from data_prep.page import (
     Bullets,
     Cell,
@@ -63,7 +63,7 @@ _AGAIN = "run `python -m data_prep run CONFIG` again"
 def make(report: dict[str, Any]) -> tuple[str, str, list[Section]]:
     """Title, subtitle and sections of the page."""
     sources = Sources(report)
-    optional = [_section("Notes", _notes(report)), _section("Tokenizer report", _trained(report))]
+    notes = _notes(report)
     sections = [
         Section("", [_headline(report)]),
         datasheet_sources.funnel(sources),
@@ -74,8 +74,8 @@ def make(report: dict[str, Any]) -> tuple[str, str, list[Section]]:
         datasheet_rejected.duplicates(sources),
         datasheet_rejected.reasons(sources),
         datasheet_sources.tokens(sources),
-        Section("Tokenizer", [_tokenizer(report)]),
-        *(section for section in optional if section),
+        Section("Tokenizer", _tokenizer(sources)),
+        *([Section("Notes", notes)] if notes else []),
         Section("Known limits", [Bullets(_limits(report))]),
         Section("Settings and versions", _made_with(report)),
         Section("How to check it", [Text(_VERIFY), Code(_VERIFY_COMMANDS)]),
@@ -94,7 +94,7 @@ def _headline(report: dict[str, Any]) -> Tiles:
     held_out = report["totals"]["eval"]
     return Tiles(
         [
-            ("Tokens", short(tokens), f"{count(tokens)}; {count(held_out['tokens'])} of them held out"),
+            ("Tokens", short(tokens), f"{count(tokens)}, {count(held_out['tokens'])} held out"),
             ("Documents", count(documents) if documents < 1e6 else short(documents),
              f"{count(held_out['documents'])} of them held out"),
             ("Text", short(text, "B"), f"{count(text)} bytes of UTF-8"),
@@ -110,46 +110,55 @@ def _headline(report: dict[str, Any]) -> Tiles:
 
 
 def _largest(report: dict[str, Any]) -> str:
-    sizes = {
-        name: sum(split["tokens"] for split in source["totals"].values())
-        for name, source in report["sources"].items()
-    }
+    sizes: dict[str, int] = {name: source["tokens"] for name, source in report["sources"].items()}
     largest = max(sizes, key=lambda name: sizes[name])
     if len(sizes) == 1:
         return largest
     return f"the largest, {largest}, has {percent(sizes[largest], sum(sizes.values()))} of tokens"
 
 
-def _tokenizer(report: dict[str, Any]) -> Table:
+def _tokenizer(sources: Sources) -> list[Any]:
+    report = sources.report
     settings = report["settings"]["tokenizer"]
-    splits = [split for source in report["sources"].values() for split in source["totals"].values()]
     tokens, text, characters = (
-        max(1, sum(split[name] for split in splits))
+        sum(source[name] for source in sources.of.values())
         for name in ("tokens", "text_bytes", "characters")
+    )
+    made = (
+        {"Taken from": settings["file"]}
+        if settings["file"]
+        else {
+            "Algorithm": settings["model_type"],
+            "Character coverage": f"{settings['character_coverage']:g}",
+            "Text that it was trained on": short(report["tokenizer_sample_bytes"], "B"),
+        }
     )
     rows = {
         "Vocabulary": f"{count(report['vocab_size'])} tokens",
-        **{name.replace("_", " ").capitalize(): str(value) for name, value in settings.items()
-           if name != "vocab_size"},
-        "Text that it was trained on": short(report["tokenizer_sample_bytes"], "B"),
+        **made,
         "Bytes a token": f"{text / tokens:.3f}",
         "Characters a token": f"{characters / tokens:.3f}",
         "Unigram entropy of the training tokens": f"{report['unigram_entropy_nats']:.3f} nats",
-    }  # fmt: skip
-    return Table(("", ""), [[Cell(name), Cell(value)] for name, value in rows.items()])
+    }
+    drawn = [
+        [sources.name(name), number(sample["documents"]), size(sample["bytes"]),
+         share(sample["bytes"], report["tokenizer_sample_bytes"])]
+        for name in sources.names
+        if (sample := report["tokenizer_sample"].get(name, {"bytes": 0}))["bytes"]
+    ]  # fmt: skip
+    training = Table(("Trained on", "Documents", "Text", "Share"), drawn)
+    blocks: list[Any] = [Table(("", ""), [[Cell(name), Cell(row)] for name, row in rows.items()])]
+    return [*blocks, *([training] if drawn else []), *_measured(report)]
 
 
-def _trained(report: dict[str, Any]) -> list[Any]:
-    return tree(report["tokenizer_report"]) if report.get("tokenizer_report") else []
+def _measured(report: dict[str, Any]) -> list[Any]:
+    found = report.get("tokenizer_report")
+    return [Details("Measured on a sample of each source", tree(found))] if found else []
 
 
 def _notes(report: dict[str, Any]) -> list[Any]:
     rows = [[Cell(name), number(value)] for name, value in report["notes"].items()]
     return [Table(("", "Count"), rows)] if rows else []
-
-
-def _section(title: str, blocks: list[Any]) -> Section | None:
-    return Section(title, blocks) if blocks else None
 
 
 def _limits(report: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """What the sections of the datasheet share: the report by source, and cells of tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from data_prep.charts import OTHER, Part, bar, count, escape, legend, percent, short
@@ -18,7 +18,7 @@ class Sources:
         self.report = report
         self.stages: dict[str, dict[str, Any]] = report["stages"]
         given: dict[str, dict[str, Any]] = report["sources"]
-        self.names = sorted(given, key=lambda name: (-_tokens(given[name]), name))
+        self.names = sorted(given, key=lambda name: (-given[name]["tokens"], name))
         self.of = {name: given[name] for name in self.names}
         self.colours = {name: min(i, OTHER) for i, name in enumerate(self.names)}
 
@@ -75,16 +75,37 @@ def ratio(value: float, whole: float) -> Cell:
 def tree(value: Any, name: str = "") -> list[Block]:
     """Tables of any JSON value, so that reports of others can be shown."""
     if isinstance(value, Mapping):
-        scalars = {k: v for k, v in value.items() if not isinstance(v, (Mapping, list))}
-        rows = [[Cell(str(k)), _scalar(v)] for k, v in scalars.items()]
-        blocks: list[Block] = [Table((name, ""), rows)] if rows else []
-        rest = [(str(k), v) for k, v in value.items() if k not in scalars and v]
-        return blocks + [Details(k, tree(v, k)) for k, v in rest]
-    if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
-        columns = list(dict.fromkeys(str(key) for row in value for key in row))
-        return [Table(columns, [[_scalar(row.get(c, "")) for c in columns] for row in value])]
-    items: Sequence[Any] = value if isinstance(value, list) else [value]
-    return [Table((name,), [[_scalar(item)] for item in items])]
+        scalars = {key: v for key, v in value.items() if not isinstance(v, (Mapping, list))}
+        rows = [[Cell(_words(key)), _scalar(v)] for key, v in scalars.items()]
+        blocks: list[Block] = [Table((_words(name), ""), rows)] if rows else []
+        rest = {key: v for key, v in value.items() if key not in scalars and v}
+        if not scalars and len(rest) > 1 and all(isinstance(v, Mapping) for v in rest.values()):
+            blocks.append(_side_by_side(name, rest))
+        return blocks + [Details(_words(key), tree(v, key)) for key, v in rest.items()]
+    items = value if isinstance(value, list) else [value]
+    if items and all(isinstance(item, Mapping) for item in items):
+        columns = list(dict.fromkeys(key for item in items for key in item))
+        found = [[_scalar(item.get(column, "")) for column in columns] for item in items]
+        return [Table([_words(column) for column in columns], found)]
+    if items and all(isinstance(item, list) and len(item) == len(items[0]) for item in items):
+        head = [_words(name), *[""] * (len(items[0]) - 1)]
+        return [Table(head, [[_scalar(part) for part in item] for item in items])]
+    return [Table((_words(name),), [[_scalar(item)] for item in items])]
+
+
+def _side_by_side(name: str, parts: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row a part, with what all of them have."""
+    columns = [
+        key
+        for key in next(iter(parts.values()))
+        if all(isinstance(part.get(key), (int, float, str)) for part in parts.values())
+    ]
+    rows = [[Cell(key), *(_scalar(part[c]) for c in columns)] for key, part in parts.items()]
+    return Table([_words(name), *map(_words, columns)], rows)
+
+
+def _words(key: object) -> str:
+    return str(key).replace("_", " ")
 
 
 def _scalar(value: Any) -> Cell:
@@ -95,7 +116,3 @@ def _scalar(value: Any) -> Cell:
 
 def _with(value: int, unit: str) -> str:
     return short(value, "B") if unit == "B" else f"{count(value)} {unit}"
-
-
-def _tokens(source: dict[str, Any]) -> int:
-    return sum(int(split["tokens"]) for split in source["totals"].values())

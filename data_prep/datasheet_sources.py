@@ -64,33 +64,36 @@ def _funnel_row(
 
 def table(sources: Sources) -> Section:
     """One row a source."""
-    totals = {name: _total(source) for name, source in sources.of.items()}
-    whole = {key: sum(total[key] for total in totals.values()) for key in _TOTALS}
-    rows = [_source_row(sources, sources.name(n), t, whole, {n: t["tokens"]})
-            for n, t in totals.items()]  # fmt: skip
+    totals = {
+        name: {**source, "bytes_in": source["stages"]["ingest"]["bytes_in"]}
+        for name, source in sources.of.items()
+    }
+    keys = ("documents", "text_bytes", "tokens", "characters", "bytes_in")
+    whole = {key: sum(total[key] for total in totals.values()) for key in keys}
+    weights = {source["name"]: source["weight"] for source in sources.report["settings"]["sources"]}
+    is_weighted = any(weight != 1 for weight in weights.values())
+    rows = []
+    for name, total in totals.items():
+        weight = [Cell(f"{weights[name]:g}", is_number=True)] if is_weighted else []
+        row = _source_row(sources, total, whole, {name: total["tokens"]})
+        rows.append([sources.name(name), *weight, *row])
     if len(rows) > 1:
         tokens = {name: total["tokens"] for name, total in totals.items()}
-        rows.append(_source_row(sources, Cell("all"), whole, whole, tokens))
-    head = ("Source", "Documents", "Text", "Tokens", "Of all tokens", "", "Bytes a token",
-            "Characters a token", "Left of its input")  # fmt: skip
-    return Section("Sources", [Table(head, rows, has_total=len(rows) > 1)])
-
-
-_TOTALS = ("documents", "text_bytes", "tokens", "characters", "bytes_in")
-
-
-def _total(source: dict[str, Any]) -> dict[str, int]:
-    splits = source["totals"].values()
-    total = {name: sum(split[name] for split in splits) for name in _TOTALS[:-1]}
-    return {**total, "bytes_in": source["stages"]["ingest"]["bytes_in"]}
+        row = _source_row(sources, whole, whole, tokens)
+        rows.append([Cell("all"), *([Cell("")] if is_weighted else []), *row])
+    head = [
+        "Source", *(["Weight"] if is_weighted else []), "Documents", "Text", "Tokens",
+        "Of all tokens", "", "Bytes a token", "Characters a token", "Left of its input",
+    ]  # fmt: skip
+    note = Text("The weight says how often training reads a source; sizes are unweighted.")
+    all_rows = Table(head, rows, has_total=len(rows) > 1)
+    return Section("Sources", [all_rows, note] if is_weighted else [all_rows])
 
 
 def _source_row(
-    sources: Sources, name: Cell, total: dict[str, int], whole: dict[str, int],
-    tokens: dict[str, int],
-) -> list[Cell]:  # fmt: skip
+    sources: Sources, total: dict[str, int], whole: dict[str, int], tokens: dict[str, int]
+) -> list[Cell]:
     return [
-        name,
         number(total["documents"]),
         size(total["text_bytes"]),
         number(total["tokens"]),
@@ -190,11 +193,12 @@ def tokens(sources: Sources) -> Section:
         ])  # fmt: skip
     head = ("Split", "Tokens", "Documents", "Text", "Blocks", "Shards", "Size", "Smallest",
             "Largest")  # fmt: skip
-    by_source = [
-        [sources.name(name), *(number(source["totals"][split][key]) for key in ("tokens", "blocks")
-                               for split in report["totals"])]
-        for name, source in sources.of.items()
-    ]  # fmt: skip
-    splits = list(report["totals"])
-    columns = [f"{key.capitalize()}, {split}" for key in ("tokens", "blocks") for split in splits]
-    return Section("Tokens and shards", [Table(head, rows), Table(("Source", *columns), by_source)])
+    by_source = []
+    for name, source in sources.of.items():
+        cells = [number(source["totals"][split][key]) for key in ("tokens", "blocks")
+                 for split in report["totals"]]  # fmt: skip
+        lacking = [share(source[key], source["tokens"]) for key in ("unknown", "byte_pieces")]
+        by_source.append([sources.name(name), *cells, *lacking])
+    columns = [f"{key}, {split}" for key in ("Tokens", "Blocks") for split in report["totals"]]
+    names = ("Source", *columns, "Unknown tokens", "Bytes of rare characters")
+    return Section("Tokens and shards", [Table(head, rows), Table(names, by_source)])

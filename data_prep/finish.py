@@ -42,9 +42,8 @@ def task(job: FinishJob) -> Task[FinishJob]:
 def run(task: Task[FinishJob]) -> tuple[dict[str, Any], list[Path]]:
     """Writes index, report and datasheet, and removes shards of an earlier plan."""
     job, output = task.payload, task.folder
-    [trained] = job.records["tokenizer"]
     sharded = job.records["shards"]
-    index.write(output, job.tokenizer_path, sharded, trained.result["vocab_size"])
+    index.write(output, job.tokenizer_path, sharded)
     _remove_stale(output / index.SHARD_FOLDER, {name for done in sharded for name in done.files})
     made = report.make(job.corpus, job.names, job.masks, job.records)
     write_json_atomic(output / REPORT_FILE, made)
@@ -56,7 +55,7 @@ def run(task: Task[FinishJob]) -> tuple[dict[str, Any], list[Path]]:
             "the datasheet could not be made; the dataset is complete, and "
             "`python -m data_prep datasheet %s` tries again", output,
         )  # fmt: skip
-    names = (index.TOKENIZER_FILE, "index.npz", "index.json", REPORT_FILE)
+    names = (job.tokenizer_path.name, "index.npz", "index.json", REPORT_FILE)
     return {"fingerprint": made["fingerprint"]}, [output / name for name in names]
 
 
@@ -66,6 +65,12 @@ def log_report(made: dict[str, Any]) -> None:
     logger.info("%s", table(counts))
     for name, count in made["notes"].items():
         logger.info("%s: %s", name, f"{count:,}")
+    for name, source in made["sources"].items():
+        logger.info(
+            "source %s: %s tokens, %.3f%% of them unknown, %.3f%% bytes of rare characters",
+            name, f"{source['tokens']:,}", 100 * source["unknown_share"],
+            100 * source["byte_piece_share"],
+        )  # fmt: skip
     for split, total in made["totals"].items():
         logger.info(
             "%s: %s tokens, %s documents, %.2f bytes a token",

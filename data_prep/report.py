@@ -4,6 +4,7 @@ Bytes are UTF-8 bytes of text. Lengths are those of the documents that the last 
 """
 
 import datetime
+import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +46,7 @@ def make(
         "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "vocab_size": made.vocab_size,
         "tokenizer_sample_bytes": trained.result["sample_bytes"],
+        "tokenizer_sample": trained.result["sample"],
         "unigram_entropy_nats": made.unigram_entropy_nats,
         "totals": made.totals,
         "num_shards": len(made.shards),
@@ -55,10 +57,15 @@ def make(
         "sources": {name: source.to_json() for name, source in sources.items()},
         "length_edges": EDGES,
         "lengths": lengths.to_json(),
+        "tokenizer_report": json.loads(_tokenizer_report(corpus).read_bytes()),
         "rejected_samples": samples.collect(corpus.config, pieces, records["ingest"], rejected),
         "settings": asdict(corpus.config),
         "provenance": provenance(),
     }
+
+
+def _tokenizer_report(corpus: Corpus) -> Path:
+    return corpus.work / "tokenizer" / "tokenizer.report.json"
 
 
 def _stages(masks: dict[str, Path], records: dict[str, list[Done]]) -> dict[str, Counts]:

@@ -18,7 +18,9 @@ from pipeline.data.shards import SPLITS
 
 PIECE_STAGES = {"ingest": ingest.STAGES, "lines": ("lines",)}
 """Stages that write the text of every piece, and what they count. The last one's is tokenised."""
-_TOTALS = ("tokens", "documents", "text_bytes", "characters", "blocks")
+_TOTALS = (
+    "tokens", "documents", "text_bytes", "characters", "unknown", "byte_pieces", "blocks"
+)  # fmt: skip
 
 
 class SourceReport:
@@ -52,10 +54,9 @@ class SourceReport:
         counts.bytes_out += int(kept.sum())
         _reject_rest(counts, reason)
 
-    def add_sharded(self, totals: Mapping[str, Mapping[str, int]]) -> None:
-        """Takes what a shard has of this source, by split."""
-        for split, numbers in totals.items():
-            self._totals[split].update(numbers)
+    def add_sharded(self, split: str, totals: Mapping[str, int]) -> None:
+        """Takes what a shard has of this source."""
+        self._totals[split].update(totals)
 
     def finish(self) -> None:
         """Counts the last stage, when everything is added."""
@@ -71,6 +72,7 @@ class SourceReport:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
+        whole = sum(self._totals.values(), Counter())
         files = [file for piece in self._pieces for file in piece.files]
         return {
             "files": len({file.path for file in files}),
@@ -79,6 +81,9 @@ class SourceReport:
             "scripts": dict(sorted(self._scripts.items())),
             "notes": {name: count for name, count in self._notes.items() if count},
             "lengths": self.lengths.to_json(),
+            **{name: whole[name] for name in _TOTALS},
+            "unknown_share": round(whole["unknown"] / max(1, whole["tokens"]), 6),
+            "byte_piece_share": round(whole["byte_pieces"] / max(1, whole["tokens"]), 6),
             "totals": {
                 split: {name: total[name] for name in _TOTALS}
                 for split, total in self._totals.items()
@@ -112,8 +117,9 @@ def by_source(
             left = kept
         source.lengths.add(left)
     for done in records["shards"]:
-        for source_name, totals in done.result["sources"].items():
-            sources[source_name].add_sharded(totals)
+        for split, found in done.result["sources"].items():
+            for source_name, totals in found.items():
+                sources[source_name].add_sharded(split, totals)
     for source in sources.values():
         source.finish()
     return sources

@@ -8,7 +8,6 @@ import io
 import json
 import mmap
 import tarfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from data_prep.ingest import read_documents
 from data_prep.stage import Done, Task, make_key, replacing
 from data_prep.words import word_starts
 from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
 
 # Measured on Chinese and English text: 2 bytes a token and 1 bit for words over 3 to 4.5 bytes of
 # text a token.
@@ -42,6 +41,16 @@ class ShardJob:
     config: ShardsConfig
 
 
+@dataclass(frozen=True)
+class _Tokenised:
+    """One document."""
+
+    id: str
+    source: str
+    tokens: npt.NDArray[np.unsignedinteger]
+    word_starts: npt.NDArray[np.bool_]
+
+
 @dataclass
 class _Block:
     """A block being filled."""
@@ -51,18 +60,6 @@ class _Block:
     word_starts: list[npt.NDArray[np.bool_]]
     document_ids: list[str]
     num_tokens: int = 0
-    text_bytes: int = 0
-    characters: int = 0
-
-    def totals(self) -> dict[str, int]:
-        """What the report adds up by source."""
-        return {
-            "tokens": self.num_tokens,
-            "documents": len(self.document_ids),
-            "text_bytes": self.text_bytes,
-            "characters": self.characters,
-            "blocks": 1,
-        }
 
 
 def hash_share(document_id: str, purpose: str) -> float:
@@ -118,20 +115,22 @@ def tasks(
 def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     """Tokenises one group and writes its tars."""
     job = task.payload
-    tokenizer = Tokenizer(job.tokenizer_path)
+    tokenizer = load_tokenizer(job.tokenizer_path)
     counts = Counts()
+    sources: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
-    sources: dict[str, dict[str, Counter[str]]] = {}
     tars: list[dict[str, Any]] = []
     paths = []
     for split in SPLITS:
         path = task.folder / f"{split}-{task.name}.tar"
-        blocks = _blocks(_documents(job, split), tokenizer, job.config, counts, totals[split])
+        documents = _counted(
+            _documents(job, split), tokenizer, counts, sources[split], totals[split]
+        )
+        blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
-                by_split = sources.setdefault(block.source, {})
-                by_split.setdefault(split, Counter()).update(block.totals())
+                sources[split][block.source]["blocks"] += 1
                 if split == "train":
                     for part in block.tokens:
                         frequencies += np.bincount(part, minlength=len(frequencies))
@@ -144,7 +143,10 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     frequency_path = task.path(".frequencies.npy")
     with replacing(frequency_path) as temporary, temporary.open("wb") as file:
         np.save(file, frequencies)
-    result = {"shards": counts.to_json(), "tars": tars, "totals": totals, "sources": sources}
+    result = {
+        "shards": counts.to_json(), "tars": tars, "totals": totals,
+        "sources": {split: dict(sorted(found.items())) for split, found in sources.items()},
+    }  # fmt: skip
     return result, [*paths, frequency_path]
 
 
@@ -207,39 +209,52 @@ def _documents(job: ShardJob, split: str) -> Iterator[dict[str, str]]:
                 yield document
 
 
-def _blocks(
+def _counted(
     documents: Iterator[dict[str, str]],
-    tokenizer: Tokenizer,
-    config: ShardsConfig,
+    tokenizer: DatasetTokenizer,
     counts: Counts,
+    sources: dict[str, dict[str, int]],
     totals: dict[str, int],
-) -> Iterator[_Block]:
-    """Fills blocks document by document; a block holds one source."""
+) -> Iterator[_Tokenised]:
+    """Tokenises documents and adds them to the counts of the stage, their source and the split."""
     dtype = token_dtype(tokenizer.vocab_size)
-    block: _Block | None = None
     for document in documents:
         num_bytes = len(document["text"].encode())
         counts.take(num_bytes)
-        ids: npt.NDArray[Any] = np.array(tokenizer.encode(document["text"]), dtype=dtype)
+        encoded, spelling = tokenizer.spell(document["text"])
+        ids: npt.NDArray[Any] = np.array(encoded, dtype=dtype)
         if not len(ids):
             counts.reject("no tokens", num_bytes)
             continue
         counts.give(num_bytes)
-        totals["tokens"] += len(ids)
-        totals["documents"] += 1
-        totals["text_bytes"] += num_bytes
+        size = {"tokens": len(ids), "documents": 1, "text_bytes": num_bytes}
+        more = {
+            "characters": len(document["text"]),
+            "unknown": int(np.count_nonzero(ids == tokenizer.unk_id)),
+            "byte_pieces": int(np.count_nonzero(tokenizer.is_byte[ids])),
+        }
+        of_source = sources.setdefault(document["source"], {"blocks": 0})
+        for target, added in ((totals, size), (of_source, {**size, **more})):
+            for name, number in added.items():
+                target[name] = target.get(name, 0) + number
+        yield _Tokenised(document["id"], document["source"], ids, word_starts(spelling, ids))
+
+
+def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
+    """Fills blocks document by document; a block holds one source."""
+    block: _Block | None = None
+    for document in documents:
+        num_tokens = len(document.tokens)
         if block and (
-            block.source != document["source"] or block.num_tokens + len(ids) > config.block_tokens
+            block.source != document.source or block.num_tokens + num_tokens > block_tokens
         ):
             yield block
             block = None
-        block = block or _Block(document["source"], [], [], [])
-        block.tokens.append(ids)
-        block.word_starts.append(word_starts(tokenizer, ids))
-        block.document_ids.append(document["id"])
-        block.num_tokens += len(ids)
-        block.text_bytes += num_bytes
-        block.characters += len(document["text"])
+        block = block or _Block(document.source, [], [], [])
+        block.tokens.append(document.tokens)
+        block.word_starts.append(document.word_starts)
+        block.document_ids.append(document.id)
+        block.num_tokens += num_tokens
     if block:
         yield block
 

@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import rjieba
 
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import Spelling
 
 # CJK unified ideographs, extension A, compatibility ideographs, and the supplementary planes.
-_HAN = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))
+HAN = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))
 
 
-def word_starts(
-    tokenizer: Tokenizer, ids: npt.NDArray[np.unsignedinteger]
-) -> npt.NDArray[np.bool_]:
+def word_starts(tokenizer: Spelling, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
     """Whether each token of a whole document starts a word; (n,) bool.
 
     A token that starts with a Chinese character starts a word where one of jieba's words starts;
@@ -27,14 +25,14 @@ def word_starts(
     reaches into the next belongs to the first.
 
     Args:
-        tokenizer: that made the ids.
+        tokenizer: that made the ids, or what it says of how they spell the document.
         ids: (n,) tokens of one document, from its begin.
     """
     starts = tokenizer.word_starts(ids)
     text, offsets = tokenizer.surface(ids)
     codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     han = np.zeros(len(codes) + 1, dtype=bool)
-    for first, last in _HAN:
+    for first, last in HAN:
         han[:-1] |= (codes >= first) & (codes <= last)
     if not han.any():
         return starts

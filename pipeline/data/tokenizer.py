@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from pipeline.data.shards import (
     SEP_ID,
     SPECIAL_TOKENS,
     UNK_ID,
+    Vocabulary,
 )
 from pipeline.errors import DataError
 
@@ -48,6 +49,19 @@ class Definition:
     charsmap: bytes
     """Normalisation rules: a uint32 length, a darts-clone trie of that many bytes, and the
     replacements that the trie's values point to (normalizer.cc in google/sentencepiece)."""
+
+
+class Spelling(Protocol):
+    """How the tokens of one document spell its text, for finding the words in it."""
+
+    def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
+        """The text, and the offset of each token in it; see `Tokenizer.surface`."""
+
+    def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each token starts in the middle of a character; (n,) bool."""
+
+    def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each token starts a word, as far as the tokens tell; (n,) bool."""
 
 
 class Tokenizer:
@@ -84,6 +98,10 @@ class Tokenizer:
         """Token ids of a text, without specials; special tokens written in it are plain text."""
         return list(self._processor.EncodeAsIds(text))
 
+    def spell(self, text: str) -> tuple[list[int], Spelling]:
+        """Token ids of a text, as `encode`, and how they spell it."""
+        return self.encode(text), self
+
     def encode_with_masks(self, text: str) -> list[int]:
         """Token ids of a text in which each `[MASK]` stands for one masked token."""
         first, *others = text.split(SPECIAL_TOKENS[MASK_ID])
@@ -108,6 +126,20 @@ class Tokenizer:
             if token is not None:
                 parts.append(SPECIAL_TOKENS[token])
         return " ".join(parts)
+
+    def normalise(self, text: str) -> str:
+        """The text that `decode` gives back."""
+        return str(self._processor.Normalize(text)).replace(_SPACE, " ")
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Its size and special tokens, for the dataset's index."""
+        return Vocabulary(self.vocab_size)
+
+    @cached_property
+    def is_byte(self) -> npt.NDArray[np.bool_]:
+        """(V,) whether a token is a byte of a character that has no piece."""
+        return np.array([self._processor.IsByte(token) for token in range(self.vocab_size)])
 
     def piece(self, token: int) -> str:
         """One token as readable text, its leading space kept as such."""
