@@ -72,36 +72,38 @@ def ratio(value: float, whole: float) -> Cell:
     return Cell(f"{value / whole:.2f}" if whole else "–", is_number=True)
 
 
-def tree(value: Any, name: str = "") -> list[Block]:
+def tree(value: Any) -> list[Block]:
     """Tables of any JSON value, so that reports of others can be shown."""
     if isinstance(value, Mapping):
-        scalars = {key: v for key, v in value.items() if not isinstance(v, (Mapping, list))}
-        rows = [[Cell(_words(key)), _scalar(v)] for key, v in scalars.items()]
-        blocks: list[Block] = [Table((_words(name), ""), rows)] if rows else []
-        rest = {key: v for key, v in value.items() if key not in scalars and v}
-        if not scalars and len(rest) > 1 and all(isinstance(v, Mapping) for v in rest.values()):
-            blocks.append(_side_by_side(name, rest))
-        return blocks + [Details(_words(key), tree(v, key)) for key, v in rest.items()]
+        return _tree_of_mapping(value)
     items = value if isinstance(value, list) else [value]
     if items and all(isinstance(item, Mapping) for item in items):
         columns = list(dict.fromkeys(key for item in items for key in item))
         found = [[_scalar(item.get(column, "")) for column in columns] for item in items]
         return [Table([_words(column) for column in columns], found)]
     if items and all(isinstance(item, list) and len(item) == len(items[0]) for item in items):
-        head = [_words(name), *[""] * (len(items[0]) - 1)]
-        return [Table(head, [[_scalar(part) for part in item] for item in items])]
-    return [Table((_words(name),), [[_scalar(item)] for item in items])]
+        return [Table([""] * len(items[0]), [list(map(_scalar, item)) for item in items])]
+    return [Table(("",), [[_scalar(item)] for item in items])]
 
 
-def _side_by_side(name: str, parts: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One row a part, with what all of them have."""
-    columns = [
-        key
-        for key in next(iter(parts.values()))
-        if all(isinstance(part.get(key), (int, float, str)) for part in parts.values())
-    ]
-    rows = [[Cell(key), *(_scalar(part[c]) for c in columns)] for key, part in parts.items()]
-    return Table([_words(name), *map(_words, columns)], rows)
+def _tree_of_mapping(value: Mapping[str, Any]) -> list[Block]:
+    scalars = {key: v for key, v in value.items() if not isinstance(v, (Mapping, list))}
+    blocks: list[Block] = []
+    if scalars:
+        blocks = [Table(("", ""), [[Cell(_words(k)), _scalar(v)] for k, v in scalars.items()])]
+    rest = {key: v for key, v in value.items() if key not in scalars and v}
+    parts = [v for v in rest.values() if isinstance(v, Mapping)]
+    common = [
+        key for key, v in (parts[0] if parts else {}).items()
+        if not isinstance(v, (Mapping, list)) and all(key in part for part in parts)
+    ]  # fmt: skip
+    if not scalars and common and len(parts) == len(rest) > 1:
+        # Things of one kind: side by side, and below what each has besides.
+        rows = [[Cell(key), *(_scalar(part[c]) for c in common)] for key, part in rest.items()]
+        blocks = [Table(["", *map(_words, common)], rows)]
+        rest = {name: {k: v for k, v in part.items() if k not in common and v}
+                for name, part in rest.items()}  # fmt: skip
+    return blocks + [Details(_words(key), tree(v)) for key, v in rest.items() if v]
 
 
 def _words(key: object) -> str:

@@ -162,15 +162,15 @@ def _html_table(table: Table) -> str:
         f'<th scope="col"{_NUMBER if is_number else ""}>{escape(name)}</th>'
         for name, is_number in zip(table.head, numbers, strict=True)
     )
+    # Without names of columns it is a list of facts, which needs not be as wide as the page.
+    begin = f"<table><thead><tr>{head}</tr></thead>" if any(table.head) else _FACTS
     rows = [f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in table.rows]
     total = f"<tfoot>{rows.pop()}</tfoot>" if table.has_total else ""
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody>{total}</table></div>"
-    )
+    return f'<div class="scroll">{begin}<tbody>{"".join(rows)}</tbody>{total}</table></div>'
 
 
 _NUMBER = ' class="n"'
+_FACTS = '<table class="facts">'
 
 
 def _html_cell(cell: Cell) -> str:

@@ -42,6 +42,7 @@ dd b { display: block; font-size: 27px; line-height: 1.25; font-weight: 650;
   letter-spacing: -0.02em; } dd small { color: var(--dim); overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; margin: 0 0 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
+.facts { width: auto; } .facts td { padding-right: 24px; }
 th { text-align: left; font-weight: 500; color: var(--dim); font-size: 12.5px; vertical-align:
   bottom; }
 th, td { padding: 5px 7px; border-bottom: 1px solid var(--line); }
