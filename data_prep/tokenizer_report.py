@@ -54,7 +54,7 @@ def report(
         training: sample that it was trained on, in the same order of sources.
 
     Returns:
-        {"vocabulary": ..., "sources": {name: ...}}, plain values; the README names the fields.
+        {"vocabulary": ..., "sources": {name: ...}}, plain values.
     """
     used = np.zeros(tokenizer.vocab_size, dtype=bool)
     sources = {}
