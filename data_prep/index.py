@@ -74,20 +74,6 @@ def write(output: Path, tokenizer_path: Path, sharded: list[Done]) -> None:
     )
 
 
-def tokens_by_source(sharded: list[Done]) -> dict[str, dict[str, float]]:
-    """Documents, bytes and tokens of every source, and the share of tokens without a piece."""
-    totals: dict[str, dict[str, float]] = {}
-    for done in sharded:
-        for source, counts in done.result["sources"].items():
-            total = totals.setdefault(source, dict.fromkeys(counts, 0))
-            for name, count in counts.items():
-                total[name] += count
-    for total in totals.values():
-        total["unknown_share"] = round(total["unknown"] / max(1, total["tokens"]), 6)
-        total["byte_piece_share"] = round(total["byte_pieces"] / max(1, total["tokens"]), 6)
-    return totals
-
-
 def _row(shard: int, block: dict[str, Any]) -> dict[str, Any]:
     members = [block["members"][name] for name in MEMBERS]
     return {

@@ -117,17 +117,20 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     job = task.payload
     tokenizer = load_tokenizer(job.tokenizer_path)
     counts = Counts()
-    sources: dict[str, dict[str, int]] = {}
+    sources: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
     tars: list[dict[str, Any]] = []
     paths = []
     for split in SPLITS:
         path = task.folder / f"{split}-{task.name}.tar"
-        documents = _counted(_documents(job, split), tokenizer, counts, sources, totals[split])
+        documents = _counted(
+            _documents(job, split), tokenizer, counts, sources[split], totals[split]
+        )
         blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
+                sources[split][block.source]["blocks"] += 1
                 if split == "train":
                     for part in block.tokens:
                         frequencies += np.bincount(part, minlength=len(frequencies))
@@ -142,7 +145,7 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
         np.save(file, frequencies)
     result = {
         "shards": counts.to_json(), "tars": tars, "totals": totals,
-        "sources": dict(sorted(sources.items())),
+        "sources": {split: dict(sorted(found.items())) for split, found in sources.items()},
     }  # fmt: skip
     return result, [*paths, frequency_path]
 
@@ -225,12 +228,13 @@ def _counted(
             continue
         counts.give(num_bytes)
         size = {"tokens": len(ids), "documents": 1, "text_bytes": num_bytes}
-        lacking = {
+        more = {
+            "characters": len(document["text"]),
             "unknown": int(np.count_nonzero(ids == tokenizer.unk_id)),
             "byte_pieces": int(np.count_nonzero(tokenizer.is_byte[ids])),
         }
-        of_source = sources.setdefault(document["source"], {})
-        for target, added in ((totals, size), (of_source, {**size, **lacking})):
+        of_source = sources.setdefault(document["source"], {"blocks": 0})
+        for target, added in ((totals, size), (of_source, {**size, **more})):
             for name, number in added.items():
                 target[name] = target.get(name, 0) + number
         yield _Tokenised(document["id"], document["source"], ids, word_starts(spelling, ids))
