@@ -117,8 +117,8 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
                 if split == "train":
-                    for part in block.tokens:
-                        frequencies += np.bincount(part, minlength=len(frequencies))
+                    tokens = np.concatenate(block.tokens)
+                    frequencies += np.bincount(tokens, minlength=len(frequencies))
             described = describe(temporary)
         if described["blocks"]:
             tars.append({"split": split, "file": path.name, **described})
@@ -203,7 +203,8 @@ def _blocks(
     for document in documents:
         num_bytes = len(document["text"].encode())
         counts.take(num_bytes)
-        ids: npt.NDArray[Any] = np.array(tokenizer.encode(document["text"]), dtype=dtype)
+        encoded, spelling = tokenizer.spell(document["text"])
+        ids: npt.NDArray[Any] = np.array(encoded, dtype=dtype)
         if not len(ids):
             counts.reject("no tokens", num_bytes)
             continue
@@ -218,7 +219,7 @@ def _blocks(
             block = None
         block = block or _Block(document["source"], [], [], [])
         block.tokens.append(ids)
-        block.word_starts.append(word_starts(tokenizer, ids))
+        block.word_starts.append(word_starts(spelling, ids))
         block.document_ids.append(document["id"])
         block.num_tokens += len(ids)
     if block:
