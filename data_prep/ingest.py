@@ -180,11 +180,15 @@ def read_documents(path: Path) -> Iterator[dict[str, str]]:
 
 def read_lines(path: Path) -> Iterator[Any]:
     """Reads the values of any of the `.jsonl.zst` files."""
+    return map(json.loads, raw_lines(path))
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """Reads the lines of any of the `.jsonl.zst` files."""
     if not path.stat().st_size:
         return  # nothing was written: not even an empty frame
     with zstd.open(path, "rb") as lines:
-        for line in lines:
-            yield json.loads(line)
+        yield from lines
 
 
 def id_hash(document_id: str) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
-from data_prep.ingest import read_documents
+from data_prep.ingest import raw_lines, read_lines
 from data_prep.stage import Done, Task, make_key, replacing
 from data_prep.words import word_starts
 from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
@@ -183,11 +183,12 @@ def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]
 def _documents(job: ShardJob, split: str) -> Iterator[dict[str, str]]:
     for name in job.names:
         keep = np.load(job.dedup_folder / f"{name}.keep.npy")
-        documents = read_documents(job.ingest_folder / f"{name}.jsonl.zst")
-        for kept, document in zip(keep.tolist(), documents, strict=True):
-            held_out = hash_share(document["id"], "split") < job.config.eval_fraction
+        ids = read_lines(job.ingest_folder / f"{name}.ids.jsonl.zst")
+        lines = raw_lines(job.ingest_folder / f"{name}.jsonl.zst")
+        for kept, document_id, line in zip(keep.tolist(), ids, lines, strict=True):
+            held_out = hash_share(document_id, "split") < job.config.eval_fraction
             if kept and held_out == (split == "eval"):
-                yield document
+                yield json.loads(line)
 
 
 def _blocks(

@@ -55,10 +55,10 @@ def _chinese(text: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         cut = _BETWEEN.search(text, start + _CHUNK)
         end = cut.end() if cut else len(text)
         codes = np.frombuffer(text[start:end].encode("utf-32-le"), dtype="<u4")
-        kinds = _KINDS[codes]
+        kinds = _KINDS.take(codes)
         np.equal(kinds, _IS_HAN, out=han[start:end])
         if han[start:end].any():
-            places = _places(kinds, han[start:end])
+            places = _places(kinds)
             words = rjieba.cut(codes[places].tobytes().decode("utf-32-le"))
             lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
             begins[start + places[np.cumsum(lengths) - lengths]] = True
@@ -66,20 +66,22 @@ def _chinese(text: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     return han, begins
 
 
-def _places(kinds: npt.NDArray[np.uint8], han: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+def _places(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
     """Where the text is that jieba's words in Chinese depend on.
 
-    These are the runs of `_IS_JOINED` and `_IS_HAN` that have a Chinese character, each with what
-    stands behind it, which keeps it apart from the next. jieba itself looks at one run at a time.
+    These are the runs of `_IS_JOINED` and `_IS_HAN` that have a Chinese character, at least one, each
+    with what stands behind it, which keeps it apart from the next: jieba itself looks at one run at
+    a time.
     """
-    inside = np.concatenate([[False], kinds > 0, [False]])
+    inside = np.zeros(len(kinds) + 2, dtype=bool)
+    np.not_equal(kinds, 0, out=inside[1:-1])
     [bounds] = np.nonzero(inside[1:] != inside[:-1])
-    firsts, ends = bounds[::2], bounds[1::2]
-    chosen = np.logical_or.reduceat(han, firsts)
-    steps = np.zeros(len(kinds) + 2, dtype=np.int8)
-    steps[firsts[chosen]] += 1
-    steps[ends[chosen] + 1] -= 1
-    return np.flatnonzero(np.cumsum(steps, dtype=np.int8)[: len(kinds)])
+    first, end = bounds[::2], bounds[1::2]
+    chosen = np.maximum.reduceat(kinds, first) == _IS_HAN
+    first, length = first[chosen], (end + 1 - first)[chosen]
+    places = np.repeat(first - (np.cumsum(length) - length), length)
+    places += np.arange(len(places))
+    return places if places[-1] < len(kinds) else places[:-1]
 
 
 def _kinds() -> npt.NDArray[np.uint8]:

@@ -111,8 +111,10 @@ class Tokenizer:
         plain = self._plain_text.flat(text)
         if plain is not None:
             ids = self._plain_text.encode(plain)
-            if self._surface_tables[1][ids].sum() == len(plain):
-                return ids, _Spelled(self, plain)
+            num_chars = self._surface_tables[1].take(ids)
+            ends = np.cumsum(num_chars)
+            if not len(ids) or ends[-1] == len(plain):
+                return ids, _Spelled(self, plain, ends - num_chars)
         return np.array(self.encode(text), dtype=np.int32), self
 
     @cached_property
@@ -189,14 +191,10 @@ class Tokenizer:
             Text with spaces as such, and (n,) character offsets; a byte that continues a character
             has the offset behind it.
         """
-        pieces = self._surface_tables[0]
+        pieces, num_chars = self._surface_tables
         text = b"".join([pieces[token] for token in ids.tolist()]).decode()
-        return text, self.offsets(ids)
-
-    def offsets(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.int64]:
-        """Where in `surface` each token starts; (n,)."""
-        num_chars = self._surface_tables[1][ids]
-        return np.cumsum(num_chars) - num_chars
+        ends = np.cumsum(num_chars[ids])
+        return text, ends - num_chars[ids]
 
     def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Whether each token is a byte in the middle of a character; (n,) bool."""
@@ -248,13 +246,14 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class _Spelled:
-    """A spelling whose text is known."""
+    """A spelling that is known."""
 
     tokenizer: Tokenizer
     text: str
+    offsets: npt.NDArray[np.int64]
 
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
-        return self.text, self.tokenizer.offsets(ids)
+        return self.text, self.offsets
 
     def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         return self.tokenizer.continues(ids)
@@ -281,7 +280,7 @@ class _PlainText:
         """The normalised text, with spaces as such; None if rules other than for \\n matter."""
         text = _SPACES.sub(" ", text.replace("\n", " ")).strip(" ")
         codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-        return text if self._usable and not self._changed[codes].any() else None
+        return text if self._usable and not self._changed.take(codes).any() else None
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         ids: npt.NDArray[np.int32] = self._processor.Encode(text, return_type="numpy")
