@@ -20,9 +20,9 @@ from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
 from data_prep.ingest import raw_lines, read_lines
 from data_prep.stage import Done, Task, make_key, replacing
-from data_prep.words import word_starts
+from data_prep.words import word_starts_of
 from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import Spelling, Tokenizer
 
 # Measured on Chinese and English text: 2 bytes a token and 1 bit for words over 3 to 4.5 bytes of
 # text a token.
@@ -47,7 +47,7 @@ class _Block:
 
     source: str
     tokens: list[npt.NDArray[np.unsignedinteger]]
-    word_starts: list[npt.NDArray[np.bool_]]
+    spellings: list[Spelling]
     document_ids: list[str]
     num_tokens: int = 0
 
@@ -220,7 +220,7 @@ def _blocks(
             block = None
         block = block or _Block(document["source"], [], [], [])
         block.tokens.append(ids)
-        block.word_starts.append(word_starts(spelling, ids))
+        block.spellings.append(spelling)
         block.document_ids.append(document["id"])
         block.num_tokens += len(ids)
     if block:
@@ -230,6 +230,7 @@ def _blocks(
 def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     """Contents by member name."""
     lengths = [len(part) for part in block.tokens]
+    documents = list(zip(block.spellings, block.tokens, strict=True))
     meta = {
         "source": block.source,
         "num_tokens": block.num_tokens,
@@ -239,7 +240,7 @@ def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     contents = (
         _npy(np.concatenate(block.tokens).astype(token_dtype(vocab_size))),
         _npy(np.cumsum(lengths, dtype=np.int64)),
-        _npy(np.packbits(np.concatenate(block.word_starts))),
+        _npy(np.packbits(word_starts_of(documents))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
     return dict(zip(MEMBERS, contents, strict=True))
