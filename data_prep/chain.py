@@ -7,9 +7,7 @@ stage: `run` does all tasks, an array task does its share of one stage, `status`
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-import numpy as np
-
-from data_prep import dedup, finish, ingest, near, near_cluster, shards, vocabulary
+from data_prep import dedup, finish, ingest, near, near_cluster, sample, shards, vocabulary
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts, table
@@ -71,36 +69,26 @@ def chain(corpus: Corpus) -> Chain:
     if config.dedup.near_duplicates:
         masks["near"] = work / "near"
         [kept] = records["near"] = yield from _near(corpus, names, ingested, kept)
-    job = vocabulary.VocabularyJob(
-        work / "ingest", list(masks.values())[-1], names, int(sum(_kept_bytes(work, names, masks))),
-        config.tokenizer,
+    left = sample.Kept(
+        work / "ingest", list(masks.values())[-1], names,
+        tuple(piece.source for piece in corpus.pieces),
     )  # fmt: skip
-    to_train = vocabulary.task(job, ingested, kept, work / "tokenizer")
-    [trained] = records["tokenizer"] = yield Stage("tokenizer", [to_train], vocabulary.run)
-    shard_job = shards.ShardJob(
-        work / "ingest", list(masks.values())[-1], to_train.path(".model"), names, config.shards
+    to_train = vocabulary.task(
+        left, config.tokenizer, corpus.tokenizer, ingested, kept, work / "tokenizer"
     )
-    groups = shards.plan(_kept_bytes(work, names, masks), config.shards.shard_mb)
+    [trained] = records["tokenizer"] = yield Stage("tokenizer", [to_train], vocabulary.run)
+    tokenizer_path = vocabulary.tokenizer_path(to_train)
+    shard_job = shards.ShardJob(
+        left.ingest_folder, left.keep_folder, tokenizer_path, names, config.shards
+    )
+    groups = shards.plan([int(left.sizes(name).sum()) for name in names], config.shards.shard_mb)
     records["shards"] = yield Stage(
         "shards",
         shards.tasks(groups, shard_job, (ingested, kept, trained), corpus.output / SHARD_FOLDER),
         shards.run,
     )
-    finish_job = finish.FinishJob(corpus, names, masks, to_train.path(".model"), records)
+    finish_job = finish.FinishJob(corpus, names, masks, tokenizer_path, records)
     yield Stage("index", [finish.task(finish_job)], finish.run)
-
-
-def _kept_bytes(work: Path, names: tuple[str, ...], masks: dict[str, Path]) -> list[int]:
-    """Text bytes of every piece that the last mask keeps."""
-    mask_folder = list(masks.values())[-1]
-    return [
-        int(
-            np.load(work / "ingest" / f"{name}.bytes.npy")[
-                np.load(mask_folder / f"{name}.keep.npy")
-            ].sum()
-        )
-        for name in names
-    ]
 
 
 def _near(

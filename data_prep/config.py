@@ -1,5 +1,6 @@
 """The root config of `python -m data_prep`."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,7 @@ class SourceConfig:
         "blank_line", "what ends a document in .txt files: a blank line, a line, or the file"
     )
     text_field: str = param("text", "key of the text in .jsonl, column in .parquet files")
+    weight: float = param(1.0, "share in training, relative to the source's size", gt=0)
     id_field: str = param(
         "id", "key or column of the document's id; without it, ids are file@OFFSET in bytes"
     )
@@ -93,21 +95,56 @@ class DedupConfig:
             )
 
 
+DEFAULT_VOCAB_SIZE = 50_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Sentencepiece training."""
+    """Sentencepiece training, or a tokenizer that is there already."""
 
-    vocab_size: int = param(
-        50_000, "pieces, with 5 special tokens and 256 bytes among them", unit="tokens", ge=300
-    )
+    file: str | None = param(
+        None, "take this instead of training: a sentencepiece model that `data_prep` trained, or a "
+        "BERT model's vocab.txt or tokenizer.json; which of them it is, its content tells",
+    )  # fmt: skip
+    lowercase: bool | None = param(
+        None, "with a vocab.txt: text is read in lower case; null: as tokenizer_config.json beside "
+        "it says (do_lower_case), or else if the vocabulary has no capitals",
+    )  # fmt: skip
+    strip_accents: bool | None = param(
+        None, "with a vocab.txt: accents are removed; null: as tokenizer_config.json beside it "
+        "says, or else like lowercase",
+    )  # fmt: skip
+    split_chinese: bool | None = param(
+        None, "with a vocab.txt: each Chinese character is a token; null: as "
+        "tokenizer_config.json beside it says (tokenize_chinese_chars), or else true",
+    )  # fmt: skip
+    vocab_size: int | None = param(
+        None, "pieces to train, with 5 special tokens and 256 bytes among them; null: "
+        f"{DEFAULT_VOCAB_SIZE:,}", unit="tokens", ge=300,
+    )  # fmt: skip
     model_type: Literal["unigram", "bpe"] = param("unigram", "sentencepiece algorithm")
     character_coverage: float = param(
         0.9995, "share of characters that get pieces; the rest falls back to bytes", ge=0.9, lt=1
     )
     sample_mb: int = param(
-        1000, "documents drawn for training, by hash of their id; about 17 times as much memory",
+        1000, "text drawn for training, by hash of the documents' ids, split over the sources by "
+        "weight times size; about 17 times as much memory",
         unit="MB", ge=1,
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        of_training = ("vocab_size", "model_type", "character_coverage", "sample_mb")
+        of_a_file = ("lowercase", "strip_accents", "split_chinese")
+        out_of_place = of_a_file if self.file is None else of_training
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in out_of_place:
+            if getattr(self, name) != default[name]:
+                raise ConfigError(
+                    f"tokenizer.{name} = {getattr(self, name)} with tokenizer.file = {self.file}: "
+                    + (f"{name} is for a vocab.txt; give it as tokenizer.file" if self.file is None
+                       else "a given tokenizer is not trained")
+                    + f", or leave tokenizer.{name} out"
+                )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +172,7 @@ class PrepConfig:
     clean: CleanConfig = section(CleanConfig, "limits on documents")
     filters: FiltersConfig = section(FiltersConfig, "rules on documents, and masking; all off")
     dedup: DedupConfig = section(DedupConfig, "removal of near duplicates, off")
-    tokenizer: TokenizerConfig = section(TokenizerConfig, "sentencepiece training")
+    tokenizer: TokenizerConfig = section(TokenizerConfig, "sentencepiece, or a given one")
     shards: ShardsConfig = section(ShardsConfig, "blocks, shards and the held-out split")
 
     def __post_init__(self) -> None:

@@ -45,13 +45,12 @@ def task(job: FinishJob) -> Task[FinishJob]:
 def run(task: Task[FinishJob]) -> tuple[dict[str, Any], list[Path]]:
     """Writes index and report, and removes shards of an earlier plan."""
     job, output = task.payload, task.folder
-    [trained] = job.records["tokenizer"]
     sharded = job.records["shards"]
-    index.write(output, job.tokenizer_path, sharded, trained.result["vocab_size"])
+    index.write(output, job.tokenizer_path, sharded)
     _remove_stale(output / index.SHARD_FOLDER, {name for done in sharded for name in done.files})
     report = _report(job)
     write_json_atomic(output / REPORT_FILE, report)
-    names = (index.TOKENIZER_FILE, "index.npz", "index.json", REPORT_FILE)
+    names = (job.tokenizer_path.name, "index.npz", "index.json", REPORT_FILE)
     return {"fingerprint": report["fingerprint"]}, [output / name for name in names]
 
 
@@ -61,6 +60,12 @@ def log_report(report: dict[str, Any]) -> None:
     logger.info("%s", table(counts))
     for name, count in report["notes"].items():
         logger.info("%s: %s", name, f"{count:,}")
+    for name, source in report["sources"].items():
+        logger.info(
+            "source %s: %s tokens, %.3f%% of them unknown, %.3f%% bytes of rare characters",
+            name, f"{source['tokens']:,}", 100 * source["unknown_share"],
+            100 * source["byte_piece_share"],
+        )  # fmt: skip
     for split, total in report["totals"].items():
         logger.info(
             "%s: %s tokens, %s documents, %.2f bytes a token",
@@ -91,6 +96,8 @@ def _report(job: FinishJob) -> dict[str, Any]:
         "fingerprint": made.fingerprint,
         "vocab_size": made.vocab_size,
         "tokenizer_sample_bytes": trained.result["sample_bytes"],
+        "tokenizer_sample": trained.result["sample"],
+        "sources": index.tokens_by_source(job.records["shards"]),
         "unigram_entropy_nats": made.unigram_entropy_nats,
         "totals": made.totals,
         "num_shards": len(made.shards),

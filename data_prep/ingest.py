@@ -19,7 +19,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,12 +74,13 @@ def tasks(
         ConfigError: the list of bad words is unusable.
     """
     settings = [asdict(clean), *key_parts(filters)]
-    return [
-        Task(
-            f"{i:05d}", folder, make_key(asdict(piece), *settings), IngestJob(piece, clean, filters)
-        )
-        for i, piece in enumerate(pieces)
-    ]
+    made = []
+    for i, piece in enumerate(pieces):
+        described = asdict(piece)
+        del described["source"]["weight"]  # says how often text is used, not what it is
+        key = make_key(described, *settings)
+        made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, filters)))
+    return made
 
 
 def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
@@ -173,22 +174,19 @@ class _Results:
         self.sizes.append(len(encoded))
 
 
-def read_documents(path: Path) -> Iterator[dict[str, str]]:
-    """Reads a `.jsonl.zst` back."""
-    return read_lines(path)
+def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, str]]:
+    """Reads a `.jsonl.zst` back: all documents, or those in some rows."""
+    return read_lines(path, rows)
 
 
-def read_lines(path: Path) -> Iterator[Any]:
-    """Reads the values of any of the `.jsonl.zst` files."""
-    return map(json.loads, raw_lines(path))
-
-
-def raw_lines(path: Path) -> Iterator[bytes]:
-    """Reads the lines of any of the `.jsonl.zst` files."""
+def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
+    """Reads the values of any of the `.jsonl.zst` files: of all lines, or of some."""
     if not path.stat().st_size:
         return  # nothing was written: not even an empty frame
     with zstd.open(path, "rb") as lines:
-        yield from lines
+        for row, line in enumerate(lines):
+            if rows is None or row in rows:
+                yield json.loads(line)
 
 
 def id_hash(document_id: str) -> int:

@@ -24,6 +24,7 @@ from pipeline.data.shards import (
     SEP_ID,
     SPECIAL_TOKENS,
     UNK_ID,
+    Vocabulary,
 )
 from pipeline.errors import DataError
 
@@ -145,6 +146,20 @@ class Tokenizer:
             if token is not None:
                 parts.append(SPECIAL_TOKENS[token])
         return " ".join(parts)
+
+    def normalise(self, text: str) -> str:
+        """The text that `decode` gives back."""
+        return str(self._processor.Normalize(text)).replace(_SPACE, " ")
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Its size and special tokens, for the dataset's index."""
+        return Vocabulary(self.vocab_size)
+
+    @cached_property
+    def is_byte(self) -> npt.NDArray[np.bool_]:
+        """(V,) whether a token is a byte of a character that has no piece."""
+        return np.array([self._processor.IsByte(token) for token in range(self.vocab_size)])
 
     def piece(self, token: int) -> str:
         """One token as readable text, its leading space kept as such."""

@@ -33,6 +33,8 @@ TORCH_FREE = {
     "pipeline.data.shards",
     "pipeline.data.reader",
     "pipeline.data.tokenizer",
+    "pipeline.data.fast_tokenizer",
+    "pipeline.data.wordpiece",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},

@@ -1,0 +1,255 @@
+"""Array tasks in any number, killed at any time; `status`, `plan` and `show`."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import pytest
+
+from data_prep.config import PrepConfig
+from data_prep.ingest import read_lines
+from data_prep.plan import plan, plan_text
+from data_prep.run import run, run_part
+from data_prep.show import document_text, rejected_text
+from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
+from data_prep.status import status_text
+from pipeline.config.load import load
+from pipeline.errors import ConfigError, DataError
+from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
+
+# Every stage that there is.
+ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4"]
+SOURCES = 6
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A folder a source, a piece each, with a damaged line, duplicates and near duplicates."""
+    folder = tmp_path_factory.mktemp("source")
+    records = [json.loads(line) for line in corpus.read_bytes().splitlines()]
+    long = [record for record in records if len(record["text"]) > 2000][:20]
+    copies = [
+        {"id": f"{record['id']}-edited", "text": record["text"].replace(" object", " thing")}
+        for record in long
+    ]
+    for number in range(SOURCES):
+        # Other letters for each source: enough text for more than one shard, and still learnable.
+        table = str.maketrans(ascii_lowercase, ascii_lowercase[number:] + ascii_lowercase[:number])
+        part = [{**record, "text": record["text"].translate(table)} for record in records]
+        part += records[:5] + (copies if number == SOURCES - 1 else [])
+        lines = [json.dumps(record).encode() for record in part]
+        (folder / str(number)).mkdir()
+        (folder / str(number) / "part.jsonl").write_bytes(b"\n".join([*lines, b'{"text": "\xff"}']))
+    return folder
+
+
+def _overrides(output: Path, source: Path, *more: str) -> list[str]:
+    names = ", ".join(f"{{name: s{i}, inputs: [{source}/{i}]}}" for i in range(SOURCES))
+    return [f"output_dir={output}", f"sources=[{names}]", *ALL_STAGES, *more]
+
+
+def _load(prep_config: Path, output: Path, source: Path, *more: str) -> PrepConfig:
+    return load(PrepConfig, prep_config, _overrides(output, source, *more)).config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, prep_config: Path, source: Path) -> Path:
+    """Prepared by one command; tests must not change it."""
+    folder = tmp_path_factory.mktemp("whole") / "data"
+    run(_load(prep_config, folder, source))
+    return folder
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """The dataset; reports say when and where they were made."""
+    wanted = ("index.*", "tokenizer.*", "shards/*.tar")
+    return {
+        path.name: path.read_bytes() for pattern in wanted for path in sorted(folder.glob(pattern))
+    }
+
+
+def _start(config: Path, overrides: list[str], stage: str, rank: int, world: int) -> Any:
+    command = [sys.executable, "-m", "data_prep", "run", str(config), *overrides, "--stage", stage,
+               "--rank", str(rank), "--world", str(world)]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _stages(config: PrepConfig) -> list[str]:
+    return [stage["name"] for stage in plan(config)["stages"]]
+
+
+def test_array_tasks_killed_at_random_make_the_same_dataset(
+    whole: Path, prep_config: Path, source: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "data"
+    overrides = _overrides(output, source)
+    draw = random.Random(int(os.environ.get("POSTNORM_KILL_SEED", "0")))
+    killed = 0
+    for stage in _stages(load(PrepConfig, prep_config, overrides).config):
+        world = draw.choice([1, 2, 3])
+        for attempt in range(20):
+            tasks = [_start(prep_config, overrides, stage, rank, world) for rank in range(world)]
+            if attempt < 3:
+                while not list(output.rglob("*.running.json")) and tasks[0].poll() is None:
+                    time.sleep(0.002)
+                time.sleep(draw.uniform(0, 0.2))
+                for task in tasks:
+                    if task.poll() is None and draw.random() < 0.8:
+                        task.send_signal(signal.SIGKILL)
+            texts = [task.communicate()[0] for task in tasks]
+            codes = [task.returncode for task in tasks]
+            assert set(codes) <= {0, -signal.SIGKILL}, texts
+            killed += codes.count(-signal.SIGKILL)
+            if not any(codes):
+                break
+    assert killed >= 5
+    assert _files(output) == _files(whole)
+    assert len(list(output.glob("shards/train-*.tar"))) > 1
+    assert not list(output.rglob("*.tmp"))
+    assert not list(output.rglob("*.running.json"))
+
+
+def test_a_stage_refuses_when_the_one_before_is_not_complete(
+    prep_config: Path, source: Path, tmp_path: Path
+) -> None:
+    config = _load(prep_config, tmp_path / "data", source)
+    run_part(config, "ingest", rank=1, world=6)
+    with pytest.raises(DataError, match=r"ingest, of which 5 of 6 tasks are not done"):
+        run_part(config, "dedup")
+    for rank in (0, 2, 3, 4, 5):
+        run_part(config, "ingest", rank=rank, world=6)
+    run_part(config, "dedup")
+    # Other settings or inputs make all that depends on them undone again.
+    other = _load(prep_config, tmp_path / "data", source, "clean.min_chars=50")
+    with pytest.raises(DataError, match=r"ingest, of which 6 of 6 tasks are not done"):
+        run_part(other, "tokenizer")
+    with pytest.raises(ConfigError, match="--stage shard: this config has the stages ingest, "):
+        run_part(config, "shard")
+    with pytest.raises(ConfigError, match="--rank 3 --world 3: expected 0 <= rank < world"):
+        run_part(config, "ingest", rank=3, world=3)
+
+
+def test_an_input_that_changes_between_stages_is_noticed(
+    prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(corpus.read_bytes())
+    overrides = [f"output_dir={tmp_path}/data", f"sources=[{{name: s, inputs: [{path}]}}]"]
+    config = load(PrepConfig, prep_config, overrides).config
+    run_part(config, "ingest")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match="stage dedup needs stage ingest, of which 1 of 1"):
+        run_part(config, "dedup")
+
+
+def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, source: Path) -> None:
+    made = plan(_load(prep_config, whole, source))
+    assert made["pieces"] == made["files"] == SOURCES
+    size = sum(path.stat().st_size for path in source.rglob("*.jsonl"))
+    assert made["text_gb"] == pytest.approx(size / 1e9, abs=1e-3)
+    lines = status_text(_load(prep_config, whole, source)).splitlines()
+    done = {line.split()[0]: int(line.split()[1].replace(",", "")) for line in lines[1:] if line
+            and not line.startswith("complete")}  # fmt: skip
+    assert {stage["name"]: stage["tasks"] for stage in made["stages"]} == done
+    assert f"hours on {7}" in plan_text(made, 7)
+
+
+def test_status_tells_failed_stopped_and_running_tasks(
+    prep_config: Path, source: Path, tmp_path: Path
+) -> None:
+    config = _load(prep_config, tmp_path / "data", source)
+    lines = status_text(config).splitlines()
+    assert lines[1].split() == ["ingest", "0", "0", "0", "0", str(SOURCES)]
+    assert lines[2].split() == ["dedup", "after", "ingest"]
+    too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
+    with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
+        run(too_long)
+    text = status_text(too_long)
+    [line] = [line for line in text.splitlines() if line.startswith("tokenizer")]
+    assert line.split() == ["tokenizer", "0", "0", "1", "0", "0"]
+    assert "failed: tokenizer tokenizer: DataError: tokenizer.vocab_size=60000" in text
+    with pytest.raises(DataError, match="vocab_size=300"):
+        run(_load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=300"))
+
+
+def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)]
+    process = subprocess.Popen(command)
+    task = Task("t", tmp_path, make_key("x"), None)
+    deadline = time.monotonic() + 20
+    while state_of(task).name != "running" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert state_of(task).name == "running"
+    assert f"process {process.pid}" in state_of(task).text
+    process.kill()
+    process.wait()
+    assert state_of(task).name == "stopped"
+    run_tasks(Stage("s", [task], write_nothing), 1)
+    assert state_of(task).name == "done"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.done.json"]
+
+
+_SLEEPING_TASK = """
+import sys, time
+from pathlib import Path
+from data_prep.stage import Stage, Task, make_key, run_tasks
+task = Task("t", Path(sys.argv[1]), make_key("x"), None)
+run_tasks(Stage("s", [task], lambda task: time.sleep(60)), 1)
+"""
+
+
+def write_nothing(task: Task[None]) -> tuple[dict[str, Any], list[Path]]:
+    return {}, []
+
+
+def test_files_of_killed_processes_are_removed_and_of_living_ones_not(tmp_path: Path) -> None:
+    code = "import sys; from pipeline.runtime.files import *; temporary_beside(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", f"{code}.touch()", tmp_path / "a"], check=True)
+    mine, elsewhere = temporary_beside(tmp_path / "b"), tmp_path / ".c.otherhost.1.tmp"
+    mine.touch()
+    elsewhere.touch()
+    assert len(list(tmp_path.iterdir())) == 3
+    remove_abandoned(tmp_path)
+    assert set(tmp_path.iterdir()) == {mine, elsewhere}
+    os.utime(elsewhere, (0, 0))
+    remove_abandoned(tmp_path)
+    assert set(tmp_path.iterdir()) == {mine}
+    write_atomic(tmp_path / "b", b"")
+    assert set(tmp_path.iterdir()) == {tmp_path / "b"}
+
+
+def test_show_tells_what_became_of_a_document(whole: Path, prep_config: Path, source: Path) -> None:
+    config = _load(prep_config, whole, source)
+    lines = (source / "0/part.jsonl").read_bytes().splitlines()
+    first = json.loads(lines[0])
+    text = document_text(config, f"s0/{first['id']}")
+    assert first["text"][:500] in text
+    assert "stage dedup: kept" in text
+    # The first five lines of the corpus are at the end of every file.
+    assert text.count("original, ") == 2
+    assert "stage dedup: dropped" in document_text(config, f"s1/{first['id']}")
+    near = [record for path in sorted((whole / "work/near").glob("*.near.jsonl"))
+            for record in map(json.loads, path.read_text().splitlines())]  # fmt: skip
+    assert near
+    assert "stage near: dropped" in document_text(config, near[0]["id"])
+    with pytest.raises(DataError, match="no document has the id 's0/none'"):
+        document_text(config, "s0/none")
+    rejected = rejected_text(config, "invalid UTF-8", 2)
+    assert rejected.count("--- s") == 2
+    assert rejected.endswith("invalid UTF-8 line: 6")
+    assert "nothing was rejected for 'other'" in rejected_text(config, "other", 2)
+
+
+def test_ids_are_recorded(whole: Path) -> None:
+    for number in range(SOURCES):
+        folder = whole / "work" / "ingest"
+        ids = list(read_lines(folder / f"{number:05d}.ids.jsonl.zst"))
+        documents = read_lines(folder / f"{number:05d}.jsonl.zst")
+        assert ids == [document["id"] for document in documents]

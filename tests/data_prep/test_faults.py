@@ -1,0 +1,154 @@
+"""Full disks, folders that cannot be written, and odd input, through all stages."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.config import PrepConfig
+from data_prep.run import run
+from pipeline.config.load import load
+from pipeline.data.shards import read_index
+
+ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4"]
+
+
+def _can_mount() -> bool:
+    trial = "mkdir -p /tmp/mount-trial && mount -t tmpfs none /tmp/mount-trial"
+    command = ["unshare", "--mount", "sh", "-c", trial]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+needs_mount = pytest.mark.skipif(
+    not _can_mount(), reason="needs unshare and the right to mount a tmpfs"
+)
+
+
+@pytest.fixture
+def command(prep_config: Path, corpus: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "disk").mkdir()
+    overrides = [f"output_dir={tmp_path}/disk/data",
+                 f"sources=[{{name: topics, inputs: [{corpus}]}}]", *ALL_STAGES]  # fmt: skip
+    return [sys.executable, "-m", "data_prep", "run", str(prep_config), *overrides]
+
+
+@needs_mount
+def test_disk_that_fills_up_at_any_stage(
+    command: list[str], prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """The disk grows until the run gets through: each time it stops at another place."""
+    # In one mount namespace, so that the disk keeps what was written; its size is changed in place.
+    script = """
+    set -e
+    mount -t tmpfs -o size=40k none "$DISK"
+    for kb in 40 150 300 420 700 900 1100 1500 1900 2300 8000; do
+      mount -o remount,size=${kb}k "$DISK"
+      code=0; "$@" 2>&1 || code=$?
+      echo "== $kb $code $(find "$DISK" -name '*.tmp' | wc -l)"
+    done
+    cp -r "$DISK/data" "$COPY"
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", *command],
+        env={**os.environ, "DISK": str(tmp_path / "disk"), "COPY": str(tmp_path / "copy")},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    ends = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("== ")]
+    codes = [int(code) for _, code, _ in ends]
+    assert codes.count(1) >= 4, ends
+    assert codes[-1] == 0
+    assert set(codes) == {0, 1}
+    assert {left for _, _, left in ends} == {"0"}, "temporary files are left"
+    assert "Traceback" not in done.stdout
+    assert done.stdout.count("No space left on device") >= codes.count(1)
+    overrides = [f"output_dir={tmp_path}/straight",
+                 f"sources=[{{name: topics, inputs: [{corpus}]}}]", *ALL_STAGES]  # fmt: skip
+    run(load(PrepConfig, prep_config, overrides).config)
+    assert (
+        read_index(tmp_path / "copy").fingerprint == read_index(tmp_path / "straight").fingerprint
+    )
+
+
+@needs_mount
+def test_folder_that_becomes_read_only(command: list[str], tmp_path: Path) -> None:
+    script = """
+    set -e
+    mount -t tmpfs none "$DISK"
+    mount -o remount,ro "$DISK"
+    "$@" 2>&1 || echo "== first $?"
+    mount -o remount,rw "$DISK"
+    "$@" --stage ingest 2>&1
+    mount -o remount,ro "$DISK"
+    "$@" 2>&1 || echo "== second $?"
+    mount -o remount,rw "$DISK"
+    "$@" 2>&1
+    echo "== last $?"
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", *command],
+        env={**os.environ, "DISK": str(tmp_path / "disk")},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    ends = [line for line in done.stdout.splitlines() if line.startswith("== ")]
+    assert ends == ["== first 1", "== second 1", "== last 0"]
+    assert done.stdout.count("Read-only file system") == 2
+    assert "Traceback" not in done.stdout
+
+
+def _prepare(prep_config: Path, folder: Path, *overrides: str) -> dict[str, Any]:
+    values = [f"output_dir={folder}/data", *ALL_STAGES, *overrides]
+    return run(load(PrepConfig, prep_config, values).config)
+
+
+def test_odd_files_among_good_ones(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a-empty.jsonl").write_bytes(b"")
+    (folder / "b-blank.jsonl").write_bytes(b"\n \n\t\n" * 50)
+    (folder / "c-good.jsonl").write_bytes(corpus.read_bytes())
+    (folder / "d-nul.jsonl").write_text(
+        json.dumps({"id": "nul", "text": "zero\0 bytes\0 inside " * 30})
+    )
+    (folder / "e-blank.txt").write_bytes(b"\n\n\n")
+    # Each file a piece of its own.
+    names = sorted(path.name for path in folder.iterdir())
+    sources = ", ".join(
+        f"{{name: s{number}, inputs: ['{folder / name}']}}" for number, name in enumerate(names)
+    )
+    report = _prepare(prep_config, tmp_path, f"sources=[{sources}]")
+    rejected = report["stages"]["ingest"]["rejected"]
+    assert report["stages"]["ingest"]["documents_out"] == len(corpus.read_bytes().splitlines()) + 1
+    assert rejected == {}
+    assert report["stages"]["shards"]["documents_out"] > 400
+
+
+def test_million_documents_and_a_long_line_in_little_memory(
+    prep_config: Path, tmp_path: Path
+) -> None:
+    many = tmp_path / "many.txt"
+    with many.open("w") as file:
+        file.writelines(f"{i} words and {i * 7919 % 1_000_003} more\n" for i in range(1_000_000))
+    line = tmp_path / "line.txt"
+    line.write_text("one line " * 6_000_000)
+    sources = (
+        f"sources=[{{name: s, inputs: ['{many}'], txt_documents: line}},"
+        f"{{name: t, inputs: ['{line}'], txt_documents: line}}]"
+    )
+    command = [sys.executable, "-m", "data_prep", "run", str(prep_config), sources,
+               f"output_dir={tmp_path}/data", "--stage"]  # fmt: skip
+    for stage, limit_mb in (("ingest", 2000), ("dedup", 500)):
+        process = subprocess.Popen([*command, stage])
+        _, status, usage = os.wait4(process.pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert usage.ru_maxrss / 1000 < limit_mb
+    done = json.loads((tmp_path / "data/work/dedup/all.done.json").read_text())
+    assert done["result"]["dedup"]["documents_out"] == 1_000_001
