@@ -1,15 +1,25 @@
-"""Speed, memory and recall of the near-duplicate stages, as one JSON line.
+"""Speed and recall of the near-duplicate stages, as one JSON line.
 
-    python benchmarks/minhash.py corpus.jsonl.gz [--datatrove-python VENV/bin/python] [--lengths]
+    python benchmarks/minhash.py corpus.jsonl.gz [--datatrove-python VENV/bin/python] [--others]
 
 The corpus is JSON lines with `text`, plain or .gz; a document is Chinese if a third of its bytes
-are Han characters. Speeds are MB of UTF-8 text per CPU-second of one process, the best of three.
+are Han characters, and besides mixed if a fifth of its letters are no CJK. Speeds are MB of UTF-8
+text per CPU-second of one process, the best of three.
 
 Recall is that of copies with 10% of the characters edited, a third each replaced, deleted and
 preceded by others, in runs ("words": five Latin or two Han characters) or one by one
 ("characters"), of up to 400 documents of at least `min_chars` letters; the unrelated pairs are all
 pairs of a Chinese with an English document and of two of these documents of one language, whose
 highest estimates are given as quantiles (some of these are related in truth: look at them).
+
+"At 100 million documents" is calculated. A copy is found for sure in a bucket that no unrelated
+document is in, since pairs are made with a bucket's first and previous member only. How many
+unrelated ones a bucket of N documents has is called its load. Over the bands of a document it is on
+average N * mean(s^rows), s being its measured similarities to documents of the corpus, without
+those of 0.2 and more, which may be related. Its bands differ by how common their minima are: the
+load is spread over them as the product of the minima's frequencies. With load x, the copy's
+original is the bucket's first member with probability (1 - exp(-x)) / x. The corpus is of few
+kinds, so its documents are more similar than those of the web.
 
 datatrove runs with one word a Han character or a Latin word (its "zho" splits at blanks), five
 words a shingle, once with its own 14 bands of 8 and once with as many bands and rows as we have.
@@ -24,7 +34,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +42,23 @@ from typing import Any
 import numpy as np
 from backports import zstd
 
+from data_prep import minhash
 from data_prep.config import DedupConfig
-from data_prep.minhash import Signatures, SignatureSettings, fold, signatures
-from data_prep.near import BucketJob, SignatureJob, run_buckets, run_signatures, settings_of
+from data_prep.minhash import Signatures, SignatureSettings, fold, signatures, similarity
+from data_prep.near import SignatureJob, run_signatures, settings_of
 from data_prep.stage import Task
 
+_SAMPLED_CHARS = 6000
 _HAN = re.compile("[\u3400-\u9fff]")
 _CORPUS_MB = 280_000
-_LENGTHS = ((3, 3), (4, 4), (5, 5), (6, 6), (8, 8), (10, 10), (13, 13), (8, 4), (8, 5))
-_BUCKET_DOCUMENTS = 1_000_000
+_MANY_DOCUMENTS = 100_000_000
+_UNRELATED = 0.2
+_OTHERS = (
+    (8, 4, 64, 4, 0.4), (8, 3, 64, 4, 0.33), (7, 3, 128, 5, 0.33), (6, 3, 64, 4, 0.33),
+    (6, 3, 128, 4, 0.33), (6, 3, 128, 5, 0.33), (6, 3, 128, 6, 0.33), (6, 3, 192, 5, 0.33),
+    (6, 2, 128, 5, 0.33), (5, 3, 128, 4, 0.33), (5, 3, 160, 5, 0.33), (5, 3, 256, 5, 0.33),
+    (5, 3, 400, 6, 0.33),
+)  # fmt: skip
 _DATATROVE = """
 import json, re, sys, tempfile, time
 from importlib.metadata import version
@@ -72,7 +89,7 @@ print(json.dumps(found))
 
 
 def _load(path: Path, max_mb: float) -> dict[str, list[str]]:
-    texts: dict[str, list[str]] = {"chinese": [], "english": []}
+    texts: dict[str, list[str]] = {"chinese": [], "english": [], "mixed": []}
     size = 0
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for line in lines:
@@ -80,10 +97,17 @@ def _load(path: Path, max_mb: float) -> dict[str, list[str]]:
             num_bytes = len(text.encode())
             chinese = 9 * len(_HAN.findall(text)) > num_bytes
             texts["chinese" if chinese else "english"].append(text)
+            if chinese and _latin_share(text) > 0.2:
+                texts["mixed"].append(text)
             size += num_bytes
             if size > max_mb * 1e6:
                 break
     return texts
+
+
+def _latin_share(text: str) -> float:
+    letters = fold([text[:_SAMPLED_CHARS]])[0]
+    return float((letters < minhash._FIRST_CJK).mean()) if len(letters) else 0.0
 
 
 def _megabytes(texts: list[str]) -> float:
@@ -123,30 +147,10 @@ def _whole_step(texts: list[str], settings: SignatureSettings) -> float:
             for number, text in enumerate(texts):
                 record = {"id": str(number), "source": "s", "text": text}
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        task = Task("piece", Path(name), "", SignatureJob(path, settings))
+        np.save(Path(name) / "sizes.npy", np.zeros(len(texts)))
+        job = SignatureJob(path, Path(name) / "sizes.npy", settings)
+        task = Task("piece", Path(name), "", job)
         return _cpu_seconds(lambda: run_signatures(task))
-
-
-def _buckets() -> dict[str, float]:
-    """One bucket task over a million documents, a fifth of which share their hash with another."""
-    rng = np.random.default_rng(0)
-    column = rng.integers(1, 2**63, _BUCKET_DOCUMENTS, dtype=np.uint64)
-    fifth = _BUCKET_DOCUMENTS // 5
-    column[-fifth:] = column[rng.integers(0, _BUCKET_DOCUMENTS - fifth, fifth)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        np.save(folder / "piece.signatures.npy", column[:, None])
-        np.save(folder / "piece.keep.npy", np.ones(_BUCKET_DOCUMENTS, dtype=bool))
-        task = Task("000-000", folder, "", BucketJob(folder, folder, ("piece",), 0, 0, 1))
-        seconds = _cpu_seconds(lambda: run_buckets(task))
-        tracemalloc.start()
-        run_buckets(task)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return {
-        "peak_mb_per_million_documents": round(peak / 1e6, 1),
-        "cpu_s_per_million_documents_and_band": round(seconds, 3),
-    }
 
 
 def _edited(text: str, rng: np.random.Generator, *, words: bool) -> str:
@@ -164,11 +168,11 @@ def _edited(text: str, rng: np.random.Generator, *, words: bool) -> str:
 
 
 def _sample(texts: dict[str, list[str]], min_chars: int) -> dict[str, Any]:
-    """Documents and copies, at most 6,000 characters each."""
+    """Documents and copies, at most `_SAMPLED_CHARS` characters each."""
     rng = np.random.default_rng(1)
     sample: dict[str, Any] = {}
     for language, all_texts in texts.items():
-        cut = [text[:6000] for text in all_texts]
+        cut = [text[:_SAMPLED_CHARS] for text in all_texts]
         long = [text for text in cut if fold([text])[1][0] >= min_chars]
         chosen = [long[i] for i in rng.permutation(len(long))[:400]]
         copies = {
@@ -179,26 +183,86 @@ def _sample(texts: dict[str, list[str]], min_chars: int) -> dict[str, Any]:
     return sample
 
 
-def _recall(sample: dict[str, Any], config: DedupConfig) -> dict[str, Any]:
+class _Minima:
+    """Minima of the whole corpus, and the loads that they make."""
+
+    def __init__(self, texts: list[str], settings: SignatureSettings) -> None:
+        self.settings = settings
+        self._columns = np.linspace(0, settings.bands * settings.rows - 1, 256).astype(int)
+        all_minima = self.of([text for text in texts if fold([text])[1][0] >= settings.min_chars])
+        self._documents = len(all_minima)
+        self._few = np.ascontiguousarray(all_minima[:, self._columns])
+        self._counts = [np.unique(column, return_counts=True) for column in all_minima.T]
+
+    def of(self, texts: list[str]) -> Any:
+        """(D, K) uint64."""
+        parts = []
+        for start in range(0, len(texts), 20):
+            letters, sizes = fold(texts[start : start + 20])
+            bins = self.settings.bands * self.settings.rows
+            found = np.full((len(sizes), bins), minhash._EMPTY, dtype="<u8")
+            minhash._take_minima(letters, np.cumsum(sizes), self.settings, found)
+            minhash._densify(found)
+            parts.append(found)
+        return np.concatenate(parts)
+
+    def reached(self, minima: Any) -> Any:
+        """(D, bands) probability that a document is its bucket's first member."""
+        load = _MANY_DOCUMENTS * self._loads(minima)
+        return np.where(load < 1e-6, 1.0, -np.expm1(-load) / np.maximum(load, 1e-9))
+
+    def _loads(self, minima: Any) -> Any:
+        share = np.empty(minima.shape)
+        for column, (values, counts) in enumerate(self._counts):
+            mine = minima[:, column]
+            place = np.minimum(np.searchsorted(values, mine), len(values) - 1)
+            others = np.where(values[place] == mine, counts[place] - 1, 0)
+            share[:, column] = np.maximum(others, 0.3) / self._documents
+        shape = (len(minima), self.settings.bands, self.settings.rows)
+        product = share.reshape(shape).prod(axis=2)
+        moments = np.array([self._moment(row) for row in minima[:, self._columns]])
+        return product * np.maximum(1, moments / product.mean(axis=1))[:, None]
+
+    def _moment(self, row: Any) -> float:
+        """Mean of s^rows over the corpus, without bias."""
+        equal = (self._few == row).sum(axis=1)
+        equal = np.where(equal < _UNRELATED * 256, equal, 0).astype(float)
+        powers = [np.maximum(equal - i, 0) / (256 - i) for i in range(self.settings.rows)]
+        return float(np.prod(powers, axis=0).mean())
+
+
+def _recall(
+    texts: dict[str, list[str]], sample: dict[str, Any], config: DedupConfig
+) -> dict[str, Any]:
     """Share of copies that meet their original in a band and reach the threshold."""
     settings = settings_of(config)
+    corpus = _Minima(texts["chinese"] + texts["english"], settings)
     found: dict[str, Any] = {}
-    signed = {language: _sign(s["originals"], settings) for language, s in sample.items()}
-    for language, texts in sample.items():
-        own = signed[language]
+    sketches = {}
+    for language, part in sample.items():
+        own = corpus.of(part["originals"])
+        reached = corpus.reached(own)
+        sketches[language] = own[:, : settings.sketch_bins].astype(np.uint8)
         for style in ("words", "characters"):
-            copies = _sign(texts[style], settings)
-            meet = ((own.bands == copies.bands) & (own.bands != 0)).any(axis=1)
-            similar = _estimates(own.sketch, copies.sketch)
+            copies = corpus.of(part[style])
+            shape = (len(own), settings.bands, settings.rows)
+            meet = (own == copies).reshape(shape).all(axis=2)
+            similar = _estimates(
+                sketches[language], copies[:, : settings.sketch_bins].astype(np.uint8)
+            )
+            enough = similar >= config.threshold
+            many = 1 - np.where(meet, 1 - reached, 1.0).prod(axis=1)
             found[f"{language} {style}"] = {
-                "recall": round(float((meet & (similar >= config.threshold)).mean()), 3),
-                "recall_of_bands": round(float(meet.mean()), 3),
+                "recall": round(float((meet.any(axis=1) & enough).mean()), 3),
+                "at_100_million": round(float((many * enough).mean()), 3),
                 "jaccard_quantiles_1_5_50": np.quantile(similar, [0.01, 0.05, 0.5])
                 .round(3).tolist(),
             }  # fmt: skip
-    pairs = {"chinese and english": ("chinese", "english"), **{k: (k, k) for k in sample}}
-    for name, (left, right) in pairs.items():
-        a, b = signed[left].sketch, signed[right].sketch
+        pairs = 2 * (1 - reached).sum(axis=1)
+        found[f"{language} pairs by chance at 100 million"] = round(float(pairs.mean()), 1)
+    languages = {"chinese and english": ("chinese", "english")}
+    for name, (left, right) in {**languages, **{k: (k, k) for k in ("chinese", "english")}}.items():
+        a, b = sketches[left], sketches[right]
         rows = [_estimates(b[:i] if left == right else b, a[i]) for i in range(len(a))]
         similar = np.concatenate(rows)
         found[f"unrelated, {name}"] = {
@@ -211,14 +275,15 @@ def _recall(sample: dict[str, Any], config: DedupConfig) -> dict[str, Any]:
 
 
 def _estimates(rows: Any, other: Any) -> Any:
-    return np.maximum(0, ((rows == other).mean(axis=1) - 1 / 256) / (1 - 1 / 256))
+    return similarity((rows == other).sum(axis=1), rows.shape[1])
 
 
 def _datatrove(python: str | None, texts: dict[str, list[str]], config: DedupConfig) -> Any:
     if python is None:
         return "not measured: no --datatrove-python"
     few: dict[str, list[str]] = {}
-    for language, all_texts in texts.items():
+    for language in ("chinese", "english"):
+        all_texts = texts[language]
         few[language] = all_texts[: 1 + len(all_texts) * 2 // max(2, int(_megabytes(all_texts)))]
     job = json.dumps({"texts": few, "bands": config.bands, "rows": config.rows})
     done = subprocess.run([python, "-c", _DATATROVE], input=job, text=True, capture_output=True)
@@ -232,7 +297,8 @@ def _datatrove(python: str | None, texts: dict[str, list[str]], config: DedupCon
 
 def _speeds(texts: dict[str, list[str]], settings: SignatureSettings) -> dict[str, Any]:
     found = {}
-    for language, part in texts.items():
+    for language in ("chinese", "english"):
+        part = texts[language]
         size = _megabytes(part)
         found[language] = {
             "documents": len(part),
@@ -251,35 +317,35 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--mb", type=float, default=60, help="of text that are read")
     parser.add_argument("--datatrove-python", help="python of a venv with datatrove and xxhash<4")
-    parser.add_argument("--lengths", action="store_true", help="recall of other shingle lengths")
+    parser.add_argument("--others", action="store_true", help="recall of other settings")
     arguments = parser.parse_args()
     config = DedupConfig()
     settings = settings_of(config)
-    texts = {k: v for k, v in _load(arguments.corpus, arguments.mb).items() if v}
+    texts = _load(arguments.corpus, arguments.mb)
     signatures(["warm up " * 50], settings)  # makes the table of characters
-    speeds, buckets = _speeds(texts, settings), _buckets()
+    speeds = _speeds(texts, settings)
     total_mb = sum(speed["mb"] for speed in speeds.values())
     documents = sum(speed["documents"] for speed in speeds.values()) * _CORPUS_MB / total_mb
     seconds = sum(speed["mb"] / speed["whole_step_mb_per_cpu_s"] for speed in speeds.values())
-    per_band = buckets["cpu_s_per_million_documents_and_band"]
     sample = _sample(texts, config.min_chars)
-    lengths = _LENGTHS if arguments.lengths else ()
+    others = _OTHERS if arguments.others else ()
     result = {
         "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "settings": config.__dict__,
         "signatures": speeds,
         "datatrove": _datatrove(arguments.datatrove_python, texts, config),
-        "buckets": buckets,
         "for_280_gb": {
             "million_documents": round(documents / 1e6, 1),
             "signatures_cpu_h": round(seconds / total_mb * _CORPUS_MB / 3600, 2),
-            "buckets_cpu_h": round(documents / 1e6 * per_band * config.bands / 3600, 2),
-            "files_gb": round(documents * (8 * config.bands + config.bands * config.rows) / 1e9, 1),
+            "files_gb": round(documents * (8 * config.bands + settings.sketch_bins) / 1e9, 1),
         },
-        "recall": _recall(sample, config),
-        "by_length": {
-            f"{n}, {cjk} cjk": _recall(sample, replace(config, ngram=n, ngram_cjk=cjk))
-            for n, cjk in lengths
+        "recall": _recall(texts, sample, config),
+        "others": {
+            f"{n}, {cjk} cjk, {bands} x {rows}, {threshold}": _recall(
+                texts, sample, replace(config, ngram=n, ngram_cjk=cjk, bands=bands, rows=rows,
+                                       threshold=threshold),
+            )
+            for n, cjk, bands, rows, threshold in others
         },
     }  # fmt: skip
     sys.stdout.write(json.dumps(result) + "\n")

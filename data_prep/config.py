@@ -47,8 +47,18 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CleanConfig:
-    """Limits on documents."""
+    """How text is normalised, and limits on documents."""
 
+    nfkc: bool = param(
+        True, "Unicode normalisation form KC: full-width letters and ligatures become plain ones"
+    )
+    simplified: bool = param(
+        False, "Traditional Chinese becomes Simplified, by OpenCC's phrases and characters"
+    )
+    html: Literal["keep", "strip"] = param(
+        "keep", "remnants of HTML: strip decodes entities and removes tags, comments, scripts and "
+        "styles; what only looks like a tag stays (rules: data_prep/html_text.py)",
+    )  # fmt: skip
     min_chars: int = param(1, "shorter documents are rejected, after normalisation",
                            unit="characters", ge=1)  # fmt: skip
     max_document_mb: int = param(
@@ -59,29 +69,33 @@ class CleanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-    """Near duplicates; exact ones are always dropped. The first of several is the one kept."""
+    """Equal lines and near duplicates; equal documents always go. The first of several is kept."""
 
+    lines: bool = param(
+        False, "drop lines that were there before, in an earlier document or the same one"
+    )
+    line_min_chars: int = param(20, "shorter lines always stay", unit="characters", ge=1)
     near_duplicates: bool = param(
         False, "drop documents that are similar to an earlier one that is kept (MinHash)"
     )
     threshold: float = param(
-        0.4, "a document is dropped at this estimated Jaccard similarity of shingle sets: a copy "
+        0.33, "a document is dropped at this estimated Jaccard similarity of shingle sets: a copy "
         "with a tenth of its words changed has about 0.6, of its characters about 0.3 (English) "
-        "to 0.5 (Chinese); two versions of a law or of a template have 0.4 and more", gt=0, le=1,
+        "to 0.5 (Chinese); two versions of a law or of a template have as much", gt=0, le=1,
     )  # fmt: skip
-    ngram: int = param(8, "letters and digits of a shingle", unit="characters", ge=2, le=64)
+    ngram: int = param(6, "letters and digits of a shingle", unit="characters", ge=2, le=64)
     ngram_cjk: int = param(
-        4, "the same for shingles that start with a Chinese, Japanese or Korean character",
+        3, "the same for shingles that start with a Chinese, Japanese or Korean character",
         unit="characters", ge=2, le=64,
     )  # fmt: skip
     bands: int = param(
-        64, "groups of hashes; documents that agree in all rows of one band are compared, with "
+        256, "groups of hashes; documents that agree in all rows of one band are compared, with "
         "probability 1 - (1 - similarity^rows)^bands: about half of those with similarity "
-        "(1/bands)^(1/rows), which is 0.35 for 64 and 4", ge=1, le=1000,
+        "(0.7/bands)^(1/rows), which is 0.31 for 256 and 5", ge=1, le=1000,
     )  # fmt: skip
     rows: int = param(
-        4, "hashes of a band; fewer find less similar documents, and with 3 or fewer unrelated "
-        "documents of a large corpus meet in every band", ge=1, le=64,
+        5, "hashes of a band; fewer find less similar documents, and let more unrelated ones of a "
+        "large corpus meet", ge=1, le=64,
     )  # fmt: skip
     min_chars: int = param(
         100, "documents with fewer letters and digits are left out", unit="characters", ge=2
@@ -96,6 +110,63 @@ class DedupConfig:
 
 
 DEFAULT_VOCAB_SIZE = 50_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSetConfig:
+    """One evaluation set."""
+
+    name: str = param(REQUIRED, "its name in reports")
+    inputs: tuple[str, ...] = param(
+        REQUIRED, "folders, globs and files, plain or .gz, .zst, .xz: .jsonl and .json (every "
+        "string in it), .tsv and .csv (every cell), .txt (every line)",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            raise ConfigError(f"evaluation set {self.name!r}: inputs = []; expected its files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecontaminateConfig:
+    """Documents that share text with evaluation sets; off without sets."""
+
+    sets: tuple[EvalSetConfig, ...] = param((), "what the model will be evaluated on")
+    ngram: int = param(
+        60, "letters and digits in a row that a document must share with an item: 13 English words",
+        unit="characters", ge=8, le=1000,
+    )  # fmt: skip
+    ngram_cjk: int = param(
+        20, "the same for n-grams that start with a Chinese, Japanese or Korean character",
+        unit="characters", ge=4, le=1000,
+    )  # fmt: skip
+    min_chars: int = param(
+        30, "an item too short for `min_hits` n-grams is looked for as a whole if it has this many "
+        "letters and digits, else not at all", unit="characters", ge=4, le=1000,
+    )  # fmt: skip
+    min_chars_cjk: int = param(
+        12, "the same for items in Chinese, Japanese or Korean: so many from such a letter on",
+        unit="characters", ge=4, le=1000,
+    )  # fmt: skip
+    min_hits: int = param(
+        1, "different n-grams of one set that a document must share", unit="n-grams", ge=1
+    )
+    max_documents: int | None = param(
+        None, "n-grams that stand in more documents are ignored, since they are common phrases "
+        "(GPT-3: 10); null: none is", unit="documents", ge=1,
+    )  # fmt: skip
+    action: Literal["drop", "report"] = param("drop", "what is done with documents that are found")
+
+    def __post_init__(self) -> None:
+        names = [chosen.name for chosen in self.sets]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"decontaminate.sets = {names}: expected each with its own name")
+        for least, most in (("min_chars", "ngram"), ("min_chars_cjk", "ngram_cjk")):
+            if getattr(self, least) > getattr(self, most):
+                raise ConfigError(
+                    f"decontaminate.{least} = {getattr(self, least)} is longer than an n-gram, "
+                    f"decontaminate.{most} = {getattr(self, most)}; expected at most as long"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +240,12 @@ class PrepConfig:
         64, "input files are grouped into pieces of about this size", unit="MB", ge=1
     )
     sources: tuple[SourceConfig, ...] = param(REQUIRED, "collections of text, at least one")
-    clean: CleanConfig = section(CleanConfig, "limits on documents")
+    clean: CleanConfig = section(CleanConfig, "normalisation, and limits on documents")
     filters: FiltersConfig = section(FiltersConfig, "rules on documents, and masking; all off")
     dedup: DedupConfig = section(DedupConfig, "removal of near duplicates, off")
+    decontaminate: DecontaminateConfig = section(
+        DecontaminateConfig, "removal of text of evaluation sets, off without sets"
+    )
     tokenizer: TokenizerConfig = section(TokenizerConfig, "sentencepiece, or a given one")
     shards: ShardsConfig = section(ShardsConfig, "blocks, shards and the held-out split")
 

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass
 class Counts:
@@ -26,10 +29,19 @@ class Counts:
         self.documents_out += 1
         self.bytes_out += num_bytes
 
-    def reject(self, reason: str, num_bytes: int) -> None:
-        """Counts something that does not go on."""
+    def reject(self, reason: str, num_bytes: int, count: int = 1) -> None:
+        """Counts something that does not go on: one document, or `count` lines."""
         documents, total = self.rejected.get(reason, [0, 0])
-        self.rejected[reason] = [documents + 1, total + num_bytes]
+        self.rejected[reason] = [documents + count, total + num_bytes]
+
+    def mask(self, sizes: npt.NDArray[np.int64], keep: npt.NDArray[np.bool_], reason: str) -> None:
+        """Counts documents of (d,) `sizes` in bytes; those that (d,) `keep` leaves out go."""
+        self.documents_in += len(sizes)
+        self.bytes_in += int(sizes.sum())
+        self.documents_out += int(keep.sum())
+        self.bytes_out += int(sizes[keep].sum())
+        if not keep.all():
+            self.reject(reason, int(sizes[~keep].sum()), int((~keep).sum()))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""

@@ -71,6 +71,12 @@ def log_report(made: dict[str, Any]) -> None:
             name, f"{source['tokens']:,}", 100 * source["unknown_share"],
             100 * source["byte_piece_share"],
         )  # fmt: skip
+    for name, found in made["decontaminate"].get("sets", {}).items():
+        logger.info(
+            "evaluation set %s: %s documents share text with it; %s items were looked for, %s are "
+            "too short for that", name, f"{found['documents']:,}", f"{found['items']:,}",
+            f"{found['too short']:,}",
+        )  # fmt: skip
     for split, total in made["totals"].items():
         logger.info(
             "%s: %s tokens, %s documents, %.2f bytes a token",

@@ -20,8 +20,8 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -85,28 +85,16 @@ def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
     job = task.payload
     max_bytes = job.clean.max_document_mb * 1_000_000
     gb18030_files: list[str] = []
-    id_hashes = array("Q")
-    paths = [task.path(suffix) for suffix in SUFFIXES]
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(stack.enter_context(replacing(path)).open("wb")) for path in paths
-        ]
-        documents, rejected, ids = (
-            cast("IO[bytes]", stack.enter_context(zstd.open(files[i], "wb", level=3)))
-            for i in (0, 3, 4)
-        )
-        results = _Results(job, documents, ids, rejected)
+    with piece_writer(task) as writer:
+        results = _Results(job, writer)
         for item in items(job.piece, max_bytes, gb18030_files):
             if isinstance(item, Document):
-                id_hashes.append(id_hash(item.id))
+                writer.id_hashes.append(id_hash(item.id))
                 results.take(item)
             else:
                 results.counts["ingest"].take(len(item.raw))
                 results.reject("ingest", item, len(item.raw))
-        np.save(files[1], np.frombuffer(b"".join(results.hashes), dtype="<u8").reshape(-1, 2))
-        np.save(files[2], np.array(results.sizes, dtype=np.int64))
-        hashes_of_ids = np.array(id_hashes, dtype=np.uint64)
-        np.save(files[5], hashes_of_ids)
+    hashes_of_ids = np.array(writer.id_hashes, dtype=np.uint64)
     duplicate_ids = len(hashes_of_ids) - len(np.unique(hashes_of_ids))
     _warn(job.piece, duplicate_ids, gb18030_files)
     notes = {
@@ -115,29 +103,77 @@ def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
         "files read as GB18030": len(gb18030_files),
     }
     stages = {name: counts.to_json() for name, counts in results.counts.items()}
-    return {**stages, "notes": notes, "scripts": dict(sorted(results.scripts.items()))}, paths
+    return {**stages, "notes": notes, "scripts": dict(sorted(results.scripts.items()))}, paths_of(
+        task
+    )
+
+
+def paths_of(task: Task[Any]) -> list[Path]:
+    """The files of a piece."""
+    return [task.path(suffix) for suffix in SUFFIXES]
+
+
+@dataclass
+class PieceWriter:
+    """Takes what goes into the files of a piece."""
+
+    documents: IO[bytes]
+    ids: IO[bytes]
+    rejected: IO[bytes]
+    hashes: list[bytes] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    id_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
+    """To be filled by who reads documents."""
+
+    def take(self, document_id: str, source: str, text: str) -> None:
+        """Writes a document that goes on."""
+        encoded = text.encode()
+        record = {"id": document_id, "source": source, "text": text}
+        self.documents.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self.ids.write(json.dumps(document_id).encode() + b"\n")
+        self.hashes.append(hashlib.blake2b(encoded, digest_size=16).digest())
+        self.sizes.append(len(encoded))
+
+    def reject(self, item: Rejected) -> None:
+        """Keeps aside what does not go on."""
+        self.rejected.write(item.to_json().encode() + b"\n")
+
+
+@contextmanager
+def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
+    """Writes the files of a piece if the block succeeds, none if it fails."""
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(stack.enter_context(replacing(path)).open("wb"))
+            for path in paths_of(task)
+        ]
+        documents, rejected, ids = (
+            cast("IO[bytes]", stack.enter_context(zstd.open(files[i], "wb", level=3)))
+            for i in (0, 3, 4)
+        )
+        writer = PieceWriter(documents, ids, rejected)
+        yield writer
+        np.save(files[1], np.frombuffer(b"".join(writer.hashes), dtype="<u8").reshape(-1, 2))
+        np.save(files[2], np.array(writer.sizes, dtype=np.int64))
+        np.save(files[5], np.array(writer.id_hashes, dtype=np.uint64))
 
 
 class _Results:
     """Documents on their way through normalisation and filters, and what is left of them."""
 
-    def __init__(
-        self, job: IngestJob, documents: IO[bytes], ids: IO[bytes], rejected: IO[bytes]
-    ) -> None:
+    def __init__(self, job: IngestJob, writer: PieceWriter) -> None:
         self.counts = {name: Counts() for name in STAGES}
         self.masked = Counter[str]()
         self.scripts = Counter[str]()
-        self.hashes: list[bytes] = []
-        self.sizes: list[int] = []
         self._source = job.piece.source.name
-        self._min_chars = job.clean.min_chars
+        self._clean, self._min_chars = job.clean, job.clean.min_chars
         self._filters = Filters(job.filters)
-        self._documents, self._ids, self._rejected = documents, ids, rejected
+        self._writer = writer
 
     def reject(self, stage: str, item: Rejected, num_bytes: int) -> None:
         """Counts and keeps aside what does not go on."""
         self.counts[stage].reject(item.reason, num_bytes)
-        self._rejected.write(item.to_json().encode() + b"\n")
+        self._writer.reject(item)
 
     def take(self, item: Document) -> None:
         """Normalises, filters and writes one document."""
@@ -145,7 +181,7 @@ class _Results:
         for stage in ("ingest", "normalise"):
             self.counts[stage].take(len(raw))
         self.counts["ingest"].give(len(raw))
-        text = normalise(item.text)
+        text = normalise(item.text, self._clean)
         if len(text) < self._min_chars:
             reason = f"shorter than {self._min_chars} characters"
             self.reject("normalise", Rejected(item.id, reason, raw), len(raw))
@@ -161,12 +197,8 @@ class _Results:
         self.masked.update(outcome.masked)
         encoded = outcome.text.encode()
         self.counts["filter"].give(len(encoded))
-        record = {"id": item.id, "source": self._source, "text": outcome.text}
-        self._documents.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._ids.write(json.dumps(item.id).encode() + b"\n")
         self.scripts[script_of(encoded)] += 1
-        self.hashes.append(hashlib.blake2b(encoded, digest_size=16).digest())
-        self.sizes.append(len(encoded))
+        self._writer.take(item.id, self._source, outcome.text)
 
 
 def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Stage near: which near duplicates are dropped.
+"""Stages candidates and near: which near duplicates are dropped.
 
 Similarity is not transitive: a chain of small changes joins documents that have nothing in common,
 so clusters are no connected components. Documents are taken in order, and one is dropped if the
@@ -6,15 +6,23 @@ so clusters are no connected components. Documents are taken in order, and one i
 of one of its pairs, or to the one for which that was dropped. So every dropped document is similar
 to a kept, earlier one, which `NAME.near.jsonl` names.
 
-Writes per piece
-    NAME.keep.npy     (d,) bool, after exact and near deduplication
-    NAME.near.jsonl   {"id", "kept", "jaccard"} a line: what was dropped, for what
+That rule is sequential, and what it needs for most pairs is not. Stage candidates has one task for
+each of `groups` equal ranges of documents: it takes the pairs of all bands whose later document is
+in its range, each once, and compares their sketches. Stage near is one task that goes through these
+pairs; it reads sketches only where the earlier document of a pair was dropped.
 
-Needs 8 bytes of memory a document, 24 a distinct pair and 300 a dropped document of one group of
-pieces; the sketches are read for a chunk of pairs at a time.
+Stage candidates writes per group
+    GROUP.pairs        uint64, little endian: later document * 2^32 + earlier one, rising
+    GROUP.agreements   uint16, little endian: bytes in which their sketches agree
+Stage near writes per piece
+    NAME.keep.npy      (d,) bool, after exact and near deduplication
+    NAME.near.jsonl    {"id", "kept", "jaccard"} a line, see `data_prep.dropped`
+
+A candidate task holds at most about `_RUN_PAIRS` pairs at a time, 60 bytes each, and the sketches
+of its later documents. Stage near needs 5 bytes a document of the corpus and a bounded rest.
 """
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,171 +30,192 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep import near
 from data_prep.counts import Counts
-from data_prep.minhash import estimate
+from data_prep.dropped import Dropped, Pieces, listed_per_piece, write_lists
+from data_prep.minhash import similarity
+from data_prep.near import BucketJob, Place, save
+from data_prep.sketches import Rows, Sketches
 from data_prep.stage import Done, Task, make_key, replacing
 
 REASON = "near duplicate of an earlier document"
+GROUP_DOCUMENTS = 1_000_000
+_CELLS = 64
+_RUN_PAIRS = 8_000_000
 _CHUNK_PAIRS = 1 << 16
-_GROUP_DROPPED = 1_000_000
 
 
 @dataclass(frozen=True)
-class ClusterJob:
-    """Where everything lies."""
+class CandidateJob:
+    """Pairs whose later document is between two numbers."""
 
-    ingest_folder: Path
-    dedup_folder: Path
-    signature_folder: Path
-    pair_paths: tuple[Path, ...]
-    names: tuple[str, ...]
+    place: Place
+    bucket_paths: tuple[Path, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class NearJob:
+    """Files of all groups, in order, without suffix."""
+
+    place: Place
+    groups: tuple[Path, ...]
     threshold: float
 
 
-@dataclass(frozen=True)
-class _Dropped:
-    """Dropped documents, rising, the kept document of each, and the similarity to it."""
+def candidate_tasks(
+    buckets: list[Task[BucketJob]], upstream: tuple[list[Done], Done, list[Done]], folder: Path
+) -> list[Task[CandidateJob]]:
+    """One task a group; `upstream` are the records of signatures, dedup and buckets."""
+    signed, deduplicated, paired = upstream
+    key = make_key([done.digest for done in signed], [done.digest for done in paired])
+    documents = deduplicated.result["dedup"]["documents_in"]
+    groups = 1 + documents // GROUP_DOCUMENTS
+    cuts = [documents * group // groups for group in range(groups + 1)]
+    paths = tuple(bucket.path(".pairs.npy") for bucket in buckets)
+    return [
+        Task(
+            f"{group:04d}", folder, make_key(key, cuts[group : group + 2]),
+            CandidateJob(buckets[0].payload.place, paths, cuts[group], cuts[group + 1]),
+        )
+        for group in range(groups)
+    ]  # fmt: skip
 
-    documents: npt.NDArray[np.int64]
-    kept: npt.NDArray[np.int64]
-    jaccard: npt.NDArray[np.float64]
 
-
-def task(
-    job: ClusterJob, signed: list[Done], deduplicated: Done, paired: list[Done], folder: Path
-) -> Task[ClusterJob]:
-    """The one task of this stage."""
-    key = make_key(
-        [done.digest for done in signed], deduplicated.digest, [done.digest for done in paired],
-        job.threshold,
-    )  # fmt: skip
-    return Task("all", folder, key, job)
-
-
-def run(task: Task[ClusterJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Decides about all documents."""
+def run_candidates(task: Task[CandidateJob]) -> tuple[dict[str, Any], list[Path]]:
+    """Gathers and compares the pairs of one group."""
     job = task.payload
-    masks = [np.load(job.dedup_folder / f"{name}.keep.npy") for name in job.names]
-    ends = np.cumsum([len(mask) for mask in masks])
-    dropped = _decide(_distinct(job.pair_paths), _Sketches(job, ends), job.threshold, int(ends[-1]))
+    sketches = _sketches(job.place)
+    paths = [task.path(".pairs"), task.path(".agreements")]
+    total = 0
+    with (
+        replacing(paths[0]) as first, first.open("wb") as pair_file,
+        replacing(paths[1]) as second, second.open("wb") as agreement_file,
+    ):  # fmt: skip
+        for pairs in _distinct_runs(job):
+            agreements = sketches.agreements(pairs)
+            pair_file.write(pairs.astype("<u8", copy=False).tobytes())
+            agreement_file.write(agreements.astype("<u2", copy=False).tobytes())
+            total += len(pairs)
+    return {"pairs": total}, paths
+
+
+def near_tasks(
+    groups: list[Task[CandidateJob]], compared: list[Done], deduplicated: Done, threshold: float,
+    folder: Path,
+) -> list[Task[NearJob]]:  # fmt: skip
+    """The one task of this stage; `groups` are the tasks before, `compared` their records."""
+    key = make_key([done.digest for done in compared], deduplicated.digest, threshold)
+    paths = tuple(task.folder / task.name for task in groups)
+    return [Task("all", folder, key, NearJob(groups[0].payload.place, paths, threshold))]
+
+
+def run_near(task: Task[NearJob]) -> tuple[dict[str, Any], list[Path]]:
+    """Decides about all documents."""
+    place = task.payload.place
+    sketches = _sketches(place)
+    pieces = sketches.pieces
+    kept_for = np.arange(pieces.ends[-1], dtype=np.uint32)
+    apart = np.zeros(pieces.ends[-1], dtype=np.uint8)
+    least = sketches.least_agreements(task.payload.threshold)
+    with sketches.rows() as rows:
+        for path in task.payload.groups:
+            for chunk in _chunks(path):
+                _decide(chunk, (kept_for, apart), rows, least)
     counts = Counts()
-    for name, mask, end in zip(job.names, masks, ends.tolist(), strict=True):
-        sizes = np.load(job.ingest_folder / f"{name}.bytes.npy")
-        counts.documents_in += int(mask.sum())
-        counts.bytes_in += int(sizes[mask].sum())
-        low, high = np.searchsorted(dropped.documents, [end - len(mask), end]).tolist()
-        mask[dropped.documents[low:high] - (end - len(mask))] = False
-        counts.documents_out += int(mask.sum())
-        counts.bytes_out += int(sizes[mask].sum())
-        near.save(task.folder / f"{name}.keep.npy", mask)
-    if len(dropped.documents):
-        lost = counts.bytes_in - counts.bytes_out
-        counts.rejected[REASON] = [len(dropped.documents), lost]
-    _write_samples(task, ends, dropped)
-    paths = [
-        task.folder / f"{name}{end}" for name in job.names for end in (".keep.npy", ".near.jsonl")
-    ]
-    return {"near": counts.to_json()}, paths
+    listed = []
+    for name, start, end in zip(pieces.names, pieces.starts, pieces.ends.tolist(), strict=True):
+        exact = np.load(place.dedup_folder / f"{name}.keep.npy")
+        dropped = start + np.flatnonzero(kept_for[start:end] != np.arange(start, end))
+        keep = exact.copy()
+        keep[dropped - start] = False
+        sizes = np.load(pieces.folder / f"{name}.bytes.npy")
+        counts.mask(sizes[exact], keep[exact], REASON)
+        save(task.folder / f"{name}.keep.npy", keep)
+        listed.append(dropped[: listed_per_piece(pieces)])
+    shown = _described(np.concatenate(listed), kept_for, sketches)
+    lists = write_lists(pieces, shown, task.folder, ".near.jsonl")
+    masks = [task.folder / f"{name}.keep.npy" for name in pieces.names]
+    return {"near": counts.to_json()}, [*masks, *lists]
 
 
-def _distinct(paths: tuple[Path, ...]) -> npt.NDArray[np.uint64]:
-    """Pairs of all bands, each once, as later * 2^32 + earlier, rising."""
-    found = np.zeros(0, dtype=np.uint64)
-    for path in paths:
-        pairs = np.load(path).astype(np.uint64)
-        found = np.union1d(found, (pairs[:, 1] << np.uint64(32)) | pairs[:, 0])
-    return found
+def _sketches(place: Place) -> Sketches:
+    return Sketches(Pieces.of(place.documents_folder, place.names), place.signature_folder)
 
 
-class _Sketches:
-    """Reads rows of all pieces' sketches."""
+def _distinct_runs(job: CandidateJob) -> Iterator[npt.NDArray[np.uint64]]:
+    """The group's pairs, each once, rising; at most about `_RUN_PAIRS` in a run."""
+    cuts = np.linspace(job.start, job.end, _CELLS + 1).astype(np.uint64) << np.uint64(32)
+    places = np.array([
+        np.searchsorted(np.load(path, mmap_mode="r"), cuts) for path in job.bucket_paths
+    ])  # fmt: skip
+    pairs_before = places.sum(axis=0)
+    cell = 0
+    while cell < _CELLS:
+        limit = pairs_before[cell] + _RUN_PAIRS
+        after = max(cell + 1, int(np.searchsorted(pairs_before, limit, side="right")) - 1)
+        parts = [np.zeros(0, dtype=np.uint64)]
+        for path, (low, high) in zip(job.bucket_paths, places[:, [cell, after]], strict=True):
+            parts.append(np.array(np.load(path, mmap_mode="r")[low:high]))
+        yield np.unique(np.concatenate(parts))
+        cell = after
 
-    def __init__(self, job: ClusterJob, ends: npt.NDArray[np.int64]) -> None:
-        self._job = job
-        self._ends = ends
 
-    def read(self, documents: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.uint8]]:
-        """Sketches of rising document numbers."""
-        found: dict[int, npt.NDArray[np.uint8]] = {}
-        for piece, part in by_piece(documents, self._ends):
-            path = self._job.signature_folder / f"{self._job.names[piece]}.sketch.npy"
-            table = np.load(path, mmap_mode="r")
-            rows = np.array(table[part - (self._ends[piece] - len(table))])
-            found.update(zip(part.tolist(), rows, strict=True))
-        return found
-
-
-def by_piece(
-    documents: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """Groups rising document numbers by the piece that they are in; `ends` are the pieces'."""
-    pieces = np.searchsorted(ends, documents, side="right")
-    cuts = np.flatnonzero(np.diff(pieces)) + 1
-    return [(int(np.searchsorted(ends, part[0], side="right")), part)
-            for part in np.split(documents, cuts) if len(part)]  # fmt: skip
+def _chunks(path: Path) -> Iterator[Iterator[tuple[int, int, int]]]:
+    """(later, earlier, agreements) of one group, rising."""
+    with (
+        Path(f"{path}.pairs").open("rb") as pairs,
+        Path(f"{path}.agreements").open("rb") as agreements,
+    ):  # fmt: skip
+        while block := pairs.read(8 * _CHUNK_PAIRS):
+            numbers = np.frombuffer(block, dtype="<u4").reshape(-1, 2)
+            counts = np.frombuffer(agreements.read(len(block) // 4), dtype="<u2")
+            yield zip(numbers[:, 1].tolist(), numbers[:, 0].tolist(), counts.tolist(), strict=True)
 
 
 def _decide(
-    pairs: npt.NDArray[np.uint64], sketches: _Sketches, threshold: float, num_documents: int
-) -> _Dropped:
-    """Goes through the pairs by later, then by earlier document."""
-    kept_for = np.arange(num_documents, dtype=np.int64)
-    dropped: list[tuple[int, int, float]] = []
-    for start in range(0, len(pairs), _CHUNK_PAIRS):
-        chunk = pairs[start : start + _CHUNK_PAIRS]
-        earlier = (chunk & np.uint64(2**32 - 1)).astype(np.int64)
-        later = (chunk >> np.uint64(32)).astype(np.int64)
-        # Documents of this chunk can be dropped only for one of these.
-        rows = sketches.read(np.unique(np.concatenate([earlier, later, kept_for[earlier]])))
-        tried: tuple[int, set[int]] = (-1, set())
-        for a, b in zip(earlier.tolist(), later.tolist(), strict=True):
-            if tried[0] != b:
-                tried = (b, set())
-            kept = int(kept_for[a])
-            if kept_for[b] != b or kept in tried[1]:
+    chunk: Iterator[tuple[int, int, int]],
+    state: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]],
+    rows: Rows,
+    least: int,
+) -> None:
+    """Goes through pairs by later, then by earlier document.
+
+    Args:
+        chunk: (later, earlier, agreements).
+        state: of every document, the one for which it is dropped, or itself, and in how many bytes
+            the sketches of the two differ; is changed.
+        rows: sketches.
+        least: agreements for which a document is dropped.
+    """
+    # Elements of a buffer take a third of the time of an array's.
+    kept_for, apart = state[0].data, state[1].data
+    num_bins = rows.num_bins
+    current, tried = -1, set[int]()
+    for later, earlier, agreements in chunk:
+        if kept_for[later] != later:
+            continue
+        if later != current:
+            current, tried = later, set()
+        kept = kept_for[earlier]
+        if kept in tried:
+            continue
+        tried.add(kept)
+        if kept != earlier:
+            # Where `kept` and `later` agree, `earlier` agrees with both or differs from `kept`.
+            if agreements + apart[earlier] < least:
                 continue
-            tried[1].add(kept)
-            jaccard = estimate(rows[kept], rows[b])
-            if jaccard >= threshold:
-                kept_for[b] = kept
-                dropped.append((b, kept, jaccard))
-    table = np.array(dropped, dtype=np.float64).reshape(-1, 3)  # exact below 2^53
-    return _Dropped(table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), table[:, 2])
+            agreements = rows.agreements(kept, later)
+        if agreements >= least:
+            kept_for[later] = kept
+            apart[later] = num_bins - agreements
 
 
-def _write_samples(task: Task[ClusterJob], ends: npt.NDArray[np.int64], dropped: _Dropped) -> None:
-    """Writes the `.near.jsonl` files, for as many pieces at a time as memory allows."""
-    cuts = np.searchsorted(dropped.documents, ends).tolist()
-    first = 0
-    while first < len(ends):
-        low = cuts[first - 1] if first else 0
-        after = first + 1
-        while after < len(ends) and cuts[after] - low <= _GROUP_DROPPED:
-            after += 1
-        group = slice(low, cuts[after - 1])
-        wanted = np.union1d(dropped.documents[group], dropped.kept[group])
-        ids = _ids(task.payload, ends, wanted)
-        for piece in range(first, after):
-            rows = slice(cuts[piece - 1] if piece else 0, cuts[piece])
-            path = task.folder / f"{task.payload.names[piece]}.near.jsonl"
-            with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-                for document, kept, jaccard in zip(
-                    dropped.documents[rows].tolist(), dropped.kept[rows].tolist(),
-                    dropped.jaccard[rows].tolist(), strict=True,
-                ):  # fmt: skip
-                    record = {"id": ids[document], "kept": ids[kept], "jaccard": round(jaccard, 3)}
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        first = after
-
-
-def _ids(
-    job: ClusterJob, ends: npt.NDArray[np.int64], documents: npt.NDArray[np.int64]
-) -> dict[int, str]:
-    found = {}
-    for piece, part in by_piece(documents, ends):
-        with (job.signature_folder / f"{job.names[piece]}.ids.jsonl").open("rb") as file:
-            lines = file.readlines()
-        start = int(ends[piece]) - len(lines)
-        found.update({number: json.loads(lines[number - start]) for number in part.tolist()})
-    return found
+def _described(
+    documents: npt.NDArray[np.int64], kept_for: npt.NDArray[np.uint32], sketches: Sketches
+) -> Dropped:
+    """Dropped documents with their similarities."""
+    kept = kept_for[documents]
+    pairs = (documents.astype(np.uint64) << np.uint64(32)) | kept
+    jaccard = similarity(sketches.agreements(pairs), sketches.num_bins)
+    return Dropped(documents, kept.astype(np.int64), jaccard)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep import corpus, near, shards
+from data_prep import corpus, dedup, dropped, lines, near, near_cluster, shards
 from data_prep.chain import stage_names
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
@@ -16,6 +16,8 @@ from data_prep.corpus import Corpus
 # Bytes of text in a byte of a file.
 _EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".parquet": 2.2}
 _DOCUMENT_BYTES = 4000
+_LINE_BYTES = 90
+_PAIRS = 15  # a document, of candidates for near duplicates: half by chance
 _SECONDS_PER_HOUR = 3600
 
 
@@ -41,6 +43,8 @@ class _Size:
     """Text of the largest piece."""
     text_bytes: float
     documents: float
+    eval_bytes: float
+    """Text of the evaluation sets."""
 
 
 def plan(config: PrepConfig) -> dict[str, Any]:
@@ -112,7 +116,12 @@ def _size(given: Corpus) -> _Size:
         for piece in given.pieces
     ]
     total = sum(texts)
-    return _Size(given.config, len(texts), max(texts), total, total / _DOCUMENT_BYTES)
+    eval_bytes = sum(
+        _text_bytes(file.path, file.num_bytes)
+        for files in given.eval_sets.values()
+        for file in files
+    )
+    return _Size(given.config, len(texts), max(texts), total, total / _DOCUMENT_BYTES, eval_bytes)
 
 
 def _text_bytes(path: str, num_bytes: int) -> float:
@@ -131,28 +140,86 @@ def _ingest(size: _Size) -> Estimate:
     )  # fmt: skip
 
 
+def _line_hashes(size: _Size) -> Estimate:
+    num_lines = size.text_bytes / _LINE_BYTES
+    return Estimate(
+        size.pieces, size.text_bytes / 1e6 / 60, 12 * num_lines,
+        100e6 + 40 * num_lines / size.pieces,
+    )  # fmt: skip
+
+
+def _line_parts(size: _Size) -> Estimate:
+    num_lines = size.text_bytes / _LINE_BYTES
+    parts = 1 + int(num_lines) // lines.PART_LINES
+    return Estimate(parts, num_lines * 0.3e-6, num_lines, 100e6 + 50 * num_lines / parts)
+
+
+def _lines(size: _Size) -> Estimate:
+    return Estimate(size.pieces, size.text_bytes / 1e6 / 35, 0.45 * size.text_bytes, 150e6)
+
+
+def _exact(size: _Size) -> Estimate:
+    parts = 1 + int(size.documents) // dedup.PART_DOCUMENTS
+    return Estimate(
+        parts, size.documents * 1e-6, size.documents, 100e6 + 60 * size.documents / parts
+    )
+
+
 def _dedup(size: _Size) -> Estimate:
-    return Estimate(1, size.documents * 2e-6, size.documents, 100e6 + 100 * size.documents)
+    return Estimate(1, size.documents * 1e-6, size.documents, 150e6 + _list_bytes(size))
+
+
+def _list_bytes(size: _Size) -> float:
+    """Of the ids of documents that are named in lists of dropped ones."""
+    return 1400 * min(size.documents / 5, dropped.LISTED)
 
 
 def _signatures(size: _Size) -> Estimate:
-    hashes = size.config.dedup.bands * (8 + size.config.dedup.rows)
+    settings = near.settings_of(size.config.dedup)
     return Estimate(
-        size.pieces, size.text_bytes / 1e6 / 60, size.documents * hashes,
-        200e6 + 2 * size.documents / size.pieces * hashes,
+        size.pieces, size.text_bytes / 1e6 / 60,
+        size.documents * (8 * settings.bands + settings.sketch_bins), 300e6,
     )  # fmt: skip
 
 
 def _buckets(size: _Size) -> Estimate:
     bands, parts = size.config.dedup.bands, 1 + int(size.documents) // near.PART_DOCUMENTS
     return Estimate(
-        bands * parts, size.documents * bands * 0.3e-6, size.documents * bands,
-        100e6 + 40 * size.documents / parts,
+        bands * parts, size.documents * bands * 0.3e-6, size.documents * 8 * _PAIRS,
+        100e6 + 70 * size.documents / parts,
+    )  # fmt: skip
+
+
+def _candidates(size: _Size) -> Estimate:
+    groups = 1 + int(size.documents) // near_cluster.GROUP_DOCUMENTS
+    return Estimate(
+        groups, size.documents * _PAIRS * 1e-6, size.documents * 10 * _PAIRS,
+        150e6 + size.documents / groups * (256 + 60 * min(8, _PAIRS)),
     )  # fmt: skip
 
 
 def _near(size: _Size) -> Estimate:
-    return Estimate(1, size.documents * 10e-6, size.documents, 200e6 + 30 * size.documents)
+    return Estimate(
+        1, size.documents * _PAIRS * 0.5e-6, size.documents,
+        200e6 + 4 * size.documents + _list_bytes(size),
+    )  # fmt: skip
+
+
+def _eval_sets(size: _Size) -> Estimate:
+    return Estimate(1, size.eval_bytes / 1e6 / 4, 4 * size.eval_bytes, 100e6 + 12 * size.eval_bytes)
+
+
+def _overlaps(size: _Size) -> Estimate:
+    return Estimate(
+        size.pieces, size.text_bytes / 1e6 / 50, 0.001 * size.text_bytes,
+        200e6 + 6 * size.eval_bytes,
+    )  # fmt: skip
+
+
+def _decontaminate(size: _Size) -> Estimate:
+    return Estimate(
+        1, size.documents * 1e-6, size.documents, 100e6 + 10 * size.documents / size.pieces
+    )
 
 
 def _tokenizer(size: _Size) -> Estimate:
@@ -174,10 +241,18 @@ def _index(size: _Size) -> Estimate:
 
 _ESTIMATES: dict[str, Callable[[_Size], Estimate]] = {
     "ingest": _ingest,
+    "line_hashes": _line_hashes,
+    "line_parts": _line_parts,
+    "lines": _lines,
+    "exact": _exact,
     "dedup": _dedup,
     "signatures": _signatures,
     "buckets": _buckets,
+    "candidates": _candidates,
     "near": _near,
+    "eval_sets": _eval_sets,
+    "overlaps": _overlaps,
+    "decontaminate": _decontaminate,
     "tokenizer": _tokenizer,
     "shards": _shards,
     "index": _index,

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_prep import samples
+from data_prep import dedup, samples
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts
 from data_prep.lengths import EDGES, Lengths
@@ -31,6 +31,9 @@ def make(
     notes = Counter[str]()
     for done in records["ingest"]:
         notes.update(done.result["notes"])
+    [deduplicated] = records["dedup"]
+    # Ingestion counts them within a piece, stage dedup over all pieces.
+    notes[dedup.REPEATED_IDS] = deduplicated.result["repeated_ids"]
     sources = by_source(corpus, names, masks, records)
     lengths = Lengths()
     for source in sources.values():
@@ -53,7 +56,14 @@ def make(
         "num_blocks": len(made.blocks),
         "shard_bytes": {split: _shard_bytes(made, split) for split in SPLITS},
         "stages": {name: counts.to_json() for name, counts in _stages(masks, records).items()},
+        "decontaminate": {
+            name: value
+            for done in records.get("decontaminate", [])
+            for name, value in done.result.items()
+            if name in ("sets", "items", "ignored_ngrams")
+        },
         "notes": {name: count for name, count in notes.items() if count},
+        "repeated_ids": deduplicated.result["examples"],
         "sources": {name: source.to_json() for name, source in sources.items()},
         "length_edges": EDGES,
         "lengths": lengths.to_json(),

@@ -45,7 +45,7 @@ def document_text(config: PrepConfig, document_id: str) -> str:
 
 
 def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
-    """Documents and lines that ingestion rejected, up to `limit` a reason.
+    """Documents and lines that were rejected, up to `limit` a reason.
 
     Args:
         config: the preparation.
@@ -55,7 +55,9 @@ def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
     given = corpus.find(config)
     counts = Counter[str]()
     parts = []
-    for path in sorted((given.work / "ingest").glob("*.rejected.jsonl.zst")):
+    stages = ["ingest", *(["lines"] if config.dedup.lines else [])]
+    folders = [given.work / stage for stage in stages]
+    for path in (p for folder in folders for p in sorted(folder.glob("*.rejected.jsonl.zst"))):
         for record in ingest.read_lines(path):
             if reason not in record["reason"]:
                 continue
@@ -99,22 +101,32 @@ def _in_piece(given: Corpus, number: int, document_id: str, stages: dict[str, St
         item for item in ingest.items(piece, max_bytes, [])
         if isinstance(item, Document) and item.id == document_id
     ]  # fmt: skip
-    folder = given.work / "ingest"
-    rows = [row for row, key in enumerate(ingest.read_lines(folder / f"{name}.ids.jsonl.zst"))
-            if key == document_id]  # fmt: skip
     lines = [f"--- {document_id}, in {piece.files[0].path} and {len(piece.files) - 1} more files"]
     lines += [f"original, {len(item.text):,} characters:\n{_cut(item.text)}" for item in originals]
-    lines += [
-        f"rejected: {record['reason']} {record.get('detail', '')}".rstrip()
-        for record in ingest.read_lines(folder / f"{name}.rejected.jsonl.zst")
-        if record["id"] == document_id
-    ]
-    documents = ingest.read_lines(folder / f"{name}.jsonl.zst")
+    texts = [stage for stage in ("ingest", "lines") if stage in stages]
+    for stage in texts:
+        path = given.work / stage / name
+        lines += [
+            f"rejected: {record['reason']} {record.get('detail', '')}".rstrip()
+            for record in ingest.read_lines(Path(f"{path}.rejected.jsonl.zst"))
+            if record["id"] == document_id
+        ]
+        done = "ingested as" if stage == "ingest" else "without lines that were seen before"
+        for row, text in _texts(path, document_id):
+            lines.append(f"{done}:\n{_cut(text)}")
+            if stage == texts[-1]:
+                lines += _masks(given.work, name, row, stages)
+    return "\n".join(lines)
+
+
+def _texts(path: Path, document_id: str) -> Iterator[tuple[int, str]]:
+    """Rows and texts of a piece's documents that have the id."""
+    ids = ingest.read_lines(Path(f"{path}.ids.jsonl.zst"))
+    rows = {row for row, key in enumerate(ids) if key == document_id}
+    documents = ingest.read_documents(Path(f"{path}.jsonl.zst"))
     for row, document in enumerate(islice(documents, max(rows, default=-1) + 1)):
         if row in rows:
-            lines.append(f"ingested as:\n{_cut(document['text'])}")
-            lines += _masks(given.work, name, row, stages)
-    return "\n".join(lines)
+            yield row, document["text"]
 
 
 def _masks(work: Path, name: str, row: int, stages: dict[str, Stage]) -> list[str]:

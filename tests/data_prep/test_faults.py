@@ -145,7 +145,7 @@ def test_million_documents_and_a_long_line_in_little_memory(
     )
     command = [sys.executable, "-m", "data_prep", "run", str(prep_config), sources,
                f"output_dir={tmp_path}/data", "--stage"]  # fmt: skip
-    for stage, limit_mb in (("ingest", 2000), ("dedup", 500)):
+    for stage, limit_mb in (("ingest", 2000), ("exact", 500), ("dedup", 500)):
         process = subprocess.Popen([*command, stage])
         _, status, usage = os.wait4(process.pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0

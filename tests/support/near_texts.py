@@ -39,6 +39,21 @@ def english() -> list[str]:
     return texts
 
 
+def mixed(rng: np.random.Generator, documents: int) -> list[str]:
+    """Chinese with English and code in it: 15% to 60% of the letters are Latin."""
+    quoted = iter(english()[:documents])
+    texts = []
+    for text in chinese(rng, documents):
+        other, cuts = next(quoted), sorted(rng.integers(0, len(text), 3).tolist())
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        runs = np.array_split(np.arange(int(rng.integers(200, 900))), 3)
+        inserted = [other[run[0] : run[-1] + 1] for run in runs]
+        texts.append(
+            "\n".join(x for pair in zip(parts, [*inserted, ""], strict=True) for x in pair)
+        )
+    return texts
+
+
 def edited(text: str, rng: np.random.Generator, run: int, share: float = 0.1) -> str:
     """A copy with `share` of its characters edited, `run` in a row.
 

@@ -1,0 +1,244 @@
+"""Stages line_hashes, line_parts and lines: a line that was there before is dropped.
+
+What stands on many pages (menus, licences, "read more") is found without rules. The first of
+several equal lines stays, by document and line over all pieces; lines with fewer than
+`dedup.line_min_chars` characters always stay, since "}" or a year mean something where they are. A
+document that is left without any line long enough to be compared has nothing of its own and is
+rejected. CCNet (Wenzek et al. 2020) drops repeated paragraphs by hash, too.
+
+A line's 64-bit hash decides. Of 3 billion different lines 0.25 pairs are expected to share one.
+
+Stage line_hashes writes per piece, of its L lines that are long enough
+    NAME.hashes.npy     (u,) uint64, rising: each hash once
+    NAME.first.npy      (u,) uint32, the first line with it, 0 to L - 1
+Stage line_parts, for each of `parts` equal ranges of hash values
+    PART.repeated.npy   (m,) int64, rising: lines of NAME.first.npy, counted over all pieces, that
+                        an earlier piece has too
+Stage lines writes what ingestion writes, with the lines dropped.
+
+A part task holds its range of hashes, about 50 bytes for each of `PART_LINES`. Since a piece gives
+a hash only once, a line that half of all documents have makes no part large.
+"""
+
+import hashlib
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.counts import Counts
+from data_prep.documents import Rejected
+from data_prep.ingest import paths_of, piece_writer, read_documents
+from data_prep.near import save
+from data_prep.stage import Done, Task, make_key
+
+PART_LINES = 16_000_000
+REASON = "line seen before"
+NOTHING_NEW = "no long line that was not seen before"
+_BLANK_LINES = re.compile("\n{3,}")
+
+
+@dataclass(frozen=True)
+class HashJob:
+    """One ingested piece."""
+
+    documents: Path
+    min_chars: int
+
+
+@dataclass(frozen=True)
+class PartJob:
+    """One of `parts` equal ranges of hash values."""
+
+    hash_folder: Path
+    names: tuple[str, ...]
+    num_lines: tuple[int, ...]
+    """Of every piece."""
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class RewriteJob:
+    """One piece, and what all parts found."""
+
+    ingested: Path
+    """Its files, without suffix."""
+    hashes: Path
+    part_paths: tuple[Path, ...]
+    first_line: int
+    num_lines: int
+    line_min_chars: int
+    document_min_chars: int
+
+
+def hash_tasks(
+    ingested: list[Done], names: tuple[str, ...], ingest_folder: Path, min_chars: int, folder: Path
+) -> list[Task[HashJob]]:
+    """One task a piece."""
+    return [
+        Task(
+            name, folder, make_key(done.digest, min_chars),
+            HashJob(ingest_folder / f"{name}.jsonl.zst", min_chars),
+        )
+        for name, done in zip(names, ingested, strict=True)
+    ]  # fmt: skip
+
+
+def run_hashes(task: Task[HashJob]) -> tuple[dict[str, Any], list[Path]]:
+    """Hashes the lines of one piece."""
+    hashes = array("Q")
+    for document in read_documents(task.payload.documents):
+        for line in document["text"].split("\n"):
+            if len(line) >= task.payload.min_chars:
+                digest = hashlib.blake2b(line.encode(), digest_size=8).digest()
+                hashes.append(int.from_bytes(digest, "little"))
+    distinct, first = np.unique(np.frombuffer(hashes, dtype=np.uint64), return_index=True)
+    paths = [task.path(".hashes.npy"), task.path(".first.npy")]
+    save(paths[0], distinct)
+    save(paths[1], first.astype(np.uint32))
+    return {"lines": len(hashes), "distinct": len(distinct)}, paths
+
+
+def part_tasks(
+    hash_tasks: list[Task[HashJob]], hashed: list[Done], folder: Path
+) -> list[Task[PartJob]]:
+    """One task a part; the arguments are the tasks before and their records."""
+    key = make_key([done.digest for done in hashed])
+    parts = 1 + sum(done.result["distinct"] for done in hashed) // PART_LINES
+    names = tuple(task.name for task in hash_tasks)
+    num_lines = tuple(done.result["lines"] for done in hashed)
+    return [
+        Task(
+            f"{part:04d}", folder, make_key(key, part, parts),
+            PartJob(hash_tasks[0].folder, names, num_lines, part, parts),
+        )
+        for part in range(parts)
+    ]  # fmt: skip
+
+
+def run_part(task: Task[PartJob]) -> tuple[dict[str, Any], list[Path]]:
+    """Finds lines of one range that an earlier piece has."""
+    job = task.payload
+    hashes, lines = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
+    start = 0
+    for name, num_lines in zip(job.names, job.num_lines, strict=True):
+        table = np.load(job.hash_folder / f"{name}.hashes.npy", mmap_mode="r")
+        here = _range(table, job.part, job.parts)
+        hashes.append(np.array(table[here]))
+        first = np.load(job.hash_folder / f"{name}.first.npy", mmap_mode="r")
+        lines.append(start + first[here].astype(np.int64))
+        start += num_lines
+    repeated = _repeated(np.concatenate(hashes), np.concatenate(lines))
+    path = task.path(".repeated.npy")
+    save(path, repeated)
+    return {"repeated": len(repeated)}, [path]
+
+
+def rewrite_tasks(
+    tasks: tuple[list[Task[HashJob]], list[Task[PartJob]]],
+    upstream: tuple[list[Done], list[Done], list[Done]],
+    document_min_chars: int,
+    folder: Path,
+) -> list[Task[RewriteJob]]:
+    """One task a piece.
+
+    Args:
+        tasks: of line_hashes and line_parts.
+        upstream: records of ingest, line_hashes and line_parts.
+        document_min_chars: what is left of a document must be as long.
+        folder: of this stage; takes the place of that of ingestion.
+    """
+    hash_tasks, part_tasks = tasks
+    ingested, hashed, found = upstream
+    key = make_key([done.digest for done in found], document_min_chars)
+    part_paths = tuple(task.path(".repeated.npy") for task in part_tasks)
+    made = []
+    start = 0
+    for task, own, done in zip(hash_tasks, hashed, ingested, strict=True):
+        num_lines = own.result["lines"]
+        job = RewriteJob(
+            task.payload.documents.with_name(task.name), task.folder / task.name, part_paths,
+            start, num_lines, task.payload.min_chars, document_min_chars,
+        )  # fmt: skip
+        made.append(Task(task.name, folder, make_key(key, done.digest, own.key, start), job))
+        start += num_lines
+    return made
+
+
+def run_rewrite(task: Task[RewriteJob]) -> tuple[dict[str, Any], list[Path]]:
+    """Writes one piece without the lines that were seen before."""
+    job = task.payload
+    counts = Counts()
+    keep = iter(_kept(job).tolist())
+    with piece_writer(task) as writer:
+        writer.id_hashes.frombytes(np.load(f"{job.ingested}.id_hashes.npy").tobytes())
+        for document in read_documents(Path(f"{job.ingested}.jsonl.zst")):
+            text, num_dropped, num_kept = _without(document["text"], keep, job.line_min_chars)
+            size, left = (len(part.encode()) for part in (document["text"], text))
+            counts.take(size)
+            if num_dropped:
+                counts.reject(REASON, size - left, num_dropped)
+            reason = None
+            if num_dropped and not num_kept:
+                reason = NOTHING_NEW
+            elif len(text) < job.document_min_chars:
+                reason = f"shorter than {job.document_min_chars} characters"
+            if reason:
+                counts.reject(reason, left)
+                writer.reject(Rejected(document["id"], reason, document["text"].encode()))
+                continue
+            counts.give(left)
+            writer.take(document["id"], document["source"], text)
+    return {"lines": counts.to_json()}, paths_of(task)
+
+
+def _range(table: npt.NDArray[np.uint64], part: int, parts: int) -> slice:
+    """Where the part's hashes are in a rising table."""
+    first, after = (-(-number * 2**32 // parts) << 32 for number in (part, part + 1))
+    low = int(np.searchsorted(table, np.uint64(first)))
+    high = len(table) if part + 1 == parts else int(np.searchsorted(table, np.uint64(after)))
+    return slice(low, high)
+
+
+def _repeated(
+    hashes: npt.NDArray[np.uint64], lines: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Lines whose hash an earlier entry has, rising."""
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    again = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
+    found = lines[order[again]]
+    found.sort()
+    return found
+
+
+def _kept(job: RewriteJob) -> npt.NDArray[np.bool_]:
+    """(L,) whether each of the piece's long lines stays."""
+    keep = np.zeros(job.num_lines, dtype=bool)
+    keep[np.load(f"{job.hashes}.first.npy")] = True
+    for path in job.part_paths:
+        table = np.load(path, mmap_mode="r")
+        low, high = np.searchsorted(table, [job.first_line, job.first_line + job.num_lines])
+        keep[table[low:high] - job.first_line] = False
+    return keep
+
+
+def _without(text: str, keep: Iterator[bool], min_chars: int) -> tuple[str, int, int]:
+    """The text without lines that `keep` drops, and numbers of dropped and kept long lines."""
+    lines, long_kept, dropped = [], 0, 0
+    for line in text.split("\n"):
+        if len(line) >= min_chars:
+            if not next(keep):
+                dropped += 1
+                continue
+            long_kept += 1
+        lines.append(line)
+    if not dropped:
+        return text, 0, long_kept
+    return _BLANK_LINES.sub("\n\n", "\n".join(lines)).strip("\n"), dropped, long_kept

@@ -1,0 +1,256 @@
+"""Equal documents, ids and lines: what is dropped is what plain dictionaries say, in any parts."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep import corpus
+from data_prep.chain import walk
+from data_prep.config import PrepConfig
+from data_prep.counts import Counts
+from data_prep.ingest import id_hash, read_lines
+from data_prep.lines import NOTHING_NEW, REASON
+from data_prep.run import run
+from data_prep.stage import Done, Stage, run_tasks
+from pipeline.config.load import load
+
+FILES = 7
+LINE_MIN_CHARS = 12
+DOCUMENT_MIN_CHARS = 8
+WORDS = "the quick brown fox jumps over a lazy dog while wizards make toxic brew"
+
+
+def _documents() -> list[dict[str, str]]:
+    """Copies, repeated ids, lines that many documents have, and some that are not to be kept."""
+    rng = np.random.default_rng(0)
+
+    def line(words: int) -> str:
+        return " ".join(rng.choice(WORDS.split(), words))
+
+    menus = [line(int(n)) for n in rng.integers(1, 9, 30)]
+    texts: list[str] = []
+    for _ in range(600):
+        kind = rng.random()
+        if kind < 0.2 and texts:
+            texts.append(texts[int(rng.integers(len(texts)))])
+        elif kind < 0.3:
+            texts.append("\n".join(rng.choice(menus, int(rng.integers(1, 5)))))
+        elif kind < 0.35:
+            texts.append(line(1))
+        else:
+            lines = [line(int(n)) for n in rng.integers(1, 14, int(rng.integers(2, 9)))]
+            lines += rng.choice(menus, int(rng.integers(0, 4))).tolist()
+            lines += [""] * int(rng.integers(0, 3))
+            texts.append("\n".join(rng.permutation(lines)))
+    ids = [f"id {i}" for i in range(len(texts))]
+    for i in rng.choice(np.arange(1, len(ids)), 25, replace=False):
+        ids[i] = ids[int(rng.integers(i))]
+    return [{"id": key, "text": text} for key, text in zip(ids, texts, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder a source, each a piece."""
+    folder = tmp_path_factory.mktemp("source")
+    documents = _documents()
+    for number, part in enumerate(np.array_split(np.arange(len(documents)), FILES)):
+        (folder / str(number)).mkdir()
+        lines = [json.dumps(documents[i]) for i in part]
+        (folder / str(number) / "part.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def _config(output: Path, source: Path, *overrides: str) -> PrepConfig:
+    path = output.with_name(f"{output.name}.yaml")
+    names = ", ".join(f"{{name: s, inputs: [{source}/{i}]}}".replace("s,", f"s{i},")
+                      for i in range(FILES))  # fmt: skip
+    path.write_text(
+        f"output_dir: {output}\nworkers: 1\nsources: [{names}]\n"
+        f"clean: {{min_chars: {DOCUMENT_MIN_CHARS}}}\n"
+        f"dedup: {{line_min_chars: {LINE_MIN_CHARS}}}\n"
+        "tokenizer: {vocab_size: 320, model_type: bpe}\n"
+        "shards: {block_tokens: 1000, shard_mb: 1, eval_fraction: 0.1}\n"
+    )
+    return load(PrepConfig, path, list(overrides)).config
+
+
+def _prepare(config: PrepConfig) -> dict[str, list[Done]]:
+    """Runs the stages up to dedup."""
+    records: dict[str, list[Done]] = {}
+
+    def visit(stage: Stage) -> list[Done] | None:
+        if stage.name == "tokenizer":
+            return None
+        records[stage.name] = run_tasks(stage, config.workers)
+        return records[stage.name]
+
+    walk(corpus.find(config), visit)
+    return records
+
+
+def _ingested(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.glob("[0-9][0-9][0-9][0-9][0-9].jsonl.zst")):
+        for document in read_lines(path):
+            yield document["id"], document["text"]
+
+
+def _files(work: Path, stages: tuple[str, ...]) -> dict[str, bytes]:
+    return {
+        f"{stage}/{path.name}": path.read_bytes()
+        for stage in stages for path in sorted((work / stage).iterdir())
+        if not path.name.endswith(".json")
+    }  # fmt: skip
+
+
+def test_the_first_of_equal_documents_is_kept(source: Path, tmp_path: Path) -> None:
+    records = _prepare(_config(tmp_path / "data", source))
+    work = tmp_path / "data/work"
+    first: dict[str, str] = {}
+    expected, dropped = [], []
+    for key, text in _ingested(work / "ingest"):
+        expected.append(text not in first)
+        if text in first:
+            dropped.append({"id": key, "kept": first[text]})
+        first.setdefault(text, key)
+    keep = np.concatenate([np.load(path) for path in sorted((work / "dedup").glob("*.keep.npy"))])
+    assert keep.tolist() == expected
+    assert len(dropped) > 100
+    lists = sorted((work / "dedup").glob("*.duplicates.jsonl"))
+    assert [json.loads(line) for path in lists for line in path.read_text().splitlines()] == dropped
+    counts = records["dedup"][0].result["dedup"]
+    sizes = np.array([len(text.encode()) for _, text in _ingested(work / "ingest")])
+    assert counts["documents_in"] == len(sizes)
+    assert counts["bytes_out"] == sizes[keep].sum()
+    assert counts["rejected"] == {"exact duplicate": [len(dropped), int(sizes[~keep].sum())]}
+
+
+def test_ids_of_several_documents_are_counted_over_all_pieces(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Ids begin with the source's name: one source of all files, and a document that is rejected.
+    documents = _documents()
+    documents[100] = {"id": documents[0]["id"], "text": "short"}
+    for number, part in enumerate(np.array_split(np.arange(len(documents)), FILES)):
+        folder = tmp_path / "in" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "part.jsonl").write_text("\n".join(json.dumps(documents[i]) for i in part))
+        (folder / "padding.txt").write_text("word " * 200_000)  # so that each is a piece
+    config = _config(tmp_path / "data", source)
+    name = json.dumps([{"name": "s", "inputs": [str(tmp_path / "in")]}])
+    config = load(PrepConfig, tmp_path / "data.yaml", [f"sources={name}", "piece_mb=1"]).config
+    with caplog.at_level(logging.WARNING):
+        records = _prepare(config)
+    assert len(records["ingest"]) >= FILES
+    ids = [document["id"] for document in documents]
+    again = [i for i, key in enumerate(ids) if key in ids[:i]]
+    result = records["dedup"][0].result
+    assert result["repeated_ids"] == len(again)
+    assert result["examples"] == [f"s/{ids[i]}" for i in again[:3]]
+    assert f"{len(again)} documents have the id of an earlier one, such as s/" in caplog.text
+
+
+@pytest.mark.parametrize("parts", ["workers=2", "workers=1"])
+def test_parts_and_workers_change_nothing(
+    source: Path, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = ("lines", "dedup")
+    _prepare(_config(tmp_path / "whole", source, "dedup.lines=true"))
+    if parts == "workers=1":  # processes of a pool would not see it
+        monkeypatch.setattr("data_prep.dedup.PART_DOCUMENTS", 60)
+        monkeypatch.setattr("data_prep.lines.PART_LINES", 90)
+    records = _prepare(_config(tmp_path / "parts", source, "dedup.lines=true", parts))
+    if parts == "workers=1":
+        assert len(records["exact"]) == 11
+        assert len(records["line_parts"]) > 10
+    whole = _files(tmp_path / "whole/work", stages)
+    assert whole == _files(tmp_path / "parts/work", stages)
+    assert len(whole) == FILES * 8
+
+
+def _without_seen_lines(text: str, seen: set[str]) -> tuple[str, list[str]]:
+    """What is left of a text, and the lines that went."""
+    left: list[str] = []
+    gone = []
+    for line in text.split("\n"):
+        if len(line) >= LINE_MIN_CHARS and line in seen:
+            gone.append(line)
+            continue
+        if len(line) >= LINE_MIN_CHARS:
+            seen.add(line)
+        left.append(line)
+    joined = "\n".join(left)
+    while gone and "\n\n\n" in joined:
+        joined = joined.replace("\n\n\n", "\n\n")
+    return joined.strip("\n") if gone else text, gone
+
+
+def test_lines_that_were_seen_before_are_dropped(source: Path, tmp_path: Path) -> None:
+    records = _prepare(_config(tmp_path / "data", source, "dedup.lines=true"))
+    work = tmp_path / "data/work"
+    seen: set[str] = set()
+    expected, rejected, lost = [], [], 0
+    for key, text in _ingested(work / "ingest"):
+        left, gone = _without_seen_lines(text, seen)
+        lost += len(gone)
+        if gone and not any(len(line) >= LINE_MIN_CHARS for line in left.split("\n")):
+            rejected.append((key, NOTHING_NEW, text))
+        elif len(left) < DOCUMENT_MIN_CHARS:
+            rejected.append((key, f"shorter than {DOCUMENT_MIN_CHARS} characters", text))
+        else:
+            expected.append((key, left))
+    assert list(_ingested(work / "lines")) == expected
+    aside = [record for path in sorted((work / "lines").glob("*.rejected.jsonl.zst"))
+             for record in read_lines(path)]  # fmt: skip
+    assert [(r["id"], r["reason"], r["raw"]) for r in aside] == rejected
+    counts = Counts.total(done.result["lines"] for done in records["lines"])
+    assert counts.rejected[REASON][0] == lost > 300
+    assert counts.rejected[NOTHING_NEW][0] == sum(r[1] == NOTHING_NEW for r in rejected) > 50
+    assert counts.documents_in - counts.documents_out == len(rejected)
+    assert counts.bytes_out == sum(len(text.encode()) for _, text in expected)
+    assert counts.bytes_in - counts.bytes_out == sum(size for _, size in counts.rejected.values())
+
+
+def test_rewritten_pieces_are_as_ingestion_writes_them(source: Path, tmp_path: Path) -> None:
+    _prepare(_config(tmp_path / "data", source, "dedup.lines=true"))
+    ingest, lines = tmp_path / "data/work/ingest", tmp_path / "data/work/lines"
+    names = {path.name for path in ingest.iterdir()}
+    assert names == {path.name for path in lines.iterdir()}
+    for number in range(FILES):
+        name = f"{number:05d}"
+        documents = list(read_lines(lines / f"{name}.jsonl.zst"))
+        assert documents
+        encoded = [document["text"].encode() for document in documents]
+        assert np.load(lines / f"{name}.bytes.npy").tolist() == [len(text) for text in encoded]
+        hashes = [hashlib.blake2b(text, digest_size=16).digest() for text in encoded]
+        assert np.load(lines / f"{name}.hashes.npy").tobytes() == b"".join(hashes)
+        ids = [document["id"] for document in documents]
+        assert list(read_lines(lines / f"{name}.ids.jsonl.zst")) == ids
+        id_hashes = np.load(lines / f"{name}.id_hashes.npy")
+        assert (id_hashes == np.load(ingest / f"{name}.id_hashes.npy")).all()
+        assert {id_hash(key) for key in ids} <= set(id_hashes.tolist())
+
+
+def test_a_dataset_without_repeated_lines(source: Path, tmp_path: Path) -> None:
+    report: dict[str, Any] = run(_config(tmp_path / "data", source, "dedup.lines=true"))
+    stages = report["stages"]
+    assert stages["lines"]["documents_out"] == stages["dedup"]["documents_in"]
+    assert stages["dedup"]["documents_out"] == stages["shards"]["documents_in"]
+    assert stages["lines"]["rejected"][REASON][0] > 300
+
+
+def test_lists_name_the_first_of_every_piece(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _prepare(_config(tmp_path / "all", source))
+    monkeypatch.setattr("data_prep.dropped.LISTED", 3 * FILES + 1)
+    _prepare(_config(tmp_path / "few", source))
+    for number in range(FILES):
+        path = Path("work/dedup") / f"{number:05d}.duplicates.jsonl"
+        named = (tmp_path / "all" / path).read_text().splitlines()
+        assert (tmp_path / "few" / path).read_text().splitlines() == named[:3]
