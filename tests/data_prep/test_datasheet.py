@@ -228,6 +228,17 @@ def test_lengths_in_parts_are_lengths_in_one(monkeypatch: pytest.MonkeyPatch) ->
     assert whole.to_json()["histogram"] == np.histogram(values, EDGES)[0].tolist()
 
 
+def test_evaluation_sets_are_counted_and_not_shown(data: Path, report: dict[str, Any]) -> None:
+    page = (data / "datasheet.html").read_text(encoding="utf-8")
+    [row] = _rows(_section(_parse(page), "Evaluation sets"))
+    found = report["decontaminate"]["sets"]["quiz <1>"]["documents"]
+    assert row == ["quiz <1>", "2", "1", str(found)]
+    dropped = report["stages"]["decontaminate"]["rejected"]
+    assert found == sum(documents for documents, _ in dropped.values()) >= 2
+    words = english()[250][100:160].split()
+    assert escape(" ".join(words)) not in " ".join(page.split())
+
+
 def test_no_personal_data_is_shown(data: Path, report: dict[str, Any]) -> None:
     secrets = [secret for _, found in PRIVATE.values() for secret in found]
     for name in ("report.json", "datasheet.html", "datasheet.md"):
