@@ -72,6 +72,7 @@ def make(report: dict[str, Any]) -> tuple[str, str, list[Section]]:
         datasheet_sources.lengths(sources),
         datasheet_rejected.by_source(sources),
         datasheet_rejected.duplicates(sources),
+        datasheet_rejected.benchmarks(sources),
         datasheet_rejected.reasons(sources),
         datasheet_sources.tokens(sources),
         Section("Tokenizer", _tokenizer(sources)),
@@ -162,7 +163,7 @@ def _notes(report: dict[str, Any]) -> list[Any]:
 
 
 def _limits(report: dict[str, Any]) -> list[str]:
-    settings, stages = report["settings"], report["stages"]
+    settings = report["settings"]
     near = settings["dedup"]
     mask = settings["filters"]["mask"]
     return [
@@ -175,9 +176,9 @@ def _limits(report: dict[str, Any]) -> list[str]:
         f"{near['min_chars']} characters): some stay."
         if near["near_duplicates"]
         else "Near duplicates were not looked for: a held-out text may be nearly one of training.",
-        "Texts of benchmarks were removed as the settings say; paraphrases of them stay."
-        if "decontaminate" in stages
-        else "Texts of benchmarks were not looked for.",
+        "Texts of evaluation sets were looked for letter by letter: paraphrases stay."
+        if report["decontaminate"]
+        else "Texts of evaluation sets were not looked for.",
         "Of copies in several sources the first in the order of the config is kept; what a source "
         "lost to duplicates depends on its place.",
         f"The held-out split is {settings['shards']['eval_fraction']:.2%} of the documents, drawn "

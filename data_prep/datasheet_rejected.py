@@ -4,6 +4,7 @@ from typing import Any
 
 from data_prep.charts import short
 from data_prep.datasheet_cells import Sources, number, share, size
+from data_prep.ingest import STAGES
 from data_prep.page import Block, Cell, Details, Section, Table, Text
 
 _SHOWN_SOURCES = 8
@@ -60,6 +61,25 @@ def _dropped(stages: dict[str, Any], names: dict[str, str]) -> list[Cell]:
     return cells
 
 
+def benchmarks(sources: Sources) -> Section:
+    """Documents that share text with evaluation sets; not the texts, which are best not spread."""
+    found = sources.report["decontaminate"]
+    rows = [
+        [Cell(name), number(of["items"]), number(of["too short"]), number(of["documents"])]
+        for name, of in found.get("sets", {}).items()
+    ]
+    if not rows:
+        return Section("Evaluation sets", [Text("Their texts were not looked for.")])
+    settings = sources.report["settings"]["decontaminate"]
+    done = "dropped" if settings["action"] == "drop" else "only listed"
+    note = (
+        f"A document that shares {settings['ngram']} letters in a row ({settings['ngram_cjk']} in "
+        f"Chinese) with an item was {done}. Items that are too short were not looked for."
+    )
+    head = ("Set", "Items", "Too short", "Documents found")
+    return Section("Evaluation sets", [Table(head, rows), Text(note)])
+
+
 def reasons(sources: Sources) -> Section:
     """Why documents were rejected, most bytes first, with samples."""
     found = [
@@ -107,8 +127,9 @@ def _detail(
         rows.append([Cell(f"{len(more)} more"), number(sum(part[0] for part in more)),
                      size(sum(part[1] for part in more))])  # fmt: skip
     blocks: list[Block] = [Table(("Source", "Documents", "Text"), rows)]
+    # Other stages have reasons of the same name, but no samples.
     samples = sources.report["rejected_samples"].get(reason, [])
-    if samples:
+    if samples and stage in STAGES:
         lines = [[Cell(sample["id"]), Cell(sample["text"])] for sample in samples]
         blocks.append(Table(("Document", "Beginning"), lines))
     text = short(sum(part[1] for part in parts.values()), "B")

@@ -77,15 +77,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("datasheet")
     topics = english()[:400]
     private = [raw for raw, _ in PRIVATE.values()]
-    copies = [text.replace("object", "thing") for text in topics[:40]]
+    # Of short lines, which stay although they are repeated.
+    short_lines = [re.sub(r"(.{12})\s*", r"\1\n", " ".join(text.split())) for text in topics[:40]]
+    copies = [*topics[:30], *short_lines, *short_lines[:30], *(s[40:] for s in short_lines[:20])]
     sources = {
-        "english": _write(folder / "english.jsonl", [*topics[:300], *topics[:30], *copies]),
+        "english": _write(folder / "english.jsonl", [*topics[:300], *copies]),
         "中文 网页": _write(folder / "chinese.jsonl", chinese(np.random.default_rng(0), 150)),
         EVIL: _write(folder / "evil.jsonl", [text + EVIL for text in topics[300:]], *private),
         "nothing": _write(folder / "nothing.jsonl", [f"short {EVIL}"], *private),
     }  # fmt: skip
+    items = _write(folder / "items.jsonl", [topics[5][:500], topics[250][100:400], "too short"])
+    sets = [{"name": "quiz <1>", "inputs": [str(items)]}]
     config = _config(
-        folder, sources, dedup={"near_duplicates": True},
+        folder, sources, dedup={"near_duplicates": True, "lines": True},
+        decontaminate={"sets": sets},
         filters={"mask": {"enabled": True}, "shape": {"enabled": True, "min_chars": 550}},
     )  # fmt: skip
     run(config)
@@ -122,7 +127,7 @@ def _shards(data: Path) -> dict[tuple[str, str], Counter[str]]:
     """(source, split) -> sums, by reading every block and every ingested text."""
     texts = {
         document["id"]: document["text"]
-        for path in sorted((data / "work" / "ingest").glob("?????.jsonl.zst"))
+        for path in sorted((data / "work" / "lines").glob("?????.jsonl.zst"))
         for document in ingest.read_documents(path)
     }
     index = read_index(data)
@@ -168,7 +173,9 @@ def escape_free(text: str) -> str:
 
 
 def test_sources_add_up_to_the_stages(report: dict[str, Any]) -> None:
-    assert list(report["stages"]) == ["ingest", "normalise", "filter", "dedup", "near", "shards"]
+    assert list(report["stages"]) == [
+        "ingest", "normalise", "filter", "lines", "dedup", "near", "decontaminate", "shards"
+    ]  # fmt: skip
     for stage, whole in report["stages"].items():
         parts = [source["stages"][stage] for source in report["sources"].values()]
         for key in ("documents_in", "documents_out", "bytes_in", "bytes_out"):
@@ -182,14 +189,15 @@ def test_sources_add_up_to_the_stages(report: dict[str, Any]) -> None:
     # All of these happened, so the sums above are not sums of zeros.
     english = report["sources"]["english"]["stages"]
     assert english["dedup"]["rejected"]["exact duplicate"][0] >= 30
-    assert english["near"]["documents_in"] > english["near"]["documents_out"]
+    for stage in ("lines", "near", "decontaminate"):
+        assert english[stage]["documents_in"] > english[stage]["documents_out"]
     assert report["sources"]["nothing"]["totals"]["train"]["documents"] == 0
 
 
 def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any]) -> None:
     of: dict[str, list[int]] = {name: [] for name in report["sources"]}
-    for path in sorted((data / "work" / "near").glob("?????.keep.npy")):
-        texts = data / "work" / "ingest" / path.name.replace(".keep.npy", ".jsonl.zst")
+    for path in sorted((data / "work" / "decontaminate").glob("?????.keep.npy")):
+        texts = data / "work" / "lines" / path.name.replace(".keep.npy", ".jsonl.zst")
         for document, kept in zip(ingest.read_documents(texts), np.load(path), strict=True):
             if kept:
                 of[document["source"]].append(len(document["text"].encode()))
@@ -218,6 +226,17 @@ def test_lengths_in_parts_are_lengths_in_one(monkeypatch: pytest.MonkeyPatch) ->
         parts.add(part)
     assert parts.to_json() == whole.to_json()
     assert whole.to_json()["histogram"] == np.histogram(values, EDGES)[0].tolist()
+
+
+def test_evaluation_sets_are_counted_and_not_shown(data: Path, report: dict[str, Any]) -> None:
+    page = (data / "datasheet.html").read_text(encoding="utf-8")
+    [row] = _rows(_section(_parse(page), "Evaluation sets"))
+    found = report["decontaminate"]["sets"]["quiz <1>"]["documents"]
+    assert row == ["quiz <1>", "2", "1", str(found)]
+    dropped = report["stages"]["decontaminate"]["rejected"]
+    assert found == sum(documents for documents, _ in dropped.values()) >= 2
+    words = english()[250][100:160].split()
+    assert escape(" ".join(words)) not in " ".join(page.split())
 
 
 def test_no_personal_data_is_shown(data: Path, report: dict[str, Any]) -> None:
