@@ -20,6 +20,7 @@ _EXAMPLES = """\
   python -m data_prep show configs/prep/web.yaml --rejected 'lines that start with a bullet'
   python -m data_prep show configs/prep/web.yaml --id web/part-03.jsonl@81920
   python -m data_prep verify runs/mine/data
+  python -m data_prep datasheet runs/mine/data
   python -m data_prep config configs/prep/demo.yaml --explain
 """
 
@@ -80,6 +81,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _datasheet(arguments: argparse.Namespace) -> int:
+    from data_prep.datasheet import write
+
+    for path in write(arguments.folder):
+        print(path)
+    return 0
+
+
 def _config(arguments: argparse.Namespace) -> int:
     loaded = load(PrepConfig, arguments.config, arguments.overrides)
     print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
@@ -122,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("folder", type=Path)
     verify.set_defaults(run=_verify)
+    datasheet = commands.add_parser("datasheet", help="make the pages about a dataset again")
+    datasheet.add_argument("folder", type=Path)
+    datasheet.set_defaults(run=_datasheet)
     return parser
 
 

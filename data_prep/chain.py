@@ -7,9 +7,20 @@ stage: `run` does all tasks, an array task does its share of one stage, `status`
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-import numpy as np
-
-from data_prep import dedup, finish, ingest, lines, near, near_cluster, shards, vocabulary
+from data_prep import (
+    decontaminate,
+    dedup,
+    eval_sets,
+    finish,
+    ingest,
+    lines,
+    near,
+    near_cluster,
+    overlaps,
+    sample,
+    shards,
+    vocabulary,
+)
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts, table
@@ -27,8 +38,13 @@ def stage_names(config: PrepConfig) -> list[str]:
     near_stages = (
         ["signatures", "buckets", "candidates", "near"] if config.dedup.near_duplicates else []
     )
+    # First of all, so that a set that cannot be used stops a run before it has begun.
+    first, later = (
+        (["eval_sets"], ["overlaps", "decontaminate"]) if config.decontaminate.sets else ([], [])
+    )
     return [
-        "ingest", *line_stages, "exact", "dedup", *near_stages, "tokenizer", "shards", "index"
+        *first, "ingest", *line_stages, "exact", "dedup", *near_stages, *later, "tokenizer",
+        "shards", "index",
     ]  # fmt: skip
 
 
@@ -62,6 +78,12 @@ def chain(corpus: Corpus) -> Chain:
     """
     config, work = corpus.config, corpus.work
     names = tuple(f"{i:05d}" for i in range(len(corpus.pieces)))
+    evaluated = []
+    if config.decontaminate.sets:
+        to_read = eval_sets.eval_set_task(
+            corpus.eval_sets, config.decontaminate, config.clean, work / "eval_sets"
+        )
+        evaluated = yield Stage("eval_sets", [to_read], eval_sets.run_eval_sets)
     ingested = yield Stage(
         "ingest",
         ingest.tasks(corpus.pieces, config.clean, config.filters, work / "ingest"),
@@ -83,30 +105,28 @@ def chain(corpus: Corpus) -> Chain:
         masks["near"] = work / "near"
         place = near.Place(texts, work / "dedup", work / "signatures", names)
         [kept] = records["near"] = yield from _near(corpus, place, written, kept)
-    mask_folder = list(masks.values())[-1]
-    kept_bytes = _kept_bytes(texts, names, mask_folder)
-    job = vocabulary.VocabularyJob(
-        texts, mask_folder, names, int(sum(kept_bytes)), config.tokenizer
+    if evaluated:
+        [kept] = records["decontaminate"] = yield from _decontaminate(
+            corpus, names, (written, kept, evaluated[0]), (texts, list(masks.values())[-1])
+        )
+        masks["decontaminate"] = work / "decontaminate"
+    left = sample.Kept(
+        texts, list(masks.values())[-1], names, tuple(piece.source for piece in corpus.pieces)
     )
-    to_train = vocabulary.task(job, written, kept, work / "tokenizer")
+    to_train = vocabulary.task(
+        left, config.tokenizer, corpus.tokenizer, written, kept, work / "tokenizer"
+    )
     [trained] = records["tokenizer"] = yield Stage("tokenizer", [to_train], vocabulary.run)
-    shard_job = shards.ShardJob(texts, mask_folder, to_train.path(".model"), names, config.shards)
-    groups = shards.plan(kept_bytes, config.shards.shard_mb)
+    tokenizer_path = vocabulary.tokenizer_path(to_train)
+    shard_job = shards.ShardJob(texts, left.keep_folder, tokenizer_path, names, config.shards)
+    groups = shards.plan([int(left.sizes(name).sum()) for name in names], config.shards.shard_mb)
     records["shards"] = yield Stage(
         "shards",
         shards.tasks(groups, shard_job, (written, kept, trained), corpus.output / SHARD_FOLDER),
         shards.run,
     )
-    finish_job = finish.FinishJob(corpus, names, masks, to_train.path(".model"), records)
+    finish_job = finish.FinishJob(corpus, names, masks, tokenizer_path, records)
     yield Stage("index", [finish.task(finish_job)], finish.run)
-
-
-def _kept_bytes(texts: Path, names: tuple[str, ...], mask_folder: Path) -> list[int]:
-    """Text bytes of every piece that the last mask keeps."""
-    return [
-        int(np.load(texts / f"{name}.bytes.npy")[np.load(mask_folder / f"{name}.keep.npy")].sum())
-        for name in names
-    ]
 
 
 def _num_read(ingested: list[Done]) -> int:
@@ -143,6 +163,31 @@ def _near(corpus: Corpus, place: near.Place, written: list[Done], deduplicated: 
         groups, compared, deduplicated, config.threshold, work / "near"
     )
     return (yield Stage("near", to_decide, near_cluster.run_near))
+
+
+def _decontaminate(
+    corpus: Corpus,
+    names: tuple[str, ...],
+    upstream: tuple[list[Done], Done, Done],
+    folders: tuple[Path, Path],
+) -> InnerChain:
+    """Stages overlaps and decontaminate; returns the records of the last.
+
+    `upstream`: records of the stage that wrote the texts, of the last one with masks, and of
+    eval_sets; `folders`: of texts and masks.
+    """
+    work, config = corpus.work, corpus.config.decontaminate
+    _, kept, evaluated = upstream
+    places = (*folders, work / "eval_sets")
+    to_search = overlaps.overlap_tasks(upstream, names, places, config, work / "overlaps")
+    searched = yield Stage("overlaps", to_search, overlaps.run_overlaps)
+    job = decontaminate.DecontaminateJob(
+        *places, work / "overlaps", names, evaluated.result["sets"], config
+    )
+    to_decide = decontaminate.decontaminate_task(
+        job, (kept, evaluated, searched), work / "decontaminate"
+    )
+    return (yield Stage("decontaminate", [to_decide], decontaminate.run_decontaminate))
 
 
 def _refuse_empty(ingested: list[Done], folder: Path) -> None:

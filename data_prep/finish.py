@@ -1,25 +1,22 @@
 """Stage index: gathers all shards into the dataset's index, and tells in `report.json` how it went.
 
-The report is the last file to be written: without it the folder is no finished dataset.
+Without the report the folder is no finished dataset. The datasheet comes after it: a page that
+cannot be made is a warning, and `python -m data_prep datasheet` makes it again.
 """
 
 import logging
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep import dedup, index, ingest
+from data_prep import datasheet, index, report
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts, table
+from data_prep.report import REPORT_FILE
 from data_prep.stage import Done, Task, make_key
-from pipeline.config.load import provenance
-from pipeline.data.shards import read_index
 from pipeline.runtime.files import write_json_atomic
 
 logger = logging.getLogger(__name__)
-
-REPORT_FILE = "report.json"
 
 
 @dataclass(frozen=True)
@@ -43,25 +40,44 @@ def task(job: FinishJob) -> Task[FinishJob]:
 
 
 def run(task: Task[FinishJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Writes index and report, and removes shards of an earlier plan."""
+    """Writes index, report and datasheet, and removes shards of an earlier plan."""
     job, output = task.payload, task.folder
-    [trained] = job.records["tokenizer"]
     sharded = job.records["shards"]
-    index.write(output, job.tokenizer_path, sharded, trained.result["vocab_size"])
+    index.write(output, job.tokenizer_path, sharded)
     _remove_stale(output / index.SHARD_FOLDER, {name for done in sharded for name in done.files})
-    report = _report(job)
-    write_json_atomic(output / REPORT_FILE, report)
-    names = (index.TOKENIZER_FILE, "index.npz", "index.json", REPORT_FILE)
-    return {"fingerprint": report["fingerprint"]}, [output / name for name in names]
+    made = report.make(job.corpus, job.names, job.masks, job.records)
+    write_json_atomic(output / REPORT_FILE, made)
+    try:
+        datasheet.write(output)
+    except Exception:
+        # A dataset that took days is not given up for a page about it.
+        logger.exception(
+            "the datasheet could not be made; the dataset is complete, and "
+            "`python -m data_prep datasheet %s` tries again", output,
+        )  # fmt: skip
+    names = (job.tokenizer_path.name, "index.npz", "index.json", REPORT_FILE)
+    return {"fingerprint": made["fingerprint"]}, [output / name for name in names]
 
 
-def log_report(report: dict[str, Any]) -> None:
+def log_report(made: dict[str, Any]) -> None:
     """Shows a report to the person who waited for it."""
-    counts = {name: Counts.total([stage]) for name, stage in report["stages"].items()}
+    counts = {name: Counts.total([stage]) for name, stage in made["stages"].items()}
     logger.info("%s", table(counts))
-    for name, count in report["notes"].items():
+    for name, count in made["notes"].items():
         logger.info("%s: %s", name, f"{count:,}")
-    for split, total in report["totals"].items():
+    for name, source in made["sources"].items():
+        logger.info(
+            "source %s: %s tokens, %.3f%% of them unknown, %.3f%% bytes of rare characters",
+            name, f"{source['tokens']:,}", 100 * source["unknown_share"],
+            100 * source["byte_piece_share"],
+        )  # fmt: skip
+    for name, found in made["decontaminate"].get("sets", {}).items():
+        logger.info(
+            "evaluation set %s: %s documents share text with it; %s items were looked for, %s are "
+            "too short for that", name, f"{found['documents']:,}", f"{found['items']:,}",
+            f"{found['too short']:,}",
+        )  # fmt: skip
+    for split, total in made["totals"].items():
         logger.info(
             "%s: %s tokens, %s documents, %.2f bytes a token",
             split, f"{total['tokens']:,}", f"{total['documents']:,}",
@@ -69,41 +85,9 @@ def log_report(report: dict[str, Any]) -> None:
         )  # fmt: skip
     logger.info(
         "%d shards, %d blocks, vocabulary %d, unigram entropy %.3f nats\nfingerprint %s",
-        report["num_shards"], report["num_blocks"], report["vocab_size"],
-        report["unigram_entropy_nats"], report["fingerprint"],
+        made["num_shards"], made["num_blocks"], made["vocab_size"],
+        made["unigram_entropy_nats"], made["fingerprint"],
     )  # fmt: skip
-
-
-def _report(job: FinishJob) -> dict[str, Any]:
-    made = read_index(job.corpus.output)
-    [trained] = job.records["tokenizer"]
-    notes = Counter[str]()
-    for done in job.records["ingest"]:
-        notes.update(done.result["notes"])
-    [deduplicated] = job.records["dedup"]
-    # Ingestion counts them within a piece, stage dedup over all pieces.
-    notes[dedup.REPEATED_IDS] = deduplicated.result["repeated_ids"]
-    stages = {
-        name: Counts.total(done.result[name] for done in job.records["ingest"])
-        for name in ingest.STAGES
-    }
-    for name in ("lines", *job.masks, "shards"):
-        if name in job.records:
-            stages[name] = Counts.total(done.result[name] for done in job.records[name])
-    return {
-        "key": job.corpus.key,
-        "fingerprint": made.fingerprint,
-        "vocab_size": made.vocab_size,
-        "tokenizer_sample_bytes": trained.result["sample_bytes"],
-        "unigram_entropy_nats": made.unigram_entropy_nats,
-        "totals": made.totals,
-        "num_shards": len(made.shards),
-        "num_blocks": len(made.blocks),
-        "stages": {name: counts.to_json() for name, counts in stages.items()},
-        "notes": {name: count for name, count in notes.items() if count},
-        "repeated_ids": deduplicated.result["examples"],
-        "provenance": provenance(),
-    }
 
 
 def _remove_stale(folder: Path, current: set[str]) -> None:

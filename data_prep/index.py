@@ -9,14 +9,14 @@ import numpy as np
 from data_prep.stage import Done, replacing
 from pipeline.data import shards
 from pipeline.data.shards import MEMBERS, SPLITS, Blocks, ShardInfo
+from pipeline.data.wordpiece import load_tokenizer
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file, write_atomic
 
 SHARD_FOLDER = "shards"
-TOKENIZER_FILE = "tokenizer.model"
 
 
-def write(output: Path, tokenizer_path: Path, sharded: list[Done], vocab_size: int) -> None:
+def write(output: Path, tokenizer_path: Path, sharded: list[Done]) -> None:
     """Writes tokenizer, `index.npz` and `index.json`, in this order.
 
     Raises:
@@ -50,7 +50,7 @@ def write(output: Path, tokenizer_path: Path, sharded: list[Done], vocab_size: i
     ]
     rows = [_row(number, block) for number, tar in enumerate(tars) for block in tar["blocks"]]
     blocks = Blocks.from_rows(rows)
-    with replacing(output / TOKENIZER_FILE) as temporary:
+    with replacing(output / tokenizer_path.name) as temporary:
         shutil.copyfile(tokenizer_path, temporary)
     with replacing(output / "index.npz") as temporary, temporary.open("wb") as file:
         np.savez(file, **vars(blocks))
@@ -63,8 +63,8 @@ def write(output: Path, tokenizer_path: Path, sharded: list[Done], vocab_size: i
     write_atomic(
         output / "index.json",
         shards.index_bytes(
-            vocab_size=vocab_size,
-            tokenizer_file=TOKENIZER_FILE,
+            vocabulary=load_tokenizer(tokenizer_path).vocabulary,
+            tokenizer_file=tokenizer_path.name,
             tokenizer_sha256=sha256_file(tokenizer_path),
             unigram_entropy_nats=_entropy_nats(np.asarray(frequencies)),
             totals=totals,

@@ -19,7 +19,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,9 +48,12 @@ SUFFIXES = (
 )  # fmt: skip
 # First bytes of UTF-8 sequences: letters of ASCII, Han (U+4000 to U+9FFF, all common ones), and all
 # others but those of general punctuation and symbols (E2) and of CJK punctuation and kana (E3).
-_LATIN = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
-_HAN = bytes(range(0xE4, 0xEA))
-_OTHER = bytes([*range(0xC3, 0xE2), *range(0xEA, 0xEF), *range(0xF0, 0xF5)])
+_HAN, _LATIN, _OTHER = 1, 2, 3
+_SCRIPTS = bytearray(256)
+_SCRIPTS[0xE4:0xEA] = [_HAN] * 6
+_SCRIPTS[0x41:0x5B] = _SCRIPTS[0x61:0x7B] = [_LATIN] * 26
+for _first, _end in ((0xC3, 0xE2), (0xEA, 0xEF), (0xF0, 0xF5)):
+    _SCRIPTS[_first:_end] = [_OTHER] * (_end - _first)
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,13 @@ def tasks(
         ConfigError: the list of bad words is unusable.
     """
     settings = [asdict(clean), *key_parts(filters)]
-    return [
-        Task(
-            f"{i:05d}", folder, make_key(asdict(piece), *settings), IngestJob(piece, clean, filters)
-        )
-        for i, piece in enumerate(pieces)
-    ]
+    made = []
+    for i, piece in enumerate(pieces):
+        described = asdict(piece)
+        del described["source"]["weight"]  # says how often text is used, not what it is
+        key = make_key(described, *settings)
+        made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, filters)))
+    return made
 
 
 def run(task: Task[IngestJob]) -> tuple[dict[str, Any], list[Path]]:
@@ -165,7 +169,7 @@ class _Results:
         self.masked = Counter[str]()
         self.scripts = Counter[str]()
         self._source = job.piece.source.name
-        self._min_chars = job.clean.min_chars
+        self._clean, self._min_chars = job.clean, job.clean.min_chars
         self._filters = Filters(job.filters)
         self._writer = writer
 
@@ -180,12 +184,13 @@ class _Results:
         for stage in ("ingest", "normalise"):
             self.counts[stage].take(len(raw))
         self.counts["ingest"].give(len(raw))
-        text = normalise(item.text)
+        text = normalise(item.text, self._clean)
         if len(text) < self._min_chars:
             reason = f"shorter than {self._min_chars} characters"
             self.reject("normalise", Rejected(item.id, reason, raw), len(raw))
             return
-        num_bytes = len(text.encode())
+        encoded = text.encode()
+        num_bytes = len(encoded)
         self.counts["normalise"].give(num_bytes)
         self.counts["filter"].take(num_bytes)
         outcome = self._filters.apply(text)
@@ -194,24 +199,26 @@ class _Results:
             self.reject("filter", rejected, num_bytes)
             return
         self.masked.update(outcome.masked)
-        encoded = outcome.text.encode()
+        if outcome.text is not text:
+            encoded = outcome.text.encode()
         self.counts["filter"].give(len(encoded))
         self.scripts[script_of(encoded)] += 1
         self._writer.take(item.id, self._source, outcome.text)
 
 
-def read_documents(path: Path) -> Iterator[dict[str, str]]:
-    """Reads a `.jsonl.zst` back."""
-    return read_lines(path)
+def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, str]]:
+    """Reads a `.jsonl.zst` back: all documents, or those in some rows."""
+    return read_lines(path, rows)
 
 
-def read_lines(path: Path) -> Iterator[Any]:
-    """Reads the values of any of the `.jsonl.zst` files."""
+def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
+    """Reads the values of any of the `.jsonl.zst` files: of all lines, or of some."""
     if not path.stat().st_size:
         return  # nothing was written: not even an empty frame
     with zstd.open(path, "rb") as lines:
-        for line in lines:
-            yield json.loads(line)
+        for row, line in enumerate(lines):
+            if rows is None or row in rows:
+                yield json.loads(line)
 
 
 def id_hash(document_id: str) -> int:
@@ -221,10 +228,8 @@ def id_hash(document_id: str) -> int:
 
 def script_of(encoded: bytes) -> str:
     """What a UTF-8 text is written in, for reports: the script of at least 70% of its letters."""
-    han, latin, other = (
-        len(encoded) - len(encoded.translate(None, first_bytes))
-        for first_bytes in (_HAN, _LATIN, _OTHER)
-    )
+    scripts = np.frombuffer(encoded.translate(_SCRIPTS), dtype=np.uint8)
+    han, latin, other = (int(np.count_nonzero(scripts == s)) for s in (_HAN, _LATIN, _OTHER))
     letters = han + latin + other
     if not letters:
         return "no letters"

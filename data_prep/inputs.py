@@ -79,17 +79,17 @@ def find(source: SourceConfig) -> Found:
     """
     if source.kind == "embedded":
         pairs = embedded.find()
-        return Found(tuple(_input_file(path, name) for path, name in pairs), ())
+        return Found(tuple(input_file(path, name) for path, name in pairs), ())
     files: dict[str, InputFile] = {}
     ignored: list[str] = []
     for text in source.inputs:
-        matches = _matches(source, text)
+        matches = matching_files(f"source {source.name!r}", text)
         is_folder = Path(text).expanduser().is_dir()
         for path, name in matches:
             by_name = _format_by_name(str(path))
             wanted = by_name if source.format == "auto" else source.format
             if wanted is not None and (by_name == wanted or not is_folder):
-                files.setdefault(str(path.resolve()), _input_file(path, name))
+                files.setdefault(str(path.resolve()), input_file(path, name))
             elif len(matches) == 1 and not is_folder:
                 raise DataError(f"source {source.name!r}: {path} is of an unknown kind; {_KINDS}")
             else:
@@ -182,8 +182,16 @@ def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFil
     return named
 
 
-def _matches(source: SourceConfig, text: str) -> list[tuple[Path, str]]:
-    """Files that one input stands for, with their names in ids."""
+def matching_files(owner: str, text: str) -> list[tuple[Path, str]]:
+    """Files that one input stands for, with their names in ids.
+
+    Args:
+        owner: whose input it is, for errors.
+        text: folder, glob or file.
+
+    Raises:
+        DataError: there is no such file.
+    """
     path = Path(text).expanduser()
     if path.is_dir():
         found = [p for p in sorted(path.rglob("*")) if p.is_file()]
@@ -193,7 +201,7 @@ def _matches(source: SourceConfig, text: str) -> list[tuple[Path, str]]:
     hits = [Path(hit) for hit in sorted(glob.glob(str(path), recursive=True))]
     if not hits:
         raise DataError(
-            f"source {source.name!r}: input {text!r} matches no file; correct the path "
+            f"{owner}: input {text!r} matches no file; correct the path "
             "(relative paths start at the current folder)"
         )
     # Names start below the glob's fixed part, so that a/x.txt and b/x.txt stay apart.
@@ -210,7 +218,12 @@ def _until_wildcard(parts: Sequence[str]) -> list[str]:
     return kept
 
 
-def _input_file(path: Path, name: str) -> InputFile:
+def input_file(path: Path, name: str) -> InputFile:
+    """A whole file as it is now.
+
+    Raises:
+        DataError: its name is no UTF-8.
+    """
     try:
         str(path.resolve()).encode()
     except UnicodeEncodeError:

@@ -110,16 +110,37 @@ def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64
     return folded[kept], np.array(sizes, dtype=np.int64)
 
 
-def shingle_hashes(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int) -> Any:
-    """(L,) uint64 hash of the shingle that starts at every letter; zeros follow the last letter."""
-    padded = np.zeros(len(letters) + max(ngram, ngram_cjk), dtype=_U64)
-    padded[: len(letters)] = letters
-    by_length = _window_hashes(padded, {ngram, ngram_cjk})
-    length = len(letters)
-    if ngram == ngram_cjk:
-        return _mix(by_length[ngram][:length])
+def letter_positions(text: str) -> npt.NDArray[np.int64]:
+    """(L,) which characters of a text `fold` keeps."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    return np.flatnonzero(_fold_table()[points])
+
+
+def shingle_lengths(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int) -> Any:
+    """(L,) int64 letters of the shingle that starts at every letter."""
+    return np.where(letters >= _FIRST_CJK, np.int64(ngram_cjk), np.int64(ngram))
+
+
+def shingle_hashes(letters: npt.NDArray[np.uint32], *lengths: tuple[int, int]) -> list[Any]:
+    """Hashes of the shingles that start at every letter; zeros follow the last letter.
+
+    Args:
+        letters: (L,) folded code points.
+        lengths: of shingles that start with other and with CJK characters; any number of pairs.
+
+    Returns:
+        (L,) uint64 for each pair.
+    """
+    count = len(letters)
+    every = {length for pair in lengths for length in pair}
+    padded = np.zeros(count + max(every), dtype=_U64)
+    padded[:count] = letters
+    by_length = _window_hashes(padded, every)
     cjk = letters >= _FIRST_CJK
-    return _mix(np.where(cjk, by_length[ngram_cjk][:length], by_length[ngram][:length]))
+    return [
+        _mix(np.where(cjk, by_length[of_cjk][:count], by_length[other][:count]))
+        for other, of_cjk in lengths
+    ]
 
 
 @functools.cache
@@ -134,25 +155,31 @@ def _fold_table() -> npt.NDArray[np.uint32]:
 
 
 def _window_hashes(values: npt.NDArray[np.uint64], lengths: set[int]) -> dict[int, Any]:
-    """Polynomial hash of every window of each length, by doubling.
+    """Polynomial hash, modulo 2^64, of every window of each length: (L - length + 1,).
 
-    The hash of 2w values is that of the first w times base^w plus that of the other w, so a length
-    of n takes about log2 n passes, and lengths share them.
+    The last value has weight 1, each one before it `_BASE` times more. With weights that fall from
+    the first value on, a window is the difference of two running sums; a power of the base, which
+    is odd and so has an inverse, makes its last weight 1 again.
     """
-    found: dict[int, Any] = {}
-    power, width, factor = values, 1, _BASE
-    while width <= max(lengths):
-        for length in lengths:
-            if length & width:
-                done = length & (width - 1)
-                right = power[done:]
-                left = found.get(length)
-                found[length] = right if left is None else (
-                    left[: len(right)] * np.uint64(factor) + right[: len(left)]
-                )  # fmt: skip
-        power = power[:-width] * np.uint64(factor) + power[width:]
-        width, factor = 2 * width, factor * factor % 2**64
-    return found
+    powers, inverses = _powers(1 << len(values).bit_length())
+    sums = np.zeros(len(values) + 1, dtype=_U64)
+    np.cumsum(values * inverses[: len(values)], out=sums[1:])
+    return {
+        length: (sums[length:] - sums[: len(sums) - length])
+        * powers[length - 1 : length - 1 + len(sums) - length]
+        for length in lengths
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """(count,) powers of the base and of its inverse, from 0 on."""
+    both = []
+    for base in (_BASE, pow(_BASE, -1, 2**64)):
+        factors = np.full(count, base, dtype=_U64)
+        factors[0] = 1
+        both.append(np.multiply.accumulate(factors))
+    return both[0], both[1]
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -183,11 +210,12 @@ def _take_minima(
     for start in range(0, len(letters), _WINDOW):
         stop = min(start + _WINDOW, len(letters))
         window = letters[start : stop + longest]
-        hashes = shingle_hashes(window, settings.ngram, settings.ngram_cjk)[: stop - start]
+        [hashes] = shingle_hashes(window, (settings.ngram, settings.ngram_cjk))
+        hashes = hashes[: stop - start]
         first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
         here = ends[first : last + 1]
         sizes = np.diff(np.minimum(here, stop), prepend=start)
-        lengths = np.where(window[: stop - start] >= _FIRST_CJK, settings.ngram_cjk, settings.ngram)
+        lengths = shingle_lengths(window[: stop - start], settings.ngram, settings.ngram_cjk)
         complete = np.arange(start, stop) + lengths <= np.repeat(here, sizes)
         document = np.repeat(np.arange(first, last + 1), sizes)[complete]
         hashes = hashes[complete]

@@ -103,13 +103,13 @@ def run_signatures(task: Task[SignatureJob]) -> tuple[dict[str, Any], list[Path]
     ):  # fmt: skip
         first = _write_header(bands, np.uint64, (num_documents, settings.bands), by_column=True)
         _write_header(sketches, np.uint8, (num_documents, NUM_BINS), by_column=False)
-        for texts in _batches(read_documents(task.payload.documents)):
-            batch = signatures(texts, settings)
+        for documents in batches(read_documents(task.payload.documents)):
+            batch = signatures([document["text"] for document in documents], settings)
             for band in range(settings.bands):
                 bands.seek(first + 8 * (band * num_documents + start))
                 bands.write(batch.bands[:, band].tobytes())
             sketches.write(batch.sketch.tobytes())
-            start += len(texts)
+            start += len(documents)
             signed += int(np.count_nonzero(batch.bands[:, 0]))
     assert start == num_documents
     return {"signed": signed}, paths
@@ -211,14 +211,15 @@ def _column(job: BucketJob) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint
     return np.concatenate(hashes), np.concatenate(documents)
 
 
-def _batches(documents: Iterable[dict[str, str]]) -> Iterator[list[str]]:
-    texts: list[str] = []
+def batches(documents: Iterable[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+    """Groups documents into lists of about as much text as fits caches."""
+    batch: list[dict[str, str]] = []
     size = 0
     for document in documents:
-        texts.append(document["text"])
+        batch.append(document)
         size += len(document["text"])
-        if size >= _BATCH_CHARS or len(texts) >= _BATCH_DOCUMENTS:
-            yield texts
-            texts, size = [], 0
-    if texts:
-        yield texts
+        if size >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

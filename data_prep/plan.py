@@ -44,6 +44,8 @@ class _Size:
     """Text of the largest piece."""
     text_bytes: float
     documents: float
+    eval_bytes: float
+    """Text of the evaluation sets."""
 
 
 def plan(config: PrepConfig) -> dict[str, Any]:
@@ -115,7 +117,12 @@ def _size(given: Corpus) -> _Size:
         for piece in given.pieces
     ]
     total = sum(texts)
-    return _Size(given.config, len(texts), max(texts), total, total / _DOCUMENT_BYTES)
+    eval_bytes = sum(
+        _text_bytes(file.path, file.num_bytes)
+        for files in given.eval_sets.values()
+        for file in files
+    )
+    return _Size(given.config, len(texts), max(texts), total, total / _DOCUMENT_BYTES, eval_bytes)
 
 
 def _text_bytes(path: str, num_bytes: int) -> float:
@@ -198,6 +205,23 @@ def _near(size: _Size) -> Estimate:
     )  # fmt: skip
 
 
+def _eval_sets(size: _Size) -> Estimate:
+    return Estimate(1, size.eval_bytes / 1e6 / 4, 4 * size.eval_bytes, 100e6 + 12 * size.eval_bytes)
+
+
+def _overlaps(size: _Size) -> Estimate:
+    return Estimate(
+        size.pieces, size.text_bytes / 1e6 / 50, 0.001 * size.text_bytes,
+        200e6 + 6 * size.eval_bytes,
+    )  # fmt: skip
+
+
+def _decontaminate(size: _Size) -> Estimate:
+    return Estimate(
+        1, size.documents * 1e-6, size.documents, 100e6 + 10 * size.documents / size.pieces
+    )
+
+
 def _tokenizer(size: _Size) -> Estimate:
     sample = min(size.text_bytes, size.config.tokenizer.sample_mb * 1e6)
     unigram = size.config.tokenizer.model_type == "unigram"
@@ -226,6 +250,9 @@ _ESTIMATES: dict[str, Callable[[_Size], Estimate]] = {
     "buckets": _buckets,
     "candidates": _candidates,
     "near": _near,
+    "eval_sets": _eval_sets,
+    "overlaps": _overlaps,
+    "decontaminate": _decontaminate,
     "tokenizer": _tokenizer,
     "shards": _shards,
     "index": _index,

@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
-from data_prep.ingest import read_documents
+from data_prep.ingest import read_documents, read_lines
 from data_prep.stage import Done, Task, make_key, replacing
-from data_prep.words import word_starts
+from data_prep.words import word_starts_of
 from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import Spelling
+from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
 
 # Measured on Chinese and English text: 2 bytes a token and 1 bit for words over 3 to 4.5 bytes of
 # text a token.
@@ -41,13 +42,23 @@ class ShardJob:
     config: ShardsConfig
 
 
+@dataclass(frozen=True)
+class _Tokenised:
+    """One document."""
+
+    id: str
+    source: str
+    tokens: npt.NDArray[np.unsignedinteger]
+    spelling: Spelling
+
+
 @dataclass
 class _Block:
     """A block being filled."""
 
     source: str
     tokens: list[npt.NDArray[np.unsignedinteger]]
-    word_starts: list[npt.NDArray[np.bool_]]
+    spellings: list[Spelling]
     document_ids: list[str]
     num_tokens: int = 0
 
@@ -105,20 +116,25 @@ def tasks(
 def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     """Tokenises one group and writes its tars."""
     job = task.payload
-    tokenizer = Tokenizer(job.tokenizer_path)
+    tokenizer = load_tokenizer(job.tokenizer_path)
     counts = Counts()
+    sources: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
     tars: list[dict[str, Any]] = []
     paths = []
     for split in SPLITS:
         path = task.folder / f"{split}-{task.name}.tar"
-        blocks = _blocks(_documents(job, split), tokenizer, job.config, counts, totals[split])
+        documents = _counted(
+            _documents(job, split), tokenizer, counts, sources[split], totals[split]
+        )
+        blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
+                sources[split][block.source]["blocks"] += 1
                 if split == "train":
-                    for part in block.tokens:
-                        frequencies += np.bincount(part, minlength=len(frequencies))
+                    tokens = np.concatenate(block.tokens)
+                    frequencies += np.bincount(tokens, minlength=len(frequencies))
             described = describe(temporary)
         if described["blocks"]:
             tars.append({"split": split, "file": path.name, **described})
@@ -128,7 +144,11 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     frequency_path = task.path(".frequencies.npy")
     with replacing(frequency_path) as temporary, temporary.open("wb") as file:
         np.save(file, frequencies)
-    return {"shards": counts.to_json(), "tars": tars, "totals": totals}, [*paths, frequency_path]
+    result = {
+        "shards": counts.to_json(), "tars": tars, "totals": totals,
+        "sources": {split: dict(sorted(found.items())) for split, found in sources.items()},
+    }  # fmt: skip
+    return result, [*paths, frequency_path]
 
 
 def _write_tar(
@@ -183,44 +203,62 @@ def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]
 def _documents(job: ShardJob, split: str) -> Iterator[dict[str, str]]:
     for name in job.names:
         keep = np.load(job.dedup_folder / f"{name}.keep.npy")
-        documents = read_documents(job.ingest_folder / f"{name}.jsonl.zst")
-        for kept, document in zip(keep.tolist(), documents, strict=True):
-            held_out = hash_share(document["id"], "split") < job.config.eval_fraction
-            if kept and held_out == (split == "eval"):
-                yield document
+        ids = read_lines(job.ingest_folder / f"{name}.ids.jsonl.zst")
+        rows = {
+            row
+            for row, (kept, document_id) in enumerate(zip(keep.tolist(), ids, strict=True))
+            if kept
+            and (hash_share(document_id, "split") < job.config.eval_fraction) == (split == "eval")
+        }
+        yield from read_documents(job.ingest_folder / f"{name}.jsonl.zst", rows)
 
 
-def _blocks(
+def _counted(
     documents: Iterator[dict[str, str]],
-    tokenizer: Tokenizer,
-    config: ShardsConfig,
+    tokenizer: DatasetTokenizer,
     counts: Counts,
+    sources: dict[str, dict[str, int]],
     totals: dict[str, int],
-) -> Iterator[_Block]:
-    """Fills blocks document by document; a block holds one source."""
+) -> Iterator[_Tokenised]:
+    """Tokenises documents and adds them to the counts of the stage, their source and the split."""
     dtype = token_dtype(tokenizer.vocab_size)
-    block: _Block | None = None
     for document in documents:
         num_bytes = len(document["text"].encode())
         counts.take(num_bytes)
-        ids: npt.NDArray[Any] = np.array(tokenizer.encode(document["text"]), dtype=dtype)
+        encoded, spelling = tokenizer.spell(document["text"])
+        ids: npt.NDArray[Any] = np.array(encoded, dtype=dtype)
         if not len(ids):
             counts.reject("no tokens", num_bytes)
             continue
         counts.give(num_bytes)
-        totals["tokens"] += len(ids)
-        totals["documents"] += 1
-        totals["text_bytes"] += num_bytes
+        size = {"tokens": len(ids), "documents": 1, "text_bytes": num_bytes}
+        more = {
+            "characters": len(document["text"]),
+            "unknown": int(np.count_nonzero(ids == tokenizer.unk_id)),
+            "byte_pieces": int(np.count_nonzero(tokenizer.is_byte[ids])),
+        }
+        of_source = sources.setdefault(document["source"], {"blocks": 0})
+        for target, added in ((totals, size), (of_source, {**size, **more})):
+            for name, number in added.items():
+                target[name] = target.get(name, 0) + number
+        yield _Tokenised(document["id"], document["source"], ids, spelling)
+
+
+def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
+    """Fills blocks document by document; a block holds one source."""
+    block: _Block | None = None
+    for document in documents:
+        num_tokens = len(document.tokens)
         if block and (
-            block.source != document["source"] or block.num_tokens + len(ids) > config.block_tokens
+            block.source != document.source or block.num_tokens + num_tokens > block_tokens
         ):
             yield block
             block = None
-        block = block or _Block(document["source"], [], [], [])
-        block.tokens.append(ids)
-        block.word_starts.append(word_starts(tokenizer, ids))
-        block.document_ids.append(document["id"])
-        block.num_tokens += len(ids)
+        block = block or _Block(document.source, [], [], [])
+        block.tokens.append(document.tokens)
+        block.spellings.append(document.spelling)
+        block.document_ids.append(document.id)
+        block.num_tokens += num_tokens
     if block:
         yield block
 
@@ -228,6 +266,7 @@ def _blocks(
 def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     """Contents by member name."""
     lengths = [len(part) for part in block.tokens]
+    documents = list(zip(block.spellings, block.tokens, strict=True))
     meta = {
         "source": block.source,
         "num_tokens": block.num_tokens,
@@ -237,7 +276,7 @@ def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     contents = (
         _npy(np.concatenate(block.tokens).astype(token_dtype(vocab_size))),
         _npy(np.cumsum(lengths, dtype=np.int64)),
-        _npy(np.packbits(np.concatenate(block.word_starts))),
+        _npy(np.packbits(word_starts_of(documents))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
     return dict(zip(MEMBERS, contents, strict=True))

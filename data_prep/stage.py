@@ -29,7 +29,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from tqdm import tqdm
 
-from pipeline.errors import BusyError
+from pipeline.errors import EXIT_FAILED_RETRY, BusyError
 from pipeline.runtime.files import (
     is_alive,
     remove_abandoned,
@@ -42,7 +42,7 @@ from pipeline.runtime.files import (
 T = TypeVar("T")
 _TOUCHED_EVERY_S = 10
 _SILENT_AFTER_S = 90
-CODE_VERSION = 4
+CODE_VERSION = 5
 """Raised when a stage's code gives other results than before, so that old results are redone."""
 
 
@@ -201,7 +201,9 @@ def _results(
         return
     # Spawned, not forked: libraries may hold threads and locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(waiting)), mp_context=context) as pool:
+    with ProcessPoolExecutor(
+        min(workers, len(waiting)), mp_context=context, initializer=_end_with_parent
+    ) as pool:
         futures = {pool.submit(_complete, tasks[i], function): i for i in waiting}
         try:
             for future in as_completed(futures):
@@ -217,7 +219,22 @@ def _results(
             raise
 
 
+def _end_with_parent() -> None:
+    """Ends this worker when the process that started it is killed; it would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent
+
+    def watch() -> None:
+        parent.join()
+        os._exit(EXIT_FAILED_RETRY)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _complete(task: Task[T], function: Function[T]) -> Done:
+    already = finished(task)
+    if already:
+        return already  # by another process, since this one looked
     task.marker.unlink(missing_ok=True)
     with _announced(task):
         result, paths = function(task)

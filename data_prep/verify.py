@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import MEMBERS, DatasetIndex, read_index
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.wordpiece import load_tokenizer
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file
 
@@ -43,8 +43,8 @@ def _tokenizer_problems(index: DatasetIndex) -> Iterator[str]:
     found = sha256_file(path)
     if found != index.tokenizer_sha256:
         yield f"tokenizer {path} is damaged: sha256 {found}, expected {index.tokenizer_sha256}"
-    elif Tokenizer(path).vocab_size != index.vocab_size:
-        yield f"tokenizer {path} has {Tokenizer(path).vocab_size} pieces, not {index.vocab_size}"
+    elif (found_there := load_tokenizer(path).vocabulary) != index.vocabulary:
+        yield f"tokenizer {path} is {found_there}, the index says {index.vocabulary}"
 
 
 def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
@@ -100,6 +100,10 @@ def _block_problems(index: DatasetIndex, row: int, sample: dict[str, Any]) -> It
         yield f"has {len(tokens)} tokens and {len(ends)} documents, the index says {expected}"
     if len(tokens) and int(tokens.max()) >= index.vocab_size:
         yield f"has token id {tokens.max()}, the vocabulary ends at {index.vocab_size - 1}"
+    vocabulary = index.vocabulary
+    for token in (vocabulary.pad, vocabulary.cls, vocabulary.sep, vocabulary.mask):
+        if (tokens == token).any():
+            yield f"has the special token {token} in text"
     if not len(ends) or ends[-1] != len(tokens) or (np.diff(ends, prepend=0) <= 0).any():
         yield "document ends do not rise to the number of tokens"
     if len(words) != -(-len(tokens) // 8):

@@ -1,7 +1,7 @@
-"""Stage tokenizer: trains sentencepiece on a sample of bounded size.
+"""Stage tokenizer: trains sentencepiece on a sample of bounded size, or takes a given tokenizer.
 
-A document is in the sample if the hash of its id falls below the share that fits `sample_mb`, so
-the sample does not depend on the order of files.
+Writes tokenizer.model (sentencepiece) or tokenizer.json (WordPiece), and tokenizer.report.json on
+what it does to a sample of every source.
 """
 
 from collections.abc import Iterator
@@ -9,77 +9,88 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data_prep.config import TokenizerConfig
-from data_prep.ingest import read_documents
-from data_prep.shards import hash_share
+from data_prep import sample, tokenizer_report
+from data_prep.config import DEFAULT_VOCAB_SIZE, TokenizerConfig
+from data_prep.given_tokenizer import GivenTokenizer
 from data_prep.stage import Done, Task, make_key
 from pipeline.data import tokenizer
-from pipeline.runtime.files import write_atomic
+from pipeline.data.wordpiece import load_tokenizer
+from pipeline.runtime.files import write_atomic, write_json_atomic
 
 # Sentencepiece skips longer lines without a word; 4 bytes a character at most.
 _MAX_LINE_CHARS = 10_000
+_REPORT_BYTES = 4_000_000  # of each source
 
 
 @dataclass(frozen=True)
 class VocabularyJob:
     """Kept documents to sample from."""
 
-    ingest_folder: Path
-    dedup_folder: Path
-    names: tuple[str, ...]
-    kept_bytes: int
+    kept: sample.Kept
     config: TokenizerConfig
+    given: GivenTokenizer | None
 
 
-def task(job: VocabularyJob, ingested: list[Done], deduplicated: Done, folder: Path) -> Task[Any]:
-    """The one task of this stage."""
-    key = make_key([done.digest for done in ingested], deduplicated.digest, asdict(job.config))
-    return Task("tokenizer", folder, key, job)
+def task(
+    kept: sample.Kept,
+    config: TokenizerConfig,
+    given: GivenTokenizer | None,
+    ingested: list[Done],
+    deduplicated: Done,
+    folder: Path,
+) -> Task[VocabularyJob]:
+    """The one task of this stage; `given` is what `read_given(config)` returned."""
+    key = make_key(
+        [done.digest for done in ingested], deduplicated.digest, asdict(config),
+        given and given.sha256, [[source.name, source.weight] for source in kept.sources],
+    )  # fmt: skip
+    return Task("tokenizer", folder, key, VocabularyJob(kept, config, given))
+
+
+def tokenizer_path(task: Task[VocabularyJob]) -> Path:
+    """The tokenizer's file."""
+    given = task.payload.given
+    return task.path(given.suffix if given else ".model")
 
 
 def run(task: Task[VocabularyJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Trains the model."""
-    config = task.payload.config
-    sample = _Sample(task.payload)
-    path = task.path(".model")
-    model = tokenizer.train(
-        iter(sample),
-        vocab_size=config.vocab_size,
-        model_type=config.model_type,
-        character_coverage=config.character_coverage,
-    )
-    write_atomic(path, model)
-    trained = tokenizer.Tokenizer(path)
-    return {"sample_bytes": sample.num_bytes, "vocab_size": trained.vocab_size}, [path]
+    """Trains or copies the tokenizer, and reports on it."""
+    job, path = task.payload, tokenizer_path(task)
+    sizes = sample.source_bytes(job.kept)
+    weights = {source.name: source.weight for source in job.kept.sources}
+    budget = 0 if job.given else job.config.sample_mb * 1_000_000
+    budgets = [sample.allot(sizes, weights, budget), dict.fromkeys(sizes, _REPORT_BYTES)]
+    training, others = sample.draw(job.kept, budgets)
+    if job.given:
+        write_atomic(path, job.given.content)
+    else:
+        model = tokenizer.train(
+            _lines(job.kept, training),
+            vocab_size=job.config.vocab_size or DEFAULT_VOCAB_SIZE,
+            model_type=job.config.model_type,
+            character_coverage=job.config.character_coverage,
+        )
+        write_atomic(path, model)
+    made = load_tokenizer(path)
+    report_path = task.path(".report.json")
+    write_json_atomic(report_path, tokenizer_report.report(made, job.kept, others, training))
+    result = {
+        "sample_bytes": sum(part.num_bytes for part in training),
+        "sample": {
+            part.source: {
+                "documents": len(part.documents), "bytes": part.num_bytes,
+                "source_bytes": sizes[part.source], "weight": weights[part.source],
+            }
+            for part in training
+        },
+        "vocab_size": made.vocab_size,
+    }  # fmt: skip
+    return result, [path, report_path]
 
 
-class _Sample:
-    """Iterates over the sample, counting its bytes."""
-
-    def __init__(self, job: VocabularyJob) -> None:
-        self._job = job
-        self.num_bytes = 0
-
-    def __iter__(self) -> Iterator[str]:
-        job = self._job
-        limit = job.config.sample_mb * 1_000_000
-        share = min(1.0, limit / max(1, job.kept_bytes))
-        for name in job.names:
-            keep = np.load(job.dedup_folder / f"{name}.keep.npy")
-            documents = read_documents(job.ingest_folder / f"{name}.jsonl.zst")
-            for kept, document in zip(keep.tolist(), documents, strict=True):
-                if not kept or hash_share(document["id"], "sample") >= share:
-                    continue
-                for line in _lines(document["text"]):
-                    self.num_bytes += len(line.encode())
-                    if self.num_bytes > limit:
-                        return
-                    yield line
-
-
-def _lines(text: str) -> Iterator[str]:
-    for line in text.split("\n"):
-        for start in range(0, len(line), _MAX_LINE_CHARS):
-            yield line[start : start + _MAX_LINE_CHARS]
+def _lines(kept: sample.Kept, parts: list[sample.Sample]) -> Iterator[str]:
+    for part in parts:
+        for text in part.texts(kept):
+            for line in text.split("\n"):
+                for start in range(0, len(line), _MAX_LINE_CHARS):
+                    yield line[start : start + _MAX_LINE_CHARS]

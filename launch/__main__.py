@@ -8,8 +8,9 @@ from pathlib import Path
 from launch.cluster import ClusterConfig
 from launch.local import run_local
 from launch.render import render
+from launch.render_prep import log_folder, render_prep
 from pipeline.config import schema
-from pipeline.config.load import Loaded, load
+from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.config.strict_yaml import Node
 from pipeline.runtime import cli
@@ -17,6 +18,8 @@ from pipeline.runtime import cli
 _EXAMPLES = """\
   python -m launch render configs/train/roformer_v2-base.yaml --cluster configs/cluster/example.yaml
   python -m launch render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh
+  python -m launch submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml
+  python -m launch submit --prep configs/prep/web.yaml output_dir=runs/mine/data --dry-run
   python -m launch local configs/demo.yaml --ranks 2
   python -m launch demo --out runs/demo
 """
@@ -24,20 +27,39 @@ _EXAMPLES = """\
 
 def _render(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
-    cluster = (
-        load(ClusterConfig, arguments.cluster)
-        if arguments.cluster
-        else Loaded(schema.build(ClusterConfig, Node({}, "defaults")), {})
-    ).config
     text = render(
         config,
-        cluster,
+        _cluster(arguments),
         config_path=arguments.config,
         overrides=arguments.overrides,
         work_dir=os.getcwd(),
     )
     print(text, end="")
     return 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from launch import submit
+
+    config, overrides, work_dir = arguments.config, arguments.overrides, os.getcwd()
+    output_dir = submit.ask_output_dir(config, overrides)
+    stages = render_prep(
+        submit.ask_plan(config, overrides), _cluster(arguments), config_path=config,
+        overrides=overrides, output_dir=output_dir, work_dir=work_dir,
+    )  # fmt: skip
+    logs = log_folder(output_dir, work_dir)
+    if arguments.dry_run:
+        print(submit.dry_run_text(stages, logs), end="")
+    else:
+        jobs = submit.submit(stages, logs)
+        print(submit.summary_text(stages, jobs, [config, *overrides], logs))
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace) -> ClusterConfig:
+    if arguments.cluster:
+        return load(ClusterConfig, arguments.cluster).config
+    return schema.build(ClusterConfig, Node({}, "defaults"))
 
 
 def _local(arguments: argparse.Namespace) -> int:
@@ -59,6 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_config_arguments(render_)
     render_.add_argument("--cluster", help="YAML file of the cluster; default: one GPU")
     render_.set_defaults(run=_render)
+    submit_ = commands.add_parser(
+        "submit", help="hand a data preparation to SLURM, a job array for each stage"
+    )
+    submit_.add_argument(
+        "--prep", action="store_true", required=True, help="CONFIG is one of `data_prep`"
+    )
+    cli.add_config_arguments(submit_)
+    submit_.add_argument("--cluster", help="YAML file of the cluster; default: see its `prep`")
+    submit_.add_argument(
+        "--dry-run", action="store_true",
+        help="print it all as a shell script; needs no SLURM and changes nothing",
+    )  # fmt: skip
+    submit_.set_defaults(run=_submit)
     local_ = commands.add_parser(
         "local", help="run on this machine; starts again from the newest checkpoint if a rank dies"
     )

@@ -3,11 +3,59 @@
 import re
 from dataclasses import dataclass
 
-from pipeline.config.schema import param
+from pipeline.config.schema import param, section
 from pipeline.errors import ConfigError
 
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:...].
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepJobsConfig:
+    """Job arrays of data preparation, which needs cores and no GPU."""
+
+    array_tasks: int = param(
+        64, "array tasks of a stage, fewer where it has less to do; more of them than run at once "
+        "make each shorter", ge=1,
+    )  # fmt: skip
+    max_concurrent: int = param(
+        0, "array tasks that run at once; 0 leaves it to SLURM", unit="array tasks", ge=0
+    )
+    max_array_size: int = param(
+        1001, "MaxArraySize of the site (`scontrol show config`), which indexes stay below; a "
+        "stage with more array tasks gets several arrays", ge=1,
+    )  # fmt: skip
+    cores: int = param(4, "cores and processes of an array task", unit="cores", ge=1)
+    mem: str = param("", "of an array task, such as 16G; empty takes what the plan expects")
+    time_limit: str = param(
+        "4:00:00", "of an array task, [days-]hours:minutes:seconds; one that reaches it fails, and "
+        "submitting again continues",
+    )  # fmt: skip
+    max_failures: int = param(
+        3, "failures of an array task before it stops; preemptions do not count", ge=1
+    )
+    partition: str = param("", "SLURM partition; empty takes that of the profile")
+    account: str = param("", "SLURM account; empty takes that of the profile")
+    qos: str = param("", "SLURM quality of service; empty takes that of the profile")
+
+    def __post_init__(self) -> None:
+        arrays = -(-self.array_tasks // self.max_array_size)
+        if 0 < self.max_concurrent < arrays:
+            raise ConfigError(
+                f"prep.max_concurrent={self.max_concurrent} is less than one for each of the "
+                f"{arrays} arrays that prep.array_tasks={self.array_tasks} makes at "
+                f"prep.max_array_size={self.max_array_size}; raise it or lower array_tasks"
+            )
+        _ = self.time_limit_s
+
+    @property
+    def time_limit_s(self) -> int:
+        """The time limit in seconds.
+
+        Raises:
+            ConfigError: sbatch would not read it.
+        """
+        return _seconds(self.time_limit, "prep.time_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +89,7 @@ class ClusterConfig:
     setup: tuple[str, ...] = param(
         (), "shell lines before the start, such as `module load cuda/13.0`"
     )
+    prep: PrepJobsConfig = section(PrepJobsConfig, "job arrays of data preparation")
 
     def __post_init__(self) -> None:
         if not self.gpus_per_node and not self.ranks_per_node:
@@ -64,22 +113,26 @@ class ClusterConfig:
         Raises:
             ConfigError: sbatch would not read it.
         """
-        match = _TIME.fullmatch(self.time_limit)
-        if not match:
-            raise ConfigError(
-                f"time_limit={self.time_limit!r}: expected minutes, hours:minutes:seconds or "
-                'days-hours:minutes:seconds, such as "1-12:00:00"'
-            )
-        days, *rest = match.groups()
-        numbers = [int(number) for number in rest if number is not None]
-        if days is not None:
-            units = (3600, 60, 1)  # days-hours:minutes:seconds
-        else:
-            units = (3600, 60, 1) if len(numbers) == 3 else (60, 1, 0)
-        seconds = sum(number * unit for number, unit in zip(numbers, units, strict=False))
-        return int(days or 0) * 86400 + seconds
+        return _seconds(self.time_limit, "time_limit")
 
     @property
     def num_ranks_per_node(self) -> int:
         """Processes of each node."""
         return self.gpus_per_node or self.ranks_per_node
+
+
+def _seconds(text: str, name: str) -> int:
+    found = _TIME.fullmatch(text)
+    if not found:
+        raise ConfigError(
+            f"{name}={text!r}: expected minutes, hours:minutes:seconds or "
+            'days-hours:minutes:seconds, such as "1-12:00:00"'
+        )
+    days, *rest = found.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        units = (3600, 60, 1)  # days-hours:minutes:seconds
+    else:
+        units = (3600, 60, 1) if len(numbers) == 3 else (60, 1, 0)
+    seconds = sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return int(days or 0) * 86400 + seconds

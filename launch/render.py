@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
+from launch.script import REQUEUE, sbatch_lines, slurm_path
 from pipeline.config.run import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
@@ -37,14 +38,14 @@ def render(
         work_dir: folder that relative paths start at.
 
     Raises:
-        ConfigError: the batch does not split over the ranks.
+        ConfigError: the batch does not split over the ranks, or SLURM cannot use `work_dir`.
     """
     config.train.accumulation_steps(cluster.nodes * cluster.num_ranks_per_node)
     run_dir = config.run_dir
     command = shlex.join([cluster.python, "-m", "pipeline", "pretrain", config_path, *overrides])
     parts = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in _options(config, cluster, work_dir)),
+        *sbatch_lines(_options(config, cluster, work_dir)),
         "",
         _TRAP,
         *cluster.setup,
@@ -59,34 +60,28 @@ def render(
             do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
             patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
             inner=shlex.quote(_RANK_COMMAND.format(command=command)),
-        ),
+        )
+        + REQUEUE,
     ]
     return "\n".join(parts)
 
 
-def _options(config: PretrainConfig, cluster: ClusterConfig, work_dir: str) -> list[str]:
-    name = Path(config.run_dir).name or "pretrain"
-    optional = {
+def _options(config: PretrainConfig, cluster: ClusterConfig, work_dir: str) -> dict[str, object]:
+    return {
+        "job-name": shlex.quote(Path(config.run_dir).name or "pretrain"),
+        # A folder that exists: SLURM makes none, and a job without a log fails without a word.
+        "output": f"{slurm_path(work_dir)}/slurm-%j.log",
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.num_ranks_per_node,
+        "cpus-per-task": cluster.cpus_per_rank,
+        "time": cluster.time_limit,
+        "signal": f"B:USR1@{cluster.stop_before_end_s}",
         "gpus-per-node": cluster.gpus_per_node or "",
         "mem": cluster.mem_per_node,
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
     }
-    return [
-        f"--job-name={shlex.quote(name)}",
-        # A folder that exists: SLURM makes none, and a job without a log fails without a word.
-        f"--output={shlex.quote(work_dir.replace('%', '%%'))}/slurm-%j.log",
-        "--open-mode=append",
-        f"--nodes={cluster.nodes}",
-        f"--ntasks-per-node={cluster.num_ranks_per_node}",
-        f"--cpus-per-task={cluster.cpus_per_rank}",
-        f"--time={cluster.time_limit}",
-        "--requeue",
-        f"--signal=B:USR1@{cluster.stop_before_end_s}",
-        "--kill-on-invalid-dep=yes",
-        *(f"--{option}={value}" for option, value in optional.items() if value),
-    ]
 
 
 # One task: SLURM's names to those of the process group, then the trainer in its place.
@@ -163,14 +158,4 @@ elif [ "$misses" -ge {max_attempts} ]; then
   exit 1
 fi
 echo "requeue: $state"
-# The controller may be restarting.
-for try in 1 2 3 4 5 6 7 8 9 10; do
-  if scontrol requeue "$job"; then
-    # SLURM ends this script; leaving early would count as the end of the job.
-    sleep 300
-    break
-  fi
-  sleep 30
-done
-echo "end: the job could not be requeued, submit it again"; exit 1
 """

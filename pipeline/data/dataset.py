@@ -14,7 +14,7 @@ from pipeline.data.order import Location
 from pipeline.data.packing import Packing, pack
 from pipeline.data.philox import Purpose
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import CLS_ID, PAD_ID, SEP_ID, DatasetIndex
+from pipeline.data.shards import DatasetIndex
 from pipeline.errors import DataError
 
 
@@ -34,7 +34,7 @@ class PackedSplit:
             )
         self.reader = BlockReader(index, np.unique(index.blocks.shard[self.rows]).tolist())
         self._config = config
-        self._vocab_size = index.vocab_size
+        self._vocabulary = index.vocabulary
         self._packing = lru_cache(maxsize=2 * config.window_blocks)(self._packing_uncached)
         self.sequences_per_block = np.array(
             [pack(self.reader.doc_ends(int(row)), config.seq_len).num_sequences
@@ -49,7 +49,8 @@ class PackedSplit:
             key: (seed, purpose) of the masks.
         """
         shape = (len(locations), self._config.seq_len)
-        tokens = np.full(shape, PAD_ID, dtype=np.int64)
+        vocabulary = self._vocabulary
+        tokens = np.full(shape, vocabulary.pad, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int32)
         positions = np.zeros(shape, dtype=np.int64)
         word_starts = np.zeros(shape, dtype=bool)
@@ -58,11 +59,11 @@ class PackedSplit:
         corrupted, selected = mask_tokens(
             tokens,
             word_starts,
-            maskable=(tokens != PAD_ID) & (tokens != CLS_ID) & (tokens != SEP_ID),
+            maskable=np.logical_and.reduce([tokens != token for token in vocabulary.special]),
             sample_ids=np.array([location.sample_id for location in locations]),
             epochs=np.array([location.epoch for location in locations]),
             config=self._config,
-            vocab_size=self._vocab_size,
+            vocabulary=vocabulary,
             key=key,
         )
         masked_index = np.flatnonzero(selected)
@@ -90,9 +91,9 @@ class PackedSplit:
         for number, piece in enumerate(packing.pieces(location.sequence), start=1):
             start, stop = int(packing.piece_start[piece]), int(packing.piece_stop[piece])
             end = slot + stop - start + 2
-            tokens[slot] = CLS_ID
+            tokens[slot] = self._vocabulary.cls
             tokens[slot + 1 : end - 1] = block.tokens[start:stop]
-            tokens[end - 1] = SEP_ID
+            tokens[end - 1] = self._vocabulary.sep
             documents[slot:end] = number
             positions[slot:end] = np.arange(end - slot)
             word_starts[slot + 1 : end - 1] = block.word_starts(start, stop)

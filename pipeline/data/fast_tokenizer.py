@@ -1,10 +1,14 @@
 """The only door to the package tokenizers: vocabularies that come with Hugging Face models.
 
 `Tokenizer` (sentencepiece) is for models trained here; `FastTokenizer` has the same methods for
-BERT's WordPiece, RoBERTa's byte-level BPE and whatever else a tokenizer.json describes.
+BERT's WordPiece, RoBERTa's byte-level BPE and whatever else a tokenizer.json describes. Datasets
+are made with the first or with `pipeline.data.wordpiece`.
 """
 
+import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from pipeline.data.tokenizer import Definition
 from pipeline.errors import DataError
 
 TOKENIZER_JSON = "tokenizer.json"
-_CONFIG_JSON = "tokenizer_config.json"
+CONFIG_JSON = "tokenizer_config.json"
 _SPACE = "\u2581"  # sentencepiece's mark for a space
 _BREAK = "\x01"  # keeps characters from being composed; sentencepiece's rules delete it
 _TILDE = "\uff5e"  # the one character that NFKC changes and sentencepiece's rules do not
@@ -104,6 +108,15 @@ class FastTokenizer:
             return decoders.ByteLevel().decode([text])
         return text.replace(_SPACE, " ")
 
+    def normalise(self, text: str) -> str:
+        """The text as the vocabulary's pieces are searched in it."""
+        normalizer = self._tokenizer.normalizer
+        return str(normalizer.normalize_str(text)) if normalizer else text
+
+    def pieces(self) -> list[str | None]:
+        """All tokens as the file spells them, by id; None where there is no token."""
+        return [self._tokenizer.id_to_token(token) for token in range(self.vocab_size)]
+
     def to_json(self) -> str:
         """Content of a tokenizer.json that loads as this tokenizer."""
         return self._tokenizer.to_str()
@@ -148,6 +161,21 @@ class ForeignSplitterError(DataError):
     """A tokenizer that first splits words with a program that is not here."""
 
 
+def refuse_foreign_splitter(tokenizer_class: str, folder: Path) -> None:
+    """Checks the class that tokenizer_config.json names.
+
+    Raises:
+        ForeignSplitterError: it splits words with another program.
+    """
+    name = str(tokenizer_class).removesuffix("Fast")
+    if name in _FOREIGN_SPLITTERS:
+        raise ForeignSplitterError(
+            f"{folder} has a {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; that "
+            f"is not read. If it has BERT's tokenizer, say so in {CONFIG_JSON}: "
+            '{"tokenizer_class": "BertTokenizer"}'
+        )
+
+
 def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> str | None:
     """Content of a tokenizer.json for the vocabulary of a Hugging Face or TensorFlow model folder.
 
@@ -164,19 +192,16 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
         DataError: a file is damaged.
     """
     try:
-        path = folder / _CONFIG_JSON
+        path = folder / CONFIG_JSON
         config = json.loads(path.read_bytes()) if path.is_file() else {}
-        name = str(config.get("tokenizer_class") or default_class).removesuffix("Fast")
-        if name in _FOREIGN_SPLITTERS and _has_vocabulary(folder):
-            raise ForeignSplitterError(
-                f"{folder} has a {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; that "
-                f"is not read. If it has BERT's tokenizer, say so in {_CONFIG_JSON}: "
-                '{"tokenizer_class": "BertTokenizer"}'
-            )
+        if _has_vocabulary(folder):
+            refuse_foreign_splitter(config.get("tokenizer_class") or default_class, folder)
         if (folder / TOKENIZER_JSON).is_file():
             return (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
         if (folder / "vocab.txt").is_file():
-            return _word_piece(folder / "vocab.txt", config).to_str()
+            path = folder / "vocab.txt"
+            pieces = split_lines(path.read_bytes().decode())
+            return word_piece(pieces, BertOptions.from_json(config), path).to_str()
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return _byte_level_bpe(folder, config).to_str()
     except DataError:
@@ -190,16 +215,47 @@ def _has_vocabulary(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json"))
 
 
-def _word_piece(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """BERT's tokenizer (google-research/bert, tokenization.py); the options default to uncased."""
-    vocabulary = models.WordPiece.read_file(str(path))
+@dataclass(frozen=True)
+class BertOptions:
+    """How BERT's tokenizer treats text, under the names of transformers' tokenizer_config.json."""
+
+    do_lower_case: bool = True
+    strip_accents: bool | None = None
+    """None: as `do_lower_case`."""
+    tokenize_chinese_chars: bool = True
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "BertOptions":
+        """Those that a tokenizer_config.json has; it may have many other keys."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in config.items() if name in names})
+
+
+def split_lines(content: str) -> list[str]:
+    """Pieces of a vocab.txt, by id; U+2028 is one in Google's Chinese vocabulary."""
+    lines = [line.removesuffix("\r") for line in content.split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
+def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> tokenizers.Tokenizer:
+    """BERT's tokenizer (google-research/bert, tokenization.py).
+
+    Args:
+        pieces: by token id.
+        options: how text is normalised.
+        path: where they come from, for messages.
+
+    Raises:
+        DataError: a special token is missing.
+    """
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
     names = _present(_BERT, vocabulary, path)
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk"]))
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-        strip_accents=config.get("strip_accents"),
-        lowercase=config.get("do_lower_case", True),
+        handle_chinese_chars=options.tokenize_chinese_chars,
+        strip_accents=options.strip_accents,
+        lowercase=options.do_lower_case,
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
 from pipeline.data.philox import Purpose, philox, uniform
-from pipeline.data.shards import MASK_ID, NUM_SPECIAL
+from pipeline.data.shards import Vocabulary
 
 
 def mask_tokens(
@@ -22,7 +22,7 @@ def mask_tokens(
     epochs: npt.NDArray[np.int64],
     *,
     config: DataConfig,
-    vocab_size: int,
+    vocabulary: Vocabulary,
     key: tuple[int, Purpose],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Corrupts a batch.
@@ -30,11 +30,12 @@ def mask_tokens(
     Args:
         tokens: (b, s) int64 token ids, specials and padding included.
         word_starts: (b, s) bool, true where a word begins; true at the first token of each piece.
-        maskable: (b, s) bool, false at [CLS], [SEP] and padding, which are never selected.
+        maskable: (b, s) bool, false at special tokens and padding, which are never selected.
         sample_ids: (b,) int64 number of each sequence.
         epochs: (b,) int64 epoch in which each sequence is seen.
         config: rates and unit.
-        vocab_size: of the tokenizer; random replacements are drawn from its non-special ids.
+        vocabulary: of the tokenizer. Random replacements are drawn from the ids that text can have:
+            one that never stands in text would tell that its place is to be predicted.
         key: (seed, purpose).
 
     Returns:
@@ -59,7 +60,7 @@ def mask_tokens(
         selected & ~to_mask
         & (action_share < config.replace_mask_prob + config.replace_random_prob)
     )  # fmt: skip
-    # The bias of a remainder of 32 bits is below vocab_size / 2^32, one in 65,536 at most.
-    random_ids = NUM_SPECIAL + (replacement % np.uint32(vocab_size - NUM_SPECIAL)).astype(np.int64)
-    corrupted = np.where(to_mask, MASK_ID, np.where(to_random, random_ids, tokens))
+    # The bias of a remainder of 32 bits is below vocabulary.size / 2^32, one in 65,536 at most.
+    random_ids = vocabulary.in_text[replacement % np.uint32(len(vocabulary.in_text))]
+    corrupted = np.where(to_mask, vocabulary.mask, np.where(to_random, random_ids, tokens))
     return corrupted, selected

@@ -3,7 +3,7 @@
 A dataset folder holds
 
     index.json, index.npz    what is in every shard, written last; its hash is the fingerprint
-    tokenizer.model          sentencepiece
+    tokenizer.model          sentencepiece, or tokenizer.json: BERT's WordPiece
     shards/*.tar             webdataset tars; a shard's members come in groups of four, a block
     shards/*.json            sidecar of each shard, with what the index takes from it
 
@@ -19,15 +19,18 @@ and padding), or the check that a tar ends in zeros.
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 has no field `vocabulary` and means `Vocabulary(size)`. Such datasets are still written
+in it: their fingerprints, and with them the runs on them, stay valid."""
 MEMBERS = ("tokens.npy", "docs.npy", "words.npy", "meta.json")
 SPLITS = ("train", "eval")
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -50,6 +53,34 @@ _BLOCK_FIELDS: dict[str, tuple[Any, tuple[int, ...]]] = {
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """Smallest unsigned type that holds every token id."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What loading and masking need to know of a tokenizer; by default this project's own."""
+
+    size: int
+    kind: Literal["sentencepiece", "wordpiece"] = "sentencepiece"
+    pad: int = PAD_ID
+    unk: int = UNK_ID
+    cls: int = CLS_ID
+    sep: int = SEP_ID
+    mask: int = MASK_ID
+    not_in_text: tuple[tuple[int, int], ...] = ((0, NUM_SPECIAL),)
+    """Half-open ranges of ids, rising: the special tokens, and what the tokenizer never gives."""
+
+    @property
+    def special(self) -> tuple[int, ...]:
+        """The five special ids."""
+        return self.pad, self.unk, self.cls, self.sep, self.mask
+
+    @cached_property
+    def in_text(self) -> npt.NDArray[np.int64]:
+        """(m,) rising ids that text can have."""
+        possible = np.ones(self.size, dtype=bool)
+        for start, stop in self.not_in_text:
+            possible[start:stop] = False
+        return np.flatnonzero(possible)
 
 
 @dataclass(frozen=True)
@@ -106,7 +137,7 @@ class DatasetIndex:
 
     folder: Path
     fingerprint: str
-    vocab_size: int
+    vocabulary: Vocabulary
     tokenizer_file: str
     tokenizer_sha256: str
     unigram_entropy_nats: float
@@ -115,6 +146,11 @@ class DatasetIndex:
     """split -> {"tokens", "documents", "text_bytes"}."""
     shards: tuple[ShardInfo, ...]
     blocks: Blocks
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.vocabulary.size
 
     def split_blocks(self, split: str) -> npt.NDArray[np.int64]:
         """Rows of the blocks of one split."""
@@ -136,7 +172,7 @@ class DatasetIndex:
 
 def index_bytes(
     *,
-    vocab_size: int,
+    vocabulary: Vocabulary,
     tokenizer_file: str,
     tokenizer_sha256: str,
     unigram_entropy_nats: float,
@@ -145,9 +181,10 @@ def index_bytes(
     blocks: Blocks,
 ) -> bytes:
     """Content of `index.json`; the fingerprint in it is the sha256 of all the rest."""
+    is_default = vocabulary == Vocabulary(vocabulary.size)
     body = {
-        "format_version": FORMAT_VERSION,
-        "vocab_size": vocab_size,
+        "format_version": 1 if is_default else FORMAT_VERSION,
+        "vocab_size": vocabulary.size,
         "special_tokens": list(SPECIAL_TOKENS),
         "tokenizer_file": tokenizer_file,
         "tokenizer_sha256": tokenizer_sha256,
@@ -156,6 +193,8 @@ def index_bytes(
         "blocks_sha256": blocks.digest(),
         "shards": [asdict(shard) for shard in shards],
     }
+    if not is_default:
+        body["vocabulary"] = asdict(vocabulary)
     body["fingerprint"] = _fingerprint(body)
     return (json.dumps(body, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -177,10 +216,10 @@ def read_index(folder: str | Path) -> DatasetIndex:
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is damaged (no JSON: {error}); {_REBUILD}") from None
-    if body.get("format_version") != FORMAT_VERSION:
+    if body.get("format_version") not in (1, FORMAT_VERSION):
         raise DataError(
-            f"{path} has format_version {body.get('format_version')!r}, expected {FORMAT_VERSION}; "
-            "prepare the dataset again with this version"
+            f"{path} has format_version {body.get('format_version')!r}, expected 1 or "
+            f"{FORMAT_VERSION}; prepare the dataset again with this version"
         )
     fingerprint = body.pop("fingerprint", None)
     if fingerprint != _fingerprint(body):
@@ -191,7 +230,7 @@ def read_index(folder: str | Path) -> DatasetIndex:
     return DatasetIndex(
         folder=folder,
         fingerprint=fingerprint,
-        vocab_size=body["vocab_size"],
+        vocabulary=_read_vocabulary(body),
         tokenizer_file=body["tokenizer_file"],
         tokenizer_sha256=body["tokenizer_sha256"],
         unigram_entropy_nats=body["unigram_entropy_nats"],
@@ -199,6 +238,14 @@ def read_index(folder: str | Path) -> DatasetIndex:
         shards=shards,
         blocks=_read_blocks(folder / "index.npz", body["blocks_sha256"]),
     )
+
+
+def _read_vocabulary(body: dict[str, Any]) -> Vocabulary:
+    if body["format_version"] == 1:
+        return Vocabulary(body["vocab_size"])
+    fields = body["vocabulary"]
+    ranges = tuple((start, stop) for start, stop in fields["not_in_text"])
+    return Vocabulary(**{**fields, "not_in_text": ranges})
 
 
 _REBUILD = "restore the file or run `python -m data_prep run CONFIG` again"

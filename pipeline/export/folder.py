@@ -2,7 +2,7 @@
 
 model.safetensors   fp32 weights by parameter name; the tied MLM matrix is the embedding
 config.json         architecture, where the weights come from, versions
-tokenizer.model     sentencepiece, or tokenizer.json of a converted model, or neither
+tokenizer.model     sentencepiece, or tokenizer.json of BERT's or a converted model, or neither
 """
 
 import json
@@ -103,9 +103,9 @@ def write_config(folder: Path, config: ModelConfig, facts: dict[str, Any]) -> No
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copies the tokenizer of one model folder to another, if it has one."""
-    for name in (SENTENCEPIECE_FILE, TOKENIZERS_FILE):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    path = tokenizer_path(source)
+    if path is not None:
+        shutil.copyfile(path, folder / path.name)
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -134,12 +134,25 @@ def load_model(folder: Path) -> TrainedModel:
     except (OSError, ValueError, KeyError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{folder} is no complete model: {error}") from error
     model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
-    tokenizer: Tokenizer | FastTokenizer | None = None
-    if (folder / SENTENCEPIECE_FILE).is_file():
-        tokenizer = Tokenizer(folder / SENTENCEPIECE_FILE)
-    elif (folder / TOKENIZERS_FILE).is_file():
-        tokenizer = FastTokenizer(folder / TOKENIZERS_FILE)
-    return TrainedModel(model, tokenizer, body)
+    return TrainedModel(model, read_tokenizer(folder), body)
+
+
+def tokenizer_path(folder: Path) -> Path | None:
+    """The tokenizer's file of a model folder or checkpoint; None if it has none."""
+    paths = (folder / SENTENCEPIECE_FILE, folder / TOKENIZERS_FILE)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | FastTokenizer | None:
+    """The tokenizer of a model folder or checkpoint.
+
+    Raises:
+        DataError: its file is damaged.
+    """
+    path = tokenizer_path(folder)
+    if path is None:
+        return None
+    return Tokenizer(path) if path.name == SENTENCEPIECE_FILE else FastTokenizer(path)
 
 
 def read_config(values: dict[str, Any], origin: str) -> ModelConfig:

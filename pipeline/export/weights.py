@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from pipeline.data.shards import NUM_SPECIAL
-from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import CheckpointError
 from pipeline.export.folder import (
-    SENTENCEPIECE_FILE,
     TrainedModel,
     build_model,
     copy_tokenizer,
@@ -24,12 +22,13 @@ from pipeline.export.folder import (
     load_model,
     publishing,
     read_config,
+    read_tokenizer,
+    tokenizer_path,
     write_config,
     write_model,
 )
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
-from pipeline.runtime.files import sha256_file
 from pipeline.train.build import InitialWeights
 from pipeline.train.checkpoint import FOLDER, Manifest, newest_good, read_manifest
 from pipeline.train.engine import read_weights
@@ -85,7 +84,7 @@ def load_trained(source: Path) -> tuple[TrainedModel, float]:
         "scores": _scores(source, manifest.step),
         "trained_with": manifest.provenance,
     }
-    return TrainedModel(model, Tokenizer(path / SENTENCEPIECE_FILE), facts), manifest.alpha
+    return TrainedModel(model, read_tokenizer(path), facts), manifest.alpha
 
 
 def initial_weights(source: Path) -> InitialWeights:
@@ -95,12 +94,8 @@ def initial_weights(source: Path) -> InitialWeights:
         CheckpointError: there is nothing to load.
     """
     trained, _ = load_trained(source)
-    tokenizer = tokenizer_folder(source) / SENTENCEPIECE_FILE
-    return InitialWeights(
-        trained.model.config,
-        dict(trained.model.state_dict()),
-        sha256_file(tokenizer) if tokenizer.is_file() else None,
-    )
+    path = tokenizer_path(tokenizer_folder(source))
+    return InitialWeights(trained.model.config, dict(trained.model.state_dict()), path)
 
 
 def tokenizer_folder(source: Path) -> Path:
@@ -125,8 +120,9 @@ def compare(
     """
     generator = torch.Generator().manual_seed(0)
     shape = (_PROBE_SEQUENCES, _PROBE_LENGTH)
-    # No specials: RoBERTa's positions leave out padding.
-    ids = torch.randint(NUM_SPECIAL, trained.config.vocab_size or 0, shape, generator=generator)
+    # Not the id that RoBERTa's positions leave out as padding.
+    lowest = max(NUM_SPECIAL, trained.config.position_offset)
+    ids = torch.randint(lowest, trained.config.vocab_size or 0, shape, generator=generator)
     half = torch.arange(_PROBE_LENGTH).expand(shape)
     layout = rows(half * 2 // _PROBE_LENGTH + 1, half % (_PROBE_LENGTH // 2))
     every = torch.arange(ids.numel())

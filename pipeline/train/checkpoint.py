@@ -1,7 +1,7 @@
 """Checkpoints that are complete and verified, or do not exist.
 
     RUN/checkpoints/step-00000040/state/*          DeepSpeed's files
-    RUN/checkpoints/step-00000040/tokenizer.model  of the dataset
+    RUN/checkpoints/step-00000040/tokenizer.model  of the dataset, or tokenizer.json
     RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file, its own
     RUN/checkpoints/latest                         name of the newest, for people and scripts
 
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
-TOKENIZER_FILE = "tokenizer.model"
 _PREFIX = "step-"
 _UNFINISHED = ".saving-"
 _SIGNATURE = "manifest_sha256"
@@ -111,7 +110,7 @@ class CheckpointStore:
         try:
             engine.save_files(unfinished)
             if self._process.is_first:
-                shutil.copyfile(self._tokenizer, unfinished / TOKENIZER_FILE)
+                shutil.copyfile(self._tokenizer, unfinished / self._tokenizer.name)
             dist.barrier()
             names = expected_files(unfinished, self._process.world_size)
             mine = names[self._process.rank :: self._process.world_size]

@@ -33,6 +33,8 @@ TORCH_FREE = {
     "pipeline.data.shards",
     "pipeline.data.reader",
     "pipeline.data.tokenizer",
+    "pipeline.data.fast_tokenizer",
+    "pipeline.data.wordpiece",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},
@@ -50,6 +52,7 @@ DOORS = {
     "pyarrow": {"data_prep.readers.parquet"},
     "warcio": {"data_prep.readers.wet"},
     "rjieba": {"data_prep.words"},
+    "opencc": {"data_prep.simplified"},
     "psutil": {"launch.demo"},
 }
 

@@ -9,9 +9,10 @@ import pytest
 from pipeline.config.data import DataConfig
 from pipeline.data.masking import mask_tokens
 from pipeline.data.philox import Purpose
-from pipeline.data.shards import MASK_ID, NUM_SPECIAL
+from pipeline.data.shards import MASK_ID, NUM_SPECIAL, Vocabulary
 
 VOCAB = 1000
+VOCABULARY = Vocabulary(VOCAB)
 TOKEN = DataConfig(dir="unused", masking="token")
 KEY = (11, Purpose.MASK)
 
@@ -29,7 +30,7 @@ def _mask(config: DataConfig, ids: np.ndarray, epoch: int = 0, **changes: Any) -
     tokens, starts, maskable = _batch(len(ids), 256)
     arguments: dict[str, Any] = {
         "tokens": tokens, "word_starts": starts, "maskable": maskable, "sample_ids": ids,
-        "epochs": np.full(len(ids), epoch), "config": config, "vocab_size": VOCAB, "key": KEY,
+        "epochs": np.full(len(ids), epoch), "config": config, "vocabulary": VOCABULARY, "key": KEY,
     }  # fmt: skip
     arguments.update(changes)
     return (*mask_tokens(**arguments), arguments["tokens"], arguments["word_starts"])
@@ -101,11 +102,11 @@ def test_masks_do_not_depend_on_the_batch() -> None:
     ids = np.array([17, 3, 900, 2**40])
     tokens, starts, maskable = _batch(4, 256)
     together = mask_tokens(tokens, starts, maskable, ids, np.array([0, 1, 2, 3]), config=TOKEN,
-                           vocab_size=VOCAB, key=KEY)  # fmt: skip
+                           vocabulary=VOCABULARY, key=KEY)  # fmt: skip
     for row in range(4):
         alone = mask_tokens(
             tokens[row : row + 1], starts[row : row + 1], maskable[row : row + 1],
-            ids[row : row + 1], np.array([row]), config=TOKEN, vocab_size=VOCAB, key=KEY,
+            ids[row : row + 1], np.array([row]), config=TOKEN, vocabulary=VOCABULARY, key=KEY,
         )  # fmt: skip
         np.testing.assert_array_equal(together[0][row], alone[0][0])
         np.testing.assert_array_equal(together[1][row], alone[1][0])

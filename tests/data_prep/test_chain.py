@@ -41,6 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         {"id": f"{record['id']}-edited", "text": record["text"].replace(" object", " thing")}
         for record in long
     ]
+    (folder / "eval.txt").write_text(" ".join(records[100]["text"].split()))
     for number in range(SOURCES):
         # Other letters for each source: enough text for more than one shard, and still learnable.
         table = str.maketrans(ascii_lowercase, ascii_lowercase[number:] + ascii_lowercase[:number])
@@ -54,7 +55,8 @@ def source(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 def _overrides(output: Path, source: Path, *more: str) -> list[str]:
     names = ", ".join(f"{{name: s{i}, inputs: [{source}/{i}]}}" for i in range(SOURCES))
-    return [f"output_dir={output}", f"sources=[{names}]", *ALL_STAGES, *more]
+    evaluated = f"decontaminate.sets=[{{name: e, inputs: ['{source}/eval.txt']}}]"
+    return [f"output_dir={output}", f"sources=[{names}]", *ALL_STAGES, evaluated, *more]
 
 
 def _load(prep_config: Path, output: Path, source: Path, *more: str) -> PrepConfig:
@@ -122,6 +124,9 @@ def test_a_stage_refuses_when_the_one_before_is_not_complete(
     prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
     config = _load(prep_config, tmp_path / "data", source)
+    with pytest.raises(DataError, match=r"eval_sets, of which 1 of 1 tasks are not done"):
+        run_part(config, "ingest")
+    run_part(config, "eval_sets")
     run_part(config, "ingest", rank=1, world=6)
     with pytest.raises(DataError, match=r"ingest, of which 5 of 6 tasks are not done"):
         run_part(config, "dedup")
@@ -131,9 +136,9 @@ def test_a_stage_refuses_when_the_one_before_is_not_complete(
         run_part(config, stage)
     # Other settings or inputs make all that depends on them undone again.
     other = _load(prep_config, tmp_path / "data", source, "clean.min_chars=50")
-    with pytest.raises(DataError, match=r"ingest, of which 6 of 6 tasks are not done"):
+    with pytest.raises(DataError, match=r"eval_sets, of which 1 of 1 tasks are not done"):
         run_part(other, "tokenizer")
-    with pytest.raises(ConfigError, match="--stage shard: this config has the stages ingest, "):
+    with pytest.raises(ConfigError, match="--stage shard: this config has the stages eval_sets, "):
         run_part(config, "shard")
     with pytest.raises(ConfigError, match="--rank 3 --world 3: expected 0 <= rank < world"):
         run_part(config, "ingest", rank=3, world=3)
@@ -169,8 +174,8 @@ def test_status_tells_failed_stopped_and_running_tasks(
 ) -> None:
     config = _load(prep_config, tmp_path / "data", source)
     lines = status_text(config).splitlines()
-    assert lines[1].split() == ["ingest", "0", "0", "0", "0", str(SOURCES)]
-    assert lines[2].split() == ["line_hashes", "after", "ingest"]
+    assert lines[1].split() == ["eval_sets", "0", "0", "0", "0", "1"]
+    assert lines[2].split() == ["ingest", "after", "eval_sets"]
     too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
     with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
         run(too_long)

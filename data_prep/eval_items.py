@@ -1,0 +1,205 @@
+"""Texts of evaluation sets, whatever form they are in.
+
+An item is one text: every string in .json and .jsonl (values of any depth, not keys), every cell of
+.tsv and .csv, every line of .txt. Files are UTF-8, or GB18030 where that is the only one that fits.
+A string without a space and without a Chinese, Japanese or Korean character is no item: it is a
+label, an id or an address.
+"""
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import DecontaminateConfig, EvalSetConfig
+from data_prep.inputs import (
+    COMPRESSED_SUFFIXES,
+    InputFile,
+    input_file,
+    matching_files,
+    refuse_changed,
+)
+from data_prep.readers.items import storable
+from data_prep.readers.streams import opened
+from data_prep.readers.text import decode, detect_encoding, invalid_line
+from pipeline.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".txt")
+Items = Iterator[tuple[str, str]]
+_LONGEST_CELL = 1 << 30
+
+
+@dataclass
+class Reading:
+    """What was met while items were read."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """What could not be read -> how often."""
+
+
+def find(config: DecontaminateConfig) -> dict[str, tuple[InputFile, ...]]:
+    """Lists the files of every set, sorted by name.
+
+    In folders, files are chosen by their suffixes.
+
+    Raises:
+        DataError: an input does not exist, is of an unknown kind, or a set has no file.
+    """
+    return {chosen.name: _find(chosen) for chosen in config.sets}
+
+
+def read(file: InputFile, reading: Reading) -> Items:
+    """Yields (place, text) of every item of a file; what cannot be read is counted.
+
+    Raises:
+        DataError: the file is cut short, damaged, not what its suffix says, or changed.
+    """
+    if not file.num_bytes:
+        reading.counts["empty files"] += 1
+        return
+    try:
+        for place, text in _READERS[_suffix(file.path)](file, reading):
+            if _is_text(text):
+                yield f"{file.name}{place}", storable(text)
+        refuse_changed(file)
+    except OSError as error:
+        raise DataError(f"{file.path} cannot be read: {error}") from error
+
+
+def _find(chosen: EvalSetConfig) -> tuple[InputFile, ...]:
+    owner = f"evaluation set {chosen.name!r}"
+    files: dict[str, InputFile] = {}
+    for text in chosen.inputs:
+        matches = matching_files(owner, text)
+        for path, name in matches:
+            if _suffix(str(path)) in SUFFIXES:
+                files.setdefault(str(path.resolve()), input_file(path, name))
+            elif len(matches) == 1:
+                raise DataError(f"{owner}: {path} is of an unknown kind; {_KINDS}")
+    if not files:
+        raise DataError(f"{owner}: no usable file in {list(chosen.inputs)}; {_KINDS}")
+    return tuple(sorted(files.values(), key=lambda file: (file.name, file.path)))
+
+
+_KINDS = f"expected {', '.join(SUFFIXES)}, plain or with {', '.join(COMPRESSED_SUFFIXES)} behind"
+
+
+def _suffix(path: str) -> str:
+    plain = Path(path).name.lower()
+    for compressed in COMPRESSED_SUFFIXES:
+        plain = plain.removesuffix(compressed)
+    return Path(plain).suffix
+
+
+def _is_text(text: str) -> bool:
+    return any(character.isspace() or character >= "\u2e80" for character in text.strip())
+
+
+def _lines(file: InputFile, reading: Reading) -> Iterator[tuple[int, str]]:
+    """Numbers from 1 and texts of all lines, without their ends."""
+    encoding = detect_encoding(file.path)
+    with opened(file.path) as stream:
+        for number, raw in enumerate(stream.buffer, 1):
+            line = decode(raw, encoding)
+            if line is None:
+                reading.counts[invalid_line(encoding) + "s"] += 1
+            else:
+                yield number, line.rstrip("\r\n")
+        if stream.problem:
+            raise DataError(
+                f"{file.path}: {stream.problem.reason} ({stream.problem}); what is missing could "
+                "not be looked for: get the file again"
+            )
+
+
+def _txt(file: InputFile, reading: Reading) -> Items:
+    for number, line in _lines(file, reading):
+        yield f":{number}", line
+
+
+def _tsv(file: InputFile, reading: Reading) -> Items:
+    """Cells without quoting, as GLUE and CLUE have them."""
+    for number, line in _lines(file, reading):
+        for column, cell in enumerate(line.split("\t"), 1):
+            yield f":{number}/{column}", cell
+
+
+def _csv(file: InputFile, reading: Reading) -> Items:
+    csv.field_size_limit(_LONGEST_CELL)
+    lines = (line + "\n" for _, line in _lines(file, reading))
+    rows = csv.reader(lines, strict=True)
+    try:
+        for cells in rows:
+            for column, cell in enumerate(cells, 1):
+                yield f":{rows.line_num}/{column}", cell
+    except csv.Error as error:
+        raise DataError(
+            f"{file.path}, line {rows.line_num}: no CSV ({error}); expected commas between cells "
+            'and "" for a quote in a quoted cell; tab-separated files are called .tsv'
+        ) from error
+
+
+def _jsonl(file: InputFile, reading: Reading) -> Items:
+    return _values(file, _lines(file, reading), reading)
+
+
+def _json(file: InputFile, reading: Reading) -> Items:
+    """One value a line if the first line is one by itself, else one value in all."""
+    lines = _lines(file, reading)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
+    if first is None:
+        return
+    try:
+        json.loads(first[1])
+    except (ValueError, RecursionError):
+        text = "\n".join(line for _, line in chain([first], lines))
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{file.path}: neither JSON ({error}, counted from line {first[0]}) nor a JSON "
+                "value on the first line; expected one value, or one a line: correct the file, or "
+                "leave it out of decontaminate.sets"
+            ) from error
+        yield from _strings(value, "")
+        return
+    yield from _values(file, chain([first], lines), reading)
+
+
+def _values(file: InputFile, lines: Iterable[tuple[int, str]], reading: Reading) -> Items:
+    bad, good = 0, 0
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            bad += 1
+            continue
+        good += 1
+        yield from _strings(value, f":{number}")
+    if bad and not good:
+        raise DataError(
+            f"{file.path}: none of {bad} lines is JSON; expected a value a line, or a suffix other "
+            "than .jsonl"
+        )
+    if bad:
+        reading.counts["lines that are no JSON"] += bad
+
+
+def _strings(value: Any, place: str) -> Items:
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _strings(inner, f"{place}/{number}")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _strings(inner, f"{place}/{key}")
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".tsv": _tsv, ".csv": _csv, ".txt": _txt}

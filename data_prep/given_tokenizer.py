@@ -1,0 +1,109 @@
+"""A tokenizer that is there already: which kind of file it is, its options, and whether it will do.
+
+Read before the first stage, so that hours of work do not end at a vocabulary's second line.
+"""
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import TokenizerConfig
+from pipeline.data.fast_tokenizer import CONFIG_JSON, BertOptions, refuse_foreign_splitter
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.wordpiece import build, read_tokenizer_json, read_vocab_txt
+from pipeline.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True)
+class GivenTokenizer:
+    """What the tokenizer stage writes instead of training."""
+
+    suffix: str
+    """`.model` or `.json`."""
+    content: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the content."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def read_given(config: TokenizerConfig) -> GivenTokenizer | None:
+    """Reads and checks `tokenizer.file`; None if a tokenizer is to be trained.
+
+    Raises:
+        DataError: the file is missing, damaged, or a tokenizer of another kind.
+        ConfigError: options are given that the file itself decides.
+    """
+    if config.file is None:
+        return None
+    path = Path(config.file)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"tokenizer.file = {path} cannot be read: {error}") from error
+    if content.lstrip().startswith(b"{"):
+        _refuse_options(config, "tokenizer.json")
+        pieces, options = read_tokenizer_json(content.decode(errors="replace"), path)
+    # Sentencepiece's scores are binary numbers; UTF-16 has zeros too.
+    elif b"\0" in content and not content.startswith(_BYTE_ORDER_MARKS):
+        _refuse_options(config, "sentencepiece model")
+        Tokenizer(path).definition()
+        return GivenTokenizer(".model", content)
+    else:
+        pieces = read_vocab_txt(content, path)
+        options = _options(config, pieces, path)
+    return GivenTokenizer(".json", build(pieces, options, path).encode())
+
+
+def _refuse_options(config: TokenizerConfig, kind: str) -> None:
+    for name in ("lowercase", "strip_accents", "split_chinese"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"tokenizer.{name} = {getattr(config, name)}, but {config.file} is a {kind}, which "
+                f"decides this itself; leave tokenizer.{name} out"
+            )
+
+
+def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> BertOptions:
+    """From the config, tokenizer_config.json beside the vocabulary, and the vocabulary, in order.
+
+    Raises:
+        DataError: tokenizer_config.json is damaged or names another kind of tokenizer.
+    """
+    beside = path.with_name(CONFIG_JSON)
+    explicit = {
+        "do_lower_case": config.lowercase,
+        "strip_accents": config.strip_accents,
+        "tokenize_chinese_chars": config.split_chinese,
+    }
+    values: dict[str, Any] = {name: value for name, value in explicit.items() if value is not None}
+    has_capitals = any(piece.lower() != piece for piece in pieces if len(piece.strip("#")) == 1)
+    if beside.is_file():
+        try:
+            found = json.loads(beside.read_bytes())
+            refuse_foreign_splitter(found.get("tokenizer_class") or "BertTokenizer", path.parent)
+            options = BertOptions(**{**asdict(BertOptions.from_json(found)), **values})
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{beside} is damaged: {error}; correct or remove it") from error
+    else:
+        options = BertOptions(**{"do_lower_case": not has_capitals, **values})
+        if "do_lower_case" not in values:
+            logger.warning(
+                "%s has no %s beside it: text is read with lowercase=%s, because the vocabulary "
+                "has %s single capital; set tokenizer.lowercase to what the model was trained with",
+                path, CONFIG_JSON, options.do_lower_case, "a" if has_capitals else "no",
+            )  # fmt: skip
+    if not options.do_lower_case and not has_capitals:
+        logger.warning(
+            "%s has no single capital, and lowercase is false: words with capitals become [UNK]",
+            path,
+        )
+    return options

@@ -1,0 +1,177 @@
+"""Data preparation as a chain of job arrays, as pure text: plan in, sbatch scripts out.
+
+An array task runs `python -m data_prep run --stage NAME --rank R --world W`, which does its share
+of the stage's tasks, skips those that are done, and refuses to start before all earlier stages are
+complete. Dependencies between arrays only decide when SLURM starts what; results do not rest on
+them.
+
+SIGTERM (preemption, the time limit, scancel) needs no handler: a data-preparation task is written
+completely or not at all, so there is nothing to save, and the next start redoes what was under way.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+
+from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.script import REQUEUE, sbatch_lines, slurm_path
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
+
+_PARENT_GB = 1
+"""Memory of the process that starts the others, and of the script."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What `python -m data_prep plan --json` expects of a stage."""
+
+    name: str
+    max_tasks: int
+    """Tasks that can run at the same time, at most."""
+    core_hours: float
+    memory_gb: float
+    """Peak of one task."""
+
+
+@dataclass(frozen=True)
+class PrepStage:
+    """A stage as SLURM gets it."""
+
+    name: str
+    world: int
+    """Array tasks, over all arrays."""
+    hours: float
+    """Expected time of an array task."""
+    scripts: tuple[str, ...]
+    """One for each array; the next stage waits for all of them."""
+
+
+def log_folder(output_dir: str, work_dir: str) -> Path:
+    """Where the logs of all array tasks go; SLURM wants it to exist."""
+    return Path(work_dir) / output_dir / "work" / "logs"
+
+
+def render_prep(
+    plans: Sequence[StagePlan],
+    cluster: ClusterConfig,
+    *,
+    config_path: str,
+    overrides: Sequence[str],
+    output_dir: str,
+    work_dir: str,
+) -> list[PrepStage]:
+    """Scripts of all stages, in order.
+
+    Args:
+        plans: the stages.
+        cluster: where they run.
+        config_path: YAML file of the preparation.
+        overrides: `section.key=value` texts for it.
+        output_dir: the dataset folder, as the config has it.
+        work_dir: folder that relative paths start at.
+
+    Raises:
+        ConfigError: an array task is expected to take longer than it may, or SLURM cannot use the
+            log folder.
+    """
+    logs = str(log_folder(output_dir, work_dir))
+    stages = []
+    for plan in plans:
+        prep = cluster.prep
+        # An array task with fewer tasks than cores would leave cores idle.
+        world = min(prep.array_tasks, ceil(plan.max_tasks / prep.cores))
+        processes = min(prep.cores, ceil(plan.max_tasks / world))
+        hours = plan.core_hours / world / processes
+        if hours * 3600 > prep.time_limit_s:
+            raise ConfigError(
+                f"stage {plan.name}: {plan.core_hours:,.1f} core-hours for {world} array tasks of "
+                f"{processes} processes are {hours:.1f} hours each, more than prep.time_limit="
+                f"{prep.time_limit!r}; raise prep.time_limit, or array_tasks={prep.array_tasks} "
+                f"where the stage can use more ({plan.max_tasks} processes)"
+            )
+        options = {
+            "job-name": shlex.quote(f"{Path(config_path).stem}-{plan.name}"),
+            "output": f"{slurm_path(logs)}/%x-%A_%a.log",
+            "nodes": 1,
+            "ntasks": 1,
+            "cpus-per-task": prep.cores,
+            "mem": prep.mem or f"{ceil(plan.memory_gb * processes) + _PARENT_GB}G",
+            "time": prep.time_limit,
+            "partition": prep.partition or cluster.partition,
+            "account": prep.account or cluster.account,
+            "qos": prep.qos or cluster.qos,
+        }
+        command = [
+            cluster.python, "-m", "data_prep", "run", config_path, *overrides,
+            f"workers={processes}", "--stage", plan.name, "--world", str(world), "--rank",
+        ]  # fmt: skip
+        parts = [
+            *cluster.setup,
+            "set -u +e",
+            f"cd {shlex.quote(work_dir)} || exit 1",
+            f"logs={shlex.quote(logs)}",
+            _BODY.format(
+                stage=plan.name,
+                world=world,
+                command=shlex.join(command),
+                max_failures=prep.max_failures,
+                finished=EXIT_FINISHED,
+                do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+            )
+            + REQUEUE,
+        ]
+        scripts = tuple(
+            "\n".join(
+                ["#!/bin/bash", *sbatch_lines({"array": indexes, **options}), "",
+                 f"first_rank={first_rank}", *parts]
+            )
+            for first_rank, indexes in _arrays(world, prep)
+        )  # fmt: skip
+        stages.append(PrepStage(plan.name, world, hours, scripts))
+    return stages
+
+
+def _arrays(world: int, prep: PrepJobsConfig) -> list[tuple[int, str]]:
+    """First rank and value of `--array` of each array; as even as can be."""
+    number = ceil(world / prep.max_array_size)
+    first_ranks = [world * i // number for i in range(number + 1)]
+    arrays = []
+    for i, (first, end) in enumerate(pairwise(first_ranks)):
+        # The arrays of a stage run side by side and share what may run at once.
+        share = (prep.max_concurrent + i) // number
+        limit = f"%{share}" if prep.max_concurrent else ""
+        arrays.append((first, f"0-{end - first - 1}{limit}"))
+    return arrays
+
+
+_BODY = """\
+rank=$((first_rank + SLURM_ARRAY_TASK_ID))
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+failures_file=$logs/{stage}-$job.failures
+echo "start: stage {stage}, part $rank of {world}, job $job," \\
+  "restart ${{SLURM_RESTART_COUNT:-0}}, node $(hostname)"
+{command} "$rank"
+code=$?
+if [ "$code" = {finished} ]; then
+  rm -f "$failures_file"
+  echo "end: done"; exit 0
+elif [ "$code" = {do_not_retry} ]; then
+  echo "end: trying again is no use, see the message above; mend it and submit again"
+  exit {do_not_retry}
+fi
+# scancel, preemption and the time limit end this script too, a moment after what it started.
+sleep 5
+failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
+# Where the count cannot be kept, such as on a full disk, the first failure is the last.
+echo "$failures" >"$failures_file" || failures={max_failures}
+if [ "$failures" -ge {max_failures} ]; then
+  echo "end: exit code $code, failure $failures of {max_failures} (prep.max_failures);" \\
+    "what is done stays, submit again to continue"
+  exit 1
+fi
+echo "requeue: exit code $code, failure $failures of {max_failures}"
+"""

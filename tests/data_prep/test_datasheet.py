@@ -1,0 +1,446 @@
+"""The report by source and its pages: right numbers, nothing unescaped, nothing private."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep import corpus, datasheet, ingest, samples
+from data_prep.charts import Part, bar, escape, histogram, percent, short, sparkline
+from data_prep.config import PrepConfig
+from data_prep.lengths import EDGES, QUANTILES, Lengths
+from data_prep.page import to_html, to_markdown
+from data_prep.run import run
+from data_prep.stage import Stage, run_tasks
+from pipeline.config.load import load
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import SPLITS, read_index
+from tests.support.near_texts import chinese, english
+
+EVIL = "<script>alert('x')</script> & | `b` \u202e"
+PHONE, EMAIL = "13912345678", "jane.roe@mail.example.com"
+# Rejected documents as they are in a file, and what of them must not be seen.
+PRIVATE = {
+    "plain": (json.dumps({"text": f"Call {PHONE} or {EMAIL}."}).encode(), [PHONE, EMAIL]),
+    "id": (json.dumps({"text": "No: 11010519491231002X"}).encode(), ["11010519491231002X"]),
+    "full width": (
+        json.dumps({"text": "１３７１２３４５６７８"}).encode(),
+        ["１３７１", "13712345678"],
+    ),
+    # Joined with what comes behind the line break it would be no card.
+    "lines": (b'{"text": "Card 4111 1111 1111 1111\\n23"}', ["4111 1111"]),
+    "joined": (b'{"text": "Phone 135\\n1234\\n5678"}', ["135 1234 5678"]),
+    # The 4,000th character is in the number.
+    "cut": (json.dumps({"text": " " * 3987 + f"tel {PHONE}"}).encode(), [PHONE[:7]]),
+    "json": (b'{"text": "tel:\\n13612345678", "b": \\u0031\\u0033512345678', ["136123", "3512345"]),
+    "json in json": (b'{"text": "{\\\\n13612345678', ["1361234"]),
+    "surrogate": (b'{"text": "\\ud83d 13612345678", ', ["1361234"]),
+    "no UTF-8": (b'{"text": "13\xff912345678 \xfe"}', [PHONE]),
+    "other field": (b'{"other": "4111 1111 1111 1111"}', ["4111 1111"]),
+}
+
+
+def _write(path: Path, texts: list[str], *raw: bytes) -> Path:
+    lines = [json.dumps({"text": text}).encode() for text in texts]
+    path.write_bytes(b"\n".join([*lines, *raw]) + b"\n")
+    return path
+
+
+def _config(folder: Path, sources: dict[str, Path], **changes: Any) -> PrepConfig:
+    settings = {
+        "output_dir": str(folder / "data"),
+        "workers": 1,
+        "piece_mb": 1,
+        "sources": [{"name": name, "inputs": [str(path)]} for name, path in sources.items()],
+        "tokenizer": {"vocab_size": 1800, "model_type": "bpe", "character_coverage": 0.99},
+        "shards": {"block_tokens": 20_000, "shard_mb": 1, "eval_fraction": 0.1},
+        **changes,
+    }
+    (folder / "prep.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    return load(PrepConfig, folder / "prep.yaml").config
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of English, Chinese, a source with an evil name, and one of which nothing is left.
+
+    English has copies of its own texts, also with a word changed.
+    """
+    folder = tmp_path_factory.mktemp("datasheet")
+    topics = english()[:400]
+    private = [raw for raw, _ in PRIVATE.values()]
+    # Of short lines, which stay although they are repeated.
+    short_lines = [re.sub(r"(.{12})\s*", r"\1\n", " ".join(text.split())) for text in topics[:40]]
+    copies = [*topics[:30], *short_lines, *short_lines[:30], *(s[40:] for s in short_lines[:20])]
+    sources = {
+        "english": _write(folder / "english.jsonl", [*topics[:300], *copies]),
+        "中文 网页": _write(folder / "chinese.jsonl", chinese(np.random.default_rng(0), 150)),
+        EVIL: _write(folder / "evil.jsonl", [text + EVIL for text in topics[300:]], *private),
+        "nothing": _write(folder / "nothing.jsonl", [f"short {EVIL}"], *private),
+    }  # fmt: skip
+    items = _write(folder / "items.jsonl", [topics[5][:500], topics[250][100:400], "too short"])
+    sets = [{"name": "quiz <1>", "inputs": [str(items)]}]
+    config = _config(
+        folder, sources, dedup={"near_duplicates": True, "lines": True},
+        decontaminate={"sets": sets},
+        filters={"mask": {"enabled": True}, "shape": {"enabled": True, "min_chars": 550}},
+    )  # fmt: skip
+    run(config)
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def report(data: Path) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((data / "report.json").read_bytes())
+    return made
+
+
+def _parse(page: str) -> ET.Element:
+    root = ET.fromstring(page)
+    assert not [element for element in root.iter() if element.tag in ("script", "img", "iframe")]
+    assert not [url for url in re.findall(r"(?:src|href)=\"([^\"]*)", page) if url[0] != "#"]
+    return root
+
+
+def _section(root: ET.Element, title: str) -> ET.Element:
+    return next(s for s in root.iter("section") if s.findtext("h2") == title)
+
+
+def _rows(table: ET.Element) -> list[list[str]]:
+    return [["".join(cell.itertext()) for cell in row.iter("td")] for row in table.iter("tr")][1:]
+
+
+def _pages(made: dict[str, Any]) -> tuple[str, str]:
+    parts = datasheet.make(made)
+    return to_html(*parts), to_markdown(*parts)
+
+
+def _shards(data: Path) -> dict[tuple[str, str], Counter[str]]:
+    """(source, split) -> sums, by reading every block and every ingested text."""
+    texts = {
+        document["id"]: document["text"]
+        for path in sorted((data / "work" / "lines").glob("?????.jsonl.zst"))
+        for document in ingest.read_documents(path)
+    }
+    index = read_index(data)
+    reader = BlockReader(index)
+    sums: dict[tuple[str, str], Counter[str]] = {}
+    for split in SPLITS:
+        for row in index.split_blocks(split):
+            block = reader.block(int(row))
+            kept = [texts[document_id] for document_id in block.document_ids]
+            key = (json.loads(block.meta_json)["source"], split)
+            sums.setdefault(key, Counter()).update(
+                tokens=len(block.tokens), documents=len(kept), blocks=1,
+                text_bytes=sum(len(text.encode()) for text in kept), characters=sum(map(len, kept)),
+            )  # fmt: skip
+    return sums
+
+
+def test_numbers_are_those_of_the_shards(data: Path, report: dict[str, Any]) -> None:
+    sums = _shards(data)
+    assert len(sums) == 6  # three sources in both splits
+    for name, source in report["sources"].items():
+        for split in SPLITS:
+            found = sums.get((name, split), Counter())
+            given = {**source["totals"][split]}
+            assert given.pop("unknown") == 0
+            assert (given.pop("byte_pieces") > 0) == (name == "中文 网页" or bool(found))
+            assert given == {key: found[key] for key in given}
+    root = _parse((data / "datasheet.html").read_text(encoding="utf-8"))
+    rows = {row[0]: row for row in _rows(_section(root, "Sources"))}
+    assert rows.keys() == {*(escape_free(name) for name in report["sources"]), "all"}
+    for name in ("english", "中文 网页"):
+        both = sums[name, "train"] + sums[name, "eval"]
+        shown = [f"{both['documents']:,}", short(both["text_bytes"], "B"), f"{both['tokens']:,}"]
+        assert rows[name][1:4] == shown
+        assert rows[name][6] == f"{both['text_bytes'] / both['tokens']:.2f}"
+    whole = sum(sums.values(), Counter())
+    assert rows["all"][1:4:2] == [f"{whole['documents']:,}", f"{whole['tokens']:,}"]
+
+
+def escape_free(text: str) -> str:
+    """As an XML parser gives a text back."""
+    return "".join(ET.fromstring(f"<a>{escape(text)}</a>").itertext())
+
+
+def test_sources_add_up_to_the_stages(report: dict[str, Any]) -> None:
+    assert list(report["stages"]) == [
+        "ingest", "normalise", "filter", "lines", "dedup", "near", "decontaminate", "shards"
+    ]  # fmt: skip
+    for stage, whole in report["stages"].items():
+        parts = [source["stages"][stage] for source in report["sources"].values()]
+        for key in ("documents_in", "documents_out", "bytes_in", "bytes_out"):
+            assert sum(part[key] for part in parts) == whole[key], (stage, key)
+        rejected: dict[str, list[int]] = {}
+        for part in parts:
+            for reason, numbers in part["rejected"].items():
+                old = rejected.get(reason, [0, 0])
+                rejected[reason] = [a + b for a, b in zip(old, numbers, strict=True)]
+        assert rejected == whole["rejected"], stage
+    # All of these happened, so the sums above are not sums of zeros.
+    english = report["sources"]["english"]["stages"]
+    assert english["dedup"]["rejected"]["exact duplicate"][0] >= 30
+    for stage in ("lines", "near", "decontaminate"):
+        assert english[stage]["documents_in"] > english[stage]["documents_out"]
+    assert report["sources"]["nothing"]["totals"]["train"]["documents"] == 0
+
+
+def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any]) -> None:
+    of: dict[str, list[int]] = {name: [] for name in report["sources"]}
+    for path in sorted((data / "work" / "decontaminate").glob("?????.keep.npy")):
+        texts = data / "work" / "lines" / path.name.replace(".keep.npy", ".jsonl.zst")
+        for document, kept in zip(ingest.read_documents(texts), np.load(path), strict=True):
+            if kept:
+                of[document["source"]].append(len(document["text"].encode()))
+    everything = [value for values in of.values() for value in values]
+    for name, values in [*of.items(), (None, everything)]:
+        lengths = report["sources"][name]["lengths"] if name else report["lengths"]
+        assert lengths["histogram"] == np.histogram(values, EDGES)[0].tolist()
+        if not values:
+            assert lengths["quantiles"] == {}
+            continue
+        for q in QUANTILES:
+            expected = np.quantile(values, q, method="inverted_cdf")
+            assert lengths["quantiles"][str(q)] == expected
+        ordered = sorted(values, reverse=True)
+        half = next(v for i, v in enumerate(ordered) if 2 * sum(ordered[: i + 1]) >= sum(ordered))
+        assert lengths["quantiles"]["half_of_text"] == half
+
+
+def test_lengths_in_parts_are_lengths_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_prep.lengths._MERGE_AT", 500)
+    rng = np.random.default_rng(0)
+    values = np.exp(rng.normal(7, 2, 20_000)).astype(np.int64) + 1
+    whole, parts = Lengths(), Lengths()
+    whole.add(values)
+    for part in np.split(values, 100):
+        parts.add(part)
+    assert parts.to_json() == whole.to_json()
+    assert whole.to_json()["histogram"] == np.histogram(values, EDGES)[0].tolist()
+
+
+def test_evaluation_sets_are_counted_and_not_shown(data: Path, report: dict[str, Any]) -> None:
+    page = (data / "datasheet.html").read_text(encoding="utf-8")
+    [row] = _rows(_section(_parse(page), "Evaluation sets"))
+    found = report["decontaminate"]["sets"]["quiz <1>"]["documents"]
+    assert row == ["quiz <1>", "2", "1", str(found)]
+    dropped = report["stages"]["decontaminate"]["rejected"]
+    assert found == sum(documents for documents, _ in dropped.values()) >= 2
+    words = english()[250][100:160].split()
+    assert escape(" ".join(words)) not in " ".join(page.split())
+
+
+def test_no_personal_data_is_shown(data: Path, report: dict[str, Any]) -> None:
+    secrets = [secret for _, found in PRIVATE.values() for secret in found]
+    for name in ("report.json", "datasheet.html", "datasheet.md"):
+        page = (data / name).read_text(encoding="utf-8")
+        assert [secret for secret in secrets if secret in page] == []
+    reasons = {r for stage in ("ingest", "normalise", "filter")
+               for r in report["stages"][stage]["rejected"]}  # fmt: skip
+    assert report["rejected_samples"].keys() == reasons
+    found = [sample for of in report["rejected_samples"].values() for sample in of]
+    assert all(len(sample["text"]) <= samples.SAMPLE_CHARS + 1 for sample in found)
+
+
+@pytest.mark.parametrize("kind", PRIVATE)
+@pytest.mark.parametrize("masked", [True, False])
+def test_samples_are_masked(tmp_path: Path, kind: str, masked: bool) -> None:
+    raw, secrets = PRIVATE[kind]
+    filters = {"mask": {"enabled": masked}, "shape": {"enabled": True, "min_chars": 100}}
+    config = _config(tmp_path, {"one": _write(tmp_path / "a.jsonl", [], raw)}, filters=filters)
+    tasks = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, tmp_path)
+    [done] = run_tasks(Stage("ingest", tasks, ingest.run), workers=1)
+    [reason] = [r for stage in ingest.STAGES for r in done.result[stage]["rejected"]]
+    pieces = [("one", tasks[0].path(".rejected.jsonl.zst"))]
+    [sample] = samples.collect(config, pieces, [done], {"one": {reason: [1, 1]}})[reason]
+    text = sample["text"].encode().decode()
+    if masked:
+        assert [secret for secret in secrets if secret in text] == []
+        assert re.search("<(EMAIL|PHONE|ID|CARD)>", text) or kind == "cut"
+    else:
+        assert secrets[-1] in text or kind == "cut"
+
+
+def test_samples_come_from_the_sources_that_lose_most() -> None:
+    rejected = {"a": {"x": [1, 10], "y": [1, 1]}, "b": {"x": [1, 30]}, "c": {"x": [9, 20]},
+                "d": {"x": [99, 9]}}  # fmt: skip
+    assert samples._wanted(rejected) == {
+        "a": Counter(x=1, y=3), "b": Counter(x=1), "c": Counter(x=1), "d": Counter()
+    }  # fmt: skip
+
+
+def test_nothing_is_masked_where_masks_are_off(tmp_path: Path) -> None:
+    texts = english()[:150]
+    source = _write(tmp_path / "a.jsonl", [*texts, f"Call {PHONE} now."])
+    shape = {"enabled": True, "min_chars": 100}
+    run(_config(tmp_path, {"one": source}, filters={"shape": shape}))
+    page = (tmp_path / "data" / "datasheet.html").read_text(encoding="utf-8")
+    assert PHONE in page
+    assert "Personal data was not masked." in page
+    # One source: no total, no legend; the stage that was not run is not there.
+    root = _parse(page)
+    assert [row[0] for row in _rows(_section(root, "Sources"))] == ["one"]
+    assert 'class="legend"' not in page
+    assert "near duplicates" not in page
+
+
+def test_texts_and_names_are_escaped(data: Path, report: dict[str, Any]) -> None:
+    page = (data / "datasheet.html").read_text(encoding="utf-8")
+    _parse(page)
+    assert "<script" not in page
+    assert escape("<script>alert('x')</script> & | `b`") in page
+    markdown = (data / "datasheet.md").read_text(encoding="utf-8")
+    plain = re.sub(r"(?ms)^```.*?^```$", "", markdown)  # code is shown as it is
+    assert "<script" not in plain
+    assert set(re.findall(r"</?(\w+)", plain)) == {"details", "summary"}
+    for table in re.findall(r"(?m)(?:^\|.*\n)+", plain):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+    report = copy.deepcopy(report)
+    report["rejected_samples"]["shape: too short"] = [
+        {"source": "s", "id": "\x00\ud800", "text": "]]> \x0b \ufffe \udfff <b> &amp; \U0001f600"}
+    ]
+    html, text = _pages(report)
+    _parse(html)
+    assert html.encode()
+    assert text.encode()
+
+
+def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_bytes((data / "report.json").read_bytes())
+    command = [sys.executable, "-m", "data_prep", "datasheet"]
+    subprocess.run([*command, tmp_path], check=True)
+    for name in ("datasheet.html", "datasheet.md"):
+        assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
+    for content, message in [
+        (None, "is no finished dataset"),
+        (b"{", "is damaged"),
+        (b'{"key": 1}', "an older version wrote it"),
+    ]:
+        (tmp_path / "report.json").unlink()
+        if content:
+            (tmp_path / "report.json").write_bytes(content)
+        done = subprocess.run(
+            [*command, tmp_path], stderr=subprocess.STDOUT, stdout=subprocess.PIPE
+        )
+        assert done.returncode == 2
+        assert message in done.stdout.decode()
+        (tmp_path / "report.json").touch()
+
+
+def test_fifty_sources_make_a_page_of_less_than_500_kb(report: dict[str, Any]) -> None:
+    report = copy.deepcopy(report)
+    given = list(report["sources"].values())
+    report["sources"] = {
+        f"来源 {i}: {'a very long name ' * (i % 9)}": copy.deepcopy(given[i % 4]) for i in range(50)
+    }
+    report["rejected_samples"] = {
+        reason: [{"source": "s", "id": "很长" * 40, "text": "<文" * 100}] * 3
+        for stage in report["stages"].values() for reason in stage["rejected"]
+    }  # fmt: skip
+    html, markdown = _pages(report)
+    assert len(html.encode()) < 500_000
+    assert len(markdown.encode()) < 500_000
+    root = _parse(html)
+    assert len(_rows(_section(root, "Sources"))) == 51
+    assert "43 more" in html
+
+
+def test_a_dataset_of_which_nothing_was_rejected(report: dict[str, Any]) -> None:
+    report = copy.deepcopy(report)
+    for stages in [report["stages"], *(s["stages"] for s in report["sources"].values())]:
+        for counts in stages.values():
+            counts["rejected"] = {}
+    report.update(notes={}, rejected_samples={})
+    report["lengths"] = Lengths().to_json()
+    for source in report["sources"].values():
+        source.update(scripts={}, lengths=Lengths().to_json())
+    html, _ = _pages(report)
+    titles = [section.findtext("h2") for section in _parse(html).iter("section")]
+    assert "Notes" not in titles
+    assert "Nothing was rejected." in html
+
+
+def test_reports_of_tokenizers_are_shown(report: dict[str, Any]) -> None:
+    found = {
+        "pieces": {"whole_words": 12345, "share": 0.25, "longest": [{"piece": "<b>", "n": 3}]},
+        "sources": {"en": {"bytes": 4567, "most": [["a", 1]]}, "zh": {"bytes": 0, "most": []}},
+    }
+    html, markdown = _pages({**report, "tokenizer_report": found})
+    section = "".join(_section(_parse(html), "Tokenizer").itertext())
+    for text in ("whole words", "12,345", "0.25", "<b>", "4,567", "zh"):
+        assert text in section
+    assert "&lt;b&gt;" in markdown
+
+
+def test_a_page_that_cannot_be_written_loses_no_dataset(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data" / "datasheet.html").mkdir(parents=True)
+    source = _write(tmp_path / "a.jsonl", english()[:150])
+    made = run(_config(tmp_path, {"one": source}))
+    assert read_index(tmp_path / "data").fingerprint == made["fingerprint"]
+    assert "the datasheet could not be made; the dataset is complete" in caplog.text
+    (tmp_path / "data" / "datasheet.html").rmdir()
+    datasheet.write(tmp_path / "data")
+    assert made["fingerprint"] in (tmp_path / "data" / "datasheet.html").read_text()
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    drawn = ET.fromstring(bar([Part(0, 30, "<a>: 30"), Part(1, 0, "b"), Part(2, 10, "c")], 80))
+    widths = [re.fullmatch(r"width:([0-9.]+)%", mark.get("style", "")) for mark in drawn]
+    assert [float(width[1]) for width in widths if width] == [37.5, 12.5]
+    assert [mark.get("title") for mark in drawn] == ["<a>: 30", "c"]
+    assert drawn.get("aria-label") == "<a>: 30; c"
+    assert not list(ET.fromstring(bar([], 0)))
+
+
+def test_columns_are_as_high_as_their_counts() -> None:
+    edges, series = [1, 10, 100, 1000], [[4, 0, 1], [1, 3, 0]]
+    titles = ["five", "three", "one"]
+    drawn = ET.fromstring(histogram(edges, series, titles, "label"))
+    columns = [r for r in drawn.iter("rect") if r.get("class") != "hover"]
+    heights = [(r.get("class"), float(r.get("height", 0))) for r in columns]
+    unit = heights[0][1] / 4
+    assert [(name, round(height / unit, 1)) for name, height in heights] == [
+        ("s0", 4), ("s1", 1), ("s1", 3), ("s0", 1)
+    ]  # fmt: skip
+    # The second stands on the first; a decade is as wide as another.
+    assert float(columns[1].get("y", 0)) + heights[1][1] == pytest.approx(
+        float(columns[0].get("y", 0)), abs=0.02
+    )
+    assert len({r.get("width") for r in columns}) == 1
+    hovers = [r.findtext("title") for r in drawn.iter("rect") if r.get("class") == "hover"]
+    assert hovers == titles
+    assert [t.text for t in drawn.iter("text")][-4:] == ["1 B", "10 B", "100 B", "1 kB"]
+    short_range = ET.fromstring(histogram([100, 1500, 6000], [[1, 1]], ["a", "b"], "label"))
+    shown = ["100 B", "200 B", "500 B", "1 kB", "2 kB", "5 kB"]
+    assert [t.text for t in short_range.iter("text")][-6:] == shown
+    assert ET.fromstring(sparkline([], "none")).get("aria-label") == "none"
+    assert ET.fromstring(histogram([1, 2], [[0]], ["none"], "empty")) is not None
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9_995, "10.0 kB"), (99_950, "100 kB"),
+     (999_499, "999 kB"), (999_500, "1.00 MB"), (280e9, "280 GB"), (-1500, "−1.50 kB")],
+)  # fmt: skip
+def test_short_numbers(value: float, shown: str) -> None:
+    assert short(value, "B") == shown
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "shown"),
+    [(0, 5, "0"), (1, 0, "–"), (1, 10_000, "<0.1%"), (9999, 10_000, ">99.9%"), (5, 5, "100%"),
+     (1, 3, "33.3%"), (-1, 50, "−2.0%")],
+)  # fmt: skip
+def test_percentages(part: float, whole: float, shown: str) -> None:
+    assert percent(part, whole) == shown

@@ -1,0 +1,216 @@
+"""A BERT vocabulary from raw text to a trained, exported, continued model."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from data_prep.config import PrepConfig
+from data_prep.normalise import normalise
+from data_prep.run import run
+from data_prep.verify import verify
+from pipeline.config.data import DataConfig
+from pipeline.config.load import load
+from pipeline.data.batch import MicroBatch
+from pipeline.data.dataset import PackedSplit
+from pipeline.data.order import Location, Order
+from pipeline.data.philox import Purpose
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.wordpiece import load_tokenizer
+from pipeline.export.convert import convert
+from pipeline.export.fill_mask import fill_mask
+from pipeline.export.hf import export_hf
+from pipeline.export.weights import export
+from tests.support import bert_vocabulary, near_texts
+from tests.support.ranks import Ranks, losses
+
+pytestmark = pytest.mark.dist
+ENGLISH = list(dict.fromkeys(near_texts.english()))[:150]
+# Each has a character that no other one has, which has no piece.
+CHINESE = [
+    text + chr(0x3400 + number)
+    for number, text in enumerate(near_texts.chinese(np.random.default_rng(5), 60))
+]
+TYPED = "What is typed as [MASK], [CLS] or [unused1] is text. " * 3
+SIZES = {"vocab_size": 0, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
+BERT = ("model.positions=learned", "model.max_positions=64", "model.norm=layernorm",
+        "model.norm_affine=true", "model.bias=true", "model.embedding_dropout=after_norm",
+        "model.mlm_head=bert", "model.activation=gelu", "model.score_residual=none",
+        "model.type_vocab_size=2", "model.dropout=0.0", "model.attention_dropout=0.0",
+        "model.init=bert")  # fmt: skip
+SHORT = ("train.num_steps=6", "train.warmup_steps=2", "train.alpha_warmup_steps=0",
+         "checkpoint.every_steps=6", "train.lr=1e-4")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as it is published: vocab.txt, options, weights of transformers."""
+    folder = tmp_path_factory.mktemp("bert")
+    pieces = bert_vocabulary.rows([*ENGLISH, *CHINESE])
+    bert_vocabulary.write(folder / "vocab.txt", pieces)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**{**SIZES, "vocab_size": len(pieces)})
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": true}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetIndex:
+    folder = tmp_path_factory.mktemp("prepared")
+    sources = []
+    for name, texts in (("en", [*ENGLISH, TYPED]), ("zh", CHINESE)):
+        rows = [json.dumps({"id": str(n), "text": text}) for n, text in enumerate(texts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+        sources.append(f"{{name: {name}, inputs: [{folder}/{name}.jsonl]}}")
+    config = folder / "prep.yaml"
+    config.write_text(
+        f"output_dir: {folder}/data\nworkers: 1\nsources: [{', '.join(sources)}]\n"
+        f"tokenizer: {{file: {bert}/vocab.txt}}\n"
+        "shards: {block_tokens: 8000, shard_mb: 1, eval_fraction: 0.05}\n"
+    )
+    run(load(PrepConfig, config, []).config)
+    return read_index(folder / "data")
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: DatasetIndex, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    ranks = Ranks(run_dir, prepared, world_size=1)
+    assert ranks.wait() == [0], ranks.output
+    return run_dir
+
+
+def _documents(index: DatasetIndex) -> dict[str, np.ndarray[Any, Any]]:
+    reader, found = BlockReader(index), {}
+    for row in range(len(index.blocks)):
+        block = reader.block(row)
+        parts = np.split(block.tokens, block.doc_ends[:-1])
+        found.update(zip(block.document_ids, parts, strict=True))
+    return found
+
+
+def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path) -> None:
+    assert verify(prepared.folder) == []
+    assert prepared.vocabulary.kind == "wordpiece"
+    ids = {name: getattr(prepared.vocabulary, name) for name in bert_vocabulary.IDS}
+    assert ids == bert_vocabulary.IDS
+    reference = transformers.BertTokenizerFast.from_pretrained(bert, local_files_only=True)
+    documents = _documents(prepared)
+    for name, texts in (("en", ENGLISH), ("zh", CHINESE)):
+        for number, text in enumerate(texts):
+            expected = reference(normalise(text), add_special_tokens=False).input_ids
+            assert documents[f"{name}/{number}"].tolist() == expected
+    typed = documents[f"en/{len(ENGLISH)}"]
+    assert not set(typed.tolist()) & set(range(106))
+    assert reference.mask_token_id in reference(TYPED).input_ids  # which was to be avoided
+
+
+def test_batches_use_the_vocabulary_s_ids(prepared: DatasetIndex) -> None:
+    config = DataConfig(dir="unused", seq_len=64, mask_prob=0.5)
+    split = PackedSplit(prepared, "train", config)
+    places = [
+        Location(0, block, sequence, 10 * block + sequence)
+        for block, count in enumerate(split.sequences_per_block.tolist())
+        for sequence in range(min(10, count))
+    ]  # fmt: skip
+    batch = split.batch(places, (1, Purpose.MASK))
+    ids = batch.input_ids.reshape(-1)
+    documents = torch.as_tensor(batch.documents).reshape(-1)
+    assert (ids[documents == 0] == 0).all()
+    begins = (documents > 0) & (batch.positions.reshape(-1) == 0)
+    assert (ids[begins] == 101).all()
+    assert int((ids == 102).sum()) == int(begins.sum())
+    assert float((ids[batch.masked_index] == 103).float().mean()) > 0.7
+    possible = set(prepared.vocabulary.in_text.tolist())
+    assert set(batch.targets.tolist()) <= possible
+    assert set(ids[batch.masked_index].tolist()) <= possible | {103}
+    assert (ids == 100).any()  # unknown words are there, and never to be predicted
+
+
+def test_train_export_and_fill_masks(trained: Path, prepared: DatasetIndex, tmp_path: Path) -> None:
+    first, *_, last = (loss for _, loss in sorted(losses(trained).items()))
+    assert last < first - 0.3
+    report = export(trained, tmp_path / "model")
+    assert report.max_abs_diff < 1e-3
+    tokenizer = (prepared.folder / "tokenizer.json").read_bytes()
+    assert (tmp_path / "model/tokenizer.json").read_bytes() == tokenizer
+    export_hf(trained, tmp_path / "hf")
+    special = {load_tokenizer(prepared.folder / "tokenizer.json").piece(i) for i in (0, 100, 103)}
+    for source in (trained, tmp_path / "model"):
+        [one, two] = fill_mask(source, "The [MASK] of a list 中[MASK].", top=5)
+        assert len(one) == len(two) == 5
+        assert not special & {candidate.token for candidate in [*one, *two]}
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert loaded("a [MASK]").input_ids[-2:] == [103, 102]
+    assert (loaded.pad_token_id, loaded.unk_token_id) == (0, 100)
+
+
+def _loss_of_transformers(folder: Path, batch: MicroBatch) -> float:
+    """Mean loss, each document by itself, as transformers knows no packing."""
+    model = transformers.BertForMaskedLM.from_pretrained(folder, local_files_only=True).eval()
+    targets = dict(zip(batch.masked_index.tolist(), batch.targets.tolist(), strict=True))
+    total = 0.0
+    for row, documents in enumerate(batch.documents):
+        for number in range(1, int(documents.max()) + 1):
+            where = (documents == number).nonzero()[:, 0]
+            with torch.no_grad():
+                logits = model(batch.input_ids[row, where][None]).logits[0].log_softmax(-1)
+            for scores, place in zip(logits, (row * len(documents) + where).tolist(), strict=True):
+                total -= float(scores[targets[place]]) if place in targets else 0.0
+    return total / len(targets)
+
+
+def test_run_starts_from_a_published_model(
+    prepared: DatasetIndex, bert: Path, tmp_path: Path
+) -> None:
+    convert(bert, tmp_path / "bert", family="bert", overrides=[])
+    ranks = Ranks(tmp_path / "run", prepared, f"init_from={tmp_path / 'bert'}", *BERT, *SHORT,
+                  world_size=1)  # fmt: skip
+    assert ranks.wait() == [0], ranks.output
+    assert f"weights are those of {tmp_path / 'bert'}" in ranks.output
+    assert "give the same ids to the same pieces, but" not in ranks.output
+    config = DataConfig(dir="unused", seq_len=64, window_blocks=2)
+    split = PackedSplit(prepared, "train", config)
+    order = Order(split.sequences_per_block, seed=3, window_blocks=2)
+    batch = split.batch([order.locate(position) for position in range(8)], (3, Purpose.MASK))
+    expected = _loss_of_transformers(bert, batch)
+    assert losses(tmp_path / "run")[1] == pytest.approx(expected, abs=0.01)  # bf16
+    # A new run goes on from that one, whose tokenizer lies in its checkpoint.
+    again = Ranks(tmp_path / "again", prepared, f"init_from={tmp_path / 'run'}", *BERT, *SHORT,
+                  world_size=1)  # fmt: skip
+    assert again.wait() == [0], again.output
+
+
+def test_other_vocabulary_is_refused_and_other_options_are_told(
+    prepared: DatasetIndex, dataset: DatasetIndex, bert: Path, tmp_path: Path
+) -> None:
+    changed = tmp_path / "changed"
+    convert(bert, changed, family="bert", overrides=[])
+    path = changed / "tokenizer.json"
+    right = path.read_text()
+    body = json.loads(right)
+    vocabulary = body["model"]["vocab"]
+    vocabulary["the"], vocabulary["is"] = vocabulary["is"], vocabulary["the"]
+    path.write_text(json.dumps(body))
+    arguments = (f"init_from={changed}", *BERT, *SHORT, "train.num_steps=1", "train.warmup_steps=0")
+    ranks = Ranks(tmp_path / "run", prepared, *arguments, world_size=1)
+    assert ranks.wait() == [2], ranks.output
+    first = min(vocabulary["the"], vocabulary["is"])
+    assert f"tokenizer: id {first} is" in ranks.output
+    path.write_text(right.replace('"lowercase":true', '"lowercase":false'))
+    ranks = Ranks(tmp_path / "told", prepared, *arguments, world_size=1)
+    assert ranks.wait() == [0], ranks.output
+    assert "give the same ids to the same pieces, but split" in ranks.output
+    path.unlink()
+    shutil.copyfile(dataset.folder / "tokenizer.model", changed / "tokenizer.model")
+    ranks = Ranks(tmp_path / "other", prepared, *arguments, world_size=1)
+    assert ranks.wait() == [2], ranks.output
+    assert "tokenizer.model there" in ranks.output

@@ -1,0 +1,326 @@
+"""Data preparation as job arrays: every part once, complete dependencies, retries, submission."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.config import PrepConfig
+from data_prep.run import run
+from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.render_prep import PrepStage, StagePlan, log_folder, render_prep
+from launch.submit import SubmitError, dry_run_text, submit
+from pipeline.config.load import load
+from pipeline.errors import BusyError, ConfigError
+from tests.support.fake_slurm import FakeSlurm
+
+ROOT = Path(__file__).parents[2]
+PLANS = [
+    StagePlan("ingest", max_tasks=2500, core_hours=100, memory_gb=0.7),
+    StagePlan("dedup", max_tasks=1, core_hours=1.5, memory_gb=7.2),
+    StagePlan("shards", max_tasks=10, core_hours=1, memory_gb=0.5),
+]
+
+
+def _render(
+    *overrides: str,
+    output_dir: str = "data",
+    work_dir: str = "/work",
+    config_path: str = "web.yaml",
+    cluster: dict[str, object] | None = None,
+    **prep: object,
+) -> list[PrepStage]:
+    profile = ClusterConfig(prep=PrepJobsConfig(**prep), **(cluster or {}))  # type: ignore[arg-type]
+    return render_prep(
+        PLANS, profile, config_path=config_path, overrides=overrides, output_dir=output_dir,
+        work_dir=work_dir,
+    )  # fmt: skip
+
+
+def _options(script: str) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE)
+    assert len(found) == len({name for name, _ in found})
+    return dict(found)
+
+
+def _parts(script: str) -> tuple[range, int]:
+    """The parts that an array does, and how many of them at once (0: all)."""
+    array = re.fullmatch(r"0-(\d+)(?:%(\d+))?", _options(script)["array"])
+    first = re.search(r"^first_rank=(\d+)$", script, re.MULTILINE)
+    assert array
+    assert first
+    return range(int(first[1]), int(first[1]) + int(array[1]) + 1), int(array[2] or 0)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    made = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", made.environment["PATH"])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("array_tasks", "max_array_size", "arrays"),
+    [(2500, 1001, 3), (1001, 1001, 1), (1002, 1001, 2), (7, 3, 3), (5, 1, 5), (1, 1001, 1)],
+)
+def test_every_part_is_in_one_array_below_the_sites_limit(
+    array_tasks: int, max_array_size: int, arrays: int
+) -> None:
+    ingest, dedup, _ = _render(array_tasks=array_tasks, max_array_size=max_array_size, cores=1,
+                               time_limit="10-0")  # fmt: skip
+    assert ingest.world == array_tasks
+    assert len(ingest.scripts) == arrays
+    parts = [_parts(script)[0] for script in ingest.scripts]
+    assert [rank for part in parts for rank in part] == list(range(array_tasks))
+    assert all(len(part) <= max_array_size for part in parts)  # the largest index is one less
+    for script in ingest.scripts:
+        assert f" --world {array_tasks} --rank " in script
+    assert [_parts(script)[0] for script in dedup.scripts] == [range(1)]
+
+
+def test_arrays_of_a_stage_share_what_may_run_at_once() -> None:
+    ingest = _render(array_tasks=2500, cores=1, max_concurrent=64)[0]
+    limits = [_parts(script)[1] for script in ingest.scripts]
+    assert sum(limits) == 64
+    assert min(limits) == 21
+    with pytest.raises(ConfigError, match=r"prep\.max_concurrent=2 is less than one for each"):
+        _render(array_tasks=2500, max_concurrent=2)
+
+
+def test_size_and_memory_follow_the_plan() -> None:
+    ingest, dedup, shards = _render(array_tasks=64, cores=4)
+    assert (ingest.world, dedup.world, shards.world) == (64, 1, 3)
+    assert [_options(stage.scripts[0])["mem"] for stage in (ingest, dedup, shards)] == [
+        "4G", "9G", "3G",  # 4 x 0.7 GB, 7.2 GB and 4 x 0.5 GB, rounded up, and 1 GB
+    ]  # fmt: skip
+    for stage, processes in ((ingest, 4), (dedup, 1), (shards, 4)):
+        assert f" workers={processes} " in stage.scripts[0]
+        assert _options(stage.scripts[0])["cpus-per-task"] == "4"
+    assert ingest.hours == pytest.approx(100 / 256)
+
+
+def test_options_are_those_of_the_profile_unless_prep_has_its_own() -> None:
+    profile: dict[str, object] = {"partition": "gpu", "account": "a", "mem_per_node": "500G"}
+    script = _render(cluster=profile, partition="cpu", mem="12G", qos="q")[1].scripts[0]
+    assert _options(script) == {
+        "array": "0-0", "job-name": "web-dedup", "output": "/work/data/work/logs/%x-%A_%a.log",
+        "nodes": "1", "ntasks": "1", "cpus-per-task": "4", "mem": "12G", "time": "4:00:00",
+        "partition": "cpu", "account": "a", "qos": "q", "open-mode": "append", "requeue": "",
+        "kill-on-invalid-dep": "yes",
+    }  # fmt: skip
+
+
+def test_what_cannot_end_in_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ingest: 100\.0 core-hours for 2 .* are 12\.5 hours"):
+        _render(array_tasks=2)
+    with pytest.raises(ConfigError, match=r"prep\.time_limit='soon': expected"):
+        PrepJobsConfig(time_limit="soon")
+
+
+def test_odd_names_reach_data_prep_unchanged(tmp_path: Path, slurm: FakeSlurm) -> None:
+    work = tmp_path / 'it\'s 50%j "work" $HOME'
+    (work / "out").mkdir(parents=True)
+    shown = tmp_path / "shown"
+    program = tmp_path / "my python"
+    program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$PWD" "$@" >"{shown}"\n')
+    program.chmod(0o755)
+    overrides = ["output_dir=it's 50%j", "sources=[{name: a, inputs: ['*.txt', $x]}]"]
+    stages = _render(*overrides, output_dir="it's 50%j", work_dir=str(work), array_tasks=3,
+                     config_path="my config.yaml", time_limit="2-0",
+                     cluster={"python": str(program), "setup": ("true 'so'",)})  # fmt: skip
+    script = stages[0].scripts[0]
+    assert script.startswith("#!/bin/bash\n#SBATCH")
+    assert script.rindex("#SBATCH") < script.index("true 'so'") < script.index("set -u +e")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    output = _options(script)["output"].replace("%%", "%")
+    unquoted = subprocess.run(["bash", "-c", f"printf %s {output}"], capture_output=True, text=True)
+    assert unquoted.stdout == f"{log_folder(overrides[0][11:], str(work))}/%x-%A_%a.log"
+    done = _run_script(script, slurm, SLURM_ARRAY_TASK_ID="2")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("end: done\n")
+    assert shown.read_text().splitlines() == [
+        str(work), "-m", "data_prep", "run", "my config.yaml", *overrides, "workers=4", "--stage",
+        "ingest", "--world", "3", "--rank", "2",
+    ]  # fmt: skip
+
+
+def test_folder_that_slurm_cannot_log_to_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"with a backslash or a line break in its name"):
+        _render(output_dir="back\\slash")
+
+
+def _run_script(
+    script: str, slurm: FakeSlurm, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash"], input=script, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**slurm.environment, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0",
+             **variables},
+    )  # fmt: skip
+
+
+def _failing(tmp_path: Path, code: str) -> str:
+    program = tmp_path / "failing"
+    program.write_text(f"#!/bin/bash\n{code}\n")
+    program.chmod(0o755)
+    stages = _render(work_dir=str(tmp_path), array_tasks=2500, cores=1, max_failures=3,
+                     cluster={"python": str(program)})  # fmt: skip
+    return stages[0].scripts[1]
+
+
+@pytest.mark.parametrize("code", ["exit 1", "kill -KILL $$"])
+def test_failure_is_tried_again_a_limited_number_of_times(
+    tmp_path: Path, slurm: FakeSlurm, code: str
+) -> None:
+    script = _failing(tmp_path, code)
+    log_folder("data", str(tmp_path)).mkdir(parents=True)
+    for attempt in (1, 2):
+        done = _run_script(script, slurm)
+        assert done.returncode < 0  # ended by scontrol
+        assert f"failure {attempt} of 3" in done.stdout
+        # By its own name: the last element's job id is that of the whole array.
+        assert slurm.lines("requeued") == ["requeue 7_0"] * attempt
+    # Another element has a count of its own.
+    assert "failure 1 of 3" in _run_script(script, slurm, SLURM_ARRAY_TASK_ID="1").stdout
+    done = _run_script(script, slurm)
+    assert done.returncode == 1
+    assert "failure 3 of 3 (prep.max_failures); what is done stays" in done.stdout
+    assert slurm.lines("requeued").count("requeue 7_0") == 2
+
+
+def test_success_forgets_earlier_failures(tmp_path: Path, slurm: FakeSlurm) -> None:
+    script = _failing(tmp_path, f"[ -e {tmp_path}/mended ] || exit 1")
+    log_folder("data", str(tmp_path)).mkdir(parents=True)
+    _run_script(script, slurm)
+    (tmp_path / "mended").touch()
+    assert _run_script(script, slurm).returncode == 0
+    (tmp_path / "mended").unlink()
+    assert "failure 1 of 3" in _run_script(script, slurm).stdout
+
+
+def test_wrong_input_is_not_tried_again(tmp_path: Path, slurm: FakeSlurm) -> None:
+    done = _run_script(_failing(tmp_path, "exit 2"), slurm)
+    assert done.returncode == 2
+    assert "trying again is no use" in done.stdout.splitlines()[-1]
+    assert not slurm.lines("requeued")
+
+
+def test_failure_that_cannot_be_counted_is_the_last(tmp_path: Path, slurm: FakeSlurm) -> None:
+    done = _run_script(_failing(tmp_path, "exit 1"), slurm)  # no log folder, as on a full disk
+    assert done.returncode == 1
+    assert not slurm.lines("requeued")
+
+
+def test_each_stage_waits_for_all_arrays_of_the_one_before(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    stages = _render(array_tasks=2500, cores=1)
+    (slurm.folder / "clusters").touch()  # sbatch prints id;cluster
+    jobs = submit(stages, tmp_path / "logs")
+    assert jobs == {"ingest": ["101", "102", "103"], "dedup": ["104"], "shards": ["105"]}
+    assert (tmp_path / "logs").is_dir()
+    expected = [[], [], [], ["--dependency=afterok:101:102:103"], ["--dependency=afterok:104"]]
+    assert [arguments for arguments, _ in slurm.calls] == [["--parsable", *e] for e in expected]
+    assert [script for _, script in slurm.calls] == [s for stage in stages for s in stage.scripts]
+
+
+def test_dry_run_is_a_script_that_does_the_same(tmp_path: Path, slurm: FakeSlurm) -> None:
+    stages = _render(array_tasks=2500, cores=1, cluster={"setup": ("echo 'it''s' \"(\" `id`",)})
+    logs = tmp_path / "it's the logs"
+    text = dry_run_text(stages, logs)
+    assert not slurm.calls
+    assert not logs.exists()
+    subprocess.run(["bash"], input=text, text=True, check=True)
+    by_dry_run = slurm.calls
+    assert logs.is_dir()
+    (slurm.folder / "calls.jsonl").unlink()
+    submit(stages, logs)
+    assert by_dry_run == slurm.calls
+
+
+def test_failing_sbatch_takes_back_what_was_submitted(tmp_path: Path, slurm: FakeSlurm) -> None:
+    (slurm.folder / "fails_at").write_text("104")
+    with pytest.raises(SubmitError) as error:
+        submit(_render(array_tasks=2500, cores=1), tmp_path / "logs")
+    assert "sbatch --parsable --dependency=afterok:101:102:103 failed" in str(error.value)
+    assert "violates accounting policy" in str(error.value)
+    assert "were cancelled: 101 102 103" in str(error.value)
+    assert slurm.lines("cancelled") == ["101 102 103"]
+    assert len(slurm.calls) == 4
+    (slurm.folder / "fails_at").unlink()
+    submit(_render(), tmp_path / "logs")  # nothing of it is left that would refuse this
+
+
+def test_second_chain_beside_a_first_is_refused(tmp_path: Path, slurm: FakeSlurm) -> None:
+    logs = tmp_path / "logs"
+    submit(_render(), logs)
+    (slurm.folder / "queue").write_text("7\n102\n102\n103\n")
+    with pytest.raises(BusyError, match="still in the queue: 102 103; wait for them, or cancel"):
+        submit(_render(), logs)
+    assert len(slurm.calls) == 3
+    (slurm.folder / "queue").write_text("7\n")
+    submit(_render(), logs)
+
+
+def test_without_slurm_the_message_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SubmitError, match=r"sbatch is not there.*nothing was submitted"):
+        submit(_render(), tmp_path / "logs")
+
+
+def _command(*arguments: str, slurm: FakeSlurm) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch", "submit", "--prep", *arguments], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=slurm.environment,
+    )  # fmt: skip
+
+
+def test_command_prepares_the_dataset_that_one_machine_prepares(
+    tmp_path: Path, slurm: FakeSlurm, corpus: Path, prep_config: Path
+) -> None:
+    lines = corpus.read_text().splitlines(keepends=True)
+    sources = []
+    for i in range(3):  # a piece each
+        (tmp_path / f"{i}.jsonl").write_text("".join(lines[i::3]))
+        sources.append(f"{{name: s{i}, inputs: [{tmp_path}/{i}.jsonl]}}")
+    overrides = [f"sources=[{', '.join(sources)}]", "dedup.near_duplicates=true"]
+    expected = run(load(PrepConfig, prep_config, [*overrides, f"output_dir={tmp_path}/one"]).config)
+
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text(
+        f"python: {sys.executable}\nprep: {{array_tasks: 2, cores: 1, max_array_size: 1}}\n"
+    )
+    output = tmp_path / "my data"
+    arguments = [str(prep_config), *overrides, f"output_dir={output}", "--cluster", str(profile)]
+    done = _command(*arguments, "--dry-run", slurm=slurm)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert not slurm.calls
+    assert not output.exists()
+
+    (slurm.folder / "run").touch()
+    done = _command(*arguments, slurm=slurm)
+    assert done.returncode == 0, done.stdout
+    report = json.loads((output / "report.json").read_text())
+    assert report["fingerprint"] == expected["fingerprint"]
+    listed = re.findall(r"^(\w+) +(\d+) +[\d.]+ +([\d ]+)$", done.stdout, re.MULTILINE)
+    assert listed == [
+        ("ingest", "2", "101 102"), ("dedup", "1", "103"), ("signatures", "2", "104 105"),
+        ("buckets", "2", "106 107"), ("near", "1", "108"), ("tokenizer", "1", "109"),
+        ("shards", "1", "110"), ("index", "1", "111"),
+    ]  # fmt: skip
+    assert f"'output_dir={output}'" in done.stdout
+
+
+def test_command_passes_on_what_data_prep_refuses(
+    tmp_path: Path, slurm: FakeSlurm, prep_config: Path
+) -> None:
+    done = _command(str(prep_config), "tokenizer.vocab_siz=1", slurm=slurm)
+    assert done.returncode == 2
+    assert "did you mean 'vocab_size'" in done.stdout
+    assert not slurm.calls

@@ -1,0 +1,68 @@
+"""Stand-ins for SLURM's commands, for error paths and for machines without SLURM.
+
+`sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
+once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `scontrol requeue` ends
+the script that calls it, as SLURM does, and `sleep` does not.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_SBATCH = """\
+#!{python}
+import json, os, re, subprocess, sys
+from pathlib import Path
+
+folder = Path({folder!r})
+script = sys.stdin.read()
+with (folder / "calls.jsonl").open("a") as file:
+    print(json.dumps([sys.argv, script]), file=file)
+job = 100 + len((folder / "calls.jsonl").read_text().splitlines())
+if (folder / "fails_at").exists() and int((folder / "fails_at").read_text()) == job:
+    sys.exit("sbatch: error: Batch job submission failed: Job violates accounting policy")
+if (folder / "run").exists():
+    first, last = re.search(r"^#SBATCH --array=([0-9]+)-([0-9]+)", script, re.M).groups()
+    for index in range(int(first), int(last) + 1):
+        variables = {{"SLURM_ARRAY_JOB_ID": str(job), "SLURM_ARRAY_TASK_ID": str(index)}}
+        subprocess.run(["bash"], input=script, text=True, check=True, stdout=sys.stderr,
+                       env={{**os.environ, **variables}})
+print(f"{{job}};cluster" if (folder / "clusters").exists() else job)
+"""
+_SHELL = {
+    "scancel": 'echo "$*" >>"{folder}/cancelled"',
+    "squeue": 'cat "{folder}/queue"',
+    "scontrol": 'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
+    "sleep": ":",
+}
+
+
+class FakeSlurm:
+    """The commands, in a folder that comes first in PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self._add("sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
+        for name, line in _SHELL.items():
+            self._add(name, f"#!/bin/bash\n{line.format(folder=folder)}\n")
+        self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+    def _add(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+        (self.folder / name).chmod(0o755)
+
+    @property
+    def calls(self) -> list[tuple[list[str], str]]:
+        """Arguments and script of each call of sbatch."""
+        path = self.folder / "calls.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found: list[Any] = [json.loads(line) for line in lines]
+        return [(arguments[1:], script) for arguments, script in found]
+
+    def lines(self, name: str) -> list[str]:
+        """What a command wrote down."""
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
