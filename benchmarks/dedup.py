@@ -12,7 +12,6 @@ memory (pages of mapped files count) and its CPU time.
 
 import argparse
 import json
-import os
 import pickle
 import platform
 import subprocess
@@ -27,16 +26,18 @@ from backports import zstd
 
 from data_prep import dedup, lines, near, near_cluster
 from data_prep.config import DedupConfig
+from data_prep.minhash import NUM_BINS
 from data_prep.stage import Done, Task
 
 _PIECE = 80_000
 _BANDS = 16  # of pair files; what a pair costs does not depend on how many there are
 _RUN = """
-import pickle, sys
+import json, pickle, sys, time
 from data_prep import dedup, lines, near, near_cluster
 function, task = pickle.load(sys.stdin.buffer)
-result, paths = function(task)
-print(len(paths), file=sys.stderr)
+function(task)
+peak = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(json.dumps({"peak_mb": int(peak[0]) // 1000, "cpu_s": round(time.process_time(), 1)}))
 """
 
 
@@ -77,10 +78,10 @@ class _Corpus:
             _save(work / f"line_hashes/{name}.hashes.npy", distinct)
             _save(work / f"line_hashes/{name}.first.npy", first.astype(np.uint32))
 
-    def sketches_and_pairs(self, sketch_bins: int) -> None:
+    def sketches_and_pairs(self) -> None:
         """Sketches, one band of signatures, and pairs."""
         rng, work, total = self.rng, self.work, self.documents
-        sketches = rng.integers(0, 256, (total, sketch_bins), dtype=np.uint8)
+        sketches = rng.integers(0, 256, (total, NUM_BINS), dtype=np.uint8)
         copies = np.flatnonzero(rng.random(total) < 1 / 3)[1:]
         is_copy = np.zeros(total, dtype=bool)
         is_copy[copies] = True
@@ -89,7 +90,7 @@ class _Corpus:
         of = originals[(rng.random(len(copies)) * below).astype(np.int64)]
         for part in np.array_split(np.arange(len(copies)), 64):
             level = rng.uniform(0.4, 1, len(part)).astype(np.float32)[:, None]
-            same = rng.random((len(part), sketch_bins), dtype=np.float32) < level
+            same = rng.random((len(part), NUM_BINS), dtype=np.float32) < level
             rows = sketches[copies[part]]
             sketches[copies[part]] = np.where(same, sketches[of[part]], rows)
         order = np.argsort(of, kind="stable")
@@ -122,17 +123,11 @@ def near_hash(numbers: Any) -> Any:
 
 def _measure(function: Any, task: Task[Any]) -> dict[str, float]:
     task.folder.mkdir(exist_ok=True)
-    process = subprocess.Popen([sys.executable, "-c", _RUN], stdin=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)  # fmt: skip
-    assert process.stdin
-    pickle.dump((function, task), process.stdin)
-    process.stdin.close()
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, function
-    return {
-        "peak_mb": round(usage.ru_maxrss / 1000),
-        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-    }
+    # Not rusage: what a child inherits from its parent at the fork counts there.
+    done = subprocess.run([sys.executable, "-c", _RUN], input=pickle.dumps((function, task)),
+                          stdout=subprocess.PIPE, check=True)  # fmt: skip
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
 
 
 def _done(result: dict[str, Any]) -> Done:
@@ -163,8 +158,7 @@ def main() -> None:
         hash_tasks = [Task(n, work / "line_hashes", "", lines.HashJob(work, 20)) for n in names]
         parts = lines.part_tasks(hash_tasks, hashed, work / "line_parts")
         found["line_parts"] = {"parts": len(parts), **_measure(lines.run_part, parts[0])}
-        settings = near.settings_of(DedupConfig())
-        made.sketches_and_pairs(settings.sketch_bins)
+        made.sketches_and_pairs()
         place = near.Place(work / "ingest", work / "dedup", work / "signatures", names)
         bucket = Task("bucket", work / "buckets", "", near.BucketJob(place, 0, 0, 1))
         found["buckets"] = _measure(near.run_buckets, bucket)

@@ -27,7 +27,7 @@ from data_prep.filters import Dropped, Filters
 from data_prep.normalise import normalise
 from pipeline.config.load import load
 
-_WEB = Path(__file__).parents[1] / "configs" / "prep" / "web.yaml"
+WEB = Path(__file__).parents[1] / "configs" / "prep" / "web.yaml"
 
 
 def _texts(path: str | None) -> Iterator[str]:
@@ -41,7 +41,7 @@ def _texts(path: str | None) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def _measure(config: FiltersConfig, texts: list[str]) -> tuple[float, Counter[str]]:
+def measure(config: FiltersConfig, texts: list[str]) -> tuple[float, Counter[str]]:
     """CPU seconds, and documents by reason ('' for those that are kept)."""
     filters = Filters(config)
     best = float("inf")
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     """Measures the default set of web.yaml, and each of its groups alone."""
     overrides = [argument for argument in arguments if "=" in argument]
     path = next((argument for argument in arguments if "=" not in argument), None)
-    web = load(PrepConfig, _WEB, overrides).config.filters
+    web = load(PrepConfig, WEB, overrides).config.filters
     texts = [text for text in map(normalise, _texts(path)) if text]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     groups = {
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> None:
         "machine": platform.machine(),
     }  # fmt: skip
     for name, config in {"web": web, **groups}.items():
-        seconds, reasons = _measure(config, texts)
+        seconds, reasons = measure(config, texts)
         kept = reasons.pop("", 0)
         result[name] = {
             "mb_per_cpu_s": round(megabytes / seconds, 1), "kept": kept,

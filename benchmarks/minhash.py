@@ -188,10 +188,10 @@ class _Minima:
 
     def __init__(self, texts: list[str], settings: SignatureSettings) -> None:
         self.settings = settings
-        self._columns = np.linspace(0, settings.bands * settings.rows - 1, 256).astype(int)
+        self._bins = minhash.bins_of_bands(settings.bands, settings.rows)
         all_minima = self.of([text for text in texts if fold([text])[1][0] >= settings.min_chars])
         self._documents = len(all_minima)
-        self._few = np.ascontiguousarray(all_minima[:, self._columns])
+        self._minima = all_minima
         self._counts = [np.unique(column, return_counts=True) for column in all_minima.T]
 
     def of(self, texts: list[str]) -> Any:
@@ -199,12 +199,15 @@ class _Minima:
         parts = []
         for start in range(0, len(texts), 20):
             letters, sizes = fold(texts[start : start + 20])
-            bins = self.settings.bands * self.settings.rows
-            found = np.full((len(sizes), bins), minhash._EMPTY, dtype="<u8")
+            found = np.full((len(sizes), minhash.NUM_BINS), minhash._EMPTY, dtype="<u8")
             minhash._take_minima(letters, np.cumsum(sizes), self.settings, found)
             minhash._densify(found)
             parts.append(found)
         return np.concatenate(parts)
+
+    def meet(self, first: Any, other: Any) -> Any:
+        """(D, bands) whether documents agree in a band."""
+        return (first == other)[:, self._bins].all(axis=2)
 
     def reached(self, minima: Any) -> Any:
         """(D, bands) probability that a document is its bucket's first member."""
@@ -218,14 +221,13 @@ class _Minima:
             place = np.minimum(np.searchsorted(values, mine), len(values) - 1)
             others = np.where(values[place] == mine, counts[place] - 1, 0)
             share[:, column] = np.maximum(others, 0.3) / self._documents
-        shape = (len(minima), self.settings.bands, self.settings.rows)
-        product = share.reshape(shape).prod(axis=2)
-        moments = np.array([self._moment(row) for row in minima[:, self._columns]])
+        product = share[:, self._bins].prod(axis=2)
+        moments = np.array([self._moment(row) for row in minima])
         return product * np.maximum(1, moments / product.mean(axis=1))[:, None]
 
     def _moment(self, row: Any) -> float:
         """Mean of s^rows over the corpus, without bias."""
-        equal = (self._few == row).sum(axis=1)
+        equal = (self._minima == row).sum(axis=1)
         equal = np.where(equal < _UNRELATED * 256, equal, 0).astype(float)
         powers = [np.maximum(equal - i, 0) / (256 - i) for i in range(self.settings.rows)]
         return float(np.prod(powers, axis=0).mean())
@@ -242,14 +244,11 @@ def _recall(
     for language, part in sample.items():
         own = corpus.of(part["originals"])
         reached = corpus.reached(own)
-        sketches[language] = own[:, : settings.sketch_bins].astype(np.uint8)
+        sketches[language] = own.astype(np.uint8)
         for style in ("words", "characters"):
             copies = corpus.of(part[style])
-            shape = (len(own), settings.bands, settings.rows)
-            meet = (own == copies).reshape(shape).all(axis=2)
-            similar = _estimates(
-                sketches[language], copies[:, : settings.sketch_bins].astype(np.uint8)
-            )
+            meet = corpus.meet(own, copies)
+            similar = _estimates(sketches[language], copies.astype(np.uint8))
             enough = similar >= config.threshold
             many = 1 - np.where(meet, 1 - reached, 1.0).prod(axis=1)
             found[f"{language} {style}"] = {
@@ -275,7 +274,7 @@ def _recall(
 
 
 def _estimates(rows: Any, other: Any) -> Any:
-    return similarity((rows == other).sum(axis=1), rows.shape[1])
+    return similarity((rows == other).sum(axis=1))
 
 
 def _datatrove(python: str | None, texts: dict[str, list[str]], config: DedupConfig) -> Any:
@@ -337,7 +336,7 @@ def main() -> None:
         "for_280_gb": {
             "million_documents": round(documents / 1e6, 1),
             "signatures_cpu_h": round(seconds / total_mb * _CORPUS_MB / 3600, 2),
-            "files_gb": round(documents * (8 * config.bands + settings.sketch_bins) / 1e9, 1),
+            "files_gb": round(documents * (8 * config.bands + minhash.NUM_BINS) / 1e9, 1),
         },
         "recall": _recall(texts, sample, config),
         "others": {

@@ -48,9 +48,12 @@ SUFFIXES = (
 )  # fmt: skip
 # First bytes of UTF-8 sequences: letters of ASCII, Han (U+4000 to U+9FFF, all common ones), and all
 # others but those of general punctuation and symbols (E2) and of CJK punctuation and kana (E3).
-_LATIN = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
-_HAN = bytes(range(0xE4, 0xEA))
-_OTHER = bytes([*range(0xC3, 0xE2), *range(0xEA, 0xEF), *range(0xF0, 0xF5)])
+_HAN, _LATIN, _OTHER = 1, 2, 3
+_SCRIPTS = bytearray(256)
+_SCRIPTS[0xE4:0xEA] = [_HAN] * 6
+_SCRIPTS[0x41:0x5B] = _SCRIPTS[0x61:0x7B] = [_LATIN] * 26
+for _first, _end in ((0xC3, 0xE2), (0xEA, 0xEF), (0xF0, 0xF5)):
+    _SCRIPTS[_first:_end] = [_OTHER] * (_end - _first)
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,8 @@ class _Results:
             reason = f"shorter than {self._min_chars} characters"
             self.reject("normalise", Rejected(item.id, reason, raw), len(raw))
             return
-        num_bytes = len(text.encode())
+        encoded = text.encode()
+        num_bytes = len(encoded)
         self.counts["normalise"].give(num_bytes)
         self.counts["filter"].take(num_bytes)
         outcome = self._filters.apply(text)
@@ -195,7 +199,8 @@ class _Results:
             self.reject("filter", rejected, num_bytes)
             return
         self.masked.update(outcome.masked)
-        encoded = outcome.text.encode()
+        if outcome.text is not text:
+            encoded = outcome.text.encode()
         self.counts["filter"].give(len(encoded))
         self.scripts[script_of(encoded)] += 1
         self._writer.take(item.id, self._source, outcome.text)
@@ -223,10 +228,8 @@ def id_hash(document_id: str) -> int:
 
 def script_of(encoded: bytes) -> str:
     """What a UTF-8 text is written in, for reports: the script of at least 70% of its letters."""
-    han, latin, other = (
-        len(encoded) - len(encoded.translate(None, first_bytes))
-        for first_bytes in (_HAN, _LATIN, _OTHER)
-    )
+    scripts = np.frombuffer(encoded.translate(_SCRIPTS), dtype=np.uint8)
+    han, latin, other = (int(np.count_nonzero(scripts == s)) for s in (_HAN, _LATIN, _OTHER))
     letters = han + latin + other
     if not letters:
         return "no letters"

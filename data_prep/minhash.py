@@ -11,9 +11,14 @@ shingle sets (Broder 1997, "On the resemblance and containment of documents"; Le
 Ullman, "Mining of Massive Datasets", 3.3). Not one hash function a value but one for all: shingles
 are spread over k bins by their hash, each bin has its own minimum, and an empty bin takes that of a
 bin drawn by its number (one-permutation hashing with optimal densification: Shrivastava 2017,
-"Optimal Densification for Fast and Accurate Minwise Hashing"). So the time does not depend on k.
+"Optimal Densification for Fast and Accurate Minwise Hashing"). So the time does not depend on k
+where documents are long; filling the bins of a short one takes about k log k steps.
 
-Letters: D documents, L characters of a window, K bins = bands * rows.
+There are 256 bins, however many bands there are: a band has the minima of `rows` bins, and two
+bands share few. With bins of their own, 256 bands of 5 find hardly more copies (Chinese with edited
+characters: 0.99 instead of 0.985), and documents of 130 letters take many times as long.
+
+Letters: D documents, L characters of a window, K = 256 bins.
 """
 
 import functools
@@ -24,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+NUM_BINS = 256
 _U64 = np.dtype("<u8")
 _EMPTY = np.uint64(2**64 - 1)
 _BASE = 0x9E3779B97F4A7C15
@@ -44,11 +50,6 @@ class SignatureSettings:
     rows: int
     min_chars: int
 
-    @property
-    def sketch_bins(self) -> int:
-        """Minima that a sketch keeps a byte of: an estimate's standard error is below 0.032."""
-        return min(256, self.bands * self.rows)
-
 
 @dataclass(frozen=True)
 class Signatures:
@@ -57,7 +58,7 @@ class Signatures:
     bands: npt.NDArray[np.uint64]
     """(D, bands) hash of the `rows` minima of a band; 0 in all bands of a document without."""
     sketch: npt.NDArray[np.uint8]
-    """(D, S) last byte of the first S = `sketch_bins` minima."""
+    """(D, K) last byte of every minimum."""
 
 
 def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
@@ -68,30 +69,29 @@ def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
         settings: lengths; a text with fewer letters than `min_chars` gets no signature.
     """
     letters, sizes = fold(texts)
-    num_bins = settings.bands * settings.rows
-    minima = np.full((len(texts), num_bins), _EMPTY, dtype=_U64)
+    minima = np.full((len(texts), NUM_BINS), _EMPTY, dtype=_U64)
     _take_minima(letters, np.cumsum(sizes), settings, minima)
     signed = sizes >= settings.min_chars
     kept = minima[signed]
     _densify(kept)
     bands = np.zeros((len(texts), settings.bands), dtype=_U64)
     bands[signed] = _band_hashes(kept, settings)
-    sketch = np.zeros((len(texts), settings.sketch_bins), dtype=np.uint8)
-    sketch[signed] = kept[:, : settings.sketch_bins].astype(np.uint8)
+    sketch = np.zeros((len(texts), NUM_BINS), dtype=np.uint8)
+    sketch[signed] = kept.astype(np.uint8)
     return Signatures(bands, sketch)
 
 
 def estimate(first: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
-    """Jaccard similarity from two (S,) sketches."""
-    return float(similarity(np.count_nonzero(first == other), len(first)))
+    """Jaccard similarity from two (K,) sketches; the standard error is at most 0.032."""
+    return float(similarity(np.count_nonzero(first == other)))
 
 
-def similarity(agreements: npt.ArrayLike, num_bins: int) -> npt.NDArray[np.float64]:
-    """Jaccard similarities from numbers of equal bytes in sketches of `num_bins`.
+def similarity(agreements: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Jaccard similarities from numbers of equal bytes in two sketches.
 
     Unequal minima have an equal last byte once in 256 (Li and Konig 2010, "b-Bit Minwise Hashing").
     """
-    share = np.asarray(agreements, dtype=np.float64) / num_bins
+    share = np.asarray(agreements, dtype=np.float64) / NUM_BINS
     return np.maximum(0.0, (share - 1 / 256) / (1 - 1 / 256))
 
 
@@ -247,13 +247,27 @@ def _densify(minima: npt.NDArray[np.uint64]) -> None:
         minima[row, columns[mine]] = original[row, following]
 
 
+def bins_of_bands(bands: int, rows: int) -> npt.NDArray[np.int64]:
+    """(bands, rows) bins whose minima make a band.
+
+    256 bands are one choice of `rows` different bins and what it becomes when all go on by one, two
+    and so on; so each bin is in as many bands. The next 256 have a choice of their own.
+    """
+    found = np.empty((bands, rows), dtype=np.int64)
+    for start in range(0, bands, NUM_BINS):
+        seeds = np.arange(start, start + NUM_BINS, dtype=_U64) * np.uint64(_BASE)
+        chosen = np.argsort(_mix(seeds), kind="stable")[:rows]
+        bands_here = np.arange(min(NUM_BINS, bands - start))
+        found[start : start + NUM_BINS] = (bands_here[:, None] + chosen) % NUM_BINS
+    return found
+
+
 def _band_hashes(
     minima: npt.NDArray[np.uint64], settings: SignatureSettings
 ) -> npt.NDArray[np.uint64]:
     """(D, bands) never 0."""
-    grouped = minima.reshape(len(minima), settings.bands, settings.rows)
-    hashes = np.zeros(grouped.shape[:2], dtype=_U64)
-    for row in range(settings.rows):
-        hashes = _mix(hashes * np.uint64(_BASE) + grouped[:, :, row])
+    hashes = np.zeros((len(minima), settings.bands), dtype=_U64)
+    for bins in bins_of_bands(settings.bands, settings.rows).T:
+        hashes = _mix(hashes * np.uint64(_BASE) + minima[:, bins])
     nonzero: npt.NDArray[np.uint64] = np.maximum(hashes, np.uint64(1))
     return nonzero

@@ -8,7 +8,7 @@ one and with the one before it. `data_prep.near_cluster` decides about the pairs
 
 Writes per piece
     NAME.signatures.npy   (d, bands) uint64, column by column; 0 where there is no signature
-    NAME.sketch.npy       (d, k) uint8, for estimates of the similarity; k <= 256
+    NAME.sketch.npy       (d, 256) uint8, for estimates of the similarity
 and per band, and part of its hash values
     BAND-PART.pairs.npy   (p,) uint64, rising: later document * 2^32 + earlier one, both counted
                           over all pieces
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from data_prep.config import DedupConfig
 from data_prep.dedup import in_part
 from data_prep.ingest import read_documents
-from data_prep.minhash import SignatureSettings, signatures
+from data_prep.minhash import NUM_BINS, SignatureSettings, signatures
 from data_prep.stage import Done, Task, make_key, replacing
 from pipeline.errors import DataError
 
@@ -102,7 +102,7 @@ def run_signatures(task: Task[SignatureJob]) -> tuple[dict[str, Any], list[Path]
         replacing(paths[1]) as rows, rows.open("wb") as sketches,
     ):  # fmt: skip
         first = _write_header(bands, np.uint64, (num_documents, settings.bands), by_column=True)
-        _write_header(sketches, np.uint8, (num_documents, settings.sketch_bins), by_column=False)
+        _write_header(sketches, np.uint8, (num_documents, NUM_BINS), by_column=False)
         for documents in batches(read_documents(task.payload.documents)):
             batch = signatures([document["text"] for document in documents], settings)
             for band in range(settings.bands):

@@ -32,9 +32,9 @@ import numpy.typing as npt
 
 from data_prep.counts import Counts
 from data_prep.dropped import Dropped, Pieces, listed_per_piece, write_lists
-from data_prep.minhash import similarity
+from data_prep.minhash import NUM_BINS, similarity
 from data_prep.near import BucketJob, Place, save
-from data_prep.sketches import Rows, Sketches
+from data_prep.sketches import Rows, Sketches, least_agreements
 from data_prep.stage import Done, Task, make_key, replacing
 
 REASON = "near duplicate of an earlier document"
@@ -117,7 +117,7 @@ def run_near(task: Task[NearJob]) -> tuple[dict[str, Any], list[Path]]:
     pieces = sketches.pieces
     kept_for = np.arange(pieces.ends[-1], dtype=np.uint32)
     apart = np.zeros(pieces.ends[-1], dtype=np.uint8)
-    least = sketches.least_agreements(task.payload.threshold)
+    least = least_agreements(task.payload.threshold)
     with sketches.rows() as rows:
         for path in task.payload.groups:
             for chunk in _chunks(path):
@@ -190,7 +190,6 @@ def _decide(
     """
     # Elements of a buffer take a third of the time of an array's.
     kept_for, apart = state[0].data, state[1].data
-    num_bins = rows.num_bins
     current, tried = -1, set[int]()
     for later, earlier, agreements in chunk:
         if kept_for[later] != later:
@@ -208,7 +207,7 @@ def _decide(
             agreements = rows.agreements(kept, later)
         if agreements >= least:
             kept_for[later] = kept
-            apart[later] = num_bins - agreements
+            apart[later] = NUM_BINS - agreements
 
 
 def _described(
@@ -217,5 +216,5 @@ def _described(
     """Dropped documents with their similarities."""
     kept = kept_for[documents]
     pairs = (documents.astype(np.uint64) << np.uint64(32)) | kept
-    jaccard = similarity(sketches.agreements(pairs), sketches.num_bins)
+    jaccard = similarity(sketches.agreements(pairs))
     return Dropped(documents, kept.astype(np.int64), jaccard)

@@ -12,6 +12,7 @@ from data_prep import corpus, dedup, dropped, lines, near, near_cluster, shards
 from data_prep.chain import stage_names
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
+from data_prep.minhash import NUM_BINS
 
 # Bytes of text in a byte of a file.
 _EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".parquet": 2.2}
@@ -175,10 +176,9 @@ def _list_bytes(size: _Size) -> float:
 
 
 def _signatures(size: _Size) -> Estimate:
-    settings = near.settings_of(size.config.dedup)
     return Estimate(
         size.pieces, size.text_bytes / 1e6 / 60,
-        size.documents * (8 * settings.bands + settings.sketch_bins), 300e6,
+        size.documents * (8 * size.config.dedup.bands + NUM_BINS), 300e6,
     )  # fmt: skip
 
 

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
-from data_prep.ingest import read_documents
+from data_prep.ingest import read_documents, read_lines
 from data_prep.stage import Done, Task, make_key, replacing
-from data_prep.words import word_starts
+from data_prep.words import word_starts_of
 from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
+from pipeline.data.tokenizer import Spelling
 from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
 
 # Measured on Chinese and English text: 2 bytes a token and 1 bit for words over 3 to 4.5 bytes of
@@ -48,7 +49,7 @@ class _Tokenised:
     id: str
     source: str
     tokens: npt.NDArray[np.unsignedinteger]
-    word_starts: npt.NDArray[np.bool_]
+    spelling: Spelling
 
 
 @dataclass
@@ -57,7 +58,7 @@ class _Block:
 
     source: str
     tokens: list[npt.NDArray[np.unsignedinteger]]
-    word_starts: list[npt.NDArray[np.bool_]]
+    spellings: list[Spelling]
     document_ids: list[str]
     num_tokens: int = 0
 
@@ -132,8 +133,8 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
                 sources[split][block.source]["blocks"] += 1
                 if split == "train":
-                    for part in block.tokens:
-                        frequencies += np.bincount(part, minlength=len(frequencies))
+                    tokens = np.concatenate(block.tokens)
+                    frequencies += np.bincount(tokens, minlength=len(frequencies))
             described = describe(temporary)
         if described["blocks"]:
             tars.append({"split": split, "file": path.name, **described})
@@ -202,11 +203,14 @@ def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]
 def _documents(job: ShardJob, split: str) -> Iterator[dict[str, str]]:
     for name in job.names:
         keep = np.load(job.dedup_folder / f"{name}.keep.npy")
-        documents = read_documents(job.ingest_folder / f"{name}.jsonl.zst")
-        for kept, document in zip(keep.tolist(), documents, strict=True):
-            held_out = hash_share(document["id"], "split") < job.config.eval_fraction
-            if kept and held_out == (split == "eval"):
-                yield document
+        ids = read_lines(job.ingest_folder / f"{name}.ids.jsonl.zst")
+        rows = {
+            row
+            for row, (kept, document_id) in enumerate(zip(keep.tolist(), ids, strict=True))
+            if kept
+            and (hash_share(document_id, "split") < job.config.eval_fraction) == (split == "eval")
+        }
+        yield from read_documents(job.ingest_folder / f"{name}.jsonl.zst", rows)
 
 
 def _counted(
@@ -237,7 +241,7 @@ def _counted(
         for target, added in ((totals, size), (of_source, {**size, **more})):
             for name, number in added.items():
                 target[name] = target.get(name, 0) + number
-        yield _Tokenised(document["id"], document["source"], ids, word_starts(spelling, ids))
+        yield _Tokenised(document["id"], document["source"], ids, spelling)
 
 
 def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
@@ -252,7 +256,7 @@ def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Blo
             block = None
         block = block or _Block(document.source, [], [], [])
         block.tokens.append(document.tokens)
-        block.word_starts.append(document.word_starts)
+        block.spellings.append(document.spelling)
         block.document_ids.append(document.id)
         block.num_tokens += num_tokens
     if block:
@@ -262,6 +266,7 @@ def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Blo
 def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     """Contents by member name."""
     lengths = [len(part) for part in block.tokens]
+    documents = list(zip(block.spellings, block.tokens, strict=True))
     meta = {
         "source": block.source,
         "num_tokens": block.num_tokens,
@@ -271,7 +276,7 @@ def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     contents = (
         _npy(np.concatenate(block.tokens).astype(token_dtype(vocab_size))),
         _npy(np.cumsum(lengths, dtype=np.int64)),
-        _npy(np.packbits(np.concatenate(block.word_starts))),
+        _npy(np.packbits(word_starts_of(documents))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
     return dict(zip(MEMBERS, contents, strict=True))

@@ -1,6 +1,6 @@
 """Reads and compares the sketches of all pieces; see `data_prep.near` for the files.
 
-Letters: P pairs, S bins of a sketch.
+Letters: P pairs.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.dropped import Pieces
-from data_prep.minhash import similarity
+from data_prep.minhash import NUM_BINS, similarity
 
 _BLOCK_PAIRS = 1 << 15
 _OPEN_FILES = 128
@@ -30,8 +30,6 @@ class Sketches:
         self.pieces = pieces
         self._paths = [folder / f"{name}.sketch.npy" for name in pieces.names]
         self._starts = pieces.starts
-        self.num_bins: int = np.load(self._paths[0], mmap_mode="r").shape[1]
-        """S."""
 
     def agreements(self, pairs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint16]:
         """(P,) bytes in which the sketches of two documents agree.
@@ -44,9 +42,7 @@ class Sketches:
         found = np.zeros(len(pairs), dtype=np.uint16)
         later, later_row = np.unique((pairs >> np.uint64(32)).astype(np.int64), return_inverse=True)
         parts = [self._read(piece, part) for piece, part in self.pieces.split(later)]
-        later_rows = (
-            np.concatenate(parts) if parts else np.zeros((0, self.num_bins), dtype=np.uint8)
-        )
+        later_rows = np.concatenate(parts) if parts else np.zeros((0, NUM_BINS), dtype=np.uint8)
         earlier = (pairs & _LOW).astype(np.int64)
         order = np.argsort(earlier, kind="stable")
         done = 0
@@ -61,14 +57,9 @@ class Sketches:
             done += len(documents)
         return found
 
-    def least_agreements(self, threshold: float) -> int:
-        """With so many agreements the estimated similarity reaches the threshold."""
-        reached = similarity(np.arange(self.num_bins + 1), self.num_bins) >= threshold
-        return int(np.argmax(reached)) if reached.any() else self.num_bins + 1
-
     def rows(self) -> "Rows":
         """For single documents."""
-        return Rows(self.pieces, self._paths, self.num_bins)
+        return Rows(self.pieces, self._paths)
 
     def _read(self, piece: int, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         # A map is closed at once: there may be more pieces than a process may have open files.
@@ -76,12 +67,17 @@ class Sketches:
         return np.array(table[documents - self._starts[piece]])
 
 
+def least_agreements(threshold: float) -> int:
+    """With so many agreements the estimated similarity reaches the threshold, at most 1."""
+    return int(np.argmax(similarity(np.arange(NUM_BINS + 1)) >= threshold))
+
+
 class Rows:
     """Reads one sketch at a time, with few system calls; keeps some files open until its end."""
 
-    def __init__(self, pieces: Pieces, paths: list[Path], num_bins: int) -> None:
+    def __init__(self, pieces: Pieces, paths: list[Path]) -> None:
         self._ends, self._starts = pieces.ends, pieces.starts
-        self._paths, self.num_bins = paths, num_bins
+        self._paths = paths
         self._files: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._row = functools.lru_cache(maxsize=_CACHED_ROWS)(self._read)
 
@@ -105,9 +101,9 @@ class Rows:
             if len(self._files) >= _OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1][0])
             handle = os.open(self._paths[piece], os.O_RDONLY)
-            values = (int(self._ends[piece]) - self._starts[piece]) * self.num_bins
+            values = (int(self._ends[piece]) - self._starts[piece]) * NUM_BINS
             self._files[piece] = handle, os.fstat(handle).st_size - values
         self._files.move_to_end(piece)
         handle, first = self._files[piece]
-        place = first + (document - self._starts[piece]) * self.num_bins
-        return np.frombuffer(os.pread(handle, self.num_bins, place), dtype=np.uint8)
+        place = first + (document - self._starts[piece]) * NUM_BINS
+        return np.frombuffer(os.pread(handle, NUM_BINS, place), dtype=np.uint8)

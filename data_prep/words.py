@@ -5,7 +5,8 @@ spell, and stored as one bit a token. The only door to rjieba (jieba's algorithm
 Rust: a prefix dictionary, the most likely path, and an HMM for words that are not in it).
 """
 
-from typing import Any
+import re
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,18 @@ from pipeline.data.tokenizer import Spelling
 
 # CJK unified ideographs, extension A, compatibility ideographs, and the supplementary planes.
 HAN = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))
+# jieba looks for words inside runs of Chinese characters and these; some of its words have both,
+# such as T恤.
+_JOINED = "a-zA-Z0-9+#&._%-"
+_BETWEEN = re.compile(f"[^{''.join(f'{chr(a)}-{chr(b)}' for a, b in HAN)}{_JOINED}]")
+_IS_JOINED, _IS_HAN = 1, 2
+_CHUNK = 1 << 20
 
 
-def word_starts(tokenizer: Spelling, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+Tokens = npt.NDArray[np.unsignedinteger]
+
+
+def word_starts(spelling: Spelling, ids: Tokens) -> npt.NDArray[np.bool_]:
     """Whether each token of a whole document starts a word; (n,) bool.
 
     A token that starts with a Chinese character starts a word where one of jieba's words starts;
@@ -25,21 +35,79 @@ def word_starts(tokenizer: Spelling, ids: npt.NDArray[np.unsignedinteger]) -> np
     reaches into the next belongs to the first.
 
     Args:
-        tokenizer: that made the ids, or what it says of how they spell the document.
+        spelling: the tokenizer that made the ids, or what it says of how they spell the document.
         ids: (n,) tokens of one document, from its begin.
     """
-    starts = tokenizer.word_starts(ids)
-    text, offsets = tokenizer.surface(ids)
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    han = np.zeros(len(codes) + 1, dtype=bool)
-    for first, last in HAN:
-        han[:-1] |= (codes >= first) & (codes <= last)
-    if not han.any():
-        return starts
-    begins = np.zeros(len(codes) + 1, dtype=bool)
-    lengths: npt.NDArray[Any] = np.array([len(word) for word in rjieba.cut(text)])
-    begins[np.cumsum(lengths)[:-1]] = True
-    begins[0] = True
-    chinese = han[offsets] & ~tokenizer.continues(ids)
-    starts[chinese] = begins[offsets[chinese]]
+    return word_starts_of([(spelling, ids)])
+
+
+def word_starts_of(documents: Sequence[tuple[Spelling, Tokens]]) -> npt.NDArray[np.bool_]:
+    """The same for all tokens of several documents.
+
+    Many at once are faster: tokenizer and jieba both have tables of megabytes, which push each
+    other out of the processor's cache if they take turns from document to document.
+    """
+    starts = np.concatenate([spelling.word_starts(ids) for spelling, ids in documents])
+    surfaces = [spelling.surface(ids) for spelling, ids in documents]
+    # The newline, for which jieba joins nothing, also stands behind the last document.
+    han, begins = _chinese("".join([f"{text}\n" for text, _ in surfaces]))
+    if han.any():
+        places = np.cumsum([0] + [len(text) + 1 for text, _ in surfaces])
+        offsets = np.concatenate([own + places[i] for i, (_, own) in enumerate(surfaces)])
+        continues = np.concatenate([spelling.continues(ids) for spelling, ids in documents])
+        chinese = han[offsets] & ~continues
+        starts[chinese] = begins[offsets[chinese]]
     return starts
+
+
+def _chinese(text: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Whether each character is Chinese, and whether one of jieba's words begins at it.
+
+    Both (len(text),) bool; the second means something where the first is true.
+    """
+    han, begins = (np.zeros(len(text), dtype=bool) for _ in range(2))
+    start = 0
+    while start < len(text):
+        cut = _BETWEEN.search(text, start + _CHUNK)
+        end = cut.end() if cut else len(text)
+        codes = np.frombuffer(text[start:end].encode("utf-32-le"), dtype="<u4")
+        kinds = _KINDS.take(codes)
+        np.equal(kinds, _IS_HAN, out=han[start:end])
+        if han[start:end].any():
+            places = _places(kinds)
+            words = rjieba.cut(codes[places].tobytes().decode("utf-32-le"))
+            lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+            begins[start + places[np.cumsum(lengths) - lengths]] = True
+        start = end
+    return han, begins
+
+
+def _places(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
+    """Where the text is that jieba's words in Chinese depend on.
+
+    These are the runs of `_IS_JOINED` and `_IS_HAN` that have a Chinese character, each with what
+    stands behind it, which keeps it apart from the next: jieba itself looks at one run at a time.
+    There must be one such run.
+    """
+    inside = np.zeros(len(kinds) + 2, dtype=bool)
+    np.not_equal(kinds, 0, out=inside[1:-1])
+    [bounds] = np.nonzero(inside[1:] != inside[:-1])
+    first, end = bounds[::2], bounds[1::2]
+    chosen = np.maximum.reduceat(kinds, first) == _IS_HAN
+    first, length = first[chosen], (end + 1 - first)[chosen]
+    places = np.repeat(first - (np.cumsum(length) - length), length)
+    places += np.arange(len(places))
+    return places if places[-1] < len(kinds) else places[:-1]
+
+
+def _kinds() -> npt.NDArray[np.uint8]:
+    """(0x110000,) by code point: Chinese, what jieba joins to it, or 0."""
+    kinds = np.zeros(0x110000, dtype=np.uint8)
+    for character in filter(re.compile(f"[{_JOINED}]").match, map(chr, range(128))):
+        kinds[ord(character)] = _IS_JOINED
+    for first, last in HAN:
+        kinds[first : last + 1] = _IS_HAN
+    return kinds
+
+
+_KINDS = _kinds()

@@ -4,6 +4,7 @@ Preparation and inference use this one class, so that they cannot tokenise diffe
 """
 
 import io
+import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ _SPACE = "\u2581"  # sentencepiece's mark for a space
 # independent of the machine.
 _TRAINING_THREADS = 16
 _MAX_SENTENCE_BYTES = 1 << 16
+# ModelProto.normalizer_spec = {name: "identity", precompiled_charsmap: ""}: appended to a model, it
+# replaces these two fields and leaves the others as they are (protobuf's rule for merging).
+_IDENTITY_RULES = b"\x1a\x0c\x0a\x08identity\x12\x00"
+_SPACES = re.compile("  +")
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,24 @@ class Tokenizer:
         """Token ids of a text, without specials; special tokens written in it are plain text."""
         return list(self._processor.EncodeAsIds(text))
 
-    def spell(self, text: str) -> tuple[list[int], Spelling]:
-        """Token ids of a text, as `encode`, and how they spell it."""
-        return self.encode(text), self
+    def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
+        """Token ids of a text, as `encode`, and how they spell it; for much text.
+
+        Normalised text, which is nearly all that data preparation has, is not normalised once more,
+        and its spelling needs no look at the pieces: twice as fast as `encode` and `surface`.
+        """
+        plain = self._plain_text.flat(text)
+        if plain is not None:
+            ids = self._plain_text.encode(plain)
+            num_chars = self._surface_tables[1].take(ids)
+            ends = np.cumsum(num_chars)
+            if not len(ids) or ends[-1] == len(plain):
+                return ids, _Spelled(self, plain, ends - num_chars)
+        return np.array(self.encode(text), dtype=np.int32), self
+
+    @cached_property
+    def _plain_text(self) -> "_PlainText":
+        return _PlainText(self._processor.serialized_model_proto())
 
     def encode_with_masks(self, text: str) -> list[int]:
         """Token ids of a text in which each `[MASK]` stands for one masked token."""
@@ -237,6 +257,49 @@ class Tokenizer:
                 starts[token] = piece[0] == _SPACE or _stands_alone(piece[0])
                 ends[token] = _stands_alone(piece[-1])
         return starts, ends, continues
+
+
+@dataclass(frozen=True)
+class _Spelled:
+    """A spelling that is known."""
+
+    tokenizer: Tokenizer
+    text: str
+    offsets: npt.NDArray[np.int64]
+
+    def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
+        return self.text, self.offsets
+
+    def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        return self.tokenizer.continues(ids)
+
+    def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        return self.tokenizer.word_starts(ids)
+
+
+class _PlainText:
+    """A model without its rules of normalisation, for text that they would leave as it is."""
+
+    def __init__(self, model: bytes) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model + _IDENTITY_RULES)
+        rules = dict(sentencepiece.SentencePieceNormalizer(model_proto=model).Decompile())
+        # A rule of several characters cannot apply where none but its first occurs.
+        changed = {old for old in rules if len(old) == 1}
+        changed |= {character for old in rules for character in old[1:]}
+        self._changed = np.zeros(0x110000, dtype=bool)
+        self._changed[[ord(character) for character in changed]] = True
+        # `flat` does for newlines what the rules of sentencepiece do; others may do something else.
+        self._usable = rules.get("\n") == " "
+
+    def flat(self, text: str) -> str | None:
+        """The normalised text, with spaces as such; None if rules other than for \\n matter."""
+        text = _SPACES.sub(" ", text.replace("\n", " ")).strip(" ")
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+        return text if self._usable and not self._changed.take(codes).any() else None
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        ids: npt.NDArray[np.int32] = self._processor.Encode(text, return_type="numpy")
+        return ids
 
 
 def train(

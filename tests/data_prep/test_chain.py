@@ -138,7 +138,7 @@ def test_a_stage_refuses_when_the_one_before_is_not_complete(
     other = _load(prep_config, tmp_path / "data", source, "clean.min_chars=50")
     with pytest.raises(DataError, match=r"eval_sets, of which 1 of 1 tasks are not done"):
         run_part(other, "tokenizer")
-    with pytest.raises(ConfigError, match="--stage shard: this config has the stages ingest, "):
+    with pytest.raises(ConfigError, match="--stage shard: this config has the stages eval_sets, "):
         run_part(config, "shard")
     with pytest.raises(ConfigError, match="--rank 3 --world 3: expected 0 <= rank < world"):
         run_part(config, "ingest", rank=3, world=3)

@@ -1,129 +1,63 @@
-"""Options of normalisation: hand-checked cases, and that nothing changes the second time."""
+"""Normalisation against the standard library and regular expressions, character by character."""
 
 import random
+import re
 import unicodedata
-from collections.abc import Iterator
-from itertools import islice, product
 
 import pytest
 
-from data_prep import embedded
-from data_prep.config import CleanConfig
+from data_prep import normalise as module
 from data_prep.normalise import normalise
-from tests.support.near_texts import english
 
-STRIP = CleanConfig(html="strip")
-SIMPLIFIED = CleanConfig(simplified=True)
-OPTIONS = [
-    CleanConfig(nfkc=nfkc, simplified=simplified, html=html)
-    for nfkc, simplified, html in product((True, False), (False, True), ("keep", "strip"))
+_REMOVED = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e"
+    "\u2060-\u2064\u2066-\u206f\ufeff\ufffd]"
+)
+_ASSIGNED = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in "CnCs"]
+_CHANGED = [
+    c for c in _ASSIGNED if unicodedata.normalize("NFKC", c) != c or unicodedata.combining(c)
 ]
+_BLANK = [*" \t\n\r\x0b\x0c\x1c\x85\xa0\u1680\u2028\u2029\u202f\u3000", "\r\n", "\u200b", "a", "中"]
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("a&nbsp;b &amp; c &lt; d", "a b & c < d"),
-        ("x &amp;lt; y &amp;amp;amp; z", "x < y & z"),
-        ("&ldquo;caf&eacute;&rdquo;&#8212;&#x4e2d;&hellip;", "“café”—中..."),
-        ("one<br/>two<BR>three<br clear=all />four", "one\ntwo\nthree\nfour"),
-        ("<p>one</p><p class='x y' id=z>two</p>", "one\n\ntwo"),
-        ('<div class="a" hidden>text</div>', "text"),
-        ("<table><tr><td>1</td><td>2</td></tr></table>", "1 2"),
-        ("a <b>bold</b>, <i>i</i> and <a href=\"x?y=1&z=2\">link</a>", "a bold, i and link"),
-        ("<ruby>深度学习<rt>deep learning</rt></ruby>", "深度学习 deep learning"),
-        ("before<!-- a\n<b> -->after", "before\nafter"),
-        ("a<script type='x'>if (a<b) {}</script>b<STYLE>p{}</STYLE>c", "a\nb\nc"),
-        ("<!DOCTYPE html><html><body>x</body></html>", "x"),
-        ("&lt;p&gt;shown&lt;/p&gt;", "shown"),
-        ("&amp;lt;br&amp;gt;", ""),
-        ("＜br＞x＜/p＞", "x"),
-        ("中文<p>另一段", "中文\n另一段"),
-        ("cut off </span> here<div> and there", "cut off here\nand there"),
-        ('<img src="a.png" alt="b">x<input type=text disabled>', "x"),
-    ],
-)  # fmt: skip
-def test_remnants_of_html_go(raw: str, expected: str) -> None:
-    assert normalise(raw, STRIP) == expected
+def _reference(text: str) -> str:
+    """The definition: one step after the other over the whole text."""
+    text = re.sub("\r\n?|[\x85\u2028\u2029]", "\n", text)
+    text = unicodedata.normalize("NFKC", _REMOVED.sub("", text))
+    text = re.sub(r"[^\S\n]+", " ", text)
+    text = re.sub(r" ?\n ?(?:\n ?)+", "\n\n", text)
+    return text.replace(" \n", "\n").replace("\n ", "\n").strip()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a < b and c > d", "x <b and y> z", "if a<b: c>d", "1<p>2", "i<s>j", "a<b>c",
-        "List<int> Map<String, A> vector<a> Option<Table> <T> <K, V> Foo<B>",
-        "write to <EMAIL>, <PHONE>, <ID>, <CARD>, <IP>",
-        "<guido@python.org> <https://example.org/a>",
-        "cp <source> <link> <time> <title> <object>",
-        "#include <map> and <iostream>, <Button/> <br-x> <divide>",
-        "p = &sum; q = &alpha; r = &image; f(&x); a && b; ?a=1&copy=2&lt",
-        "<unknown attr='x'>y</unknown>", "<class 'int'>", "->*<- <3 <- => <=> <>",
-        "<script> alone, <style> alone, <!-- open", "<p a b c>", "<div x>", "<b", "</", "<a href=x",
-    ],
-)  # fmt: skip
-def test_what_only_looks_like_html_stays(text: str) -> None:
-    assert normalise(text, STRIP) == text
-    assert normalise(text, CleanConfig()) == text
+def test_by_hand() -> None:
+    assert normalise("Ｆｕｌｌ　ｗｉｄｔｈ，①②\r\n\r\n\r\n \t½…\u200b é ﬁ ") == (
+        "Full width,12\n\n1⁄2... é fi"
+    )
+    assert normalise("\u3000\n\ufeff") == ""
+    # Hangul: a consonant, a vowel and a final one become a syllable.
+    assert normalise("\u1112\u1161\u11ab") == "한"
+    # A mark that was written apart by an invisible character belongs to the letter before it.
+    assert normalise("e\u200b\u0301") == "é"
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("乾隆皇帝把衣服洗乾淨", "乾隆皇帝把衣服洗干净"),
-        ("乾坤未定，乾燥的幹部", "乾坤未定,干燥的干部"),
-        ("皇后在後宮等了很久，然後離開", "皇后在后宫等了很久,然后离开"),
-        ("著名作家看著窗外，隨著時間過去，顯著變化", "著名作家看着窗外,随着时间过去,显著变化"),
-        ("頭髮發現範圍，范仲淹與余先生餘額", "头发发现范围,范仲淹与余先生余额"),
-        ("瞭望塔上瞭解情況，藉口狼藉", "瞭望塔上了解情况,借口狼藉"),
-        ("徵求意見，宮商角徵羽", "征求意见,宫商角徵羽"),
-        ("這裡公里，只有一隻貓", "这里公里,只有一只猫"),
-        ("English と 123", "English と 123"),
-    ],
-)
-def test_traditional_becomes_simplified_by_phrases(raw: str, expected: str) -> None:
-    assert normalise(raw, SIMPLIFIED) == expected
+def test_every_character_between_others() -> None:
+    for before, behind in (("a", "b"), ("e\u0301", "\u0301"), ("\u1100", "\u11a8"), (" ", "\n")):
+        text = "".join(f"|{before}{character}{behind}" for character in _ASSIGNED)
+        assert normalise(text) == _reference(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["原著由他编著,名著昭著,执著的著者", "什么怎么,老么", "皇后与后来,干净的干部,一只猫,里程公里"],
-)
-def test_simplified_text_stays(text: str) -> None:
-    assert normalise(text, SIMPLIFIED) == text
+@pytest.mark.parametrize("chunk", [1 << 20, 3])
+def test_random_text(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    rng = random.Random(0)
+    for _ in range(20_000):
+        pools = (_ASSIGNED, _CHANGED, _CHANGED, _BLANK, _BLANK, "aeouAO \u1100\uac00")
+        text = "".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(0, 12)))
+        assert normalise(text) == _reference(text), ascii(text)
 
 
-def test_without_nfkc_letters_stay_as_they_are() -> None:
-    text = "ＡＢＣ，ﬁne ① e\u0301\u3000x\u200b\r\ny  z"
-    kept = normalise(text, CleanConfig(nfkc=False))
-    assert kept == "ＡＢＣ，ﬁne ① e\u0301 x\ny z"
-    assert normalise(text) == unicodedata.normalize("NFKC", kept)
-
-
-def _random_texts() -> Iterator[str]:
-    draw = random.Random(8)
-    every = [chr(point) for point in range(0x30000) if not 0xD800 <= point < 0xE000]
-    han = [c for c in every if 0x3400 <= ord(c) < 0xA000 or ord(c) >= 0x20000]
-    pieces = [
-        *" \n\t<>&;/!-='\"apbBIRx0", "<br>", "<p>", "</p>", "<b>", "</b>", "&lt;", "&amp;", "gt;",
-        "<script>", "</script>", "<!--", "-->", "&#60;", "&#x3c;", "＜", "＞", "＆", "著", "乾",
-        "隆", "後", "於", "\u200b", "\u0301", "\xa0", "\u2028", "´", '<div class="x">', "#65308;",
-    ]  # fmt: skip
-    for _ in range(1000):
-        yield "".join(draw.choices(pieces, k=30))
-        yield "".join(draw.choices(every, k=20) + draw.choices(pieces, k=20))
-        yield "".join(draw.choices(han, k=40))
-    yield from ("".join(every[start : start + 50]) for start in range(0, len(every), 50))
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    files = embedded.find()[::40]
-    prose = (raw.decode() for path, name in files for _, raw in embedded.documents(path, name))
-    return [*_random_texts(), *english()[:100], *islice(prose, 300)]
-
-
-@pytest.mark.parametrize("clean", OPTIONS, ids=str)
-def test_normalised_text_stays_as_it_is(clean: CleanConfig, texts: list[str]) -> None:
-    for text in texts:
-        once = normalise(text, clean)
-        assert normalise(once, clean) == once
+def test_long_text_comes_in_chunks() -> None:
+    text = "".join(f"第{i}行 ｔｅｘｔ e\u0301\n" for i in range(150_000))
+    assert len(text) > 2 << 20
+    assert normalise(text) == _reference(text)
+    assert normalise(text.replace("\n", " ")) == _reference(text.replace("\n", " "))

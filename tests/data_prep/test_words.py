@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import rjieba
 
-from data_prep.words import word_starts
+from data_prep import words
+from data_prep.words import HAN, word_starts, word_starts_of
 from pipeline.data.tokenizer import Tokenizer, train
 
 CHINESE = (
@@ -82,3 +83,66 @@ def test_random_text_against_jieba_on_the_text_itself(tokenizer: Tokenizer) -> N
             if offset < len(surface) and "\u4e00" <= surface[offset] <= "\u9fff":
                 first_byte = not tokenizer.continues(ids[i : i + 1])[0]
                 assert starts[i] == (first_byte and offset in begins), (text, i)
+
+
+def _jieba_words(text: str) -> list[str]:
+    """Cuts where `words` has a word begin at a Chinese character."""
+    han, begins = words._chinese(text)
+    bounds = [0, *(np.flatnonzero(han & begins).tolist()), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(dict.fromkeys(bounds))]
+
+
+def test_mixed_words_by_hand() -> None:
+    # Words of jieba's dictionary that have both scripts stay whole, in any company.
+    assert _jieba_words("他在卡拉OK唱歌，穿T恤。") == ["他", "在", "卡拉OK", "唱歌，", "穿T恤。"]
+    assert _jieba_words("GPT-4的训练数据 is large") == ["GPT-4", "的", "训练", "数据 is large"]
+    assert _jieba_words("3.5%的增长\n中国人民银行") == ["3.5%", "的", "增长\n", "中国人民银行"]
+    assert _jieba_words("we read 研究生命的起源 today") == [
+        "we read ", "研究", "生命", "的", "起源 today",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 7])
+def test_words_depend_on_chinese_runs_only(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """All of Unicode around Chinese: the words in Chinese are those of the whole text."""
+    monkeypatch.setattr(words, "_CHUNK", chunk)
+    rng = random.Random(2)
+    other = [chr(c) for c in range(0x30000) if not 0xD800 <= c < 0xE000]
+    joined = "abcTOK0123456789+#&._%-"
+    chinese = "今天天气很好我们在北京大学学习计算机卡拉恤打印的是和一二三"
+    for _ in range(4000):
+        pools = (other, joined, chinese, chinese, " ，。\n")
+        text = "".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(1, 40)))
+        begins = {0, *itertools.accumulate(map(len, rjieba.cut(text)))}
+        han, found = words._chinese(text)
+        for i, character in enumerate(text):
+            assert han[i] == any(a <= ord(character) <= b for a, b in HAN)
+            if han[i]:
+                assert found[i] == (i in begins), (text, i)
+
+
+def test_several_documents_are_as_each_alone(tokenizer: Tokenizer) -> None:
+    texts = ["我们在北京大学", "学习 the model.", "", "龘", "计算机", "english only", "龘靐 rare"]
+    spelt = [tokenizer.spell(text) for text in texts]
+    documents = [(spelling, ids.astype(np.uint16)) for ids, spelling in spelt]
+    alone = [word_starts(spelling, ids) for spelling, ids in documents]
+    np.testing.assert_array_equal(word_starts_of(documents), np.concatenate(alone))
+
+
+def test_spelling_is_that_of_encode(tokenizer: Tokenizer) -> None:
+    """With text that the rules of normalisation leave alone, and text that they do not."""
+    rng = random.Random(3)
+    pool = [*"今天天气很好我们the model.", "\n", "\n\n", " ", "  ", "龘", "😀", "é"]
+    rules = ["e\u0301", "①", "Ａ", "\u3000", "\t", "\u200b", "ﬁ", "…", "\u1100\u1161", "\u2581"]
+    fast = 0
+    for i in range(2000):
+        chosen = pool if i % 2 else pool + rules
+        text = "".join(rng.choice(chosen) for _ in range(rng.randint(0, 30)))
+        ids, spelling = tokenizer.spell(text)
+        assert ids.tolist() == tokenizer.encode(text), ascii(text)
+        expected_text, expected_offsets = tokenizer.surface(ids)
+        found_text, found_offsets = spelling.surface(ids)
+        assert found_text == expected_text
+        np.testing.assert_array_equal(found_offsets, expected_offsets)
+        fast += spelling is not tokenizer
+    assert 1000 <= fast < 1900  # both ways were taken
