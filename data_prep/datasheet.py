@@ -36,7 +36,7 @@ def write(folder: Path) -> tuple[Path, Path]:
     """Writes both pages into a dataset's folder.
 
     Raises:
-        DataError: the folder is no finished dataset, or one of an older version.
+        DataError: the folder is no finished dataset, or one of another version.
     """
     path = folder / REPORT_FILE
     try:
@@ -48,9 +48,10 @@ def write(folder: Path) -> tuple[Path, Path]:
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is damaged (no JSON: {error}); {_AGAIN}") from None
-    if "sources" not in report:
-        raise DataError(f"{path} has no 'sources': an older version wrote it; {_AGAIN}")
-    title, subtitle, sections = make(report)
+    try:
+        title, subtitle, sections = make(report)
+    except KeyError as error:
+        raise DataError(f"{path} has no {error}: another version wrote it; {_AGAIN}") from error
     pages = {HTML_FILE: to_html, MARKDOWN_FILE: to_markdown}
     for name, page in pages.items():
         write_atomic(folder / name, page(title, subtitle, sections).encode())

@@ -56,14 +56,14 @@ def make(
         "num_blocks": len(made.blocks),
         "shard_bytes": {split: _shard_bytes(made, split) for split in SPLITS},
         "stages": {name: counts.to_json() for name, counts in _stages(masks, records).items()},
+        "notes": {name: count for name, count in notes.items() if count},
+        "repeated_ids": deduplicated.result["examples"],
         "decontaminate": {
             name: value
             for done in records.get("decontaminate", [])
             for name, value in done.result.items()
             if name in ("sets", "items", "ignored_ngrams")
         },
-        "notes": {name: count for name, count in notes.items() if count},
-        "repeated_ids": deduplicated.result["examples"],
         "sources": {name: source.to_json() for name, source in sources.items()},
         "length_edges": EDGES,
         "lengths": lengths.to_json(),

@@ -323,7 +323,7 @@ def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> Non
     for content, message in [
         (None, "is no finished dataset"),
         (b"{", "is damaged"),
-        (b'{"key": 1}', "an older version wrote it"),
+        (b'{"sources": {"a": {"tokens": 1}}}', "another version wrote it"),
     ]:
         (tmp_path / "report.json").unlink()
         if content:
