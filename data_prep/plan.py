@@ -167,7 +167,7 @@ def _exact(size: _Size) -> Estimate:
 
 
 def _dedup(size: _Size) -> Estimate:
-    return Estimate(1, size.documents * 1e-6, size.documents, 150e6 + _list_bytes(size))
+    return Estimate(1, size.documents * 2.5e-6, size.documents, 150e6 + _list_bytes(size))
 
 
 def _list_bytes(size: _Size) -> float:
@@ -193,15 +193,15 @@ def _buckets(size: _Size) -> Estimate:
 def _candidates(size: _Size) -> Estimate:
     groups = 1 + int(size.documents) // near_cluster.GROUP_DOCUMENTS
     return Estimate(
-        groups, size.documents * _PAIRS * 1e-6, size.documents * 10 * _PAIRS,
+        groups, size.documents * _PAIRS * 2.2e-6, size.documents * 10 * _PAIRS,
         150e6 + size.documents / groups * (256 + 60 * min(8, _PAIRS)),
     )  # fmt: skip
 
 
 def _near(size: _Size) -> Estimate:
     return Estimate(
-        1, size.documents * _PAIRS * 0.5e-6, size.documents,
-        200e6 + 4 * size.documents + _list_bytes(size),
+        1, size.documents * _PAIRS * 1.9e-6, size.documents,
+        200e6 + 5 * size.documents + _list_bytes(size),
     )  # fmt: skip
 
 
