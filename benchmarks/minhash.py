@@ -42,10 +42,10 @@ from typing import Any
 import numpy as np
 from backports import zstd
 
-from data_prep import minhash
 from data_prep.config import DedupConfig
-from data_prep.minhash import Signatures, SignatureSettings, fold, signatures, similarity
-from data_prep.near import SignatureJob, run_signatures, settings_of
+from data_prep.dedup import minhash
+from data_prep.dedup.minhash import Signatures, SignatureSettings, fold, signatures, similarity
+from data_prep.dedup.near import SignatureJob, run_signatures, settings_of
 from data_prep.stage import Task
 
 _SAMPLED_CHARS = 6000

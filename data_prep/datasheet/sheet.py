@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_prep import datasheet_rejected, datasheet_sources
-from data_prep.charts import count, percent, short
-from data_prep.datasheet_cells import Sources, number, share, size, tree
-from data_prep.page import (
+from data_prep.datasheet import rejected as datasheet_rejected
+from data_prep.datasheet import sources as datasheet_sources
+from data_prep.datasheet.cells import Sources, number, share, size, tree
+from data_prep.datasheet.charts import count, percent, short
+from data_prep.datasheet.page import (
     Bullets,
     Cell,
     Code,
@@ -23,7 +24,7 @@ from data_prep.page import (
     to_html,
     to_markdown,
 )
-from data_prep.report import REPORT_FILE
+from data_prep.datasheet.report import REPORT_FILE
 from pipeline.config import strict_yaml
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic

@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_prep import dedup, samples
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts
-from data_prep.lengths import EDGES, Lengths
-from data_prep.report_sources import PIECE_STAGES, by_source
+from data_prep.datasheet import samples
+from data_prep.datasheet.lengths import EDGES, Lengths
+from data_prep.datasheet.report_sources import PIECE_STAGES, by_source
+from data_prep.dedup import exact
 from data_prep.stage import Done
 from pipeline.config.load import provenance
 from pipeline.data.shards import SPLITS, DatasetIndex, read_index
@@ -33,7 +34,7 @@ def make(
         notes.update(done.result["notes"])
     [deduplicated] = records["dedup"]
     # Ingestion counts them within a piece, stage dedup over all pieces.
-    notes[dedup.REPEATED_IDS] = deduplicated.result["repeated_ids"]
+    notes[exact.REPEATED_IDS] = deduplicated.result["repeated_ids"]
     sources = by_source(corpus, names, masks, records)
     lengths = Lengths()
     for source in sources.values():
