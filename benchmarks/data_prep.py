@@ -49,9 +49,9 @@ from benchmarks import filters, minhash  # noqa: E402
 from data_prep import corpus as corpora  # noqa: E402
 from data_prep import ingest  # noqa: E402
 from data_prep.chain import walk  # noqa: E402
+from data_prep.clean.normalise import normalise  # noqa: E402
 from data_prep.config import DedupConfig, PrepConfig, TokenizerConfig  # noqa: E402
-from data_prep.near import settings_of  # noqa: E402
-from data_prep.normalise import normalise  # noqa: E402
+from data_prep.dedup.near import settings_of  # noqa: E402
 from data_prep.readers.items import Document  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
 from data_prep.words import word_starts_of  # noqa: E402

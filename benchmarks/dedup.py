@@ -1,6 +1,6 @@
 """Peak memory and CPU time of deduplication's tasks over a synthetic corpus, as one JSON line.
 
-    python benchmarks/dedup.py [--million 8] [--folder /tmp/x]
+    python -m benchmarks.dedup [--million 8] [--folder /tmp/x]
 
 The corpus has no text, only the files between the stages: `--million` documents in pieces of 80,000
 with ids of 60 characters. A tenth of the documents are equal to an earlier one. A third are near
@@ -24,16 +24,19 @@ from typing import Any
 import numpy as np
 from backports import zstd
 
-from data_prep import dedup, lines, near, near_cluster
 from data_prep.config import DedupConfig
-from data_prep.minhash import NUM_BINS
+from data_prep.dedup import exact, lines, near, near_cluster
+from data_prep.dedup.minhash import NUM_BINS
 from data_prep.stage import Done, Task
 
 _PIECE = 80_000
 _BANDS = 16  # of pair files; what a pair costs does not depend on how many there are
 _RUN = """
 import json, pickle, sys, time
-from data_prep import dedup, lines, near, near_cluster
+from data_prep.dedup import exact
+from data_prep.dedup import lines
+from data_prep.dedup import near
+from data_prep.dedup import near_cluster
 function, task = pickle.load(sys.stdin.buffer)
 function(task)
 peak = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
@@ -145,12 +148,12 @@ def main() -> None:
         made = _Corpus(Path(name), arguments.million * 1_000_000 // _PIECE * _PIECE)
         work, names = made.work, made.names
         made.documents_and_lines()
-        dedup.PART_DOCUMENTS = made.documents + 1
-        [exact] = dedup.exact_tasks([], names, work / "ingest", made.documents, work / "exact")
-        found["exact"] = _measure(dedup.run_exact, exact)
+        exact.PART_DOCUMENTS = made.documents + 1
+        [to_find] = exact.exact_tasks([], names, work / "ingest", made.documents, work / "exact")
+        found["exact"] = _measure(exact.run_exact, to_find)
         empty = _done({"repeated_ids": 0, "examples": []})
-        [merge] = dedup.dedup_tasks([exact], [empty], [], work / "dedup")
-        found["dedup"] = _measure(dedup.run_dedup, merge)
+        [merge] = exact.dedup_tasks([to_find], [empty], [], work / "dedup")
+        found["dedup"] = _measure(exact.run_dedup, merge)
         distinct = [
             len(np.load(work / f"line_hashes/{n}.hashes.npy", mmap_mode="r")) for n in names
         ]

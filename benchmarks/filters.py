@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import embedded
+from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig
-from data_prep.filter_config import FiltersConfig
-from data_prep.filters import Dropped, Filters
-from data_prep.normalise import normalise
+from data_prep.filters.config import FiltersConfig
+from data_prep.filters.rules import Dropped, Filters
 from pipeline.config.load import load
 
 WEB = Path(__file__).parents[1] / "configs" / "prep" / "web.yaml"

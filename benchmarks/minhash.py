@@ -1,6 +1,6 @@
 """Speed and recall of the near-duplicate stages, as one JSON line.
 
-    python benchmarks/minhash.py corpus.jsonl.gz [--datatrove-python VENV/bin/python] [--others]
+    python -m benchmarks.minhash corpus.jsonl.gz [--datatrove-python VENV/bin/python] [--others]
 
 The corpus is JSON lines with `text`, plain or .gz; a document is Chinese if a third of its bytes
 are Han characters, and besides mixed if a fifth of its letters are no CJK. Speeds are MB of UTF-8
@@ -42,10 +42,10 @@ from typing import Any
 import numpy as np
 from backports import zstd
 
-from data_prep import minhash
 from data_prep.config import DedupConfig
-from data_prep.minhash import Signatures, SignatureSettings, fold, signatures, similarity
-from data_prep.near import SignatureJob, run_signatures, settings_of
+from data_prep.dedup import minhash
+from data_prep.dedup.minhash import Signatures, SignatureSettings, fold, signatures, similarity
+from data_prep.dedup.near import SignatureJob, run_signatures, settings_of
 from data_prep.stage import Task
 
 _SAMPLED_CHARS = 6000

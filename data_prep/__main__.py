@@ -82,7 +82,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _datasheet(arguments: argparse.Namespace) -> int:
-    from data_prep.datasheet import write
+    from data_prep.datasheet.sheet import write
 
     for path in write(arguments.folder):
         print(path)

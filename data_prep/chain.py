@@ -7,25 +7,15 @@ stage: `run` does all tasks, an array task does its share of one stage, `status`
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-from data_prep import (
-    decontaminate,
-    dedup,
-    eval_sets,
-    finish,
-    ingest,
-    lines,
-    near,
-    near_cluster,
-    overlaps,
-    sample,
-    shards,
-    vocabulary,
-)
+from data_prep import finish, ingest, shards
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts, table
+from data_prep.decontaminate import decide, eval_sets, overlaps
+from data_prep.dedup import exact, lines, near, near_cluster
 from data_prep.index import SHARD_FOLDER
 from data_prep.stage import Done, Stage
+from data_prep.tokenizer import sample, vocabulary
 from pipeline.errors import DataError
 
 Chain = Generator[Stage, list[Done], None]
@@ -96,10 +86,10 @@ def chain(corpus: Corpus) -> Chain:
         texts = work / "lines"
         written = records["lines"] = yield from _lines(corpus, names, ingested)
     masks = {"dedup": work / "dedup"}
-    exact = dedup.exact_tasks(written, names, texts, _num_read(ingested), work / "exact")
-    found = yield Stage("exact", exact, dedup.run_exact)
+    to_find = exact.exact_tasks(written, names, texts, _num_read(ingested), work / "exact")
+    found = yield Stage("exact", to_find, exact.run_exact)
     [kept] = records["dedup"] = yield Stage(
-        "dedup", dedup.dedup_tasks(exact, found, written, work / "dedup"), dedup.run_dedup
+        "dedup", exact.dedup_tasks(to_find, found, written, work / "dedup"), exact.run_dedup
     )
     if config.dedup.near_duplicates:
         masks["near"] = work / "near"
@@ -181,13 +171,11 @@ def _decontaminate(
     places = (*folders, work / "eval_sets")
     to_search = overlaps.overlap_tasks(upstream, names, places, config, work / "overlaps")
     searched = yield Stage("overlaps", to_search, overlaps.run_overlaps)
-    job = decontaminate.DecontaminateJob(
+    job = decide.DecontaminateJob(
         *places, work / "overlaps", names, evaluated.result["sets"], config
     )
-    to_decide = decontaminate.decontaminate_task(
-        job, (kept, evaluated, searched), work / "decontaminate"
-    )
-    return (yield Stage("decontaminate", [to_decide], decontaminate.run_decontaminate))
+    to_decide = decide.decontaminate_task(job, (kept, evaluated, searched), work / "decontaminate")
+    return (yield Stage("decontaminate", [to_decide], decide.run_decontaminate))
 
 
 def _refuse_empty(ingested: list[Done], folder: Path) -> None:

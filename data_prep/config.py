@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from data_prep.filter_config import FiltersConfig
+from data_prep.filters.config import FiltersConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.errors import ConfigError
 
@@ -57,7 +57,7 @@ class CleanConfig:
     )
     html: Literal["keep", "strip"] = param(
         "keep", "remnants of HTML: strip decodes entities and removes tags, comments, scripts and "
-        "styles; what only looks like a tag stays (rules: data_prep/html_text.py)",
+        "styles; what only looks like a tag stays (rules: data_prep/clean/html_text.py)",
     )  # fmt: skip
     min_chars: int = param(1, "shorter documents are rejected, after normalisation",
                            unit="characters", ge=1)  # fmt: skip

@@ -4,10 +4,11 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_prep import eval_items, inputs
+from data_prep import inputs
 from data_prep.config import PrepConfig
-from data_prep.given_tokenizer import GivenTokenizer, read_given
+from data_prep.decontaminate import eval_items
 from data_prep.stage import make_key
+from data_prep.tokenizer.given import GivenTokenizer, read_given
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)

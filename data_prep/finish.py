@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep import datasheet, index, report
+from data_prep import index
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts, table
-from data_prep.report import REPORT_FILE
+from data_prep.datasheet import report, sheet
+from data_prep.datasheet.report import REPORT_FILE
 from data_prep.stage import Done, Task, make_key
 from pipeline.runtime.files import write_json_atomic
 
@@ -48,7 +49,7 @@ def run(task: Task[FinishJob]) -> tuple[dict[str, Any], list[Path]]:
     made = report.make(job.corpus, job.names, job.masks, job.records)
     write_json_atomic(output / REPORT_FILE, made)
     try:
-        datasheet.write(output)
+        sheet.write(output)
     except Exception:
         # A dataset that took days is not given up for a page about it.
         logger.exception(

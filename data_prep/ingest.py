@@ -29,13 +29,13 @@ import numpy as np
 from backports import zstd
 
 from data_prep import embedded
+from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, SourceConfig
 from data_prep.counts import Counts
 from data_prep.documents import Document, Rejected, encoding_of, read_file
-from data_prep.filter_config import FiltersConfig
-from data_prep.filters import Dropped, Filters, key_parts
+from data_prep.filters.config import FiltersConfig
+from data_prep.filters.rules import Dropped, Filters, key_parts
 from data_prep.inputs import InputFile, Piece, refuse_changed
-from data_prep.normalise import normalise
 from data_prep.stage import Task, make_key, replacing
 from pipeline.errors import DataError
 

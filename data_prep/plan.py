@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep import corpus, dedup, dropped, lines, near, near_cluster, shards
+from data_prep import corpus, shards
 from data_prep.chain import stage_names
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
-from data_prep.minhash import NUM_BINS
+from data_prep.dedup import dropped, exact, lines, near, near_cluster
+from data_prep.dedup.minhash import NUM_BINS
 
 # Bytes of text in a byte of a file.
 _EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".parquet": 2.2}
@@ -160,7 +161,7 @@ def _lines(size: _Size) -> Estimate:
 
 
 def _exact(size: _Size) -> Estimate:
-    parts = 1 + int(size.documents) // dedup.PART_DOCUMENTS
+    parts = 1 + int(size.documents) // exact.PART_DOCUMENTS
     return Estimate(
         parts, size.documents * 1e-6, size.documents, 100e6 + 60 * size.documents / parts
     )

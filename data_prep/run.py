@@ -9,8 +9,8 @@ from data_prep import corpus
 from data_prep.chain import stage_names, walk
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
+from data_prep.datasheet.report import REPORT_FILE
 from data_prep.finish import log_report
-from data_prep.report import REPORT_FILE
 from data_prep.stage import Done, Stage, finished, run_tasks
 from pipeline.config.load import resolved_text
 from pipeline.errors import ConfigError, DataError

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
-from data_prep.ingest import read_documents, read_lines
+from data_prep.ingest import read_documents
 from data_prep.stage import Done, Task, make_key, replacing
 from data_prep.words import word_starts_of
 from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
@@ -123,11 +123,11 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     totals = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
     tars: list[dict[str, Any]] = []
     paths = []
-    for split in SPLITS:
+    held_out: list[dict[str, str]] = []
+    # In this order: the list is filled while the training split is written.
+    for split, texts in (("train", _documents(job, held_out)), ("eval", iter(held_out))):
         path = task.folder / f"{split}-{task.name}.tar"
-        documents = _counted(
-            _documents(job, split), tokenizer, counts, sources[split], totals[split]
-        )
+        documents = _counted(texts, tokenizer, counts, sources[split], totals[split])
         blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
@@ -200,17 +200,15 @@ def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]
     }
 
 
-def _documents(job: ShardJob, split: str) -> Iterator[dict[str, str]]:
+def _documents(job: ShardJob, held_out: list[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Yields documents for training, and adds the others to `held_out`: so all are read once."""
     for name in job.names:
-        keep = np.load(job.dedup_folder / f"{name}.keep.npy")
-        ids = read_lines(job.ingest_folder / f"{name}.ids.jsonl.zst")
-        rows = {
-            row
-            for row, (kept, document_id) in enumerate(zip(keep.tolist(), ids, strict=True))
-            if kept
-            and (hash_share(document_id, "split") < job.config.eval_fraction) == (split == "eval")
-        }
-        yield from read_documents(job.ingest_folder / f"{name}.jsonl.zst", rows)
+        rows = np.flatnonzero(np.load(job.dedup_folder / f"{name}.keep.npy"))
+        for document in read_documents(job.ingest_folder / f"{name}.jsonl.zst", set(rows.tolist())):
+            if hash_share(document["id"], "split") < job.config.eval_fraction:
+                held_out.append(document)
+            else:
+                yield document
 
 
 def _counted(

@@ -195,4 +195,6 @@ def json_document(
     text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         return Rejected(place.at(offset), f"no text in field {text_field!r}", raw)
-    return Document(place.own(record.get(id_field), offset), storable(text))
+    # Only an escape can bring in a lone surrogate: the line itself is valid text.
+    text = storable(text) if "\\u" in line else text
+    return Document(place.own(record.get(id_field), offset), text)

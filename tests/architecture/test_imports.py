@@ -52,7 +52,7 @@ DOORS = {
     "pyarrow": {"data_prep.readers.parquet"},
     "warcio": {"data_prep.readers.wet"},
     "rjieba": {"data_prep.words"},
-    "opencc": {"data_prep.simplified"},
+    "opencc": {"data_prep.clean.simplified"},
     "psutil": {"launch.demo"},
 }
 

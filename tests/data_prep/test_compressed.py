@@ -14,7 +14,7 @@ from backports import zstd
 from data_prep import ingest
 from data_prep.config import CleanConfig, SourceConfig
 from data_prep.documents import Document, Rejected, read_file
-from data_prep.filter_config import FiltersConfig
+from data_prep.filters.config import FiltersConfig
 from data_prep.inputs import find, pieces
 
 COMPRESS = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress}

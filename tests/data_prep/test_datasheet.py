@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep import corpus, datasheet, ingest, samples
-from data_prep.charts import Part, bar, escape, histogram, percent, short, sparkline
+from data_prep import corpus, ingest
 from data_prep.config import PrepConfig
-from data_prep.lengths import EDGES, QUANTILES, Lengths
-from data_prep.page import to_html, to_markdown
+from data_prep.datasheet import samples, sheet
+from data_prep.datasheet.charts import Part, bar, escape, histogram, percent, short, sparkline
+from data_prep.datasheet.lengths import EDGES, QUANTILES, Lengths
+from data_prep.datasheet.page import to_html, to_markdown
 from data_prep.run import run
 from data_prep.stage import Stage, run_tasks
 from pipeline.config.load import load
@@ -119,7 +120,7 @@ def _rows(table: ET.Element) -> list[list[str]]:
 
 
 def _pages(made: dict[str, Any]) -> tuple[str, str]:
-    parts = datasheet.make(made)
+    parts = sheet.make(made)
     return to_html(*parts), to_markdown(*parts)
 
 
@@ -217,7 +218,7 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
 
 
 def test_lengths_in_parts_are_lengths_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.lengths._MERGE_AT", 500)
+    monkeypatch.setattr("data_prep.datasheet.lengths._MERGE_AT", 500)
     rng = np.random.default_rng(0)
     values = np.exp(rng.normal(7, 2, 20_000)).astype(np.int64) + 1
     whole, parts = Lengths(), Lengths()
@@ -323,7 +324,7 @@ def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> Non
     for content, message in [
         (None, "is no finished dataset"),
         (b"{", "is damaged"),
-        (b'{"key": 1}', "an older version wrote it"),
+        (b'{"sources": {"a": {"tokens": 1}}}', "another version wrote it"),
     ]:
         (tmp_path / "report.json").unlink()
         if content:
@@ -390,7 +391,7 @@ def test_a_page_that_cannot_be_written_loses_no_dataset(
     assert read_index(tmp_path / "data").fingerprint == made["fingerprint"]
     assert "the datasheet could not be made; the dataset is complete" in caplog.text
     (tmp_path / "data" / "datasheet.html").rmdir()
-    datasheet.write(tmp_path / "data")
+    sheet.write(tmp_path / "data")
     assert made["fingerprint"] in (tmp_path / "data" / "datasheet.html").read_text()
 
 

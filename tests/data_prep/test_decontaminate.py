@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from data_prep import corpus, eval_items
+from data_prep import corpus
 from data_prep.chain import walk
+from data_prep.clean.normalise import normalise
 from data_prep.config import DecontaminateConfig, EvalSetConfig, PrepConfig, SourceConfig
-from data_prep.decontaminate import REASON
-from data_prep.normalise import normalise
+from data_prep.decontaminate import eval_items
+from data_prep.decontaminate.decide import REASON
 from data_prep.run import run
 from data_prep.stage import Done, Stage, run_tasks
 from pipeline.errors import ConfigError, DataError

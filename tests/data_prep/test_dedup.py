@@ -14,8 +14,8 @@ from data_prep import corpus
 from data_prep.chain import walk
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts
+from data_prep.dedup.lines import NOTHING_NEW, REASON
 from data_prep.ingest import id_hash, read_lines
-from data_prep.lines import NOTHING_NEW, REASON
 from data_prep.run import run
 from data_prep.stage import Done, Stage, run_tasks
 from pipeline.config.load import load
@@ -162,8 +162,8 @@ def test_parts_and_workers_change_nothing(
     stages = ("lines", "dedup")
     _prepare(_config(tmp_path / "whole", source, "dedup.lines=true"))
     if parts == "workers=1":  # processes of a pool would not see it
-        monkeypatch.setattr("data_prep.dedup.PART_DOCUMENTS", 60)
-        monkeypatch.setattr("data_prep.lines.PART_LINES", 90)
+        monkeypatch.setattr("data_prep.dedup.exact.PART_DOCUMENTS", 60)
+        monkeypatch.setattr("data_prep.dedup.lines.PART_LINES", 90)
     records = _prepare(_config(tmp_path / "parts", source, "dedup.lines=true", parts))
     if parts == "workers=1":
         assert len(records["exact"]) == 11
@@ -248,7 +248,7 @@ def test_lists_name_the_first_of_every_piece(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _prepare(_config(tmp_path / "all", source))
-    monkeypatch.setattr("data_prep.dropped.LISTED", 3 * FILES + 1)
+    monkeypatch.setattr("data_prep.dedup.dropped.LISTED", 3 * FILES + 1)
     _prepare(_config(tmp_path / "few", source))
     for number in range(FILES):
         path = Path("work/dedup") / f"{number:05d}.duplicates.jsonl"

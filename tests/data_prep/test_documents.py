@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.clean.normalise import normalise
 from data_prep.config import SourceConfig
 from data_prep.documents import Document, Rejected, encoding_of, read_file
 from data_prep.inputs import find, pieces
-from data_prep.normalise import normalise
 from pipeline.errors import DataError
 
 

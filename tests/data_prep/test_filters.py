@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep import filter_mask, filter_text
 from data_prep.config import PrepConfig
-from data_prep.filter_config import FiltersConfig
-from data_prep.filters import Dropped, Filters, Kept, key_parts
+from data_prep.filters import mask as filter_mask
+from data_prep.filters import text as filter_text
+from data_prep.filters.config import FiltersConfig
+from data_prep.filters.rules import Dropped, Filters, Kept, key_parts
 from data_prep.ingest import read_lines
 from data_prep.run import run
 from pipeline.config.load import load

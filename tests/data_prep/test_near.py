@@ -21,9 +21,9 @@ import pytest
 from data_prep import corpus
 from data_prep.chain import walk
 from data_prep.config import DedupConfig, PrepConfig
-from data_prep.minhash import bins_of_bands, estimate, fold, signatures
-from data_prep.near import bucket_pairs, settings_of
-from data_prep.near_cluster import REASON
+from data_prep.dedup.minhash import bins_of_bands, estimate, fold, signatures
+from data_prep.dedup.near import bucket_pairs, settings_of
+from data_prep.dedup.near_cluster import REASON
 from data_prep.stage import Done, Stage, run_tasks
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
@@ -305,15 +305,15 @@ def test_workers_pieces_and_parts_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if "workers=2" not in overrides:  # processes of a pool would not see it
-        monkeypatch.setattr("data_prep.dedup.PART_DOCUMENTS", 100)
-        monkeypatch.setattr("data_prep.near.PART_DOCUMENTS", 700)
-        monkeypatch.setattr("data_prep.near._BATCH_DOCUMENTS", 7)
-        monkeypatch.setattr("data_prep.near_cluster.GROUP_DOCUMENTS", 430)
-        monkeypatch.setattr("data_prep.near_cluster._RUN_PAIRS", 1000)
-        monkeypatch.setattr("data_prep.near_cluster._CHUNK_PAIRS", 10)
-        monkeypatch.setattr("data_prep.sketches._BLOCK_PAIRS", 5)
-        monkeypatch.setattr("data_prep.sketches._OPEN_FILES", 1)
-        monkeypatch.setattr("data_prep.sketches._CACHED_ROWS", 3)
+        monkeypatch.setattr("data_prep.dedup.exact.PART_DOCUMENTS", 100)
+        monkeypatch.setattr("data_prep.dedup.near.PART_DOCUMENTS", 700)
+        monkeypatch.setattr("data_prep.dedup.near._BATCH_DOCUMENTS", 7)
+        monkeypatch.setattr("data_prep.dedup.near_cluster.GROUP_DOCUMENTS", 430)
+        monkeypatch.setattr("data_prep.dedup.near_cluster._RUN_PAIRS", 1000)
+        monkeypatch.setattr("data_prep.dedup.near_cluster._CHUNK_PAIRS", 10)
+        monkeypatch.setattr("data_prep.dedup.sketches._BLOCK_PAIRS", 5)
+        monkeypatch.setattr("data_prep.dedup.sketches._OPEN_FILES", 1)
+        monkeypatch.setattr("data_prep.dedup.sketches._CACHED_ROWS", 3)
     records = _prepare(_config(tmp_path / "data", straight[0], SMALL, *overrides))
     if "workers=2" not in overrides:
         numbers = [len(records[name]) for name in ("exact", "buckets", "candidates")]

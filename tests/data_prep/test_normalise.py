@@ -6,8 +6,8 @@ import unicodedata
 
 import pytest
 
-from data_prep import normalise as module
-from data_prep.normalise import normalise
+from data_prep.clean import normalise as module
+from data_prep.clean.normalise import normalise
 
 _REMOVED = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e"

@@ -8,8 +8,8 @@ from itertools import islice, product
 import pytest
 
 from data_prep import embedded
+from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig
-from data_prep.normalise import normalise
 from tests.support.near_texts import english
 
 STRIP = CleanConfig(html="strip")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from data_prep.config import PrepConfig, TokenizerConfig
-from data_prep.given_tokenizer import read_given
 from data_prep.run import run
-from data_prep.sample import allot
-from data_prep.tokenizer_report import script
+from data_prep.tokenizer.given import read_given
+from data_prep.tokenizer.report import script
+from data_prep.tokenizer.sample import allot
 from pipeline.config.load import load
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
+from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig
-from data_prep.normalise import normalise
 from data_prep.run import run
 from data_prep.verify import verify
 from pipeline.config.data import DataConfig

@@ -8,7 +8,7 @@ import pydoc_data.topics
 
 import numpy as np
 
-from data_prep.minhash import SignatureSettings, fold
+from data_prep.dedup.minhash import SignatureSettings, fold
 
 
 def chinese(rng: np.random.Generator, documents: int) -> list[str]:

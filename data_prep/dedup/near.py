@@ -4,7 +4,7 @@ A signature is computed once a piece. Documents that agree in all rows of a band
 of that band (locality-sensitive hashing: Leskovec, Rajaraman, Ullman, "Mining of Massive
 Datasets", 3.4): with Jaccard similarity s that happens in at least one band with probability
 1 - (1 - s^rows)^bands. A bucket of m documents gives at most 2m pairs, each member with the first
-one and with the one before it. `data_prep.near_cluster` decides about the pairs.
+one and with the one before it. `data_prep.dedup.near_cluster` decides about the pairs.
 
 Writes per piece
     NAME.signatures.npy   (d, bands) uint64, column by column; 0 where there is no signature
@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import DedupConfig
-from data_prep.dedup import in_part
+from data_prep.dedup.exact import in_part
+from data_prep.dedup.minhash import NUM_BINS, SignatureSettings, signatures
 from data_prep.ingest import read_documents
-from data_prep.minhash import NUM_BINS, SignatureSettings, signatures
 from data_prep.stage import Done, Task, make_key, replacing
 from pipeline.errors import DataError
 

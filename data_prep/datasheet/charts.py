@@ -1,8 +1,8 @@
 """Charts as text: HTML bars and SVG histograms, without scripts and without a plotting library.
 
 Every function is pure and returns well-formed XML. Colours are classes `s0` to `s7` of
-`data_prep.page_style`. A mark has a title, which browsers show under the mouse, and a chart a label
-for those who do not see it.
+`data_prep.datasheet.page_style`. A mark has a title, which browsers show under the mouse, and a
+chart a label for those who do not see it.
 """
 
 import html

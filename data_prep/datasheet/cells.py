@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from data_prep.charts import OTHER, Part, bar, count, escape, legend, percent, short
-from data_prep.page import Block, Cell, Details, Figure, Table
+from data_prep.datasheet.charts import OTHER, Part, bar, count, escape, legend, percent, short
+from data_prep.datasheet.page import Block, Cell, Details, Figure, Table
 
 
 class Sources:

@@ -15,7 +15,7 @@ Stage exact writes per part
                            are counted over all pieces
 Stage dedup writes per piece
     NAME.keep.npy          (d,) bool
-    NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.dropped`
+    NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.dedup.dropped`
 """
 
 import logging
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.counts import Counts
-from data_prep.dropped import Dropped, Pieces, listed_per_piece, write_lists
+from data_prep.dedup.dropped import Dropped, Pieces, listed_per_piece, write_lists
 from data_prep.ingest import id_hash, read_lines
 from data_prep.stage import Done, Task, make_key, replacing
 

@@ -1,7 +1,7 @@
 """A page of sections, written as HTML in one file and as Markdown for GitHub.
 
 Both are made from the same blocks, so they say the same. A `Cell` has a text and may have a picture
-of it for HTML. All text is escaped here; `html` fields come from `data_prep.charts`.
+of it for HTML. All text is escaped here; `html` fields come from `data_prep.datasheet.charts`.
 """
 
 import html
@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from data_prep.charts import escape, printable
-from data_prep.page_style import STYLE
+from data_prep.datasheet.charts import escape, printable
+from data_prep.datasheet.page_style import STYLE
 
 # Also what GitHub would make a link of.
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~$@]|:(?=//)|(?<=www)\.)")

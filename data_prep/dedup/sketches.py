@@ -1,4 +1,4 @@
-"""Reads and compares the sketches of all pieces; see `data_prep.near` for the files.
+"""Reads and compares the sketches of all pieces; see `data_prep.dedup.near` for the files.
 
 Letters: P pairs.
 """
@@ -12,8 +12,8 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.dropped import Pieces
-from data_prep.minhash import NUM_BINS, similarity
+from data_prep.dedup.dropped import Pieces
+from data_prep.dedup.minhash import NUM_BINS, similarity
 
 _BLOCK_PAIRS = 1 << 15
 _OPEN_FILES = 128

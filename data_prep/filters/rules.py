@@ -1,6 +1,6 @@
 """Which documents are good enough, and what is masked in them.
 
-Sources, with the papers' values as defaults in `data_prep.filter_config`:
+Sources, with the papers' values as defaults in `data_prep.filters.config`:
 
 - Gopher: Rae et al. 2021, "Scaling Language Models", arXiv 2112.11446, appendix A.1 ("Quality
   Filtering" and "Repetition Removal", table A1). Groups `quality` and `repetition`.
@@ -14,7 +14,7 @@ What the papers leave open: a duplicate line, paragraph or n-gram is one that eq
 of the document (as in the datatrove library); shares of lines are of lines that are not empty;
 shares of n-grams are of the characters that are no space, each counted once.
 
-Chinese has no spaces. A word (a "unit" in `data_prep.filter_text`) is one Chinese character or
+Chinese has no spaces. A word (a "unit" in `data_prep.filters.text`) is one Chinese character or
 kana, or a run of other characters between spaces; a document is Chinese if half of its units are
 Chinese characters or kana. In a Chinese document
 - word counts, the ratios of hash signs and ellipses, and C4's words of a line count characters;
@@ -37,11 +37,11 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from data_prep.filter_config import FiltersConfig
-from data_prep.filter_lines import LineRules, Lines
-from data_prep.filter_mask import Masker
-from data_prep.filter_text import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, Measured, NGrams
-from data_prep.filter_words import WordFinder, read_words
+from data_prep.filters.config import FiltersConfig
+from data_prep.filters.lines import LineRules, Lines
+from data_prep.filters.mask import Masker
+from data_prep.filters.text import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, Measured, NGrams
+from data_prep.filters.words import WordFinder, read_words
 
 _STOP_WORDS = re.compile(r"\b(?:the|be|to|of|and|that|have|with)\b", re.IGNORECASE | re.ASCII)
 _CHINESE_STOP_WORDS = "的一是不了在人有和这"

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from operator import itemgetter
 
-from data_prep.filter_config import C4Config
-from data_prep.filter_text import Measured
+from data_prep.filters.config import C4Config
+from data_prep.filters.text import Measured
 
 _BULLETS = frozenset("-*–•‣◦●○■□▪▫◆◇▶►·∙")
 _ELLIPSES = ("...", "…", "。。。")

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep import sample, tokenizer_report
 from data_prep.config import DEFAULT_VOCAB_SIZE, TokenizerConfig
-from data_prep.given_tokenizer import GivenTokenizer
 from data_prep.stage import Done, Task, make_key
+from data_prep.tokenizer import report as tokenizer_report
+from data_prep.tokenizer import sample
+from data_prep.tokenizer.given import GivenTokenizer
 from pipeline.data import tokenizer
 from pipeline.data.wordpiece import load_tokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic

@@ -3,9 +3,9 @@
 from itertools import pairwise
 from typing import Any
 
-from data_prep.charts import OTHER, count, escape, histogram, short, sparkline
-from data_prep.datasheet_cells import Sources, number, ratio, share, size
-from data_prep.page import Cell, Details, Figure, Section, Table, Text
+from data_prep.datasheet.cells import Sources, number, ratio, share, size
+from data_prep.datasheet.charts import OTHER, count, escape, histogram, short, sparkline
+from data_prep.datasheet.page import Cell, Details, Figure, Section, Table, Text
 
 _MEANINGS = {
     "input": "what the files hold",

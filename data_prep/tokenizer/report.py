@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.sample import Kept, Sample
+from data_prep.tokenizer.sample import Kept, Sample
 from data_prep.words import HAN
 from pipeline.data.tokenizer import Spelling
 from pipeline.data.wordpiece import CONTINUES, DatasetTokenizer

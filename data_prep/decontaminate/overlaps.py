@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import DecontaminateConfig
-from data_prep.eval_sets import ARRAYS
+from data_prep.decontaminate.eval_sets import ARRAYS
+from data_prep.dedup.minhash import fold, letter_positions, shingle_hashes, shingle_lengths
+from data_prep.dedup.near import batches
 from data_prep.ingest import read_documents
-from data_prep.minhash import fold, letter_positions, shingle_hashes, shingle_lengths
-from data_prep.near import batches
 from data_prep.stage import Done, Task, make_key, replacing
 
 _WINDOW = 1 << 14  # what is hashed at a time fits the second-level cache

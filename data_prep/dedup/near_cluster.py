@@ -16,7 +16,7 @@ Stage candidates writes per group
     GROUP.agreements   uint16, little endian: bytes in which their sketches agree
 Stage near writes per piece
     NAME.keep.npy      (d,) bool, after exact and near deduplication
-    NAME.near.jsonl    {"id", "kept", "jaccard"} a line, see `data_prep.dropped`
+    NAME.near.jsonl    {"id", "kept", "jaccard"} a line, see `data_prep.dedup.dropped`
 
 A candidate task holds at most about `_RUN_PAIRS` pairs at a time, 60 bytes each, and the sketches
 of its later documents. Stage near needs 5 bytes a document of the corpus and a bounded rest.
@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.counts import Counts
-from data_prep.dropped import Dropped, Pieces, listed_per_piece, write_lists
-from data_prep.minhash import NUM_BINS, similarity
-from data_prep.near import BucketJob, Place, save
-from data_prep.sketches import Rows, Sketches, least_agreements
+from data_prep.dedup.dropped import Dropped, Pieces, listed_per_piece, write_lists
+from data_prep.dedup.minhash import NUM_BINS, similarity
+from data_prep.dedup.near import BucketJob, Place, save
+from data_prep.dedup.sketches import Rows, Sketches, least_agreements
 from data_prep.stage import Done, Task, make_key, replacing
 
 REASON = "near duplicate of an earlier document"

@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from typing import Literal
 
-from data_prep.filter_config import MaskConfig
+from data_prep.filters.config import MaskConfig
 
 Kind = Literal["EMAIL", "PHONE", "ID", "CARD", "IP"]
 

@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_prep import datasheet_rejected, datasheet_sources
-from data_prep.charts import count, percent, short
-from data_prep.datasheet_cells import Sources, number, share, size, tree
-from data_prep.page import (
+from data_prep.datasheet import rejected as datasheet_rejected
+from data_prep.datasheet import sources as datasheet_sources
+from data_prep.datasheet.cells import Sources, number, share, size, tree
+from data_prep.datasheet.charts import count, percent, short
+from data_prep.datasheet.page import (
     Bullets,
     Cell,
     Code,
@@ -23,7 +24,7 @@ from data_prep.page import (
     to_html,
     to_markdown,
 )
-from data_prep.report import REPORT_FILE
+from data_prep.datasheet.report import REPORT_FILE
 from pipeline.config import strict_yaml
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
@@ -36,7 +37,7 @@ def write(folder: Path) -> tuple[Path, Path]:
     """Writes both pages into a dataset's folder.
 
     Raises:
-        DataError: the folder is no finished dataset, or one of an older version.
+        DataError: the folder is no finished dataset, or one of another version.
     """
     path = folder / REPORT_FILE
     try:
@@ -48,9 +49,10 @@ def write(folder: Path) -> tuple[Path, Path]:
         ) from None
     except ValueError as error:
         raise DataError(f"{path} is damaged (no JSON: {error}); {_AGAIN}") from None
-    if "sources" not in report:
-        raise DataError(f"{path} has no 'sources': an older version wrote it; {_AGAIN}")
-    title, subtitle, sections = make(report)
+    try:
+        title, subtitle, sections = make(report)
+    except KeyError as error:
+        raise DataError(f"{path} has no {error}: another version wrote it; {_AGAIN}") from error
     pages = {HTML_FILE: to_html, MARKDOWN_FILE: to_markdown}
     for name, page in pages.items():
         write_atomic(folder / name, page(title, subtitle, sections).encode())

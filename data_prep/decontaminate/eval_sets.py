@@ -1,10 +1,11 @@
 """Stage eval_sets: the n-grams of all evaluation sets, in tables that many tasks search.
 
-The unit is the shingle of `data_prep.minhash`: letters and digits of the case-folded text, of one
-length where they start with a Chinese, Japanese or Korean character and of another elsewhere. Items
-are normalised as documents are. An item with fewer n-grams than must be shared is looked for as a
-whole: at its first complete *anchor*, a shingle of `min_chars` or `min_chars_cjk` letters; without
-one it is too short to be looked for. Of items of one set with equal letters the first one counts.
+The unit is the shingle of `data_prep.dedup.minhash`: letters and digits of the case-folded text, of
+one length where they start with a Chinese, Japanese or Korean character and of another elsewhere.
+Items are normalised as documents are. An item with fewer n-grams than must be shared is looked for
+as a whole: at its first complete *anchor*, a shingle of `min_chars` or `min_chars_cjk` letters;
+without one it is too short to be looked for. Of items of one set with equal letters the first one
+counts.
 
 Writes
     all.ngrams.npy    (n,) uint64 hashes, rising, once for each set that has them
@@ -29,12 +30,12 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep import eval_items
+from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
+from data_prep.decontaminate import eval_items
+from data_prep.dedup.minhash import fold, shingle_hashes, shingle_lengths
+from data_prep.dedup.near import save
 from data_prep.inputs import InputFile
-from data_prep.minhash import fold, shingle_hashes, shingle_lengths
-from data_prep.near import save
-from data_prep.normalise import normalise
 from data_prep.stage import Task, make_key, replacing
 from pipeline.errors import DataError
 

@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_prep import dedup, samples
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts
-from data_prep.lengths import EDGES, Lengths
-from data_prep.report_sources import PIECE_STAGES, by_source
+from data_prep.datasheet import samples
+from data_prep.datasheet.lengths import EDGES, Lengths
+from data_prep.datasheet.report_sources import PIECE_STAGES, by_source
+from data_prep.dedup import exact
 from data_prep.stage import Done
 from pipeline.config.load import provenance
 from pipeline.data.shards import SPLITS, DatasetIndex, read_index
@@ -33,7 +34,7 @@ def make(
         notes.update(done.result["notes"])
     [deduplicated] = records["dedup"]
     # Ingestion counts them within a piece, stage dedup over all pieces.
-    notes[dedup.REPEATED_IDS] = deduplicated.result["repeated_ids"]
+    notes[exact.REPEATED_IDS] = deduplicated.result["repeated_ids"]
     sources = by_source(corpus, names, masks, records)
     lengths = Lengths()
     for source in sources.values():
@@ -56,14 +57,14 @@ def make(
         "num_blocks": len(made.blocks),
         "shard_bytes": {split: _shard_bytes(made, split) for split in SPLITS},
         "stages": {name: counts.to_json() for name, counts in _stages(masks, records).items()},
+        "notes": {name: count for name, count in notes.items() if count},
+        "repeated_ids": deduplicated.result["examples"],
         "decontaminate": {
             name: value
             for done in records.get("decontaminate", [])
             for name, value in done.result.items()
             if name in ("sets", "items", "ignored_ngrams")
         },
-        "notes": {name: count for name, count in notes.items() if count},
-        "repeated_ids": deduplicated.result["examples"],
         "sources": {name: source.to_json() for name, source in sources.items()},
         "length_edges": EDGES,
         "lengths": lengths.to_json(),

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from data_prep.charts import short
-from data_prep.datasheet_cells import Sources, number, share, size
+from data_prep.datasheet.cells import Sources, number, share, size
+from data_prep.datasheet.charts import short
+from data_prep.datasheet.page import Block, Cell, Details, Section, Table, Text
 from data_prep.ingest import STAGES
-from data_prep.page import Block, Cell, Details, Section, Table, Text
 
 _SHOWN_SOURCES = 8
 

@@ -38,13 +38,13 @@ def normalise(text: str, clean: CleanConfig = _DEFAULT) -> str:
     """Returns the text as it is deduplicated and tokenised; may be empty."""
     text = _plain(text, clean)
     if clean.html == "strip":
-        from data_prep.html_text import strip
+        from data_prep.clean.html_text import strip
 
         # What was hidden in entities or full-width letters shows up in the next round.
         while (stripped := strip(text)) != text:
             text = _plain(stripped, clean)
     if clean.simplified:
-        from data_prep.simplified import to_simplified
+        from data_prep.clean.simplified import to_simplified
 
         text = to_simplified(text)
     text = _SPACES.sub(" ", text).replace(" \n", "\n").replace("\n ", "\n")

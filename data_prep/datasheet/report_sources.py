@@ -11,8 +11,8 @@ import numpy.typing as npt
 from data_prep import ingest
 from data_prep.corpus import Corpus
 from data_prep.counts import Counts
+from data_prep.datasheet.lengths import Lengths
 from data_prep.inputs import Piece
-from data_prep.lengths import Lengths
 from data_prep.stage import Done
 from pipeline.data.shards import SPLITS
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from data_prep.config import DecontaminateConfig
 from data_prep.counts import Counts
-from data_prep.near import save
+from data_prep.dedup.near import save
 from data_prep.stage import Done, Task, make_key, replacing
 
 REASON = "shares text with an evaluation set"

@@ -32,9 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.counts import Counts
+from data_prep.dedup.near import save
 from data_prep.documents import Rejected
 from data_prep.ingest import paths_of, piece_writer, read_documents
-from data_prep.near import save
 from data_prep.stage import Done, Task, make_key
 
 PART_LINES = 16_000_000

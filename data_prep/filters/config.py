@@ -1,7 +1,7 @@
-"""The section `filters` of the config: every rule of `data_prep.filters`, all groups off.
+"""The section `filters` of the config: every rule of `data_prep.filters.rules`, all groups off.
 
 A group is switched on by `enabled`; a single rule of it is switched off by null. Defaults are the
-papers' values where there is a paper (see `data_prep.filters`), else said to be our own.
+papers' values where there is a paper (see `data_prep.filters.rules`), else said to be our own.
 """
 
 from dataclasses import dataclass

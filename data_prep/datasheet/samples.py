@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import ingest
+from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig
-from data_prep.filter_mask import Masker
-from data_prep.normalise import normalise
+from data_prep.filters.mask import Masker
 from data_prep.readers.items import storable
 from data_prep.stage import Done
 
