@@ -1,6 +1,6 @@
 """Speed of decontamination, and what it finds for which lengths of n-grams, as one JSON line.
 
-    python benchmarks/decontaminate.py CORPUS.jsonl[.gz] PREP.yaml [NGRAM,NGRAM_CJK,MIN,MIN_CJK ...]
+    python -m benchmarks.decontaminate CORPUS.jsonl[.gz] PREP.yaml [NGRAM,NGRAM_CJK,MIN,MIN_CJK ...]
 
 PREP.yaml has a section `decontaminate` with sets; other lengths than its own are tried one after
 another. For each: n-grams of the sets; MB of UTF-8 text per CPU-second of one process, the best of

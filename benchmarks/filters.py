@@ -1,6 +1,6 @@
 """Speed and rejections of the filter stage, as one JSON line.
 
-    python benchmarks/filters.py [CORPUS.jsonl or .jsonl.gz] [KEY=VALUE ...]
+    python -m benchmarks.filters [CORPUS.jsonl or .jsonl.gz] [KEY=VALUE ...]
 
 The corpus is normalised first, which is not measured; without one the embedded corpus is taken.
 MB are 10^6 UTF-8 bytes of normalised text, seconds are CPU seconds of one process, the better of
