@@ -15,6 +15,7 @@ on by the script that they are written in.
 """
 
 import hashlib
+import io
 import json
 import logging
 from array import array
@@ -142,6 +143,13 @@ class PieceWriter:
         self.rejected.write(item.to_json().encode() + b"\n")
 
 
+def _compressed(file: IO[bytes]) -> io.BufferedWriter:
+    # A MB at a time: the compressor's tables and those of normalisation push each other out of the
+    # processor's cache if they take turns from document to document.
+    compressor = cast("io.RawIOBase", zstd.open(file, "wb", level=3))
+    return io.BufferedWriter(compressor, 1 << 20)
+
+
 @contextmanager
 def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
     """Writes the files of a piece if the block succeeds, none if it fails."""
@@ -150,10 +158,7 @@ def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
             stack.enter_context(stack.enter_context(replacing(path)).open("wb"))
             for path in paths_of(task)
         ]
-        documents, rejected, ids = (
-            cast("IO[bytes]", stack.enter_context(zstd.open(files[i], "wb", level=3)))
-            for i in (0, 3, 4)
-        )
+        documents, rejected, ids = (stack.enter_context(_compressed(files[i])) for i in (0, 3, 4))
         writer = PieceWriter(documents, ids, rejected)
         yield writer
         np.save(files[1], np.frombuffer(b"".join(writer.hashes), dtype="<u8").reshape(-1, 2))

@@ -10,6 +10,7 @@ import mmap
 import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
 # text a token.
 _TAR_BYTES_PER_TEXT_BYTE = 0.6
 _TAR_RECORD = 512
+_BATCH_CHARS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -220,10 +222,9 @@ def _counted(
 ) -> Iterator[_Tokenised]:
     """Tokenises documents and adds them to the counts of the stage, their source and the split."""
     dtype = token_dtype(tokenizer.vocab_size)
-    for document in documents:
+    for document, encoded, spelling in _spelt(documents, tokenizer):
         num_bytes = len(document["text"].encode())
         counts.take(num_bytes)
-        encoded, spelling = tokenizer.spell(document["text"])
         ids: npt.NDArray[Any] = np.array(encoded, dtype=dtype)
         if not len(ids):
             counts.reject("no tokens", num_bytes)
@@ -240,6 +241,26 @@ def _counted(
             for name, number in added.items():
                 target[name] = target.get(name, 0) + number
         yield _Tokenised(document["id"], document["source"], ids, spelling)
+
+
+def _spelt(
+    documents: Iterator[dict[str, str]], tokenizer: DatasetTokenizer
+) -> Iterator[tuple[dict[str, str], Any, Spelling]]:
+    """Documents with what `spell` says of them.
+
+    Many are read, then tokenised: in turns, reading and the tokenizer push each other's tables out
+    of the processor's cache, and the tokenizer takes a quarter longer.
+    """
+    batch: list[dict[str, str]] = []
+    size = 0
+    for document in chain(documents, [None]):
+        if document is None or size > _BATCH_CHARS:
+            spelt = [tokenizer.spell(text["text"]) for text in batch]
+            yield from ((text, *found) for text, found in zip(batch, spelt, strict=True))
+            batch, size = [], 0
+        if document is not None:
+            batch.append(document)
+            size += len(document["text"])
 
 
 def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
