@@ -22,12 +22,14 @@ class MicroBatch:
     """(M,) int64, their original token ids."""
     num_tokens: int
     """Slots that are no padding."""
+    unmasked_documents: int
+    """Pieces with text of which no slot is to be predicted."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copies the tensors to a device without waiting for the copy."""
         moved = {
             field.name: getattr(self, field.name).to(device, non_blocking=True)
             for field in fields(self)
-            if field.name != "num_tokens"
+            if field.type is Tensor
         }
         return replace(self, **moved)
