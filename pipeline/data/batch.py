@@ -1,6 +1,7 @@
 """What the model is given: one micro-batch of packed, masked sequences."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copies the tensors to a device without waiting for the copy."""
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=True)
             for field in fields(self)
-            if field.type is Tensor
+            if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **moved)

@@ -21,15 +21,20 @@ passed over and the next one tried, as in BERT's `create_masked_lm_predictions`
 was not taken has tokens.
 
 Spans: SpanBERT draws a length and a start until the budget is used, and draws again where the start
-is masked already. Here the starts come in the order of the words' draws, masked ones passed over,
-which is the same distribution (each time uniform over the words that are left) and needs no number
+is masked already. Here the starts come in the order of the words' draws, masked ones passed over.
+That is the same distribution (each time uniform over the words that are left) and needs no number
 of attempts: the mask depends on the key and the sequence only. Lengths are geometric with p = 0.2
-on 1 to 10 words, scaled to sum to one, mean 3.80, as in SpanBERT's code; cut at 10 instead, the mean
-would be 4.46, not the paper's 3.8. A span ends early at the end of its document, at a token that is
-never masked ([UNK]), and before a word that does not fit into the budget; words that another span
-took count to its length. Differences: SpanBERT's code picks a start's token uniformly, so longer
-words more often, cuts the last word at the budget, which it rounds up, and treats spans that touch
-as one.
+on 1 to 10 words, scaled to sum to one, mean 3.80, as in SpanBERT's code; with longer ones cut to 10
+the mean would be 4.46, not the paper's 3.8. A span ends early at the end of its document, at a
+token that is never masked ([UNK]), and before a word that does not fit into the budget; words that
+another span took count to its length. Differences: SpanBERT's code picks a start's token uniformly,
+so longer words more often, cuts the last word at the budget, which it rounds up, and treats spans
+that touch as one.
+
+`at_least_one` looks at packed documents, not at sequences: one of 512 tokens is practically never
+without a mask, and attention does not cross documents. The word with the least draw of a document
+is the one that a rising ratio would select first, so masks stay nested. With `exact` it is taken
+on top of the budget.
 """
 
 import math
@@ -105,7 +110,8 @@ def _rule(config: DataConfig, vocabulary: Vocabulary, ratio: float) -> Rule:
 
 def _share(share: float) -> np.uint64:
     """The least number of 32 bits that is not below the share; exact, since 2^32 only scales."""
-    return np.uint64(math.ceil(share * 2**32))
+    threshold: np.uint64 = np.uint64(math.ceil(share * 2**32))
+    return threshold
 
 
 def _longer_from() -> npt.NDArray[np.uint64]:

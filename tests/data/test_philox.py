@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pipeline.data.mask_kernel import philox_words
 from pipeline.data.philox import Purpose, permutation, philox, uniform
 
 # Random123, tests/kat_vectors: philox4x32 with 10 rounds.
@@ -22,6 +23,8 @@ def test_philox_known_answers(
     counter: tuple[int, ...], key: tuple[int, int], expected: str
 ) -> None:
     assert " ".join(f"{int(word):08x}" for word in philox(counter, key)) == expected  # type: ignore[arg-type]
+    compiled = philox_words(*map(np.uint64, counter + key))
+    assert " ".join(f"{int(word):08x}" for word in compiled) == expected
 
 
 def test_philox_of_arrays_is_philox_of_each_element() -> None:
