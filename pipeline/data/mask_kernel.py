@@ -1,8 +1,9 @@
 """The compiled inner loop of masking: whole numbers only, so equal on every machine.
 
-Compiled at the first call and kept in `__pycache__` beside this file, or, where that cannot be
-written, in the user's cache folder. The global interpreter lock is released: loaders prefetch in a
-thread. What the arguments mean is said in `pipeline.data.masking`.
+Compiled at the first call and kept in `__pycache__` beside this file, or in the user's cache
+folder; where neither can be written, every process compiles anew, which takes seconds. The global
+interpreter lock is released: loaders prefetch in a thread. How words are selected is said in
+`pipeline.data.masking`.
 
 Letters: B sequences, S slots each; a sequence has W words, which are single tokens where tokens
 are masked by themselves.
@@ -18,14 +19,18 @@ import numpy.typing as npt
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def compiled(function: F) -> F:
+def compiled(function: F, **options: str) -> F:
     """Compiles with numba and keeps the type that readers and mypy see."""
-    return cast(F, numba.njit(cache=True, nogil=True)(function))
+    try:
+        made = numba.njit(cache=True, nogil=True, **options)(function)
+    except RuntimeError:  # no folder for the cache can be written
+        made = numba.njit(nogil=True, **options)(function)
+    return cast(F, made)
 
 
 def inlined(function: F) -> F:
     """The same, put into the loops that call it, which then compute several at once (6x faster)."""
-    return cast(F, numba.njit(cache=True, nogil=True, inline="always")(function))
+    return compiled(function, inline="always")
 
 
 # Mixed with a signed whole number, an unsigned one of 64 bits becomes a float: hence the casts.

@@ -124,7 +124,6 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
     rising = replace(plain, data=replace(plain.data, mask_prob_end=0.6, mask_prob_steps=10))
     rates = []
     for step in (0, 5, 10, 30):
-        # No micro-batch is lost: ranks of any share of the step get the same ratio.
         before, after = (_step(dataset, config, 2, 48 * step) for config in (plain, rising))
         maskable = int((_originals(after) >= NUM_SPECIAL).sum())
         assert set(before.masked_index.tolist()) <= set(after.masked_index.tolist())

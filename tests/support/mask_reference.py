@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pipeline.config.data import DataConfig
 from pipeline.data.mask_kernel import Sequences
 from pipeline.data.philox import Purpose, philox, uniform
-from pipeline.data.shards import MASK_ID, NUM_SPECIAL, Vocabulary
+from pipeline.data.shards import NUM_SPECIAL, Vocabulary
 
 Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 VOCABULARY = Vocabulary(1000)
@@ -121,7 +121,7 @@ def _chosen_words(
 
 
 def batch_of(
-    rows: int, length: int, *, document_length: int = 0, start_share: float = 0.6, first_id: int = 0
+    rows: int, length: int, *, document_length: int = 0, start_share: float = 0.6
 ) -> Sequences:
     """Random ids and words, drawn with Philox so that they are the same with every numpy.
 
@@ -146,15 +146,10 @@ def batch_of(
     word_starts[:, 0] = True
     return Sequences(
         tokens, word_starts, maskable, documents,
-        np.arange(first_id, first_id + rows), np.zeros(rows, dtype=np.int64),
+        np.arange(rows), np.zeros(rows, dtype=np.int64),
     )  # fmt: skip
 
 
 def within(count: float, total: float, share: float, errors: float = 4.0) -> bool:
     """Whether a binomial count is within some standard errors (4: p = 6e-5)."""
     return abs(count - total * share) < errors * np.sqrt(total * share * (1 - share))
-
-
-def is_mask(corrupted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Where [MASK] stands."""
-    return corrupted == MASK_ID
