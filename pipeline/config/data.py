@@ -16,10 +16,28 @@ class DataConfig:
     window_blocks: int = param(
         16, "blocks whose sequences are shuffled together; one block is read at a time", ge=1
     )
-    masking: Literal["token", "whole_word"] = param(
-        "whole_word", "unit that is masked: single tokens, or all tokens of a word together"
+    masking: Literal["token", "whole_word", "span"] = param(
+        "whole_word",
+        "unit that is masked: single tokens, all tokens of a word together, or spans of up to ten "
+        "words as in SpanBERT",
+    )
+    mask_selection: Literal["bernoulli", "exact"] = param(
+        "bernoulli",
+        "bernoulli: each unit by itself with mask_prob; exact: in random order until "
+        "round(mask_prob * maskable tokens) of the sequence are used, no word cut",
     )
     mask_prob: float = param(0.15, "share of tokens to predict", gt=0, lt=1)
+    mask_prob_end: float | None = param(
+        None, "share after mask_prob_steps, reached linearly; null keeps mask_prob", gt=0, lt=1
+    )
+    mask_prob_steps: int = param(
+        0, "steps from mask_prob to mask_prob_end, skipped ones included", unit="steps", ge=0
+    )
+    at_least_one: bool = param(
+        False,
+        "a packed document of which nothing was selected gets its word with the least draw; "
+        "raises the share where documents are short",
+    )
     replace_mask_prob: float = param(0.8, "of those, share replaced by [MASK]", ge=0, le=1)
     replace_random_prob: float = param(
         0.1, "of those, share replaced by a random token; the rest stays as it is", ge=0, le=1
@@ -38,3 +56,22 @@ class DataConfig:
                 f"data.replace_mask_prob={self.replace_mask_prob} + data.replace_random_prob="
                 f"{self.replace_random_prob} must be at most 1; lower one of the two"
             )
+        if self.masking == "span" and self.mask_selection != "exact":
+            raise ConfigError(
+                "data.masking=span takes spans until a budget is used, and data.mask_selection="
+                f"{self.mask_selection} has none; set data.mask_selection=exact"
+            )
+        if (self.mask_prob_end is None) != (self.mask_prob_steps == 0):
+            raise ConfigError(
+                f"data.mask_prob_end={'null' if self.mask_prob_end is None else self.mask_prob_end}"
+                f" and data.mask_prob_steps={self.mask_prob_steps} make no schedule; set both (at "
+                "least 1 step), or leave out both for a constant data.mask_prob"
+            )
+
+    def mask_ratio(self, step: int) -> float:
+        """Share of tokens to predict after `step` steps: linear, then constant."""
+        if self.mask_prob_end is None or step == 0:
+            return self.mask_prob
+        if step >= self.mask_prob_steps:
+            return self.mask_prob_end
+        return self.mask_prob + (self.mask_prob_end - self.mask_prob) * step / self.mask_prob_steps

@@ -1,6 +1,7 @@
 """What the model is given: one micro-batch of packed, masked sequences."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ class MicroBatch:
     """(M,) int64, their original token ids."""
     num_tokens: int
     """Slots that are no padding."""
+    unmasked_documents: int
+    """Pieces with text of which no slot is to be predicted."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copies the tensors to a device without waiting for the copy."""
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=True)
             for field in fields(self)
-            if field.name != "num_tokens"
+            if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **moved)

@@ -9,6 +9,7 @@ import torch
 
 from pipeline.config.data import DataConfig
 from pipeline.data.batch import MicroBatch
+from pipeline.data.mask_kernel import Sequences
 from pipeline.data.masking import mask_tokens
 from pipeline.data.order import Location
 from pipeline.data.packing import Packing, pack
@@ -41,12 +42,15 @@ class PackedSplit:
              for row in self.rows], dtype=np.int64
         )  # fmt: skip
 
-    def batch(self, locations: Sequence[Location], key: tuple[int, Purpose]) -> MicroBatch:
+    def batch(
+        self, locations: Sequence[Location], key: tuple[int, Purpose], ratio: float | None = None
+    ) -> MicroBatch:
         """Builds a micro-batch.
 
         Args:
             locations: the sequences, by block position within this split.
             key: (seed, purpose) of the masks.
+            ratio: share of tokens to predict; None takes `mask_prob` of the config.
         """
         shape = (len(locations), self._config.seq_len)
         vocabulary = self._vocabulary
@@ -56,15 +60,16 @@ class PackedSplit:
         word_starts = np.zeros(shape, dtype=bool)
         for row, location in enumerate(locations):
             self._fill(location, tokens[row], documents[row], positions[row], word_starts[row])
-        corrupted, selected = mask_tokens(
+        sequences = Sequences(
             tokens,
             word_starts,
             maskable=np.logical_and.reduce([tokens != token for token in vocabulary.special]),
+            documents=documents,
             sample_ids=np.array([location.sample_id for location in locations]),
             epochs=np.array([location.epoch for location in locations]),
-            config=self._config,
-            vocabulary=vocabulary,
-            key=key,
+        )
+        corrupted, selected, unmasked_documents = mask_tokens(
+            sequences, config=self._config, vocabulary=vocabulary, key=key, ratio=ratio
         )
         masked_index = np.flatnonzero(selected)
         return MicroBatch(
@@ -74,6 +79,7 @@ class PackedSplit:
             masked_index=torch.from_numpy(masked_index),
             targets=torch.from_numpy(tokens.reshape(-1)[masked_index]),
             num_tokens=int(np.count_nonzero(documents)),
+            unmasked_documents=unmasked_documents,
         )
 
     def _fill(

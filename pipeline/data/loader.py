@@ -41,19 +41,26 @@ class TrainLoader:
             window_blocks=config.data.window_blocks,
         )
         self._key = (config.seed, Purpose.MASK)
+        self._mask_ratio = config.data.mask_ratio
         self._global_batch = config.train.global_batch
         self._micro_batch = config.train.micro_batch
         self._share = share
         config.train.accumulation_steps(share.world_size)  # raises if the batch does not split
 
     def step_batches(self, cursor: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that starts at `cursor` sequences."""
+        """This rank's micro-batches of the step that starts at `cursor` sequences.
+
+        The mask ratio is that of step `cursor` / global batch, skipped steps included: batches are
+        made ahead, when nobody knows yet which steps will be skipped.
+        """
+        ratio = self._mask_ratio(cursor // self._global_batch)
         per_rank = self._global_batch // self._share.world_size
         first = cursor + self._share.rank * per_rank
         return [
             self.split.batch(
                 [self.order.locate(position) for position in range(at, at + self._micro_batch)],
                 self._key,
+                ratio,
             )
             for at in range(first, first + per_rank, self._micro_batch)
         ]
@@ -73,7 +80,10 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """This rank's share of the held-out sequences, in dataset order, with fixed masks."""
+    """This rank's share of the held-out sequences, in dataset order, with fixed masks.
+
+    They are of the config's unit and selection at `mask_prob`, whatever the ratio is in training.
+    """
 
     def __init__(self, index: DatasetIndex, config: PretrainConfig, share: Share) -> None:
         """Opens the eval split; see `PackedSplit` for what can fail."""

@@ -63,6 +63,15 @@ class Manifest:
     """path below the checkpoint -> {"bytes", "sha256"}."""
 
 
+# Older checkpoints do not name these fields: their runs were made with, and go on with, these.
+_LATER_DEFAULTS = {
+    "mask_selection": "bernoulli",
+    "mask_prob_end": None,
+    "mask_prob_steps": 0,
+    "at_least_one": False,
+}.items()
+
+
 def identity(config: PretrainConfig) -> dict[str, Any]:
     """Values that decide weights' shapes, order and masks: a run cannot change them half-way.
 
@@ -70,7 +79,8 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     """
     tree = asdict(config)
     data = {name: value for name, value in tree["data"].items()
-            if name not in ("dir", "verify_at_start_gib")}  # fmt: skip
+            if name not in ("dir", "verify_at_start_gib")
+            and (name, value) not in _LATER_DEFAULTS}  # fmt: skip
     train = {name: tree["train"][name] for name in ("global_batch", "precision")}
     return {"seed": config.seed, "model": tree["model"], "data": data, "train": train}
 

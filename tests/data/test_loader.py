@@ -53,6 +53,7 @@ def _step(
         ),
         targets=torch.cat([part.targets for part in parts]),
         num_tokens=sum(part.num_tokens for part in parts),
+        unmasked_documents=sum(part.unmasked_documents for part in parts),
     )
 
 
@@ -66,6 +67,7 @@ def test_global_batch_does_not_depend_on_ranks_and_micro_batch(
         for name in ("input_ids", "documents", "positions", "masked_index", "targets"):
             assert torch.equal(getattr(expected, name), getattr(found, name)), name
         assert expected.num_tokens == found.num_tokens
+        assert expected.unmasked_documents == found.unmasked_documents
 
 
 def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) -> None:
@@ -115,6 +117,46 @@ def test_masks_change_from_epoch_to_epoch(dataset: DatasetIndex) -> None:
     now, later = (loader.split.batch([replace(place, epoch=epoch)], (5, 3)) for epoch in range(2))
     assert torch.equal(_originals(now), _originals(later))
     assert not torch.equal(now.masked_index, later.masked_index)
+
+
+def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex) -> None:
+    plain = _config(dataset)
+    rising = replace(plain, data=replace(plain.data, mask_prob_end=0.6, mask_prob_steps=10))
+    rates = []
+    for step in (0, 5, 10, 30):
+        before, after = (_step(dataset, config, 2, 48 * step) for config in (plain, rising))
+        maskable = int((_originals(after) >= NUM_SPECIAL).sum())
+        assert set(before.masked_index.tolist()) <= set(after.masked_index.tolist())
+        rates.append(len(after.targets) / maskable)
+    # About 2,800 tokens of 1.5 tokens a word: standard errors of 0.9% to 1.3%.
+    assert rates == pytest.approx([0.15, 0.375, 0.6, 0.6], abs=0.05)
+    expected, found = (
+        list(EvalLoader(dataset, config, Share(0, 1)).batches()) for config in (plain, rising)
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert torch.equal(one.masked_index, other.masked_index)
+
+
+@pytest.mark.parametrize("at_least_one", [False, True])
+def test_documents_without_a_masked_token_are_counted_or_get_one(
+    dataset: DatasetIndex, at_least_one: bool
+) -> None:
+    plain = _config(dataset)
+    config = replace(plain, data=replace(plain.data, mask_prob=0.01, at_least_one=at_least_one))
+    unmasked = 0
+    for batch in TrainLoader(dataset, config, Share(0, 1)).step_batches(0):
+        rows = (batch.masked_index // 64).tolist()
+        numbers = batch.documents.view(-1)[batch.masked_index].tolist()
+        with_text = {
+            (row, int(number))
+            for row in range(len(batch.documents))
+            for number in batch.documents[row][_originals(batch)[row] >= NUM_SPECIAL].unique()
+        }
+        missing = with_text - set(zip(rows, numbers, strict=True))
+        assert batch.unmasked_documents == len(missing)
+        unmasked += len(missing)
+    assert (unmasked == 0) == at_least_one
 
 
 def test_prefetching_gives_the_same_steps(dataset: DatasetIndex) -> None:

@@ -1,8 +1,15 @@
 """Philox against the published vectors, and the permutations drawn with it."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from pipeline.data import mask_kernel
+from pipeline.data.mask_kernel import philox_words
 from pipeline.data.philox import Purpose, permutation, philox, uniform
 
 # Random123, tests/kat_vectors: philox4x32 with 10 rounds.
@@ -22,6 +29,20 @@ def test_philox_known_answers(
     counter: tuple[int, ...], key: tuple[int, int], expected: str
 ) -> None:
     assert " ".join(f"{int(word):08x}" for word in philox(counter, key)) == expected  # type: ignore[arg-type]
+    compiled = philox_words(*map(np.uint64, counter + key))
+    assert " ".join(f"{int(word):08x}" for word in compiled) == expected
+
+
+def test_kernel_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
+    shutil.copy(mask_kernel.__file__, tmp_path / "kernel.py")
+    (tmp_path / "__pycache__").write_text("a file, so that no folder can be made")
+    code = "import kernel, numpy as np; print(kernel.philox_words(*map(np.uint64, [0] * 6))[0])"
+    environment = {"XDG_CACHE_HOME": "/dev/null/none"}
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code], cwd=tmp_path, env=environment, text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) == 0x6627E8D5
 
 
 def test_philox_of_arrays_is_philox_of_each_element() -> None:

@@ -17,6 +17,7 @@ import transformers
 from data_prep.words import word_starts
 from pipeline.config.data import DataConfig
 from pipeline.data.fast_tokenizer import BertOptions, FastTokenizer
+from pipeline.data.mask_kernel import Sequences
 from pipeline.data.masking import mask_tokens
 from pipeline.data.philox import Purpose
 from pipeline.data.shards import DatasetIndex, Source, Vocabulary, index_bytes, read_index
@@ -129,9 +130,10 @@ def test_random_tokens_are_such_as_text_has(uncased: WordPieceTokenizer) -> None
     rng = np.random.default_rng(0)
     tokens = rng.choice(vocabulary.in_text, (2000, 64))
     every = np.ones(tokens.shape, dtype=bool)
-    arguments = (tokens, every, every, np.arange(2000), np.zeros(2000, dtype=np.int64))
-    corrupted, selected = mask_tokens(
-        *arguments, config=config, vocabulary=vocabulary, key=(3, Purpose.MASK)
+    one, zero = np.ones(tokens.shape, np.int32), np.zeros(2000, dtype=np.int64)
+    batch = Sequences(tokens, every, every, one, np.arange(2000), zero)
+    corrupted, selected, _ = mask_tokens(
+        batch, config=config, vocabulary=vocabulary, key=(3, Purpose.MASK)
     )
     drawn = corrupted[selected]
     counts = np.bincount(drawn, minlength=vocabulary.size)
@@ -141,8 +143,8 @@ def test_random_tokens_are_such_as_text_has(uncased: WordPieceTokenizer) -> None
     expected = len(drawn) / len(counts)
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert abs(chi_square - freedom) < 4.5 * np.sqrt(2 * freedom)
-    masked, selected = mask_tokens(
-        *arguments, config=replace(config, replace_mask_prob=1.0, replace_random_prob=0.0),
+    masked, selected, _ = mask_tokens(
+        batch, config=replace(config, replace_mask_prob=1.0, replace_random_prob=0.0),
         vocabulary=vocabulary, key=(3, Purpose.MASK),
     )  # fmt: skip
     assert (masked[selected] == 103).all()

@@ -1,0 +1,175 @@
+"""How words are selected: budgets, spans, at least one, ratios that change, against slow rules."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config.data import DataConfig
+from pipeline.data.mask_kernel import Sequences
+from pipeline.data.masking import Masked, mask_tokens
+from pipeline.data.philox import Purpose
+from pipeline.errors import ConfigError
+from tests.support.mask_reference import (
+    VOCABULARY,
+    batch_of,
+    draws_of,
+    mask_by_words,
+    span_cdf,
+)
+
+KEY = (11, Purpose.MASK)
+TOKEN = DataConfig(dir="unused", masking="token")
+EXACT = replace(TOKEN, mask_selection="exact")
+MODES = [("token", "bernoulli"), ("whole_word", "bernoulli"), ("token", "exact"),
+         ("whole_word", "exact"), ("span", "exact")]  # fmt: skip
+
+
+def _mask(config: DataConfig, batch: Sequences, ratio: float | None = None) -> Masked:
+    return mask_tokens(batch, config=config, vocabulary=VOCABULARY, key=KEY, ratio=ratio)
+
+
+@pytest.mark.parametrize("at_least_one", [False, True])
+@pytest.mark.parametrize("mask_prob", [0.01, 0.15, 0.9])
+@pytest.mark.parametrize(("mode", "selection"), MODES)
+def test_the_rules_as_written_give_the_same_masks(
+    mode: Any, selection: Any, mask_prob: float, at_least_one: bool
+) -> None:
+    config = DataConfig(dir="unused", masking=mode, mask_selection=selection, mask_prob=mask_prob,
+                        at_least_one=at_least_one)  # fmt: skip
+    for document_length, length in ((9, 120), (50, 250), (0, 60)):
+        batch = batch_of(12, length, document_length=document_length, start_share=0.4)
+        tokens, selected, unmasked = mask_by_words(batch, config, VOCABULARY, KEY)
+        found = _mask(config, batch)
+        np.testing.assert_array_equal(found.selected, selected)
+        np.testing.assert_array_equal(found.tokens, tokens)
+        assert found.unmasked_documents == unmasked
+
+
+@pytest.mark.parametrize("mask_prob", [0.01, 0.15, 0.5, 0.99])
+def test_exact_selection_hits_its_count(mask_prob: float) -> None:
+    batch = batch_of(500, 300, document_length=40)
+    maskable = batch.maskable & (np.arange(300) < np.arange(500)[:, None])  # all lengths
+    counts = _mask(EXACT, batch._replace(maskable=maskable), mask_prob).selected.sum(axis=1)
+    wanted = np.floor(maskable.sum(axis=1) * mask_prob + 0.5)
+    np.testing.assert_array_equal(counts, wanted)
+
+
+@pytest.mark.parametrize("mode", ["whole_word", "span"])
+def test_exact_selection_of_words_leaves_less_than_any_word(mode: Any) -> None:
+    batch = batch_of(2000, 200, start_share=0.3)
+    selected = _mask(replace(EXACT, masking=mode), batch).selected
+    left = 30 - selected.sum(axis=1)
+    assert (left >= 0).all()
+    for row in np.flatnonzero(left):
+        word = np.cumsum(batch.word_starts[row]) - 1
+        assert np.bincount(word[~selected[row]])[np.unique(word[~selected[row]])].min() > left[row]
+    # Some sequences are left with long words only; most have a word that fits.
+    assert (left == 0).mean() > 0.95
+
+
+def test_spans_have_the_length_distribution() -> None:
+    # The least draw of a sequence always starts a span, and ten tokens of budget do not cut it.
+    rows, length = 2000, 2048
+    batch = batch_of(rows, length, start_share=1.0)
+    selected = _mask(replace(EXACT, masking="span"), batch, 10 / length).selected
+    assert (selected.sum(axis=1) == 10).all()
+    start = draws_of(batch, KEY)[0].argmin(axis=1)
+    run = np.take_along_axis(
+        selected, np.minimum(start[:, None] + np.arange(11), length - 1), axis=1
+    )
+    lengths = np.cumprod(run, axis=1).sum(axis=1)[start < length - 11]
+    counts = np.bincount(lengths, minlength=11)[1:11]
+    assert counts.sum() == len(lengths)
+    expected = np.diff([0.0, *map(float, span_cdf())]) * len(lengths)
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 9 + 4 * np.sqrt(18)  # 9 degrees of freedom
+    # The paper's mean of 3.8; a span that another one continues (1 in 300) is far below the error.
+    assert abs(lengths.mean() - 3.797) < 4 * lengths.std() / np.sqrt(len(lengths))
+
+
+def test_starts_of_spans_are_uniform() -> None:
+    length = 64
+    batch = batch_of(20_000, length, start_share=1.0)
+    # A budget of one word: its place is the start.
+    selected = _mask(replace(EXACT, masking="span"), batch, 1 / length).selected
+    counts = selected.sum(axis=0)
+    expected = len(selected) / length
+    assert abs(((counts - expected) ** 2 / expected).sum() - 63) < 4 * np.sqrt(2 * 63)
+
+
+def test_spans_stay_within_documents_and_words_without_gaps() -> None:
+    batch = batch_of(500, 400, document_length=25, start_share=0.8)
+    config = replace(EXACT, masking="span", replace_random_prob=0.0, replace_mask_prob=1.0)
+    selected = _mask(config, batch, 0.3).selected
+    assert not selected[batch.documents == 0].any()
+    neighbours = (selected[:, 1:] & selected[:, :-1]).sum() / selected.sum()
+    alone = _mask(replace(config, masking="whole_word"), batch, 0.3).selected
+    # Spans stand together: 3.8 words at a time, single words by chance.
+    assert neighbours > 1.3 * (alone[:, 1:] & alone[:, :-1]).sum() / alone.sum()
+
+
+@pytest.mark.parametrize(("mode", "selection"), MODES)
+def test_at_least_one_token_of_each_document(mode: Any, selection: Any) -> None:
+    config = DataConfig(dir="unused", masking=mode, mask_selection=selection)
+    batch = batch_of(300, 200, document_length=6)
+    without, with_one = _mask(config, batch), _mask(replace(config, at_least_one=True), batch)
+    select = draws_of(batch, KEY)[0].astype(np.int64)
+    numbers = batch.documents + 1000 * np.arange(300)[:, None]
+    missing = 0
+    for number in np.unique(numbers):
+        slots = numbers == number
+        if not batch.maskable[slots].any():
+            continue
+        before, after = without.selected[slots], with_one.selected[slots]
+        assert after.any()
+        if before.any():
+            np.testing.assert_array_equal(before, after)
+            continue
+        missing += 1
+        if mode == "token":
+            candidates = np.where(batch.maskable[slots], select[slots], 2**33)
+            assert np.flatnonzero(after).tolist() == [int(candidates.argmin())]
+    assert missing == without.unmasked_documents > 1000
+    assert with_one.unmasked_documents == 0
+
+
+@pytest.mark.parametrize("at_least_one", [False, True])
+@pytest.mark.parametrize("mode", ["token", "whole_word"])
+def test_masks_of_rising_ratios_are_nested(mode: Any, at_least_one: bool) -> None:
+    config = DataConfig(dir="unused", masking=mode, at_least_one=at_least_one)
+    batch = batch_of(500, 256, document_length=12)
+    less = _mask(config, batch, 0.05)
+    for ratio in (0.050001, 0.15, 0.3, 0.8):
+        more = _mask(config, batch, ratio)
+        assert not (less.selected & ~more.selected).any()
+        # What was selected before is treated as before.
+        np.testing.assert_array_equal(more.tokens[less.selected], less.tokens[less.selected])
+        less = more
+    assert less.selected[batch.maskable].mean() > 0.75
+
+
+def test_ratio_is_a_function_of_the_step() -> None:
+    constant = DataConfig(dir="unused", mask_prob=0.3)
+    assert {constant.mask_ratio(step) for step in (0, 1, 10**9)} == {0.3}
+    falling = replace(constant, mask_prob_end=0.15, mask_prob_steps=100)
+    assert [falling.mask_ratio(step) for step in (0, 100, 101, 10**9)] == [0.3, 0.15, 0.15, 0.15]
+    assert falling.mask_ratio(50) == pytest.approx(0.225, abs=1e-12)
+    ratios = [falling.mask_ratio(step) for step in range(101)]
+    np.testing.assert_allclose(np.diff(ratios), -0.0015, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"masking": "span"}, r"set data\.mask_selection=exact"),
+        ({"mask_prob_end": 0.2}, r"data\.mask_prob_end=0\.2 and data\.mask_prob_steps=0 make no"),
+        ({"mask_prob_steps": 9}, r"data\.mask_prob_end=null and data\.mask_prob_steps=9 make no"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(dir="unused", **changes)

@@ -1,0 +1,27 @@
+"""What a resumed run must share with its checkpoint."""
+
+from dataclasses import replace
+
+from pipeline.config.data import DataConfig
+from pipeline.config.run import PretrainConfig
+from pipeline.train.checkpoint import identity
+
+
+def test_runs_from_before_the_later_masking_fields_can_be_resumed() -> None:
+    config = PretrainConfig(run_dir="unused", data=DataConfig(dir="unused"))
+    # As written into the manifests of such runs.
+    assert identity(config)["data"] == {
+        "seq_len": 512, "window_blocks": 16, "masking": "whole_word", "mask_prob": 0.15,
+        "replace_mask_prob": 0.8, "replace_random_prob": 0.1,
+    }  # fmt: skip
+    changed = replace(
+        config,
+        data=replace(
+            config.data, mask_selection="exact", mask_prob_end=0.3, mask_prob_steps=10,
+            at_least_one=True,
+        ),
+    )  # fmt: skip
+    assert identity(changed)["data"].items() - identity(config)["data"].items() == {
+        ("mask_selection", "exact"), ("mask_prob_end", 0.3), ("mask_prob_steps", 10),
+        ("at_least_one", True),
+    }  # fmt: skip
