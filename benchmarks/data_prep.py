@@ -46,6 +46,7 @@ import tokenizers  # noqa: E402
 from tokenizers import models, normalizers, pre_tokenizers  # noqa: E402
 
 from benchmarks import filters, minhash  # noqa: E402
+from benchmarks.timing import cpu_seconds  # noqa: E402
 from data_prep import corpus as corpora  # noqa: E402
 from data_prep import ingest  # noqa: E402
 from data_prep.chain import walk  # noqa: E402
@@ -230,15 +231,6 @@ def _side_by_side(
     return found
 
 
-def _cpu_seconds(function: Callable[[], Any], repeats: int = 3) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times)
-
-
 def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
     """MB a CPU-second of the parts of "blocks", each alone over all documents, the best of 3."""
     config = load(
@@ -265,7 +257,7 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
         "tokens": lambda: [tokenizer.spell(text) for text in normal],
         "words": lambda: [word_starts_of(block) for block in blocks],
     }
-    return {name: round(megabytes / _cpu_seconds(part), 1) for name, part in parts.items()}
+    return {name: round(megabytes / cpu_seconds(part), 1) for name, part in parts.items()}
 
 
 def _large(folder: Path, records: list[dict[str, Any]], one_mb: float, model: Path) -> Any:
@@ -304,7 +296,7 @@ def _for_280_gb(
     scale = _WHOLE_MB / one_mb
     # The sample is drawn from all documents.
     pieces = sorted((output / "work" / "ingest").glob("?????.jsonl.zst"))
-    read_s = _cpu_seconds(lambda: [list(ingest.read_documents(path, ())) for path in pieces])
+    read_s = cpu_seconds(lambda: [list(ingest.read_documents(path, ())) for path in pieces])
     seconds = {
         "ingest with filters": stages["ingest"]["cpu_s"] * scale,
         "dedup": stages["dedup"]["cpu_s"] * scale,

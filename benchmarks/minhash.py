@@ -33,8 +33,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from typing import Any
 import numpy as np
 from backports import zstd
 
+from benchmarks.timing import cpu_seconds
 from data_prep.config import DedupConfig
 from data_prep.dedup import minhash
 from data_prep.dedup.minhash import Signatures, SignatureSettings, fold, signatures, similarity
@@ -130,15 +129,6 @@ def _sign(texts: list[str], settings: SignatureSettings) -> Signatures:
     )
 
 
-def _cpu_seconds(function: Callable[[], Any], repeats: int = 3) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times)
-
-
 def _whole_step(texts: list[str], settings: SignatureSettings) -> float:
     """CPU seconds from `.jsonl.zst` to the files of a piece."""
     with tempfile.TemporaryDirectory() as name:
@@ -150,7 +140,7 @@ def _whole_step(texts: list[str], settings: SignatureSettings) -> float:
         np.save(Path(name) / "sizes.npy", np.zeros(len(texts)))
         job = SignatureJob(path, Path(name) / "sizes.npy", settings)
         task = Task("piece", Path(name), "", job)
-        return _cpu_seconds(lambda: run_signatures(task))
+        return cpu_seconds(lambda: run_signatures(task))
 
 
 def _edited(text: str, rng: np.random.Generator, *, words: bool) -> str:
@@ -303,7 +293,7 @@ def _speeds(texts: dict[str, list[str]], settings: SignatureSettings) -> dict[st
             "documents": len(part),
             "mb": round(size, 1),
             "signatures_mb_per_cpu_s": round(
-                size / _cpu_seconds(lambda p=part: _sign(p, settings)), 1
+                size / cpu_seconds(lambda p=part: _sign(p, settings)), 1
             ),  # type: ignore[misc]
             "whole_step_mb_per_cpu_s": round(size / _whole_step(part, settings), 1),
         }

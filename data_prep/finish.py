@@ -44,7 +44,7 @@ def run(task: Task[FinishJob]) -> tuple[dict[str, Any], list[Path]]:
     """Writes index, report and datasheet, and removes shards of an earlier plan."""
     job, output = task.payload, task.folder
     sharded = job.records["shards"]
-    index.write(output, job.tokenizer_path, sharded)
+    index.write(output, job.tokenizer_path, sharded, job.corpus.config.sources)
     _remove_stale(output / index.SHARD_FOLDER, {name for done in sharded for name in done.files})
     made = report.make(job.corpus, job.names, job.masks, job.records)
     write_json_atomic(output / REPORT_FILE, made)

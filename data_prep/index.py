@@ -1,14 +1,16 @@
 """Stage index: gathers what is in all shards into `index.json` and `index.npz`, written last."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_prep.config import SourceConfig
 from data_prep.stage import Done, replacing
 from pipeline.data import shards
-from pipeline.data.shards import MEMBERS, SPLITS, Blocks, ShardInfo
+from pipeline.data.shards import MEMBERS, SPLITS, Blocks, ShardInfo, Source
 from pipeline.data.wordpiece import load_tokenizer
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file, write_atomic
@@ -16,7 +18,9 @@ from pipeline.runtime.files import sha256_file, write_atomic
 SHARD_FOLDER = "shards"
 
 
-def write(output: Path, tokenizer_path: Path, sharded: list[Done]) -> None:
+def write(
+    output: Path, tokenizer_path: Path, sharded: list[Done], sources: Sequence[SourceConfig]
+) -> None:
     """Writes tokenizer, `index.npz` and `index.json`, in this order.
 
     Raises:
@@ -50,6 +54,7 @@ def write(output: Path, tokenizer_path: Path, sharded: list[Done]) -> None:
     ]
     rows = [_row(number, block) for number, tar in enumerate(tars) for block in tar["blocks"]]
     blocks = Blocks.from_rows(rows)
+    numbers = {source.name: number for number, source in enumerate(sources)}
     with replacing(output / tokenizer_path.name) as temporary:
         shutil.copyfile(tokenizer_path, temporary)
     with replacing(output / "index.npz") as temporary, temporary.open("wb") as file:
@@ -70,6 +75,10 @@ def write(output: Path, tokenizer_path: Path, sharded: list[Done]) -> None:
             totals=totals,
             shards=infos,
             blocks=blocks,
+            sources=(
+                [Source(source.name, source.weight) for source in sources],
+                [numbers[block["source"]] for tar in tars for block in tar["blocks"]],
+            ),
         ),
     )
 

@@ -191,7 +191,7 @@ def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]
         }
         if suffix == "meta.json":
             meta = json.loads(content)
-            block["num_tokens"], block["num_documents"] = meta["num_tokens"], meta["num_documents"]
+            block.update({name: meta[name] for name in ("num_tokens", "num_documents", "source")})
     for block in blocks.values():
         region = data[block["offset"] : block["offset"] + block["length"]]
         block["sha256"] = hashlib.sha256(region).hexdigest()

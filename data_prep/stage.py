@@ -42,7 +42,7 @@ from pipeline.runtime.files import (
 T = TypeVar("T")
 _TOUCHED_EVERY_S = 10
 _SILENT_AFTER_S = 90
-CODE_VERSION = 5
+CODE_VERSION = 6
 """Raised when a stage's code gives other results than before, so that old results are redone."""
 
 

@@ -18,8 +18,10 @@ and padding), or the check that a tar ends in zeros.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +31,8 @@ import numpy.typing as npt
 from pipeline.errors import DataError
 
 FORMAT_VERSION = 2
-"""Version 1 has no field `vocabulary` and means `Vocabulary(size)`. Such datasets are still written
-in it: their fingerprints, and with them the runs on them, stay valid."""
+"""Version 1 has neither `vocabulary`, which means `Vocabulary(size)`, nor sources. It is still
+read, so that runs on such datasets go on."""
 MEMBERS = ("tokens.npy", "docs.npy", "words.npy", "meta.json")
 SPLITS = ("train", "eval")
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -81,6 +83,15 @@ class Vocabulary:
         for start, stop in self.not_in_text:
             possible[start:stop] = False
         return np.flatnonzero(possible)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A named collection of text."""
+
+    name: str
+    weight: float
+    """Its share in training relative to its size."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,10 @@ class DatasetIndex:
     """split -> {"tokens", "documents", "text_bytes"}."""
     shards: tuple[ShardInfo, ...]
     blocks: Blocks
+    sources: tuple[Source, ...]
+    """One without a name in datasets of format version 1, which do not tell."""
+    block_source: npt.NDArray[np.int32]
+    """(b,) which of the sources each block is of."""
 
     @property
     def vocab_size(self) -> int:
@@ -179,11 +194,16 @@ def index_bytes(
     totals: dict[str, dict[str, int]],
     shards: list[ShardInfo],
     blocks: Blocks,
+    sources: tuple[Sequence[Source], Sequence[int]],
 ) -> bytes:
-    """Content of `index.json`; the fingerprint in it is the sha256 of all the rest."""
-    is_default = vocabulary == Vocabulary(vocabulary.size)
+    """Content of `index.json`; the fingerprint in it is the sha256 of all the rest.
+
+    `sources` are all sources, and the number of each block's.
+    """
+    runs = [[source, len(list(group))] for source, group in groupby(sources[1])]
     body = {
-        "format_version": 1 if is_default else FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
+        "vocabulary": asdict(vocabulary),
         "vocab_size": vocabulary.size,
         "special_tokens": list(SPECIAL_TOKENS),
         "tokenizer_file": tokenizer_file,
@@ -191,10 +211,11 @@ def index_bytes(
         "unigram_entropy_nats": unigram_entropy_nats,
         "totals": totals,
         "blocks_sha256": blocks.digest(),
+        "sources": [asdict(source) for source in sources[0]],
+        # [source, number of blocks]: the blocks of a source are written one after another.
+        "source_runs": runs,
         "shards": [asdict(shard) for shard in shards],
     }
-    if not is_default:
-        body["vocabulary"] = asdict(vocabulary)
     body["fingerprint"] = _fingerprint(body)
     return (json.dumps(body, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -227,6 +248,9 @@ def read_index(folder: str | Path) -> DatasetIndex:
             f"{path} was changed: its content does not match its fingerprint; {_REBUILD}"
         )
     shards = tuple(ShardInfo(**{**shard, "keys": tuple(shard["keys"])}) for shard in body["shards"])
+    blocks = _read_blocks(folder / "index.npz", body["blocks_sha256"])
+    sources = body.get("sources", [{"name": "", "weight": 1.0}])
+    runs = body.get("source_runs", [[0, len(blocks)]])
     return DatasetIndex(
         folder=folder,
         fingerprint=fingerprint,
@@ -236,7 +260,11 @@ def read_index(folder: str | Path) -> DatasetIndex:
         unigram_entropy_nats=body["unigram_entropy_nats"],
         totals=body["totals"],
         shards=shards,
-        blocks=_read_blocks(folder / "index.npz", body["blocks_sha256"]),
+        blocks=blocks,
+        sources=tuple(Source(**source) for source in sources),
+        block_source=np.repeat(
+            np.array([source for source, _ in runs], dtype=np.int32), [count for _, count in runs]
+        ),
     )
 
 

@@ -213,6 +213,12 @@ def _open_data(
         tokenizer = index.folder / index.tokenizer_file
         if not tokenizer.is_file() or sha256_file(tokenizer) != index.tokenizer_sha256:
             raise DataError(f"tokenizer {tokenizer} is missing or damaged; restore it")
+        weighted = [f"{s.name}: {s.weight:g}" for s in index.sources if s.weight != 1]
+        if weighted:
+            logger.warning(
+                "weights of sources (%s) do not change what is trained on yet: every document is "
+                "seen once an epoch", ", ".join(weighted),
+            )  # fmt: skip
         loaders = (TrainLoader(index, config, share), EvalLoader(index, config, share))
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         if total_bytes <= config.data.verify_at_start_gib * 2**30:

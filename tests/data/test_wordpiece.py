@@ -1,9 +1,11 @@
 """WordPiece as a dataset's tokenizer: transformers' ids, special tokens, pieces, words, errors."""
 
+import hashlib
 import itertools
 import json
 import random
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from pipeline.config.data import DataConfig
 from pipeline.data.fast_tokenizer import BertOptions, FastTokenizer
 from pipeline.data.masking import mask_tokens
 from pipeline.data.philox import Purpose
-from pipeline.data.shards import DatasetIndex, Vocabulary, index_bytes
+from pipeline.data.shards import DatasetIndex, Source, Vocabulary, index_bytes, read_index
 from pipeline.data.wordpiece import (
     WordPieceTokenizer,
     build,
@@ -249,19 +251,32 @@ def test_other_tokenizer_json_is_refused(
         read_tokenizer_json(json.dumps(body), tmp_path / "tokenizer.json")
 
 
-def test_index_of_sentencepiece_is_as_before_and_carries_other_ids(
-    dataset: DatasetIndex, uncased: WordPieceTokenizer
+def test_index_carries_special_ids_and_sources_and_its_first_version_is_read(
+    dataset: DatasetIndex, uncased: WordPieceTokenizer, tmp_path: Path
 ) -> None:
-    body = json.loads((dataset.folder / "index.json").read_text())
-    assert body["format_version"] == 1
-    assert "vocabulary" not in body
     assert dataset.vocabulary == Vocabulary(1000)
     assert dataset.vocabulary.in_text.tolist() == list(range(5, 1000))
+    assert dataset.sources == (Source("topics", 1.0),)
+    assert dataset.block_source.tolist() == [0] * len(dataset.blocks)
+    body = json.loads((dataset.folder / "index.json").read_text())
+    for name in ("fingerprint", "vocabulary", "sources", "source_runs"):
+        del body[name]
+    body["format_version"] = 1
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    body["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()
+    (tmp_path / "index.json").write_text(json.dumps(body))
+    shutil.copy(dataset.folder / "index.npz", tmp_path)
+    first = read_index(tmp_path)
+    assert first.vocabulary == dataset.vocabulary
+    assert first.sources == (Source("", 1.0),)
+    assert first.block_source.tolist() == dataset.block_source.tolist()
     written = index_bytes(
         vocabulary=uncased.vocabulary, tokenizer_file="tokenizer.json", tokenizer_sha256="",
         unigram_entropy_nats=1.0, totals={}, shards=[], blocks=dataset.blocks,
+        sources=([Source("a", 2.0), Source("b", 1.0)], [0, 0, 1]),
     )  # fmt: skip
     body = json.loads(written)
     assert body["format_version"] == 2
+    assert body["source_runs"] == [[0, 2], [1, 1]]
     assert body["vocabulary"]["kind"] == "wordpiece"
     assert body["vocabulary"]["mask"] == 103

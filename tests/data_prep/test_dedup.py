@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep import corpus
-from data_prep.chain import walk
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts
 from data_prep.dedup.lines import NOTHING_NEW, REASON
 from data_prep.ingest import id_hash, read_lines
 from data_prep.run import run
-from data_prep.stage import Done, Stage, run_tasks
 from pipeline.config.load import load
+from tests.support.prepare import run_before
 
 FILES = 7
 LINE_MIN_CHARS = 12
@@ -80,20 +78,6 @@ def _config(output: Path, source: Path, *overrides: str) -> PrepConfig:
     return load(PrepConfig, path, list(overrides)).config
 
 
-def _prepare(config: PrepConfig) -> dict[str, list[Done]]:
-    """Runs the stages up to dedup."""
-    records: dict[str, list[Done]] = {}
-
-    def visit(stage: Stage) -> list[Done] | None:
-        if stage.name == "tokenizer":
-            return None
-        records[stage.name] = run_tasks(stage, config.workers)
-        return records[stage.name]
-
-    walk(corpus.find(config), visit)
-    return records
-
-
 def _ingested(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.glob("[0-9][0-9][0-9][0-9][0-9].jsonl.zst")):
         for document in read_lines(path):
@@ -109,7 +93,7 @@ def _files(work: Path, stages: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def test_the_first_of_equal_documents_is_kept(source: Path, tmp_path: Path) -> None:
-    records = _prepare(_config(tmp_path / "data", source))
+    records = run_before(_config(tmp_path / "data", source), "tokenizer")
     work = tmp_path / "data/work"
     first: dict[str, str] = {}
     expected, dropped = [], []
@@ -145,7 +129,7 @@ def test_ids_of_several_documents_are_counted_over_all_pieces(
     name = json.dumps([{"name": "s", "inputs": [str(tmp_path / "in")]}])
     config = load(PrepConfig, tmp_path / "data.yaml", [f"sources={name}", "piece_mb=1"]).config
     with caplog.at_level(logging.WARNING):
-        records = _prepare(config)
+        records = run_before(config, "tokenizer")
     assert len(records["ingest"]) >= FILES
     ids = [document["id"] for document in documents]
     again = [i for i, key in enumerate(ids) if key in ids[:i]]
@@ -160,11 +144,13 @@ def test_parts_and_workers_change_nothing(
     source: Path, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = ("lines", "dedup")
-    _prepare(_config(tmp_path / "whole", source, "dedup.lines=true"))
+    run_before(_config(tmp_path / "whole", source, "dedup.lines=true"), "tokenizer")
     if parts == "workers=1":  # processes of a pool would not see it
         monkeypatch.setattr("data_prep.dedup.exact.PART_DOCUMENTS", 60)
         monkeypatch.setattr("data_prep.dedup.lines.PART_LINES", 90)
-    records = _prepare(_config(tmp_path / "parts", source, "dedup.lines=true", parts))
+    records = run_before(
+        _config(tmp_path / "parts", source, "dedup.lines=true", parts), "tokenizer"
+    )
     if parts == "workers=1":
         assert len(records["exact"]) == 11
         assert len(records["line_parts"]) > 10
@@ -191,7 +177,7 @@ def _without_seen_lines(text: str, seen: set[str]) -> tuple[str, list[str]]:
 
 
 def test_lines_that_were_seen_before_are_dropped(source: Path, tmp_path: Path) -> None:
-    records = _prepare(_config(tmp_path / "data", source, "dedup.lines=true"))
+    records = run_before(_config(tmp_path / "data", source, "dedup.lines=true"), "tokenizer")
     work = tmp_path / "data/work"
     seen: set[str] = set()
     expected, rejected, lost = [], [], 0
@@ -217,7 +203,7 @@ def test_lines_that_were_seen_before_are_dropped(source: Path, tmp_path: Path) -
 
 
 def test_rewritten_pieces_are_as_ingestion_writes_them(source: Path, tmp_path: Path) -> None:
-    _prepare(_config(tmp_path / "data", source, "dedup.lines=true"))
+    run_before(_config(tmp_path / "data", source, "dedup.lines=true"), "tokenizer")
     ingest, lines = tmp_path / "data/work/ingest", tmp_path / "data/work/lines"
     names = {path.name for path in ingest.iterdir()}
     assert names == {path.name for path in lines.iterdir()}
@@ -247,9 +233,9 @@ def test_a_dataset_without_repeated_lines(source: Path, tmp_path: Path) -> None:
 def test_lists_name_the_first_of_every_piece(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _prepare(_config(tmp_path / "all", source))
+    run_before(_config(tmp_path / "all", source), "tokenizer")
     monkeypatch.setattr("data_prep.dedup.dropped.LISTED", 3 * FILES + 1)
-    _prepare(_config(tmp_path / "few", source))
+    run_before(_config(tmp_path / "few", source), "tokenizer")
     for number in range(FILES):
         path = Path("work/dedup") / f"{number:05d}.duplicates.jsonl"
         named = (tmp_path / "all" / path).read_text().splitlines()

@@ -18,13 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep import corpus
-from data_prep.chain import walk
 from data_prep.config import DedupConfig, PrepConfig
 from data_prep.dedup.minhash import bins_of_bands, estimate, fold, signatures
 from data_prep.dedup.near import bucket_pairs, settings_of
 from data_prep.dedup.near_cluster import REASON
-from data_prep.stage import Done, Stage, run_tasks
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
 from tests.support.near_texts import (
@@ -35,6 +32,7 @@ from tests.support.near_texts import (
     exact_shingles,
     mixed,
 )
+from tests.support.prepare import run_before
 
 DEFAULT = DedupConfig()
 # For small corpora: English copies with edits of single characters have a Jaccard similarity of
@@ -85,20 +83,6 @@ def _write(folder: Path, documents: list[tuple[str, str]], files: int) -> Path:
     return folder
 
 
-def _prepare(config: PrepConfig) -> dict[str, list[Done]]:
-    """Runs the stages up to near."""
-    records: dict[str, list[Done]] = {}
-
-    def visit(stage: Stage) -> list[Done] | None:
-        if stage.name == "tokenizer":
-            return None
-        records[stage.name] = run_tasks(stage, config.workers)
-        return records[stage.name]
-
-    walk(corpus.find(config), visit)
-    return records
-
-
 def _dropped(output: Path) -> dict[str, tuple[str, float]]:
     """id -> kept id and estimated similarity."""
     lines = [
@@ -134,7 +118,9 @@ def test_copies_are_found_and_unrelated_documents_stay(
     copies = [edited(text, rng, run_length) for text in originals[:COPIES]]
     documents = [(f"original-{i}", text) for i, text in enumerate(originals)]
     documents += [(f"copy-{i}", text) for i, text in enumerate(copies)]
-    records = _prepare(_config(tmp_path / "data", _write(tmp_path / "in", documents, 3), config))
+    records = run_before(
+        _config(tmp_path / "data", _write(tmp_path / "in", documents, 3), config), "tokenizer"
+    )
     dropped = _dropped(tmp_path / "data")
     right = {f"s/copy-{i}": f"s/original-{i}" for i in range(COPIES)}
     assert {key: kept for key, (kept, _) in dropped.items()}.items() <= right.items()
@@ -273,7 +259,7 @@ def straight(
     """Input folder, and what was made of it in one go."""
     folder = tmp_path_factory.mktemp("near")
     source = _write(folder / "in", _chain(texts), 4)
-    _prepare(_config(folder / "data", source, SMALL, "piece_mb=1"))
+    run_before(_config(folder / "data", source, SMALL, "piece_mb=1"), "tokenizer")
     return source, folder / "data"
 
 
@@ -314,7 +300,7 @@ def test_workers_pieces_and_parts_change_nothing(
         monkeypatch.setattr("data_prep.dedup.sketches._BLOCK_PAIRS", 5)
         monkeypatch.setattr("data_prep.dedup.sketches._OPEN_FILES", 1)
         monkeypatch.setattr("data_prep.dedup.sketches._CACHED_ROWS", 3)
-    records = _prepare(_config(tmp_path / "data", straight[0], SMALL, *overrides))
+    records = run_before(_config(tmp_path / "data", straight[0], SMALL, *overrides), "tokenizer")
     if "workers=2" not in overrides:
         numbers = [len(records[name]) for name in ("exact", "buckets", "candidates")]
         assert numbers == [14, 80, 4]
@@ -356,10 +342,10 @@ def test_a_changed_threshold_repeats_the_decision_only(
     straight: tuple[Path, Path], tmp_path: Path
 ) -> None:
     config = _config(tmp_path / "data", straight[0], SMALL)
-    _prepare(config)
+    run_before(config, "tokenizer")
     work = tmp_path / "data/work"
     before = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
-    records = _prepare(replace(config, dedup=replace(config.dedup, threshold=0.8)))
+    records = run_before(replace(config, dedup=replace(config.dedup, threshold=0.8)), "tokenizer")
     after = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
     changed = {path.parent.name for path in after if after[path] != before[path]}
     assert changed == {"near"}
@@ -369,6 +355,6 @@ def test_a_changed_threshold_repeats_the_decision_only(
 
 def test_off_by_default_and_shingles_must_fit(straight: tuple[Path, Path], tmp_path: Path) -> None:
     off = replace(_config(tmp_path / "data", straight[0], DEFAULT), dedup=DEFAULT)
-    assert "near" not in _prepare(off)
+    assert "near" not in run_before(off, "tokenizer")
     with pytest.raises(ConfigError, match=r"dedup\.min_chars = 4"):
         DedupConfig(min_chars=4)

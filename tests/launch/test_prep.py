@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.config import PrepConfig
+from data_prep.plan import plan
 from data_prep.run import run
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.render_prep import PrepStage, StagePlan, log_folder, render_prep
@@ -309,11 +310,14 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
     report = json.loads((output / "report.json").read_text())
     assert report["fingerprint"] == expected["fingerprint"]
     listed = re.findall(r"^(\w+) +(\d+) +[\d.]+ +([\d ]+)$", done.stdout, re.MULTILINE)
-    assert listed == [
-        ("ingest", "2", "101 102"), ("dedup", "1", "103"), ("signatures", "2", "104 105"),
-        ("buckets", "2", "106 107"), ("near", "1", "108"), ("tokenizer", "1", "109"),
-        ("shards", "1", "110"), ("index", "1", "111"),
-    ]  # fmt: skip
+    config = load(PrepConfig, prep_config, [*overrides, f"output_dir={output}"]).config
+    stages = {stage["name"]: min(2, stage["max_tasks"]) for stage in plan(config)["stages"]}
+    assert [(name, int(parts)) for name, parts, _ in listed] == list(stages.items())
+    assert set(stages.values()) == {1, 2}
+    # An array of one element a part, numbered in the order of submission.
+    jobs = [int(job) for _, _, ids in listed for job in ids.split()]
+    assert jobs == list(range(101, 101 + sum(stages.values())))
+    assert [len(ids.split()) for _, _, ids in listed] == list(stages.values())
     assert f"'output_dir={output}'" in done.stdout
 
 
