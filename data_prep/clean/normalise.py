@@ -12,6 +12,7 @@ times as fast as `unicodedata.normalize` and regular expressions over the whole 
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -56,17 +57,14 @@ def _plain(text: str, clean: CleanConfig) -> str:
     return "".join([_characters(chunk, nfkc=clean.nfkc) for chunk in _chunks(text)])
 
 
-def _chunks(text: str) -> list[str]:
+def _chunks(text: str) -> Iterator[str]:
     """Parts of bounded size that can be normalised one by one: they end at a newline."""
-    if len(text) <= _CHUNK:
-        return [text]
-    chunks, start = [], 0
+    start = 0
     while start < len(text):
         # Without a newline for a MB the chunk is longer; the last one ends with the text.
         end = text.find("\n", start + _CHUNK) + 1 or len(text)
-        chunks.append(text[start:end])
+        yield text[start:end]
         start = end
-    return chunks
 
 
 def _characters(text: str, *, nfkc: bool) -> str:
