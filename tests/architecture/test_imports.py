@@ -54,6 +54,7 @@ DOORS = {
     "rjieba": {"data_prep.words"},
     "opencc": {"data_prep.clean.simplified"},
     "psutil": {"launch.demo"},
+    "numba": {"pipeline.data.jit"},
 }
 
 
