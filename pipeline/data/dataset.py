@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pipeline.config.data import DataConfig
+from pipeline.data.assemble import Slots, lay_out
 from pipeline.data.batch import MicroBatch
 from pipeline.data.masking import mask_tokens
 from pipeline.data.order import Location
 from pipeline.data.packing import Packing, pack
 from pipeline.data.philox import Purpose
-from pipeline.data.reader import BlockReader
+from pipeline.data.reader import Block, BlockReader
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import DataError
 
@@ -32,10 +32,12 @@ class PackedSplit:
             raise DataError(
                 f"{index.folder} has no blocks of the split {split!r}; prepare it again"
             )
-        self.reader = BlockReader(index, np.unique(index.blocks.shard[self.rows]).tolist())
+        shards = np.unique(index.blocks.shard[self.rows]).tolist()
+        self.reader = BlockReader(index, shards, config.check_blocks)
         self._config = config
         self._vocabulary = index.vocabulary
-        self._packing = lru_cache(maxsize=2 * config.window_blocks)(self._packing_uncached)
+        # Sequences of one window are taken from all its blocks by turns.
+        self._packed = lru_cache(maxsize=config.window_blocks)(self._packed_uncached)
         self.sequences_per_block = np.array(
             [pack(self.reader.doc_ends(int(row)), config.seq_len).num_sequences
              for row in self.rows], dtype=np.int64
@@ -48,59 +50,35 @@ class PackedSplit:
             locations: the sequences, by block position within this split.
             key: (seed, purpose) of the masks.
         """
-        shape = (len(locations), self._config.seq_len)
-        vocabulary = self._vocabulary
-        tokens = np.full(shape, vocabulary.pad, dtype=np.int64)
-        documents = np.zeros(shape, dtype=np.int32)
-        positions = np.zeros(shape, dtype=np.int64)
-        word_starts = np.zeros(shape, dtype=bool)
-        for row, location in enumerate(locations):
-            self._fill(location, tokens[row], documents[row], positions[row], word_starts[row])
+        slots = self._slots(locations)
         corrupted, selected = mask_tokens(
-            tokens,
-            word_starts,
-            maskable=np.logical_and.reduce([tokens != token for token in vocabulary.special]),
+            slots.tokens,
+            slots.word_starts,
+            slots.maskable,
             sample_ids=np.array([location.sample_id for location in locations]),
             epochs=np.array([location.epoch for location in locations]),
             config=self._config,
-            vocabulary=vocabulary,
+            vocabulary=self._vocabulary,
             key=key,
         )
         masked_index = np.flatnonzero(selected)
         return MicroBatch(
             input_ids=torch.from_numpy(corrupted),
-            documents=torch.from_numpy(documents),
-            positions=torch.from_numpy(positions),
+            documents=torch.from_numpy(slots.documents),
+            positions=torch.from_numpy(slots.positions),
             masked_index=torch.from_numpy(masked_index),
-            targets=torch.from_numpy(tokens.reshape(-1)[masked_index]),
-            num_tokens=int(np.count_nonzero(documents)),
+            targets=torch.from_numpy(slots.tokens.reshape(-1)[masked_index]),
+            num_tokens=int(np.count_nonzero(slots.documents)),
         )
 
-    def _fill(
-        self,
-        location: Location,
-        tokens: npt.NDArray[np.int64],
-        documents: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int64],
-        word_starts: npt.NDArray[np.bool_],
-    ) -> None:
-        """Lays the pieces of one sequence side by side into (s,) rows."""
-        block = self.reader.block(int(self.rows[location.block]))
-        packing = self._packing(location.block)
-        slot = 0
-        for number, piece in enumerate(packing.pieces(location.sequence), start=1):
-            start, stop = int(packing.piece_start[piece]), int(packing.piece_stop[piece])
-            end = slot + stop - start + 2
-            tokens[slot] = self._vocabulary.cls
-            tokens[slot + 1 : end - 1] = block.tokens[start:stop]
-            tokens[end - 1] = self._vocabulary.sep
-            documents[slot:end] = number
-            positions[slot:end] = np.arange(end - slot)
-            word_starts[slot + 1 : end - 1] = block.word_starts(start, stop)
-            # [CLS], a piece's first token and [SEP] bound words: none reaches across a piece.
-            word_starts[[slot, slot + 1, end - 1]] = True
-            slot = end
-        word_starts[slot:] = True
+    def _slots(self, locations: Sequence[Location]) -> Slots:
+        """The sequences before they are masked."""
+        slots = Slots.empty(len(locations), self._config.seq_len)
+        for row, location in enumerate(locations):
+            block, packing = self._packed(location.block)
+            lay_out(slots, row, block, packing, location.sequence, self._vocabulary)
+        return slots
 
-    def _packing_uncached(self, block: int) -> Packing:
-        return pack(self.reader.block(int(self.rows[block])).doc_ends, self._config.seq_len)
+    def _packed_uncached(self, position: int) -> tuple[Block, Packing]:
+        block = self.reader.block(int(self.rows[position]))
+        return block, pack(block.doc_ends, self._config.seq_len)

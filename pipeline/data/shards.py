@@ -70,7 +70,7 @@ class Vocabulary:
     """Half-open ranges of ids, rising: the special tokens, and what the tokenizer never gives."""
 
     @property
-    def special(self) -> tuple[int, ...]:
+    def special(self) -> tuple[int, int, int, int, int]:
         """The five special ids."""
         return self.pad, self.unk, self.cls, self.sep, self.mask
 

@@ -32,6 +32,7 @@ TORCH_FREE = {
     "pipeline.model.describe",
     "pipeline.data.shards",
     "pipeline.data.reader",
+    "pipeline.data.storage",
     "pipeline.data.tokenizer",
     "pipeline.data.fast_tokenizer",
     "pipeline.data.wordpiece",
