@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pipeline.config.data import DataConfig
 from pipeline.data.assemble import Slots, lay_out
 from pipeline.data.batch import MicroBatch
+from pipeline.data.counts import sequences_per_block
 from pipeline.data.masking import mask_tokens
 from pipeline.data.order import Location
 from pipeline.data.packing import Packing, pack
@@ -21,8 +23,21 @@ from pipeline.errors import DataError
 class PackedSplit:
     """Sequences of the train or the eval split at one sequence length."""
 
-    def __init__(self, index: DatasetIndex, split: str, config: DataConfig) -> None:
-        """Opens the split's shards and counts the sequences of every block.
+    def __init__(
+        self,
+        index: DatasetIndex,
+        split: str,
+        config: DataConfig,
+        counts: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Opens the split's shards.
+
+        Args:
+            index: of the dataset.
+            split: "train" or "eval".
+            config: length of the sequences and masks.
+            counts: (b,) int64, what `sequences_per_block` gives for the whole dataset; by default
+                it is asked.
 
         Raises:
             DataError: a shard is damaged or missing, or the split is empty.
@@ -38,10 +53,9 @@ class PackedSplit:
         self._vocabulary = index.vocabulary
         # Sequences of one window are taken from all its blocks by turns.
         self._packed = lru_cache(maxsize=config.window_blocks)(self._packed_uncached)
-        self.sequences_per_block = np.array(
-            [pack(self.reader.doc_ends(int(row)), config.seq_len).num_sequences
-             for row in self.rows], dtype=np.int64
-        )  # fmt: skip
+        if counts is None:
+            counts = sequences_per_block(index, config.seq_len, run_dir=None)
+        self.sequences_per_block = counts[self.rows]
 
     def batch(self, locations: Sequence[Location], key: tuple[int, Purpose]) -> MicroBatch:
         """Builds a micro-batch.
@@ -80,5 +94,15 @@ class PackedSplit:
         return slots
 
     def _packed_uncached(self, position: int) -> tuple[Block, Packing]:
-        block = self.reader.block(int(self.rows[position]))
-        return block, pack(block.doc_ends, self._config.seq_len)
+        row = int(self.rows[position])
+        block = self.reader.block(row)
+        packing = pack(block.doc_ends, self._config.seq_len)
+        counted = int(self.sequences_per_block[position])
+        if packing.num_sequences != counted:
+            length = self._config.seq_len
+            raise DataError(
+                f"{self.reader.index.where(row)} makes {packing.num_sequences} sequences of "
+                f"{length} slots, {counted} were counted; delete packing-{length}.npz in "
+                f"{self.reader.index.folder} and in the run's folder, and start again"
+            )
+        return block, packing
