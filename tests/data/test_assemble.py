@@ -4,34 +4,10 @@ import numpy as np
 import pytest
 
 from pipeline.data.assemble import Slots, lay_out
-from pipeline.data.packing import Packing, pack
+from pipeline.data.packing import pack
 from pipeline.data.reader import Block, BlockReader
 from pipeline.data.shards import DatasetIndex, Vocabulary
-
-
-def _reference(block: Block, packing: Packing, seq_len: int, vocabulary: Vocabulary) -> Slots:
-    """All sequences of a block, document by document in Python."""
-    shape = (packing.num_sequences, seq_len)
-    tokens = np.full(shape, vocabulary.pad, dtype=np.int64)
-    documents = np.zeros(shape, dtype=np.int32)
-    positions = np.zeros(shape, dtype=np.int64)
-    word_starts = np.zeros(shape, dtype=bool)
-    for row in range(packing.num_sequences):
-        slot = 0
-        for number, piece in enumerate(packing.pieces(row), start=1):
-            start, stop = int(packing.piece_start[piece]), int(packing.piece_stop[piece])
-            end = slot + stop - start + 2
-            tokens[row, slot] = vocabulary.cls
-            tokens[row, slot + 1 : end - 1] = block.tokens[start:stop]
-            tokens[row, end - 1] = vocabulary.sep
-            documents[row, slot:end] = number
-            positions[row, slot:end] = np.arange(end - slot)
-            word_starts[row, slot + 1 : end - 1] = block.word_starts(start, stop)
-            word_starts[row, [slot, slot + 1, end - 1]] = True
-            slot = end
-        word_starts[row, slot:] = True
-    maskable = np.logical_and.reduce([tokens != token for token in vocabulary.special])
-    return Slots(tokens, documents, positions, word_starts, maskable)
+from tests.support.reference_slots import reference_slots
 
 
 def _assert_filled_as_reference(block: Block, seq_len: int, vocabulary: Vocabulary) -> None:
@@ -41,7 +17,9 @@ def _assert_filled_as_reference(block: Block, seq_len: int, vocabulary: Vocabula
         array.view(np.uint8)[:] = 0xA5  # what is not written must show
     for sequence in range(packing.num_sequences):
         lay_out(found, sequence, block, packing, sequence, vocabulary)
-    expected = _reference(block, packing, seq_len, vocabulary)
+    expected = Slots.empty(packing.num_sequences, seq_len)
+    for sequence in range(packing.num_sequences):
+        reference_slots(expected, sequence, block, packing, sequence, vocabulary)
     for name, ours, theirs in zip(Slots._fields, found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         # As bytes: a bool that is neither 0 nor 1 is not equal to True.
