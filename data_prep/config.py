@@ -62,7 +62,7 @@ class CleanConfig:
     min_chars: int = param(1, "shorter documents are rejected, after normalisation",
                            unit="characters", ge=1)  # fmt: skip
     max_document_mb: int = param(
-        64, "a longer document stops the run (about 12 times as much memory is needed for it)",
+        64, "a longer document stops the run (about 25 times as much memory is needed for it)",
         unit="MB", ge=1, le=4096,
     )  # fmt: skip
 

@@ -135,10 +135,10 @@ def _ingest(size: _Size) -> Estimate:
     filters = size.config.filters
     groups = (filters.shape, filters.script, filters.quality, filters.repetition, filters.c4)
     filtered = any(group.enabled for group in groups) or filters.mask.enabled
-    per_mb = 1 / 45 + (1 / 23 if filtered else 0)
+    per_mb = 1 / 32 + (1 / 23 if filtered else 0)
     return Estimate(
         size.pieces, size.text_bytes / 1e6 * per_mb, 0.45 * size.text_bytes,
-        150e6 + 12e6 * size.config.clean.max_document_mb * (size.largest_bytes > 1e9),
+        150e6 + 25e6 * size.config.clean.max_document_mb * (size.largest_bytes > 1e9),
     )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def _tokenizer(size: _Size) -> Estimate:
 def _shards(size: _Size) -> Estimate:
     groups = shards.plan([int(size.text_bytes / size.pieces)] * size.pieces,
                          size.config.shards.shard_mb)  # fmt: skip
-    return Estimate(len(groups), size.text_bytes / 1e6 / 13, 0.6 * size.text_bytes, 500e6)
+    return Estimate(len(groups), size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes, 500e6)
 
 
 def _index(size: _Size) -> Estimate:

@@ -53,6 +53,7 @@ def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
     damaged = False
     try:
         reader = BlockReader(index, shards=[shard])
+        reader.check_end(shard)
     except DataError as error:
         yield str(error)
         return

@@ -40,3 +40,9 @@ class BusyError(PostnormError):
     """Another process holds what is needed; it may be gone when this is tried again."""
 
     exit_code = EXIT_FAILED_RETRY
+
+
+class StorageError(PostnormError):
+    """Storage failed to give what it has, for longer than a moment."""
+
+    exit_code = EXIT_FAILED_RETRY

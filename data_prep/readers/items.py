@@ -77,7 +77,7 @@ class Place:
         return DataError(
             f"{self.path}, {where}: a document is longer than clean.max_document_mb = "
             f"{max_bytes // 1_000_000} MB; split it, or raise clean.max_document_mb "
-            "(about 12 times as much memory is needed for it)"
+            "(about 25 times as much memory is needed for it)"
         )
 
 

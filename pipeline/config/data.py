@@ -49,6 +49,11 @@ class DataConfig:
         unit="GiB",
         ge=0,
     )
+    check_blocks: Literal["first_touch", "never"] = param(
+        "first_touch",
+        "when a block's sha256 is compared with the index: when this process first reads it, or "
+        "never, for storage that checks by itself; document ends are always checked",
+    )
 
     def __post_init__(self) -> None:
         if self.replace_mask_prob + self.replace_random_prob > 1:

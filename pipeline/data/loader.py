@@ -8,6 +8,10 @@ any step at any time.
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline.config.run import PretrainConfig
 from pipeline.data.batch import MicroBatch
@@ -32,9 +36,15 @@ class Share:
 class TrainLoader:
     """Training batches of one rank."""
 
-    def __init__(self, index: DatasetIndex, config: PretrainConfig, share: Share) -> None:
-        """Opens the training split; see `PackedSplit` for what can fail."""
-        self.split = PackedSplit(index, "train", config.data)
+    def __init__(
+        self,
+        index: DatasetIndex,
+        config: PretrainConfig,
+        share: Share,
+        counts: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Opens the training split; see `PackedSplit` for `counts` and what can fail."""
+        self.split = PackedSplit(index, "train", config.data, counts)
         self.order = Order(
             self.split.sequences_per_block,
             seed=config.seed,
@@ -85,14 +95,21 @@ class EvalLoader:
     They are of the config's unit and selection at `mask_prob`, whatever the ratio is in training.
     """
 
-    def __init__(self, index: DatasetIndex, config: PretrainConfig, share: Share) -> None:
-        """Opens the eval split; see `PackedSplit` for what can fail."""
-        self.split = PackedSplit(index, "eval", config.data)
-        places = [
+    def __init__(
+        self,
+        index: DatasetIndex,
+        config: PretrainConfig,
+        share: Share,
+        counts: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Opens the eval split; see `PackedSplit` for `counts` and what can fail."""
+        self.split = PackedSplit(index, "eval", config.data, counts)
+        in_order = (
             (block, sequence)
             for block, count in enumerate(self.split.sequences_per_block.tolist())
             for sequence in range(count)
-        ][: config.monitor.eval_sequences]
+        )
+        places = islice(in_order, config.monitor.eval_sequences)
         locations = [
             Location(epoch=0, block=block, sequence=sequence, sample_id=number)
             for number, (block, sequence) in enumerate(places)

@@ -1,37 +1,17 @@
 """The compiled inner loop of masking: whole numbers only, so equal on every machine.
 
-Compiled at the first call and kept in `__pycache__` beside this file, or in the user's cache
-folder; where neither can be written, every process compiles anew, which takes seconds. The global
-interpreter lock is released: loaders prefetch in a thread. How words are selected is said in
-`pipeline.data.masking`.
+How words are selected is said in `pipeline.data.masking`.
 
 Letters: B sequences, S slots each; a sequence has W words, which are single tokens where tokens
 are masked by themselves.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def compiled(function: F, **options: str) -> F:
-    """Compiles with numba and keeps the type that readers and mypy see."""
-    try:
-        made = numba.njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no folder for the cache can be written
-        made = numba.njit(nogil=True, **options)(function)
-    return cast(F, made)
-
-
-def inlined(function: F) -> F:
-    """The same, put into the loops that call it, which then compute several at once (6x faster)."""
-    return compiled(function, inline="always")
-
+from pipeline.data.jit import inlined, kernel
 
 # Mixed with a signed whole number, an unsigned one of 64 bits becomes a float: hence the casts.
 _MULTIPLY_A = np.uint64(0xD2511F53)
@@ -110,7 +90,7 @@ def philox_words(
     return c0, c1, c2, c3
 
 
-@compiled
+@kernel
 def mask_batch(
     batch: Sequences,
     rule: Rule,
@@ -170,7 +150,7 @@ def mask_batch(
     return unmasked
 
 
-@compiled
+@kernel
 def _find_words(
     starts: npt.NDArray[np.bool_], maskable: npt.NDArray[np.bool_], by_token: bool, words: _Words
 ) -> int:
@@ -188,7 +168,7 @@ def _find_words(
     return count
 
 
-@compiled
+@kernel
 def _choose_each(words: _Words, count: int, select_below: np.uint64) -> None:
     """Each word by its own draw."""
     for word in range(count):
@@ -199,7 +179,7 @@ def _choose_each(words: _Words, count: int, select_below: np.uint64) -> None:
         words.source[word] = word if chosen else _NOT_CHOSEN
 
 
-@compiled
+@kernel
 def _choose_by_budget(
     words: _Words,
     count: int,
@@ -228,7 +208,7 @@ def _choose_by_budget(
         low, high = high, high << np.uint64(1)
 
 
-@compiled
+@kernel
 def _take_span(
     words: _Words,
     count: int,
@@ -254,7 +234,7 @@ def _take_span(
     return left
 
 
-@compiled
+@kernel
 def _settle_documents(
     words: _Words, count: int, documents: npt.NDArray[np.int32], at_least_one: bool
 ) -> int:

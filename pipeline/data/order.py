@@ -52,12 +52,11 @@ class Order:
     def locate(self, position: int) -> Location:
         """The sequence at a position of the run, 0 for the first."""
         epoch, offset = divmod(position, self.num_sequences)
-        blocks, window_ends = self._epoch_blocks(epoch)
+        _, window_ends = self._epoch_blocks(epoch)
         window = int(np.searchsorted(window_ends, offset, side="right"))
         window_start = int(window_ends[window - 1]) if window else 0
-        members = blocks[window * self._window : (window + 1) * self._window]
-        rank_in_window = int(self._window_order(epoch, window)[offset - window_start])
-        ends = np.cumsum(self._counts[members])
+        members, ends, order = self._window_order(epoch, window)
+        rank_in_window = int(order[offset - window_start])
         which = int(np.searchsorted(ends, rank_in_window, side="right"))
         block = int(members[which])
         sequence = rank_in_window - int(ends[which] - self._counts[block])
@@ -73,10 +72,15 @@ class Order:
         firsts = np.arange(0, len(blocks), self._window)
         return blocks, np.cumsum(np.add.reduceat(self._counts[blocks], firsts))
 
-    def _window_order_uncached(self, epoch: int, window: int) -> npt.NDArray[np.int64]:
+    def _window_order_uncached(
+        self, epoch: int, window: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """A window's blocks, their ends in sequences, and the order of all its sequences."""
         blocks, _ = self._epoch_blocks(epoch)
         members = blocks[window * self._window : (window + 1) * self._window]
-        return permutation(
-            int(self._counts[members].sum()),
+        ends = np.cumsum(self._counts[members])
+        order = permutation(
+            int(ends[-1]),
             seed=self._seed, purpose=Purpose.SEQUENCE_ORDER, epoch=epoch, stream=window,
         )  # fmt: skip
+        return members, ends, order

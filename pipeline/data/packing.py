@@ -11,20 +11,27 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.jit import kernel
+
+Ints = npt.NDArray[np.int64]
+
 SPECIALS_PER_PIECE = 2
+RULE_VERSION = 1
+"""To be raised when documents are packed in another way: what was counted before is then wrong."""
+_WORD = 32  # bits used of an int64: none of them is its sign
 
 
 @dataclass(frozen=True)
 class Packing:
     """The sequences of one block."""
 
-    piece_start: npt.NDArray[np.int64]
+    piece_start: Ints
     """(p,) first token of each piece, as offset into the block."""
-    piece_stop: npt.NDArray[np.int64]
+    piece_stop: Ints
     """(p,) one past its last token."""
-    piece_doc: npt.NDArray[np.int64]
+    piece_doc: Ints
     """(p,) row of its document in the block."""
-    sequence_ends: npt.NDArray[np.int64]
+    sequence_ends: Ints
     """(s,) end of each sequence in the piece arrays."""
 
     @property
@@ -38,49 +45,122 @@ class Packing:
         return range(begin, int(self.sequence_ends[sequence]))
 
 
-def pack(doc_ends: npt.NDArray[np.int64], seq_len: int) -> Packing:
+def pack(doc_ends: Ints, seq_len: int) -> Packing:
     """Packs documents by best fit, longest piece first.
 
+    Among the sequences with the least room that is enough, the one that got there last is taken.
+
     Args:
-        doc_ends: (d,) int64 end offset of each document.
+        doc_ends: (d,) int64 rising end offset of each document.
         seq_len: slots of a sequence, specials included.
     """
+    doc_ends = doc_ends.view()
+    doc_ends.flags.writeable = False  # one type for the compiler, wherever the array comes from
     start, stop, doc = _split(doc_ends, seq_len - SPECIALS_PER_PIECE)
     need = stop - start + SPECIALS_PER_PIECE
-    by_length = np.argsort(-need, kind="stable")
-    bins: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # free slots -> bins with just that many
-    spaces = 0  # bit k is set if a bin with k free slots exists: finds the best fit in one step
-    for piece in by_length.tolist():
-        slots = int(need[piece])
-        fitting = spaces >> slots
-        if fitting:
-            space = slots + (fitting & -fitting).bit_length() - 1
-            bin_ = by_space[space].pop()
-            if not by_space[space]:
-                spaces &= ~(1 << space)
-            bins[bin_].append(piece)
-        else:
-            space = seq_len
-            bin_ = len(bins)
-            bins.append([piece])
-        rest = space - slots
-        if rest > SPECIALS_PER_PIECE:
-            by_space.setdefault(rest, []).append(bin_)
-            spaces |= 1 << rest
-    order = np.array([piece for members in bins for piece in members], dtype=np.int64)
-    ends = np.cumsum([len(members) for members in bins], dtype=np.int64)
+    by_length = _longest_first(need, seq_len)
+    sequence, num_sequences = _best_fit(need, by_length, seq_len)
+    order, ends = _grouped(sequence, by_length, num_sequences)
     return Packing(start[order], stop[order], doc[order], ends)
 
 
-def _split(
-    doc_ends: npt.NDArray[np.int64], longest: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+@kernel
+def _split(doc_ends: Ints, longest: int) -> tuple[Ints, Ints, Ints]:
     """Cuts documents into pieces of at most `longest` tokens: start, stop and document of each."""
-    doc_starts = np.concatenate(([0], doc_ends[:-1])).astype(np.int64)
-    pieces_per_doc = -(-(doc_ends - doc_starts) // longest)
-    doc = np.repeat(np.arange(len(doc_ends)), pieces_per_doc)
-    first_piece = np.cumsum(pieces_per_doc) - pieces_per_doc
-    number_in_doc = np.arange(len(doc)) - first_piece[doc]
-    start = doc_starts[doc] + number_in_doc * longest
-    return start, np.minimum(start + longest, doc_ends[doc]), doc
+    num_pieces, begin = 0, 0
+    for end in doc_ends:
+        num_pieces += (end - begin + longest - 1) // longest
+        begin = end
+    start = np.empty(num_pieces, np.int64)
+    stop = np.empty(num_pieces, np.int64)
+    doc = np.empty(num_pieces, np.int64)
+    piece, at = 0, 0
+    for row in range(len(doc_ends)):
+        while at < doc_ends[row]:
+            start[piece] = at
+            at = min(at + longest, doc_ends[row])
+            stop[piece] = at
+            doc[piece] = row
+            piece += 1
+    return start, stop, doc
+
+
+@kernel
+def _longest_first(need: Ints, seq_len: int) -> Ints:
+    """Order of the pieces by falling number of slots, equal ones as they come; counting sort."""
+    place = np.zeros(seq_len + 1, np.int64)
+    for slots in need:
+        place[slots] += 1
+    before = 0
+    for slots in range(seq_len, -1, -1):
+        place[slots], before = before, before + place[slots]
+    order = np.empty(len(need), np.int64)
+    for piece in range(len(need)):
+        order[place[need[piece]]] = piece
+        place[need[piece]] += 1
+    return order
+
+
+@kernel
+def _best_fit(need: Ints, by_length: Ints, seq_len: int) -> tuple[Ints, int]:
+    """Sequence of each piece, and the number of sequences."""
+    sequence_of = np.empty(len(need), np.int64)
+    # Sequences with k free slots are a stack: its top is top[k], what lies below s is below[s].
+    top = np.full(seq_len + 1, -1, np.int64)
+    below = np.empty(len(need), np.int64)
+    occupied = np.zeros(seq_len // _WORD + 1, np.int64)  # bit k: top[k] is a sequence
+    num_sequences = 0
+    for piece in by_length:
+        slots = need[piece]
+        space = _first_set_bit(occupied, slots)
+        if space < 0:
+            space, sequence = seq_len, num_sequences
+            num_sequences += 1
+        else:
+            sequence = top[space]
+            top[space] = below[sequence]
+            if top[space] < 0:
+                occupied[space // _WORD] &= ~(1 << (space % _WORD))
+        sequence_of[piece] = sequence
+        rest = space - slots
+        if rest > SPECIALS_PER_PIECE:
+            below[sequence] = top[rest]
+            top[rest] = sequence
+            occupied[rest // _WORD] |= 1 << (rest % _WORD)
+    return sequence_of, num_sequences
+
+
+@kernel
+def _first_set_bit(words: Ints, first: int) -> int:
+    """Number of the first bit set from bit `first` on, -1 if there is none."""
+    at = first // _WORD
+    word = words[at] >> (first % _WORD) << (first % _WORD)
+    while not word:
+        at += 1
+        if at == len(words):
+            return -1
+        word = words[at]
+    bit = at * _WORD
+    while not word & 1:
+        word >>= 1
+        bit += 1
+    return bit
+
+
+@kernel
+def _grouped(sequence_of: Ints, by_length: Ints, num_sequences: int) -> tuple[Ints, Ints]:
+    """Pieces sequence by sequence, in the order they were put there, and each one's end."""
+    ends = np.zeros(num_sequences, np.int64)
+    for sequence in sequence_of:
+        ends[sequence] += 1
+    place = np.empty(num_sequences, np.int64)
+    total = 0
+    for sequence in range(num_sequences):
+        place[sequence] = total
+        total += ends[sequence]
+        ends[sequence] = total
+    order = np.empty(len(sequence_of), np.int64)
+    for piece in by_length:
+        order[place[sequence_of[piece]]] = piece
+        place[sequence_of[piece]] += 1
+    return order, ends

@@ -1,20 +1,22 @@
-"""Memory-mapped access to the blocks of a dataset, with every byte checked before it is used."""
+"""Access to the blocks of a dataset, with every byte checked before it is used."""
 
 import hashlib
 import io
 import json
-import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.shards import MEMBERS, DatasetIndex
-from pipeline.errors import DataError
+from pipeline.data.shards import MEMBERS, DatasetIndex, token_dtype
+from pipeline.data.storage import read_range
+from pipeline.errors import DataError, StorageError
+
+Bytes = npt.NDArray[np.uint8]
 
 _NPY_HEADER_BYTES = 256  # a one-dimensional array's takes 128
 _RESTORE = (
@@ -24,7 +26,7 @@ _RESTORE = (
 
 @dataclass(frozen=True)
 class Block:
-    """One block; arrays are views of the mapped file."""
+    """One block; arrays are views of the bytes read, not writable."""
 
     tokens: npt.NDArray[np.unsignedinteger]
     """(n,) uint16 or uint32."""
@@ -47,69 +49,88 @@ class Block:
 
 
 class BlockReader:
-    """Reads blocks of a dataset by their row in the index.
+    """Reads blocks of a dataset by their row in the index; threads may share it.
 
-    Opening checks that every shard is there, has its size and ends as a tar must; a block's
-    sha256 is checked when it is first touched.
+    Opening checks that every shard is there and has its size. When a shard is first touched, that
+    it ends as a tar must; when a block is, its sha256, unless `check_blocks` is "never".
     """
 
-    def __init__(self, index: DatasetIndex, shards: Iterable[int] | None = None) -> None:
-        """Maps shards.
+    def __init__(
+        self,
+        index: DatasetIndex,
+        shards: Iterable[int] | None = None,
+        check_blocks: Literal["first_touch", "never"] = "first_touch",
+    ) -> None:
+        """Looks at the shards, without reading any.
 
         Args:
             index: of the dataset.
             shards: rows of the shards to open; all by default.
+            check_blocks: see `DataConfig.check_blocks`.
 
         Raises:
-            DataError: a shard is missing, cut short, grown or without its end marker.
+            DataError: a shard is missing, cut short or grown.
         """
         self.index = index
-        rows = range(len(index.shards)) if shards is None else shards
-        self._maps = {row: self._open(row) for row in rows}
+        self._check_blocks = check_blocks == "first_touch"
         self._checked: set[int] = set()
+        self._touched: set[int] = set()
+        for shard in range(len(index.shards)) if shards is None else shards:
+            self._check_size(shard)
 
     def block(self, row: int) -> Block:
-        """Returns one block.
+        """Reads one block, all of it; callers keep what they need again.
 
         Raises:
             DataError: the block's bytes are not those that were written; names shard and member.
+            StorageError: they cannot be read at the moment.
         """
-        if row not in self._checked:
-            self.check(row)
+        data = self._block_bytes(row)
+        docs_member = MEMBERS.index("docs.npy")
+        if row in self._checked:
+            pass
+        elif self._check_blocks:
+            self._check(row, data)
             self._checked.add(row)
-        tokens, docs, words = (self._array(row, member) for member in range(3))
-        return Block(tokens, docs, words, self._payload(row, 3))
+        else:
+            # Compiled code walks along them.
+            self._check_member(row, docs_member, self._payload(row, docs_member, data))
+        tokens, docs, words = (
+            self._array(row, member, self._payload(row, member, data)) for member in range(3)
+        )
+        blocks = self.index.blocks
+        expected = int(blocks.num_tokens[row]), int(blocks.num_documents[row])
+        if (len(tokens), len(docs)) != expected or len(words) != -(-len(tokens) // 8):
+            raise DataError(
+                f"{self.index.where(row)} is damaged: {len(tokens)} tokens, {len(docs)} documents "
+                f"and {len(words)} bytes of word bits, the index says {expected[0]} tokens in "
+                f"{expected[1]} documents; {_RESTORE}"
+            )
+        return Block(tokens, docs, words, self._payload(row, 3, data).tobytes())
 
     def doc_ends(self, row: int) -> npt.NDArray[np.int64]:
         """End offsets of a block's documents alone, without reading (or hashing) its tokens.
 
         Raises:
             DataError: this member is not as it was written.
+            StorageError: it cannot be read at the moment.
         """
-        self._check_member(row, MEMBERS.index("docs.npy"))
-        return self._array(row, MEMBERS.index("docs.npy")).astype(np.int64)
+        member = MEMBERS.index("docs.npy")
+        blocks = self.index.blocks
+        start, length = blocks.member_offset[row, member], blocks.member_length[row, member]
+        shard = int(blocks.shard[row])
+        data = self._read(shard, int(start), int(length), lambda: self.index.where(row, member))
+        self._check_member(row, member, data)
+        return self._array(row, member, data)
 
     def check(self, row: int) -> None:
         """Compares a block's bytes with the index.
 
         Raises:
             DataError: they differ; names shard and member.
+            StorageError: they cannot be read at the moment.
         """
-        blocks = self.index.blocks
-        data = self._maps[int(blocks.shard[row])]
-        start, length = int(blocks.offset[row]), int(blocks.length[row])
-        with memoryview(data) as view:
-            if (
-                hashlib.sha256(view[start : start + length]).digest()
-                == blocks.sha256[row].tobytes()
-            ):
-                return
-        for member in range(len(MEMBERS)):
-            self._check_member(row, member)
-        raise DataError(
-            f"{self.index.where(row)} is damaged: a tar header or padding byte of this block "
-            f"changed, its members are intact; {_RESTORE}"
-        )
+        self._check(row, self._block_bytes(row))
 
     def check_all(self, rows: Iterable[int]) -> None:
         """Checks many blocks now, so that damage shows before training starts."""
@@ -117,8 +138,45 @@ class BlockReader:
             self.check(row)
             self._checked.add(row)
 
-    def _check_member(self, row: int, member: int) -> None:
-        found = hashlib.sha256(self._payload(row, member)).digest()
+    def check_end(self, shard: int) -> None:
+        """Checks what follows a shard's last block; done by itself when it is first touched.
+
+        Raises:
+            DataError: it is not the zeros that end a tar.
+            StorageError: they cannot be read at the moment.
+        """
+        blocks = self.index.blocks
+        last = int(np.searchsorted(blocks.shard, shard, side="right")) - 1
+        end = int(blocks.offset[last] + blocks.length[last])
+        info = self.index.shards[shard]
+        data = self._read(shard, end, info.num_bytes - end, lambda: self.index.where(last))
+        if data.any():
+            raise DataError(
+                f"shard {self._path(shard)} is damaged behind its last member "
+                f"{info.keys[-1]}.{MEMBERS[-1]}: a tar ends in zeros; {_RESTORE}"
+            )
+
+    def _block_bytes(self, row: int) -> Bytes:
+        blocks = self.index.blocks
+        shard = int(blocks.shard[row])
+        if shard not in self._touched:
+            self.check_end(shard)
+            self._touched.add(shard)
+        start, length = int(blocks.offset[row]), int(blocks.length[row])
+        return self._read(shard, start, length, lambda: self.index.where(row))
+
+    def _check(self, row: int, data: Bytes) -> None:
+        if hashlib.sha256(data.data).digest() == self.index.blocks.sha256[row].tobytes():
+            return
+        for member in range(len(MEMBERS)):
+            self._check_member(row, member, self._payload(row, member, data))
+        raise DataError(
+            f"{self.index.where(row)} is damaged: a tar header or padding byte of this block "
+            f"changed, its members are intact; {_RESTORE}"
+        )
+
+    def _check_member(self, row: int, member: int, data: Bytes) -> None:
+        found = hashlib.sha256(data.data).digest()
         expected = self.index.blocks.member_sha256[row, member].tobytes()
         if found != expected:
             raise DataError(
@@ -126,29 +184,37 @@ class BlockReader:
                 f"the index expects {expected.hex()}; {_RESTORE}"
             )
 
-    def _open(self, row: int) -> mmap.mmap:
-        shard = self.index.shards[row]
-        path = self.index.folder / shard.file
+    def _path(self, shard: int) -> Path:
+        return self.index.folder / self.index.shards[shard].file
+
+    def _check_size(self, shard: int) -> None:
+        path = self._path(shard)
         try:
-            with path.open("rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            found = path.stat().st_size
         except FileNotFoundError:
-            raise DataError(
-                f"shard {path} does not exist, the index lists it with members "
-                f"{_span(shard.keys)}; {_RESTORE}"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise DataError(f"shard {path} cannot be mapped: {error}; {_RESTORE}") from error
-        if len(data) != shard.num_bytes:
-            raise DataError(self._wrong_size_text(row, path, len(data)))
-        blocks = self.index.blocks
-        last = int(np.flatnonzero(blocks.shard == row)[-1])
-        end = int(blocks.offset[last] + blocks.length[last])
-        if any(data[end:]):
-            raise DataError(
-                f"shard {path} is damaged behind its last member {shard.keys[-1]}.{MEMBERS[-1]}: "
-                f"a tar ends in zeros; {_RESTORE}"
-            )
+            raise DataError(self._missing_text(shard)) from None
+        except OSError as error:
+            raise StorageError(
+                f"shard {path} cannot be looked at: {error}; check the storage and start again"
+            ) from error
+        if found != self.index.shards[shard].num_bytes:
+            raise DataError(self._wrong_size_text(shard, path, found))
+
+    def _missing_text(self, shard: int) -> str:
+        return (
+            f"shard {self._path(shard)} does not exist, the index lists it with members "
+            f"{_span(self.index.shards[shard].keys)}; {_RESTORE}"
+        )
+
+    def _read(self, shard: int, offset: int, length: int, what: Callable[[], str]) -> Bytes:
+        try:
+            data = read_range(self._path(shard), offset, length, what)
+        except FileNotFoundError:
+            raise DataError(self._missing_text(shard)) from None
+        except OSError as error:
+            raise DataError(f"{what()} cannot be read: {error}; {_RESTORE}") from error
+        if len(data) < length:
+            raise DataError(self._wrong_size_text(shard, self._path(shard), offset + len(data)))
         return data
 
     def _wrong_size_text(self, row: int, path: Path, found: int) -> str:
@@ -163,23 +229,27 @@ class BlockReader:
                 return f"{text}: it is cut at or before member {member}; {_RESTORE}"
         return f"{text}; all members are there, its end is not as written; {_RESTORE}"
 
-    def _payload(self, row: int, member: int) -> bytes:
+    def _payload(self, row: int, member: int, data: Bytes) -> Bytes:
+        """A member's part of the bytes of its block."""
         blocks = self.index.blocks
-        start = int(blocks.member_offset[row, member])
-        return self._maps[int(blocks.shard[row])][
-            start : start + int(blocks.member_length[row, member])
-        ]
+        start = int(blocks.member_offset[row, member] - blocks.offset[row])
+        return data[start : start + int(blocks.member_length[row, member])]
 
-    def _array(self, row: int, member: int) -> npt.NDArray[Any]:
+    def _array(self, row: int, member: int, data: Bytes) -> npt.NDArray[Any]:
         """A view of a .npy member; format: numpy.lib.format version 1.0."""
-        blocks = self.index.blocks
-        data = self._maps[int(blocks.shard[row])]
-        start = int(blocks.member_offset[row, member])
-        # Not through the map's own file position: threads share it.
-        header = io.BytesIO(data[start : start + _NPY_HEADER_BYTES])
-        np.lib.format.read_magic(header)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(header)
-        return np.frombuffer(data, dtype=dtype, count=shape[0], offset=start + header.tell())
+        header = io.BytesIO(data[:_NPY_HEADER_BYTES].tobytes())
+        dtype = (
+            token_dtype(self.index.vocab_size) if member == 0 else (np.int64, np.uint8)[member - 1]
+        )
+        try:
+            np.lib.format.read_magic(header)
+            shape, _, found = np.lib.format.read_array_header_1_0(header)
+            if found != dtype:
+                raise ValueError(f"its type is {found}, expected {np.dtype(dtype)}")
+            return np.frombuffer(data, dtype=dtype, count=shape[0], offset=header.tell())
+        except ValueError as error:
+            where = self.index.where(row, member)
+            raise DataError(f"{where} is damaged: {error}; {_RESTORE}") from error
 
 
 def _span(keys: tuple[str, ...]) -> str:

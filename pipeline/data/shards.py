@@ -6,6 +6,7 @@ A dataset folder holds
     tokenizer.model          sentencepiece, or tokenizer.json: BERT's WordPiece
     shards/*.tar             webdataset tars; a shard's members come in groups of four, a block
     shards/*.json            sidecar of each shard, with what the index takes from it
+    packing-SEQLEN.npz       written by training, see `pipeline/data/counts.py`; may be deleted
 
     KEY.tokens.npy   (n,) uint16 or uint32     token ids of the block's documents, no specials
     KEY.docs.npy     (d,) int64                end offset of each document
@@ -72,7 +73,7 @@ class Vocabulary:
     """Half-open ranges of ids, rising: the special tokens, and what the tokenizer never gives."""
 
     @property
-    def special(self) -> tuple[int, ...]:
+    def special(self) -> tuple[int, int, int, int, int]:
         """The five special ids."""
         return self.pad, self.unk, self.cls, self.sep, self.mask
 

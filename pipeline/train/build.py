@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
+from pipeline.data.counts import sequences_per_block
 from pipeline.data.fast_tokenizer import FastTokenizer
 from pipeline.data.loader import EvalLoader, Share, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
@@ -208,6 +211,7 @@ def _open_data(
     config: PretrainConfig, index: DatasetIndex, share: Share
 ) -> tuple[TrainLoader, EvalLoader]:
     """Opens and checks the dataset; if one rank finds damage, all ranks stop with its message."""
+    counts = _counts(config, index, share)
     error: PostnormError | None = None
     try:
         tokenizer = index.folder / index.tokenizer_file
@@ -219,7 +223,10 @@ def _open_data(
                 "weights of sources (%s) do not change what is trained on yet: every document is "
                 "seen once an epoch", ", ".join(weighted),
             )  # fmt: skip
-        loaders = (TrainLoader(index, config, share), EvalLoader(index, config, share))
+        loaders = (
+            TrainLoader(index, config, share, counts),
+            EvalLoader(index, config, share, counts),
+        )
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         if total_bytes <= config.data.verify_at_start_gib * 2**30:
             for loader in loaders:
@@ -232,6 +239,21 @@ def _open_data(
     if errors:
         raise errors[0]
     return loaders
+
+
+def _counts(config: PretrainConfig, index: DatasetIndex, share: Share) -> npt.NDArray[np.int64]:
+    """Sequences of every block; only the first rank reads or counts them. Collective."""
+    found: npt.NDArray[np.int64] | PostnormError | None = None
+    if share.rank == 0:
+        try:
+            found = sequences_per_block(index, config.data.seq_len, config.run_dir)
+        except PostnormError as error:
+            found = error
+    found = dist.from_first(found)
+    if isinstance(found, PostnormError):
+        raise found
+    assert found is not None
+    return found
 
 
 def _record_attempt(run_dir: Path, process: ProcessInfo, resumed_step: int | None) -> int:

@@ -32,6 +32,7 @@ TORCH_FREE = {
     "pipeline.model.describe",
     "pipeline.data.shards",
     "pipeline.data.reader",
+    "pipeline.data.storage",
     "pipeline.data.tokenizer",
     "pipeline.data.fast_tokenizer",
     "pipeline.data.wordpiece",
@@ -54,7 +55,7 @@ DOORS = {
     "rjieba": {"data_prep.words"},
     "opencc": {"data_prep.clean.simplified"},
     "psutil": {"launch.demo"},
-    "numba": {"pipeline.data.mask_kernel"},
+    "numba": {"pipeline.data.jit"},
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 from pipeline.data.packing import pack
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex
+from tests.support import reference_packing
 
 
 def _lengths(kind: str) -> np.ndarray:
@@ -67,3 +68,61 @@ def test_packing_depends_on_lengths_only() -> None:
     first, second = pack(ends, 128), pack(ends.copy(), 128)
     for name in ("piece_start", "piece_stop", "piece_doc", "sequence_ends"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+
+
+def _random_lengths(rng: np.random.Generator) -> np.ndarray:
+    """Some shape of documents of 1 to 1,000,000 tokens."""
+    shape = rng.integers(5)
+    count = int(rng.integers(1, 1500))
+    if shape == 0:
+        return rng.integers(1, 400, count)
+    if shape == 1:
+        return np.exp(rng.normal(rng.uniform(1, 7), 1.5, count // 3 + 1)).astype(int) % 10**6 + 1
+    if shape == 2:  # few different lengths: many sequences with just the same room
+        return rng.choice(rng.integers(1, 600, 3), count)
+    if shape == 3:
+        return rng.integers(1, 1_000_001, 3)
+    return np.full(count, rng.integers(1, 70))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_packing_is_that_of_the_reference(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(25):
+        lengths = _random_lengths(rng)
+        seq_len = int(np.exp(rng.uniform(np.log(8), np.log(65537))))
+        ends = np.cumsum(lengths)
+        found, expected = pack(ends, seq_len), reference_packing.pack(ends, seq_len)
+        for name in ("piece_start", "piece_stop", "piece_doc", "sequence_ends"):
+            ours, theirs = getattr(found, name), getattr(expected, name)
+            assert ours.dtype == theirs.dtype == np.int64
+            np.testing.assert_array_equal(ours, theirs, f"{name}, {seq_len=}, {lengths=}")
+
+
+@pytest.mark.parametrize("seq_len", [8, 9, 31, 32, 33, 63, 64, 65, 512, 65535, 65536])
+def test_every_length_up_to_the_sequence_s_fits_it(seq_len: int) -> None:
+    lengths = np.arange(1, min(seq_len, 1500) + 2)
+    lengths = np.concatenate((lengths, np.maximum(seq_len - lengths, 1)))
+    found = pack(np.cumsum(lengths), seq_len)
+    expected = reference_packing.pack(np.cumsum(lengths), seq_len)
+    np.testing.assert_array_equal(found.piece_start, expected.piece_start)
+    np.testing.assert_array_equal(found.sequence_ends, expected.sequence_ends)
+
+
+@pytest.mark.parametrize("seq_len", [128, 512, 2048])
+def test_a_block_of_a_million_tokens_is_filled_and_loses_none(seq_len: int) -> None:
+    rng = np.random.default_rng(seq_len)
+    lengths = np.minimum(np.exp(rng.normal(6.0, 1.3, 1000)).astype(int) + 1, 1_000_000)
+    packing = pack(np.cumsum(lengths), seq_len)
+    by_start = np.argsort(packing.piece_start)
+    start, stop = packing.piece_start[by_start], packing.piece_stop[by_start]
+    assert start[0] == 0
+    assert (start[1:] == stop[:-1]).all()
+    assert stop[-1] == lengths.sum()
+    slots = (stop - start + 2).sum()
+    assert slots / (packing.num_sequences * seq_len) > 0.98
+
+
+def test_no_documents_make_no_sequences() -> None:
+    packing = pack(np.empty(0, np.int64), 128)
+    assert packing.num_sequences == len(packing.piece_start) == 0

@@ -96,7 +96,7 @@ def _grow(path: Path) -> str:
 
 def _empty(path: Path) -> str:
     path.write_bytes(b"")
-    return "cannot be mapped"
+    return "has 0 bytes"
 
 
 @pytest.mark.parametrize("damage", [_truncate_at_member, _delete, _grow, _empty])
@@ -132,3 +132,33 @@ def test_word_starts_are_read_at_any_offset(dataset: DatasetIndex) -> None:
     whole = np.unpackbits(block.word_bits)[: len(block.tokens)].astype(bool)
     for start, stop in [(0, 5), (3, 9), (8, 16), (13, 1000), (len(whole) - 3, len(whole)), (7, 7)]:
         np.testing.assert_array_equal(block.word_starts(start, stop), whole[start:stop])
+
+
+def test_blocks_that_are_never_checked_still_have_sound_document_ends(copy: Path) -> None:
+    with tarfile.open(_shard(copy)) as tar:
+        tokens, docs = tar.getmembers()[:2]
+    _flip(_shard(copy), tokens.offset_data + 150)
+    index = read_index(copy)
+    with pytest.raises(DataError, match=f"member {tokens.name} is damaged"):
+        BlockReader(index).block(0)
+    changed = BlockReader(index, check_blocks="never").block(0)
+    assert len(changed.tokens) == index.blocks.num_tokens[0]
+    _flip(_shard(copy), docs.offset_data + 150)
+    with pytest.raises(DataError, match=f"member {docs.name} is damaged"):
+        BlockReader(index, check_blocks="never").block(0)
+    _flip(_shard(copy), docs.offset_data + 150)
+    _flip(_shard(copy), tokens.offset_data + 2)
+    with pytest.raises(DataError, match=f"member {tokens.name} is damaged: "):
+        BlockReader(index, check_blocks="never").block(0)
+
+
+def test_a_shard_that_vanishes_or_shrinks_later_is_named(copy: Path) -> None:
+    reader = BlockReader(read_index(copy))
+    reader.block(0)
+    with _shard(copy).open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(DataError, match=r"the index expects .*it is cut at or before member"):
+        reader.block(1)
+    _shard(copy).unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        reader.block(1)

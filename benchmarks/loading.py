@@ -1,0 +1,188 @@
+"""Packing, reading and assembly of batches without masking, and opening a large set; one JSON line.
+
+    python -m benchmarks.loading DATASET [--seq-len 512]
+
+DATASET is a folder written by `python -m data_prep run`. Speeds are per CPU-second of one process,
+the best of seven: "pack" of tokens, for ours and the Python reference; "assemble" of slots, of
+micro-batches of 16,384 slots in the order of a run, whose blocks were read before, for ours and
+for filling document by document in Python.
+"read" compares `pread` of a block with copying or hashing it out
+of a fresh map of its shard, in MB of warm page cache.
+
+"open" is the start on an index of 80,000 blocks and over 150 million sequences whose numbers of
+sequences are kept: CPU seconds, by how much the process grew at most, and its size before (Python,
+torch). "count" is the time to count the sequences of DATASET's blocks, in CPU ms a block.
+"""
+
+import argparse
+import hashlib
+import json
+import mmap
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.data import DataConfig
+from pipeline.data import counts
+from pipeline.data.assemble import Slots
+from pipeline.data.dataset import PackedSplit
+from pipeline.data.order import Order
+from pipeline.data.packing import pack
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.storage import read_range
+from tests.support import reference_packing
+from tests.support.large_index import plausible_counts, write_large_index
+from tests.support.reference_slots import reference_slots
+
+_BATCH_SLOTS = 16_384
+
+
+def _cpu_s(work: Callable[[], Any]) -> float:
+    best = float("inf")
+    for _ in range(7):
+        started = time.process_time()
+        work()
+        best = min(best, time.process_time() - started)
+    return best
+
+
+def _packing(index: DatasetIndex, seq_len: int) -> dict[str, float]:
+    reader = BlockReader(index)
+    ends = [reader.doc_ends(row) for row in range(len(index.blocks))]
+    tokens = int(index.blocks.num_tokens.sum())
+    return {
+        name: round(tokens / _cpu_s(lambda f=function: [f(e, seq_len) for e in ends]) / 1e6)
+        for name, function in (("ours", pack), ("python", reference_packing.pack))
+    }
+
+
+def _assembly(index: DatasetIndex, seq_len: int) -> dict[str, float]:
+    config = DataConfig(dir=str(index.folder), seq_len=seq_len)
+    split = PackedSplit(index, "train", config)
+    order = Order(split.sequences_per_block, seed=1, window_blocks=config.window_blocks)
+    num_sequences = max(1, _BATCH_SLOTS // seq_len)
+    batches = [
+        [order.locate(position) for position in range(at, at + num_sequences)]
+        for at in range(0, min(order.num_sequences, 200 * num_sequences), num_sequences)
+    ]
+    blocks = {place.block: split._packed(place.block) for places in batches for place in places}
+
+    def in_python() -> None:
+        for places in batches:
+            slots = Slots.empty(num_sequences, seq_len)
+            for row, place in enumerate(places):
+                reference_slots(slots, row, *blocks[place.block], place.sequence, index.vocabulary)
+
+    slots = len(batches) * num_sequences * seq_len
+    return {
+        "ours": round(slots / _cpu_s(lambda: [split._slots(b) for b in batches]) / 1e6, 1),
+        "python": round(slots / _cpu_s(in_python) / 1e6, 1),
+        "locate_us": round(
+            _cpu_s(lambda: [order.locate(p) for p in range(2000)]) / 2000 * 1e6, 1
+        ),
+    }  # fmt: skip
+
+
+def _reading(index: DatasetIndex) -> dict[str, float]:
+    blocks = index.blocks
+    rows = [
+        (index.folder / index.shards[blocks.shard[row]].file, int(blocks.offset[row]),
+         int(blocks.length[row]))
+        for row in range(len(blocks))
+    ]  # fmt: skip
+
+    def through_maps(use: Callable[[memoryview], object]) -> None:
+        maps = {}
+        for path in {path for path, _, _ in rows}:
+            with path.open("rb") as file:
+                maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for path, start, length in rows:
+            with memoryview(maps[path]) as view, view[start : start + length] as block:
+                use(block)
+
+    def hashed_read() -> None:
+        for path, start, length in rows:
+            hashlib.sha256(read_range(path, start, length, str).data).digest()
+
+    megabytes = sum(length for _, _, length in rows) / 1e6
+    return {
+        "pread": round(megabytes / _cpu_s(lambda: [read_range(*row, str) for row in rows])),
+        "map_copy": round(megabytes / _cpu_s(lambda: through_maps(bytes))),
+        "pread_hash": round(megabytes / _cpu_s(hashed_read)),
+        "map_hash": round(megabytes / _cpu_s(lambda: through_maps(hashlib.sha256))),
+    }
+
+
+_OPEN = """
+import sys, time
+from pathlib import Path
+from pipeline.config.data import DataConfig
+from pipeline.data.dataset import PackedSplit
+from pipeline.data.order import Order
+from pipeline.data.shards import read_index
+
+def peak_mib():  # ru_maxrss would be at least that of the process that started this one
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) / 1024
+
+before, started = peak_mib(), time.process_time()
+split = PackedSplit(read_index(sys.argv[1]), "train", DataConfig(dir=sys.argv[1], seq_len=512))
+order = Order(split.sequences_per_block, seed=1, window_blocks=16)
+order.locate(order.num_sequences // 2)
+print(order.num_sequences, time.process_time() - started, peak_mib() - before, before)
+"""
+
+
+def _opening(folder: Path) -> dict[str, float]:
+    index = write_large_index(folder, num_shards=400, blocks_per_shard=200)
+    counts._keep(plausible_counts(index, 512), [folder / "packing-512.npz"], index, 512)
+    command = [sys.executable, "-c", _OPEN, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    sequences, cpu_s, grown, before = map(float, done.stdout.split())
+    return {
+        "sequences": int(sequences),
+        "cpu_s": round(cpu_s, 2),
+        "grown_mib": round(grown),
+        "before_mib": round(before),
+    }
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dataset", type=Path)
+    parser.add_argument("--seq-len", type=int, default=512)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        opening = _opening(Path(temporary) / "large")
+    index = read_index(arguments.dataset)
+    count_s = _cpu_s(lambda: counts._count(index, arguments.seq_len))
+    result = {
+        "seq_len": arguments.seq_len,
+        "tokens": int(index.blocks.num_tokens.sum()),
+        "documents": int(index.blocks.num_documents.sum()),
+        "pack_mtokens_per_cpu_s": _packing(index, arguments.seq_len),
+        "assemble_mslots_per_cpu_s": _assembly(index, arguments.seq_len),
+        "read_mb_per_cpu_s": _reading(index),
+        "open": opening,
+        "count_cpu_ms_per_block": round(count_s / len(index.blocks) * 1e3, 3),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "numba": version("numba"),
+        },
+    }
+    print(json.dumps(result))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

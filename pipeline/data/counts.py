@@ -1,0 +1,122 @@
+"""How many sequences every block makes: counted once for a dataset and a length, then kept.
+
+The numbers follow from documents' lengths alone, so a file beside the dataset serves all runs:
+`packing-SEQLEN.npz`. Where that folder cannot be written it lies in the run's, else nowhere.
+"""
+
+import io
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.data.packing import RULE_VERSION, SPECIALS_PER_PIECE, Ints, pack
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex
+from pipeline.runtime.files import write_atomic
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 16
+"""More than cores: they wait for the storage, a few KB at a time."""
+_PROGRESS_EVERY_S = 10.0
+
+
+def sequences_per_block(index: DatasetIndex, seq_len: int, run_dir: str | Path | None) -> Ints:
+    """Number of packed sequences of every block of a dataset, training and evaluation alike.
+
+    Args:
+        index: of the dataset.
+        seq_len: slots of a sequence.
+        run_dir: where the numbers are kept if the dataset's folder cannot be written; None: they
+            are then not kept.
+
+    Returns:
+        (b,) int64, one for each row of the index.
+
+    Raises:
+        DataError: a shard is missing or damaged.
+        StorageError: a shard cannot be read at the moment.
+    """
+    folders = [index.folder, *([Path(run_dir)] if run_dir is not None else [])]
+    paths = [folder / f"packing-{seq_len}.npz" for folder in folders]
+    for path in paths:
+        try:
+            return _read(path, index, seq_len)
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # noqa: BLE001 - zipfile and numpy raise many kinds
+            logger.warning("%s is not used: %s; counting the sequences anew", path, error)
+    counts = _count(index, seq_len)
+    _keep(counts, paths, index, seq_len)
+    return counts
+
+
+def _read(path: Path, index: DatasetIndex, seq_len: int) -> Ints:
+    """Reads kept numbers; ValueError and others if they are damaged or of something else."""
+    with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
+        made_for = str(arrays["made_for"])
+        counts: Ints = arrays["sequences_per_block"]
+    expected = _made_for(index, seq_len)
+    if made_for != expected:
+        raise ValueError(f"it is of {made_for}, expected {expected}")
+    if counts.dtype != np.int64 or counts.shape != (len(index.blocks),):
+        raise ValueError(
+            f"it has {counts.dtype} numbers of shape {counts.shape}, expected int64 for "
+            f"{len(index.blocks)} blocks"
+        )
+    longest = seq_len - SPECIALS_PER_PIECE
+    tokens, documents = index.blocks.num_tokens, index.blocks.num_documents
+    wrong = np.flatnonzero((counts * longest < tokens) | (counts > tokens // longest + documents))
+    if len(wrong):
+        raise ValueError(
+            f"it says {counts[wrong[0]]} sequences for {tokens[wrong[0]]} tokens in "
+            f"{documents[wrong[0]]} documents, which cannot be"
+        )
+    return counts
+
+
+def _count(index: DatasetIndex, seq_len: int) -> Ints:
+    """Packs every block; that and reading run without the interpreter's lock."""
+    reader = BlockReader(index)
+    total = len(index.blocks)
+    logger.info("counting the sequences of %d in %s blocks, once for this dataset",
+                seq_len, f"{total:,}")  # fmt: skip
+    counts = np.empty(total, np.int64)
+    started = reported = time.monotonic()
+
+    def count(row: int) -> int:
+        return pack(reader.doc_ends(row), seq_len).num_sequences
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="counts") as pool:
+        try:
+            for row, counts[row] in enumerate(pool.map(count, range(total))):
+                if time.monotonic() - reported > _PROGRESS_EVERY_S:
+                    reported = time.monotonic()
+                    logger.info("counted %s of %s blocks", f"{row + 1:,}", f"{total:,}")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    logger.info("%s sequences, counted in %.1f s", f"{counts.sum():,}", time.monotonic() - started)
+    return counts
+
+
+def _keep(counts: Ints, paths: list[Path], index: DatasetIndex, seq_len: int) -> None:
+    """Writes the numbers where that can be done; they are counted again where it cannot."""
+    buffer = io.BytesIO()
+    np.savez(buffer, made_for=_made_for(index, seq_len), sequences_per_block=counts)
+    for path in paths:
+        try:
+            write_atomic(path, buffer.getvalue())
+        except OSError as error:
+            logger.info("%s cannot be written: %s", path, os.strerror(error.errno or 0))
+        else:
+            return
+    logger.warning("the numbers of sequences are not kept: the next start counts them again")
+
+
+def _made_for(index: DatasetIndex, seq_len: int) -> str:
+    return f"dataset {index.fingerprint}, {seq_len} slots, packing rule {RULE_VERSION}"

@@ -1,0 +1,180 @@
+"""Kept numbers of sequences: used only for what they were made for, remade when damaged."""
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config.data import DataConfig
+from pipeline.data import counts
+from pipeline.data.counts import sequences_per_block
+from pipeline.data.dataset import PackedSplit
+from pipeline.data.order import Location
+from pipeline.data.philox import Purpose
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.errors import DataError
+from tests.support import reference_packing
+from tests.support.large_index import plausible_counts, write_large_index
+
+
+@pytest.fixture
+def copy(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
+    folder = tmp_path / "copy"
+    shutil.copytree(dataset.folder, folder, ignore=shutil.ignore_patterns("packing-*"))
+    return read_index(folder)
+
+
+@pytest.fixture
+def expected(dataset: DatasetIndex) -> list[int]:
+    reader = BlockReader(dataset)
+    return [
+        reference_packing.pack(reader.doc_ends(row), 128).num_sequences
+        for row in range(len(dataset.blocks))
+    ]
+
+
+def _remove_shards(index: DatasetIndex) -> None:
+    """From here on nothing can be counted."""
+    shutil.rmtree(index.folder / "shards")
+
+
+def test_sequences_are_counted_once(copy: DatasetIndex, expected: list[int]) -> None:
+    assert sequences_per_block(copy, 128, None).tolist() == expected
+    _remove_shards(copy)
+    kept = sequences_per_block(copy, 128, None)
+    assert kept.dtype == np.int64
+    assert kept.tolist() == expected
+    with pytest.raises(DataError, match="does not exist"):
+        sequences_per_block(copy, 256, None)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(b"sequences_per_block.npy") + 180] ^= 1
+    path.write_bytes(data)
+
+
+def _no_zip(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _other(path: Path, **changed: object) -> None:
+    with np.load(path) as arrays:
+        np.savez(path, **{**arrays, **changed})
+
+
+def _other_dataset(path: Path) -> None:
+    _other(path, made_for="dataset 0123, 128 slots, packing rule 1")
+
+
+def _other_length(path: Path) -> None:
+    _other(path, sequences_per_block=np.ones(3, np.int64))
+
+
+def _impossible(path: Path) -> None:
+    with np.load(path) as arrays:
+        _other(path, sequences_per_block=arrays["sequences_per_block"] // 2)
+
+
+@pytest.mark.parametrize(
+    "damage", [_cut, _flip, _no_zip, _other_dataset, _other_length, _impossible]
+)
+def test_damaged_or_foreign_numbers_are_made_anew(
+    copy: DatasetIndex, expected: list[int], damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    sequences_per_block(copy, 128, None)
+    path = copy.folder / "packing-128.npz"
+    sound = path.read_bytes()
+    damage(path)  # type: ignore[operator]
+    assert path.read_bytes() != sound
+    assert sequences_per_block(copy, 128, None).tolist() == expected
+    assert f"{path} is not used: " in caplog.text
+    assert np.load(path)["sequences_per_block"].tolist() == expected
+
+
+def test_numbers_of_another_packing_rule_are_made_anew(
+    copy: DatasetIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sequences_per_block(copy, 128, None)
+    monkeypatch.setattr(counts, "RULE_VERSION", 2)
+    sequences_per_block(copy, 128, None)
+    assert "packing rule 1, expected" in caplog.text
+
+
+def test_numbers_lie_in_the_run_s_folder_where_the_dataset_s_cannot_be_written(
+    copy: DatasetIndex, expected: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Also the superuser cannot replace a folder by a file.
+    (copy.folder / "packing-128.npz").mkdir()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert sequences_per_block(copy, 128, run_dir).tolist() == expected
+    assert (run_dir / "packing-128.npz").is_file()
+    _remove_shards(copy)
+    assert sequences_per_block(copy, 128, run_dir).tolist() == expected
+    with caplog.at_level(logging.WARNING), pytest.raises(DataError):
+        sequences_per_block(copy, 128, None)
+
+
+def test_without_any_folder_they_are_counted_and_a_warning_says_so(
+    copy: DatasetIndex, expected: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (copy.folder / "packing-128.npz").mkdir()
+    missing = tmp_path / "no such folder"
+    assert sequences_per_block(copy, 128, missing).tolist() == expected
+    assert "the next start counts them again" in caplog.text
+
+
+def test_a_batch_notices_wrong_numbers(copy: DatasetIndex, expected: list[int]) -> None:
+    config = DataConfig(dir=str(copy.folder), seq_len=128)
+    split = PackedSplit(copy, "train", config, np.array(expected) + 1)
+    with pytest.raises(DataError, match=r"were counted; delete packing-128\.npz in"):
+        split.batch([Location(0, 0, 0, 0)], (1, Purpose.MASK))
+
+
+_START = """
+import sys
+from pathlib import Path
+import numpy as np
+from pipeline.data import counts
+from pipeline.config.run import PretrainConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.train import TrainConfig
+from pipeline.data.loader import EvalLoader, Share, TrainLoader
+from pipeline.data.shards import read_index
+
+def peak_mib():  # ru_maxrss would be at least that of the process that started this one
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) // 1024
+
+before = peak_mib()
+index = read_index(sys.argv[1])
+data = DataConfig(dir=sys.argv[1], seq_len=512)
+config = PretrainConfig(run_dir="x", data=data, train=TrainConfig(global_batch=4096, micro_batch=4))
+loader = TrainLoader(index, config, Share(0, 1))
+EvalLoader(index, config, Share(0, 1))
+assert loader.order.num_sequences > 150_000_000
+loader.order.locate(loader.order.num_sequences + 12345)
+print(peak_mib() - before)
+"""
+
+
+def test_a_dataset_of_80000_blocks_opens_in_little_memory_reading_no_shard(tmp_path: Path) -> None:
+
+    index = write_large_index(tmp_path / "data", num_shards=400, blocks_per_shard=200)
+    counts._keep(plausible_counts(index, 512), [index.folder / "packing-512.npz"], index, 512)
+    done = subprocess.run(
+        [sys.executable, "-c", _START, str(index.folder)], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr  # the shards are holes: reading one would raise
+    assert int(done.stdout.splitlines()[-1]) < 300  # MiB, besides Python and torch

@@ -1,0 +1,93 @@
+"""Storage that fails for a moment, for long, or not at all as it should."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.data import storage
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex
+from pipeline.errors import EXIT_FAILED_RETRY, DataError, StorageError
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[float]]:
+    """Makes the next reads fail as a file server's would; gives the list of pauses made."""
+
+    def fail(number: int, times: int) -> list[float]:
+        pauses: list[float] = []
+        left = [times]
+        real = os.preadv
+
+        def preadv(*args: object) -> int:
+            if left[0]:
+                left[0] -= 1
+                raise OSError(number, os.strerror(number))
+            return real(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(storage.time, "sleep", pauses.append)
+        return pauses
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_moment_s_failure_is_tried_again(
+    dataset: DatasetIndex,
+    failing: Callable[[int, int], list[float]],
+    number: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = BlockReader(dataset).block(1)
+    reader = BlockReader(dataset)
+    pauses = failing(number, 3)
+    assert (reader.block(1).tokens == expected.tokens).all()
+    assert pauses == list(storage.PAUSES_S[:3])
+    assert f"member {dataset.block_key(1)[:6]}" in caplog.text
+    assert os.strerror(number) in caplog.text
+
+
+def test_lasting_failure_names_the_member_and_asks_for_another_start(
+    dataset: DatasetIndex, failing: Callable[[int, int], list[float]]
+) -> None:
+    reader = BlockReader(dataset)
+    reader.block(0)
+    pauses = failing(errno.EIO, 99)
+    key = dataset.block_key(1)
+    with pytest.raises(StorageError, match=rf"shard .*member {key}\.\* cannot be read") as found:
+        reader.block(1)
+    assert found.value.exit_code == EXIT_FAILED_RETRY
+    assert pauses == list(storage.PAUSES_S)
+    with pytest.raises(StorageError, match=rf"member {key}\.docs\.npy cannot be read"):
+        reader.doc_ends(1)
+
+
+def test_other_failures_are_not_tried_again(
+    dataset: DatasetIndex, failing: Callable[[int, int], list[float]]
+) -> None:
+    pauses = failing(errno.EISDIR, 1)
+    with pytest.raises(DataError, match=r"cannot be read: .*Is a directory"):
+        BlockReader(dataset).block(0)
+    assert not pauses
+
+
+def test_parts_of_a_file_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)))
+    real = os.preadv
+    # A request may be answered in part.
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
+    assert storage.read_range(path, 10, 100, str).tobytes() == bytes(range(10, 110))
+    assert storage.read_range(path, 250, 100, str).tobytes() == bytes(range(250, 256))
+
+
+def test_many_blocks_leave_no_file_open(dataset: DatasetIndex) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    reader = BlockReader(dataset)
+    for row in range(len(dataset.blocks)):
+        reader.block(row)
+    assert len(os.listdir("/proc/self/fd")) == before
