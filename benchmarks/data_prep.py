@@ -333,12 +333,16 @@ def _sizes(output: Path) -> dict[str, int]:
     }
 
 
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
 def _markdown(result: dict[str, Any]) -> str:
     """The main figures as tables."""
     lines = [
         "# Data preparation", "",
         f"`python benchmarks/data_prep.py`, {result['mb']} MB of text in {result['documents']:,} "
-        f"documents, MB of text a CPU-second; {result['versions']}", "",
+        f"documents, MB of text a CPU-second; {_listed(result['versions'])}.", "",
         "| vocabulary | blocks | ingest | shards | datatrove | HF fast | times datatrove "
         "| times HF | tars / 2 bytes a token |", "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -357,9 +361,11 @@ def _markdown(result: dict[str, Any]) -> str:
     whole = result["for_280_gb"]
     lines += [
         "", f"In all {whole['core_hours_in_all']} core-hours, {whole[f'hours_on_{_CORES}_cores']} "
-        f"hours on {_CORES} cores; disk in GB: {whole['disk_gb']}.",
-        *(["", f"Peak GiB of large inputs: {result['large']}."] if "large" in result else []), "",
+        f"hours on {_CORES} cores; disk in GB: {_listed(whole['disk_gb'])}.",
     ]  # fmt: skip
+    for name, peaks in result.get("large", {}).items():
+        lines += ["", f"Peak GiB, {name}: {peaks if isinstance(peaks, str) else _listed(peaks)}."]
+    lines.append("")
     return "\n".join(lines)
 
 
