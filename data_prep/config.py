@@ -195,7 +195,7 @@ class TokenizerConfig:
     )  # fmt: skip
     model_type: Literal["unigram", "bpe"] = param("unigram", "sentencepiece algorithm")
     character_coverage: float = param(
-        0.9995, "share of characters that get pieces; the rest falls back to bytes", ge=0.9, lt=1
+        0.9995, "share of characters that get pieces; the rest falls back to bytes", ge=0.98, lt=1
     )
     sample_mb: int = param(
         1000, "text drawn for training, by hash of the documents' ids, split over the sources by "
