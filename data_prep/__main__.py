@@ -17,7 +17,7 @@ _EXAMPLES = """\
   python -m data_prep plan configs/prep/web.yaml --cores 64
   python -m data_prep run configs/prep/web.yaml --stage ingest --rank 3 --world 64
   python -m data_prep status configs/prep/web.yaml
-  python -m data_prep show configs/prep/web.yaml --rejected 'lines that start with a bullet'
+  python -m data_prep show configs/prep/web.yaml --rejected 'few words'
   python -m data_prep show configs/prep/web.yaml --id web/part-03.jsonl@81920
   python -m data_prep verify runs/mine/data
   python -m data_prep datasheet runs/mine/data
