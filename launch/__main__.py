@@ -64,7 +64,7 @@ def _cluster(arguments: argparse.Namespace) -> ClusterConfig:
 
 def _local(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
-    config.train.accumulation_steps(arguments.ranks)
+    config.batches.require_split(arguments.ranks)
     return run_local(arguments.config, arguments.overrides, Path(config.run_dir), arguments.ranks)
 
 

@@ -40,7 +40,7 @@ def render(
     Raises:
         ConfigError: the batch does not split over the ranks, or SLURM cannot use `work_dir`.
     """
-    config.train.accumulation_steps(cluster.nodes * cluster.num_ranks_per_node)
+    config.batches.require_split(cluster.nodes * cluster.num_ranks_per_node)
     run_dir = config.run_dir
     command = shlex.join([cluster.python, "-m", "pipeline", "pretrain", config_path, *overrides])
     parts = [

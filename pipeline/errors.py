@@ -46,3 +46,9 @@ class StorageError(PostnormError):
     """Storage failed to give what it has, for longer than a moment."""
 
     exit_code = EXIT_FAILED_RETRY
+
+
+class WorkerError(PostnormError):
+    """A process that makes batches is gone or broken."""
+
+    exit_code = EXIT_FAILED_RETRY

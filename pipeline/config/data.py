@@ -8,6 +8,16 @@ from pipeline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixConfig:
+    """Another weight for a source than the dataset gives it."""
+
+    source: str = param(REQUIRED, "name of a source of the dataset")
+    weight: float = param(
+        REQUIRED, "times that its documents are seen while a source of weight 1 is seen once", ge=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """A prepared dataset and the pure functions applied to it at load time."""
 
@@ -15,6 +25,9 @@ class DataConfig:
     seq_len: int = param(512, "slots of a packed sequence", unit="tokens", ge=8, le=65536)
     window_blocks: int = param(
         16, "blocks whose sequences are shuffled together; one block is read at a time", ge=1
+    )
+    mix: tuple[MixConfig, ...] = param(
+        (), "weights of sources in place of those in the dataset; 0 leaves a source out"
     )
     masking: Literal["token", "whole_word", "span"] = param(
         "whole_word",
@@ -53,6 +66,12 @@ class DataConfig:
         "first_touch",
         "when a block's sha256 is compared with the index: when this process first reads it, or "
         "never, for storage that checks by itself; document ends are always checked",
+    )
+    workers: int = param(
+        0, "processes of each rank that make batches; 0: a thread of the rank itself", ge=0, le=64
+    )
+    prefetch_steps: int = param(
+        2, "steps made ahead of the one that is computed, at least one a worker", unit="steps", ge=1
     )
 
     def __post_init__(self) -> None:

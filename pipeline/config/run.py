@@ -1,7 +1,9 @@
 """The root config of `python -m pipeline pretrain`."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from pipeline.config.batches import BatchPlan, PhaseConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import REQUIRED, param, section
@@ -21,13 +23,28 @@ class PretrainConfig:
     model: ModelConfig = section(ModelConfig, "architecture")
     data: DataConfig = section(DataConfig, "dataset, packing and masking")
     train: TrainConfig = section(TrainConfig, "optimisation")
+    phases: tuple[PhaseConfig, ...] = param(
+        (), "what comes first, with other lengths of sequences or batches; train and data hold for "
+        "the rest"
+    )  # fmt: skip
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
 
     def __post_init__(self) -> None:
+        longest = max(self.batches.seq_lens)
         limit = self.model.longest_document
-        if limit is not None and self.data.seq_len > limit:
+        if limit is not None and longest > limit:
             raise ConfigError(
-                f"data.seq_len={self.data.seq_len} is longer than the {limit} learned positions of "
-                "the model; shorten it, or raise model.max_positions"
+                f"data.seq_len={longest} is longer than the {limit} learned positions of the "
+                "model; shorten it (phases have lengths, too), or raise model.max_positions"
             )
+
+    @cached_property
+    def batches(self) -> BatchPlan:
+        """The run's batches; reading this checks the phases."""
+        return BatchPlan(
+            self.phases,
+            seq_len=self.data.seq_len,
+            global_batch=self.train.global_batch,
+            micro_batch=self.train.micro_batch,
+        )

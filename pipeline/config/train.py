@@ -51,25 +51,6 @@ class TrainConfig:
                 f"train.alpha_warmup_steps={self.alpha_warmup_steps} must be below train.num_steps="
                 f"{self.num_steps}: a model that never saw alpha = 1 cannot be used; shorten it"
             )
-        if self.global_batch % self.micro_batch:
-            raise ConfigError(
-                f"train.global_batch={self.global_batch} must be a multiple of train.micro_batch="
-                f"{self.micro_batch} (times the number of ranks); change one of the two"
-            )
-
-    def accumulation_steps(self, world_size: int) -> int:
-        """Forward passes of one rank per optimizer step.
-
-        Raises:
-            ConfigError: the global batch cannot be split evenly over the ranks.
-        """
-        steps, rest = divmod(self.global_batch, self.micro_batch * world_size)
-        if rest:
-            raise ConfigError(
-                f"train.global_batch={self.global_batch} must be a multiple of train.micro_batch="
-                f"{self.micro_batch} x {world_size} ranks; change the batch or the number of ranks"
-            )
-        return steps
 
 
 @dataclass(frozen=True, kw_only=True)

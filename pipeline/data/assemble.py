@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.jit import kernel
-from pipeline.data.packing import Packing
+from pipeline.data.packing import Ints, Packing
 from pipeline.data.reader import Block
 from pipeline.data.shards import Vocabulary
 
@@ -30,6 +30,10 @@ class Slots(NamedTuple):
     maskable: npt.NDArray[np.bool_]
     """(B, S) bool, false at special tokens and padding."""
 
+    def rows(self, first: int, stop: int) -> "Slots":
+        """Those of some sequences, in the same memory."""
+        return Slots._make(array[first:stop] for array in self)
+
     @classmethod
     def empty(cls, num_sequences: int, seq_len: int) -> "Slots":
         """Room for sequences; every one is to be filled by `lay_out`."""
@@ -44,24 +48,28 @@ class Slots(NamedTuple):
 
 
 def lay_out(
-    slots: Slots, row: int, block: Block, packing: Packing, sequence: int, vocabulary: Vocabulary
+    slots: Slots,
+    rows: Ints,
+    block: Block,
+    packing: Packing,
+    sequences: Ints,
+    vocabulary: Vocabulary,
 ) -> None:
-    """Fills one row with the pieces of one sequence of a block, side by side.
+    """Fills some rows with the pieces of sequences of a block, side by side.
 
     Args:
         slots: is written to.
-        row: below B.
-        block: whose sequence it is.
+        rows: (r,) int64 below B.
+        block: whose sequences they are.
         packing: of the block.
-        sequence: number within the block.
+        sequences: (r,) int64 number of each row's within the block.
         vocabulary: ids of the special tokens.
     """
-    pieces = packing.pieces(sequence)
     _lay_out(
         slots,
-        row,
+        (rows, sequences),
         (block.tokens, block.word_bits),
-        (packing.piece_start, packing.piece_stop, pieces.start, pieces.stop),
+        (packing.piece_start, packing.piece_stop, packing.sequence_ends),
         vocabulary.special,
     )
 
@@ -69,9 +77,24 @@ def lay_out(
 @kernel
 def _lay_out(
     slots: Slots,
+    which: tuple[Ints, Ints],
+    block: tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]],
+    packing: tuple[Ints, Ints, Ints],
+    special: tuple[int, int, int, int, int],
+) -> None:
+    rows, sequences = which
+    starts, stops, ends = packing
+    for i in range(len(rows)):
+        first = ends[sequences[i] - 1] if sequences[i] else 0
+        _lay_out_row(slots, rows[i], block, (starts, stops, first, ends[sequences[i]]), special)
+
+
+@kernel
+def _lay_out_row(
+    slots: Slots,
     row: int,
     block: tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]],
-    pieces: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int],
+    pieces: tuple[Ints, Ints, int, int],
     special: tuple[int, int, int, int, int],
 ) -> None:
     tokens, documents, positions = slots.tokens[row], slots.documents[row], slots.positions[row]

@@ -1,10 +1,12 @@
-"""What the model is given: one micro-batch of packed, masked sequences."""
+"""What the model is given: one micro-batch of packed, masked sequences as tensors."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipeline.data.dataset import Batch
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,23 @@ class MicroBatch:
     """Slots that are no padding."""
     unmasked_documents: int
     """Pieces with text of which no slot is to be predicted."""
+    hash: int
+    """See `Batch.hash`."""
+
+    @classmethod
+    def of(cls, batch: Batch, *, pin: bool = False) -> "MicroBatch":
+        """Tensors that share the arrays' memory, or copies that a GPU can fetch by itself."""
+        tensors = {
+            name: torch.from_numpy(array).pin_memory() if pin else torch.from_numpy(array)
+            for name in ("input_ids", "documents", "positions", "masked_index", "targets")
+            for array in [getattr(batch, name)]
+        }
+        return cls(
+            **tensors,
+            num_tokens=batch.num_tokens,
+            unmasked_documents=batch.unmasked_documents,
+            hash=batch.hash,
+        )
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copies the tensors to a device without waiting for the copy."""

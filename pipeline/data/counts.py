@@ -1,4 +1,4 @@
-"""How many sequences every block makes: counted once for a dataset and a length, then kept.
+"""How many sequences and pieces every block makes: counted once for a dataset and a length, kept.
 
 The numbers follow from documents' lengths alone, so a file beside the dataset serves all runs:
 `packing-SEQLEN.npz`. Where that folder cannot be written it lies in the run's, else nowhere.
@@ -8,8 +8,10 @@ import io
 import logging
 import os
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,17 +27,30 @@ _THREADS = 16
 _PROGRESS_EVERY_S = 10.0
 
 
-def sequences_per_block(index: DatasetIndex, seq_len: int, run_dir: str | Path | None) -> Ints:
-    """Number of packed sequences of every block of a dataset, training and evaluation alike.
+class Counts(NamedTuple):
+    """Of every block of a dataset, training and evaluation alike: (b,) int64, a row of the index."""
+
+    sequences: Ints
+    """Packed sequences."""
+    pieces: Ints
+    """Documents and parts of documents in them."""
+
+
+def sequences_at(
+    index: DatasetIndex, seq_lens: Iterable[int], run_dir: str | Path | None
+) -> dict[int, Ints]:
+    """Numbers of packed sequences for several lengths, by length; see `packing_counts`."""
+    return {length: packing_counts(index, length, run_dir).sequences for length in seq_lens}
+
+
+def packing_counts(index: DatasetIndex, seq_len: int, run_dir: str | Path | None) -> Counts:
+    """What the blocks of a dataset make at a length.
 
     Args:
         index: of the dataset.
         seq_len: slots of a sequence.
         run_dir: where the numbers are kept if the dataset's folder cannot be written; None: they
             are then not kept.
-
-    Returns:
-        (b,) int64, one for each row of the index.
 
     Raises:
         DataError: a shard is missing or damaged.
@@ -55,59 +70,72 @@ def sequences_per_block(index: DatasetIndex, seq_len: int, run_dir: str | Path |
     return counts
 
 
-def _read(path: Path, index: DatasetIndex, seq_len: int) -> Ints:
+def _read(path: Path, index: DatasetIndex, seq_len: int) -> Counts:
     """Reads kept numbers; ValueError and others if they are damaged or of something else."""
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
         made_for = str(arrays["made_for"])
-        counts: Ints = arrays["sequences_per_block"]
+        counts = Counts(arrays["sequences_per_block"], arrays["pieces_per_block"])
     expected = _made_for(index, seq_len)
     if made_for != expected:
         raise ValueError(f"it is of {made_for}, expected {expected}")
-    if counts.dtype != np.int64 or counts.shape != (len(index.blocks),):
-        raise ValueError(
-            f"it has {counts.dtype} numbers of shape {counts.shape}, expected int64 for "
-            f"{len(index.blocks)} blocks"
-        )
+    for numbers in counts:
+        if numbers.dtype != np.int64 or numbers.shape != (len(index.blocks),):
+            raise ValueError(
+                f"it has {numbers.dtype} numbers of shape {numbers.shape}, expected int64 for "
+                f"{len(index.blocks)} blocks"
+            )
     longest = seq_len - SPECIALS_PER_PIECE
     tokens, documents = index.blocks.num_tokens, index.blocks.num_documents
-    wrong = np.flatnonzero((counts * longest < tokens) | (counts > tokens // longest + documents))
+    wrong = np.flatnonzero(
+        (counts.sequences * longest < tokens)
+        | (counts.sequences > counts.pieces)
+        | (counts.pieces > tokens // longest + documents)
+    )
     if len(wrong):
+        row = wrong[0]
         raise ValueError(
-            f"it says {counts[wrong[0]]} sequences for {tokens[wrong[0]]} tokens in "
-            f"{documents[wrong[0]]} documents, which cannot be"
+            f"it says {counts.sequences[row]} sequences of {counts.pieces[row]} pieces for "
+            f"{tokens[row]} tokens in {documents[row]} documents, which cannot be"
         )
     return counts
 
 
-def _count(index: DatasetIndex, seq_len: int) -> Ints:
+def _count(index: DatasetIndex, seq_len: int) -> Counts:
     """Packs every block; that and reading run without the interpreter's lock."""
     reader = BlockReader(index)
     total = len(index.blocks)
     logger.info("counting the sequences of %d in %s blocks, once for this dataset",
                 seq_len, f"{total:,}")  # fmt: skip
-    counts = np.empty(total, np.int64)
+    counts = Counts(np.empty(total, np.int64), np.empty(total, np.int64))
     started = reported = time.monotonic()
 
-    def count(row: int) -> int:
-        return pack(reader.doc_ends(row), seq_len).num_sequences
+    def count(row: int) -> tuple[int, int]:
+        packing = pack(reader.doc_ends(row), seq_len)
+        return packing.num_sequences, len(packing.piece_doc)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="counts") as pool:
         try:
-            for row, counts[row] in enumerate(pool.map(count, range(total))):
+            for row, found in enumerate(pool.map(count, range(total))):
+                counts.sequences[row], counts.pieces[row] = found
                 if time.monotonic() - reported > _PROGRESS_EVERY_S:
                     reported = time.monotonic()
                     logger.info("counted %s of %s blocks", f"{row + 1:,}", f"{total:,}")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    logger.info("%s sequences, counted in %.1f s", f"{counts.sum():,}", time.monotonic() - started)
+    logger.info(
+        "%s sequences, counted in %.1f s", f"{counts.sequences.sum():,}", time.monotonic() - started
+    )
     return counts
 
 
-def _keep(counts: Ints, paths: list[Path], index: DatasetIndex, seq_len: int) -> None:
+def _keep(counts: Counts, paths: list[Path], index: DatasetIndex, seq_len: int) -> None:
     """Writes the numbers where that can be done; they are counted again where it cannot."""
     buffer = io.BytesIO()
-    np.savez(buffer, made_for=_made_for(index, seq_len), sequences_per_block=counts)
+    np.savez(
+        buffer, made_for=_made_for(index, seq_len),
+        sequences_per_block=counts.sequences, pieces_per_block=counts.pieces,
+    )  # fmt: skip
     for path in paths:
         try:
             write_atomic(path, buffer.getvalue())

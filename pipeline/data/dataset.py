@@ -1,19 +1,18 @@
-"""Packed, masked sequences of one split, by number: the place where pure functions meet shards."""
+"""Packed, masked sequences of one split: the place where pure functions meet shards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pipeline.config.data import DataConfig
 from pipeline.data.assemble import Slots, lay_out
-from pipeline.data.batch import MicroBatch
-from pipeline.data.counts import sequences_per_block
+from pipeline.data.batch_hash import batch_hash
 from pipeline.data.mask_kernel import Sequences
 from pipeline.data.masking import mask_tokens
-from pipeline.data.order import Location
+from pipeline.data.order import Ints, Locations
 from pipeline.data.packing import Packing, pack
 from pipeline.data.philox import Purpose
 from pipeline.data.reader import Block, BlockReader
@@ -21,24 +20,53 @@ from pipeline.data.shards import DatasetIndex
 from pipeline.errors import DataError
 
 
+class Masks(NamedTuple):
+    """What decides which tokens are masked, besides the sequences."""
+
+    seed: int
+    purpose: Purpose
+    ratio: float
+    """Share of tokens to predict."""
+
+
+class Batch(NamedTuple):
+    """B packed, masked sequences of S slots as arrays; M of the slots are to be predicted."""
+
+    input_ids: npt.NDArray[np.int64]
+    """(B, S) corrupted token ids."""
+    documents: npt.NDArray[np.int32]
+    """(B, S) number of the document piece in the sequence from 1, 0 at padding."""
+    positions: npt.NDArray[np.int64]
+    """(B, S) position within the piece, 0 at its [CLS]."""
+    masked_index: npt.NDArray[np.int64]
+    """(M,) rising flat indices b * S + s of the slots to predict."""
+    targets: npt.NDArray[np.int64]
+    """(M,) their original token ids."""
+    num_tokens: int
+    """Slots that are no padding."""
+    unmasked_documents: int
+    """Pieces with text of which no slot is to be predicted."""
+    hash: int
+    """Below 2^64; those of the parts of a step's batch add up to that of the whole."""
+
+
 class PackedSplit:
-    """Sequences of the train or the eval split at one sequence length."""
+    """The train or the eval split; threads may share it."""
 
     def __init__(
         self,
         index: DatasetIndex,
         split: str,
         config: DataConfig,
-        counts: npt.NDArray[np.int64] | None = None,
+        counts: Mapping[int, Ints],
     ) -> None:
-        """Opens the split's shards.
+        """Looks at the split's shards.
 
         Args:
             index: of the dataset.
             split: "train" or "eval".
-            config: length of the sequences and masks.
-            counts: (b,) int64, what `sequences_per_block` gives for the whole dataset; by default
-                it is asked.
+            config: of the masks.
+            counts: length -> (b,) what `sequences_per_block` gives for the whole dataset.
 
         Raises:
             DataError: a shard is damaged or missing, or the split is empty.
@@ -50,65 +78,94 @@ class PackedSplit:
             )
         shards = np.unique(index.blocks.shard[self.rows]).tolist()
         self.reader = BlockReader(index, shards, config.check_blocks)
+        self.counts = {length: of_all[self.rows] for length, of_all in counts.items()}
+        """By length, (b,) sequences of each block of the split."""
         self._config = config
         self._vocabulary = index.vocabulary
-        # Sequences of one window are taken from all its blocks by turns.
-        self._packed = lru_cache(maxsize=config.window_blocks)(self._packed_uncached)
-        if counts is None:
-            counts = sequences_per_block(index, config.seq_len, run_dir=None)
-        self.sequences_per_block = counts[self.rows]
+        # Sequences of one window are taken from all its blocks by turns. Where sources are mixed
+        # each has at least one block in turn.
+        kept = config.window_blocks + len(index.sources)
+        self.block = lru_cache(maxsize=kept)(self._block)
+        self.packing = lru_cache(maxsize=kept)(self._packing)
 
-    def batch(
-        self, locations: Sequence[Location], key: tuple[int, Purpose], ratio: float | None = None
-    ) -> MicroBatch:
-        """Builds a micro-batch.
+    def slots(
+        self, locations: Locations, seq_len: int, leftovers: Mapping[int, Packing] | None = None
+    ) -> Slots:
+        """Lays out sequences, not masked yet.
 
         Args:
-            locations: the sequences, by block position within this split.
-            key: (seed, purpose) of the masks.
-            ratio: share of tokens to predict; None takes `mask_prob` of the config.
+            locations: the sequences.
+            seq_len: their length.
+            leftovers: packings of the blocks of which `locations` has leftovers.
         """
-        slots = self._slots(locations)
+        slots = Slots.empty(len(locations.blocks), seq_len)
+        # All sequences of a block at once: a call costs more than laying out a short sequence.
+        of_kind = 2 * locations.blocks + locations.leftover
+        order = np.argsort(of_kind, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(of_kind[order])) + 1):
+            position = int(locations.blocks[rows[0]])
+            if locations.leftover[rows[0]]:
+                assert leftovers is not None
+                packing = leftovers[position]
+            else:
+                packing = self.packing(position, seq_len)
+            block = self.block(position)
+            lay_out(slots, rows, block, packing, locations.sequences[rows], self._vocabulary)
+        return slots
+
+    def masked(
+        self, slots: Slots, locations: Locations, masks: Masks, first_place: int = 0
+    ) -> Batch:
+        """Masks sequences.
+
+        Args:
+            slots: of the sequences; only read.
+            locations: of the same.
+            masks: what is masked.
+            first_place: of the first sequence in the step's batch, for the hash.
+        """
         sequences = Sequences(
             slots.tokens,
             slots.word_starts,
             maskable=slots.maskable,
             documents=slots.documents,
-            sample_ids=np.array([location.sample_id for location in locations]),
-            epochs=np.array([location.epoch for location in locations]),
+            sample_ids=locations.sample_ids,
+            epochs=locations.epochs,
         )
         corrupted, selected, unmasked_documents = mask_tokens(
-            sequences, config=self._config, vocabulary=self._vocabulary, key=key, ratio=ratio
-        )
+            sequences, config=self._config, vocabulary=self._vocabulary,
+            key=(masks.seed, masks.purpose), ratio=masks.ratio,
+        )  # fmt: skip
         masked_index = np.flatnonzero(selected)
-        return MicroBatch(
-            input_ids=torch.from_numpy(corrupted),
-            documents=torch.from_numpy(slots.documents),
-            positions=torch.from_numpy(slots.positions),
-            masked_index=torch.from_numpy(masked_index),
-            targets=torch.from_numpy(slots.tokens.reshape(-1)[masked_index]),
+        targets = slots.tokens.reshape(-1)[masked_index]
+        places = np.arange(first_place, first_place + len(corrupted))
+        return Batch(
+            input_ids=corrupted,
+            documents=slots.documents,
+            positions=slots.positions,
+            masked_index=masked_index,
+            targets=targets,
             num_tokens=int(np.count_nonzero(slots.documents)),
             unmasked_documents=unmasked_documents,
-        )
+            hash=batch_hash(
+                places, locations.sample_ids, locations.epochs, corrupted, slots.documents,
+                masked_index, targets,
+            ),
+        )  # fmt: skip
 
-    def _slots(self, locations: Sequence[Location]) -> Slots:
-        """The sequences before they are masked."""
-        slots = Slots.empty(len(locations), self._config.seq_len)
-        for row, location in enumerate(locations):
-            block, packing = self._packed(location.block)
-            lay_out(slots, row, block, packing, location.sequence, self._vocabulary)
-        return slots
+    def _block(self, position: int) -> Block:
+        """Reads a block of the split; the last ones are kept."""
+        return self.reader.block(int(self.rows[position]))
 
-    def _packed_uncached(self, position: int) -> tuple[Block, Packing]:
+    def _packing(self, position: int, seq_len: int) -> Packing:
+        """The packing of a block of the split; the last ones are kept."""
         row = int(self.rows[position])
-        block = self.reader.block(row)
-        packing = pack(block.doc_ends, self._config.seq_len)
-        counted = int(self.sequences_per_block[position])
+        packing = pack(self.reader.doc_ends(row), seq_len)
+        counted = int(self.counts[seq_len][position])
         if packing.num_sequences != counted:
-            length = self._config.seq_len
             raise DataError(
                 f"{self.reader.index.where(row)} makes {packing.num_sequences} sequences of "
-                f"{length} slots, {counted} were counted; delete packing-{length}.npz in "
+                f"{seq_len} slots, {counted} were counted; delete packing-{seq_len}.npz in "
                 f"{self.reader.index.folder} and in the run's folder, and start again"
             )
-        return block, packing
+        return packing

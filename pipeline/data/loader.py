@@ -1,36 +1,24 @@
-"""Batches of a run by step: what rank r computes in step k, and nothing else.
+"""Batches of a run as tensors, made ahead by a thread or by worker processes."""
 
-Step k consists of positions [k * B, (k + 1) * B) of the order, B the global batch. Rank r takes the
-r-th contiguous share of it, cut into micro-batches. The loader has no state; it can be asked for
-any step at any time.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from pipeline.config.run import PretrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.data.dataset import PackedSplit
-from pipeline.data.order import Location, Order
+from pipeline.data.dataset import Batch, Masks, PackedSplit
+from pipeline.data.order import Ints, Locations
 from pipeline.data.philox import Purpose
 from pipeline.data.shards import DatasetIndex
+from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.workers import Workers
 
 EVAL_MASK_SEED = 0
 """Not the run's seed: the evaluation masks are the same for every run."""
-_PREFETCHED_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of every global batch this rank computes."""
-
-    rank: int
-    world_size: int
 
 
 class TrainLoader:
@@ -41,52 +29,57 @@ class TrainLoader:
         index: DatasetIndex,
         config: PretrainConfig,
         share: Share,
-        counts: npt.NDArray[np.int64] | None = None,
+        counts: Mapping[int, Ints],
     ) -> None:
-        """Opens the training split; see `PackedSplit` for `counts` and what can fail."""
-        self.split = PackedSplit(index, "train", config.data, counts)
-        self.order = Order(
-            self.split.sequences_per_block,
-            seed=config.seed,
-            window_blocks=config.data.window_blocks,
-        )
-        self._key = (config.seed, Purpose.MASK)
-        self._mask_ratio = config.data.mask_ratio
-        self._global_batch = config.train.global_batch
-        self._micro_batch = config.train.micro_batch
+        """Opens the training split; see `TrainSteps` for `counts` and what can fail.
+
+        Raises:
+            ConfigError: a batch does not split evenly over the ranks.
+        """
+        config.batches.require_split(share.world_size)
+        self.steps = TrainSteps(index, config, counts)
         self._share = share
-        config.train.accumulation_steps(share.world_size)  # raises if the batch does not split
+        self._prefetched = max(config.data.prefetch_steps, config.data.workers)
+        self._start_workers = partial(
+            Workers, config.data.workers, index, config, share, counts
+        ) if config.data.workers else None  # fmt: skip
 
     def step_batches(self, cursor: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that starts at `cursor` sequences.
-
-        The mask ratio is that of step `cursor` / global batch, skipped steps included: batches are
-        made ahead, when nobody knows yet which steps will be skipped.
-        """
-        ratio = self._mask_ratio(cursor // self._global_batch)
-        per_rank = self._global_batch // self._share.world_size
-        first = cursor + self._share.rank * per_rank
-        return [
-            self.split.batch(
-                [self.order.locate(position) for position in range(at, at + self._micro_batch)],
-                self._key,
-                ratio,
-            )
-            for at in range(first, first + per_rank, self._micro_batch)
-        ]
+        """This rank's micro-batches of the step that starts at `cursor` sequences."""
+        return [MicroBatch.of(batch) for batch in self.steps.micro_batches(cursor, self._share)]
 
     def steps_from(self, cursor: int) -> Iterator[list[MicroBatch]]:
-        """Endless steps, prepared ahead by a thread. How far ahead is nobody's state."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        """Endless steps, made ahead. How far ahead, and by whom, is nobody's state.
+
+        Raises:
+            PostnormError: a step cannot be made; those before it were given.
+        """
+        places = self.steps.plan.batches_from(cursor)
         pending: list[Future[list[MicroBatch]]] = []
-        try:
+        with ExitStack() as stack:
+            workers = None
+            if self._start_workers:
+                workers = self._start_workers()
+                stack.callback(workers.close)
+            pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             while True:
-                while len(pending) < _PREFETCHED_STEPS:
-                    pending.append(pool.submit(self.step_batches, cursor))
-                    cursor += self._global_batch
+                while len(pending) < self._prefetched:
+                    at = next(places).cursor
+                    make: Callable[[], list[Batch]] = partial(
+                        self.steps.micro_batches, at, self._share
+                    )
+                    if workers:
+                        workers.ask(at)
+                        make = workers.take
+                    pending.append(pool.submit(_tensors, make))
                 yield pending.pop(0).result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _tensors(make: Callable[[], list[Batch]]) -> list[MicroBatch]:
+    # Copied to pinned memory here: the training thread then only starts the copy to the GPU.
+    pin = torch.cuda.is_available()
+    return [MicroBatch.of(batch, pin=pin) for batch in make()]
 
 
 class EvalLoader:
@@ -100,26 +93,28 @@ class EvalLoader:
         index: DatasetIndex,
         config: PretrainConfig,
         share: Share,
-        counts: npt.NDArray[np.int64] | None = None,
+        counts: Mapping[int, Ints],
     ) -> None:
         """Opens the eval split; see `PackedSplit` for `counts` and what can fail."""
         self.split = PackedSplit(index, "eval", config.data, counts)
-        in_order = (
-            (block, sequence)
-            for block, count in enumerate(self.split.sequences_per_block.tolist())
-            for sequence in range(count)
+        self._seq_len = config.data.seq_len
+        of_block = self.split.counts[self._seq_len]
+        # No more blocks than the sequences that are wanted can lie in.
+        of_block = of_block[: config.monitor.eval_sequences]
+        blocks = np.repeat(np.arange(len(of_block)), of_block)
+        numbers = np.arange(len(blocks))
+        sequences = numbers - np.repeat(np.cumsum(of_block) - of_block, of_block)
+        all_sequences = Locations(
+            np.zeros_like(numbers), blocks, sequences, numbers, np.zeros(len(numbers), np.bool_)
         )
-        places = islice(in_order, config.monitor.eval_sequences)
-        locations = [
-            Location(epoch=0, block=block, sequence=sequence, sample_id=number)
-            for number, (block, sequence) in enumerate(places)
-        ]
-        self._mine = locations[share.rank :: share.world_size]
+        mine = slice(share.rank, config.monitor.eval_sequences, share.world_size)
+        self._mine = Locations._make(array[mine] for array in all_sequences)
+        self._masks = Masks(EVAL_MASK_SEED, Purpose.EVAL_MASK, config.data.mask_prob)
         self._micro_batch = config.train.micro_batch
 
     def batches(self) -> Iterator[MicroBatch]:
         """Yields the same micro-batches each time."""
-        for at in range(0, len(self._mine), self._micro_batch):
-            yield self.split.batch(
-                self._mine[at : at + self._micro_batch], (EVAL_MASK_SEED, Purpose.EVAL_MASK)
-            )
+        for at in range(0, len(self._mine.blocks), self._micro_batch):
+            rows = self._mine.rows(at, at + self._micro_batch)
+            slots = self.split.slots(rows, self._seq_len)
+            yield MicroBatch.of(self.split.masked(slots, rows, self._masks))

@@ -1,86 +1,220 @@
-"""The order in which an endless run sees all sequences: a pure function of seed and position.
+"""The order in which all sequences of a source are seen: a pure function of seed and position.
 
-An epoch permutes the blocks, cuts them into windows of `window_blocks`, and permutes the sequences
-inside each window: random enough to train on, and slow storage sees block-sized reads. Position g
-of the run is position g mod N of epoch g div N. World size, workers and restarts do not occur here;
-to resume is to set g.
+An epoch permutes the blocks, cuts them into windows, and permutes the sequences inside each window:
+random enough to train on, and slow storage sees block-sized reads. Epoch follows epoch. World size,
+workers and restarts do not occur here; to resume is to set a position.
+
+Where the length of sequences changes, the order of the new length goes on where that of the old one
+stopped: first what was left of the window, packed anew, then the epoch's other windows. So within
+an epoch every token is seen once, whatever lengths it was cut to.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.philox import Purpose, permutation
 
+Ints = npt.NDArray[np.int64]
+
+
+class Locations(NamedTuple):
+    """Some sequences, in order: arrays of one length."""
+
+    epochs: Ints
+    """How often the source was seen before."""
+    blocks: Ints
+    """Position in the split's list of blocks."""
+    sequences: Ints
+    """Number within the block, or within what was left of it."""
+    sample_ids: Ints
+    """Number in the run: with the epoch, no other sequence has it."""
+    leftover: npt.NDArray[np.bool_]
+    """Whether the sequence is of what was left of a window when the length changed."""
+
+    def rows(self, first: int, stop: int | None = None) -> "Locations":
+        """Those of a range; None: to the end."""
+        return Locations._make(array[first:stop] for array in self)
+
+
+def joined(parts: list[Locations]) -> Locations:
+    """One after another."""
+    return Locations._make(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
 
 @dataclass(frozen=True)
-class Location:
-    """One sequence."""
+class Material:
+    """The sequences that an order arranges."""
 
-    epoch: int
-    block: int
-    """Position in the list of blocks that the order was made for."""
-    sequence: int
-    """Number within the block."""
-    sample_id: int
-    """Number within the dataset at this sequence length, the same in every epoch."""
+    blocks: Ints
+    """(b,) the source's blocks: positions in the split's list."""
+    counts: Ints
+    """(b,) sequences of each."""
+    first_ids: Ints
+    """(b,) sample id of the first of them."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an order begins: not always at the beginning of an epoch."""
+
+    epoch: int = 0
+    window: int = 0
+    """First window of that epoch which is whole; may be one past the last."""
+    leftover: Material | None = None
+    """What stands before it."""
 
 
 class Order:
-    """Global order of the sequences of a split."""
+    """Order of a source's sequences of one length."""
 
     def __init__(
-        self, sequences_per_block: npt.NDArray[np.int64], *, seed: int, window_blocks: int
+        self,
+        material: Material,
+        *,
+        seed: int,
+        window_blocks: int,
+        source: int = 0,
+        segment: int = 0,
+        start: Start | None = None,
     ) -> None:
         """Keeps the counts; permutations are drawn when first needed.
 
         Args:
-            sequences_per_block: (b,) number of packed sequences of each block.
+            material: all blocks of the source; at least one sequence.
             seed: below 2^32.
             window_blocks: blocks whose sequences are shuffled together.
+            source: below 2^16; another one's order is independent.
+            segment: below 2^16; another one has the same windows, in which sequences stand in an
+                independent order.
+            start: by default epoch 0 from its first window on.
         """
-        self._counts = sequences_per_block
-        self._first_id = np.cumsum(sequences_per_block) - sequences_per_block
+        self._material = material
         self._seed = seed
-        self._window = window_blocks
-        self.num_sequences = int(sequences_per_block.sum())
-        self._epoch_blocks = lru_cache(maxsize=2)(self._epoch_blocks_uncached)
-        self._window_order = lru_cache(maxsize=4)(self._window_order_uncached)
+        self._window_blocks = window_blocks
+        self._source = source
+        self._segment = segment
+        self._start = start or Start()
+        self.num_sequences = int(material.counts.sum())
+        """Of an epoch."""
+        self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
+        self._window = lru_cache(maxsize=2)(self._window_uncached)
+        left = self._start.leftover
+        self._num_left = int(left.counts.sum()) if left is not None else 0
+        _, ends = self._epoch_windows(self._start.epoch)
+        self._skipped = int(ends[self._start.window - 1]) if self._start.window else 0
+        """Sequences of the first epoch that stand before the first whole window."""
 
-    def locate(self, position: int) -> Location:
-        """The sequence at a position of the run, 0 for the first."""
-        epoch, offset = divmod(position, self.num_sequences)
-        _, window_ends = self._epoch_blocks(epoch)
-        window = int(np.searchsorted(window_ends, offset, side="right"))
-        window_start = int(window_ends[window - 1]) if window else 0
-        members, ends, order = self._window_order(epoch, window)
-        rank_in_window = int(order[offset - window_start])
-        which = int(np.searchsorted(ends, rank_in_window, side="right"))
-        block = int(members[which])
-        sequence = rank_in_window - int(ends[which] - self._counts[block])
-        return Location(epoch, block, sequence, int(self._first_id[block]) + sequence)
+    def locate(self, first: int, count: int) -> Locations:
+        """The sequences of positions first .. first + count - 1."""
+        parts = []
+        while count > 0:
+            epoch, window, offset = self._place(first)
+            part = self._window(epoch, window).rows(offset, offset + count)
+            parts.append(part)
+            first, count = first + len(part.epochs), count - len(part.epochs)
+        return joined(parts) if parts else NO_LOCATIONS
 
-    def _epoch_blocks_uncached(
-        self, epoch: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def rest_of_window(self, position: int) -> tuple[Start, Locations]:
+        """What comes at a position: what is left of a window, and the start after that."""
+        epoch, window, offset = self._place(position)
+        if window == _LEFTOVER:
+            return Start(epoch, self._start.window), self._window(epoch, window).rows(offset)
+        if offset == 0:
+            return Start(epoch, window), NO_LOCATIONS
+        return Start(epoch, window + 1), self._window(epoch, window).rows(offset)
+
+    def epochs(self, position: int) -> float:
+        """How often the source was seen before a position."""
+        sequences = position - self._num_left + self._skipped
+        return self._start.epoch + sequences / self.num_sequences
+
+    def positions(self, block: int, sequence: int, *, leftover: bool) -> Iterator[int]:
+        """Positions of a sequence, rising; endless but for leftovers.
+
+        Args:
+            block: position in the split's list.
+            sequence: number within it.
+            leftover: whether the sequence is of the leftover; else of the source's blocks.
+        """
+        first_epoch = self._start.epoch
+        if leftover:
+            yield from self._positions_in(first_epoch, _LEFTOVER, block, sequence)
+            return
+        epoch = first_epoch
+        row = int(np.flatnonzero(self._material.blocks == block)[0])
+        while True:
+            order, _ = self._epoch_windows(epoch)
+            window = int(np.flatnonzero(order == row)[0]) // self._window_blocks
+            if epoch > first_epoch or window >= self._start.window:
+                yield from self._positions_in(epoch, window, block, sequence)
+            epoch += 1
+
+    def _positions_in(self, epoch: int, window: int, block: int, sequence: int) -> Iterator[int]:
+        table = self._window(epoch, window)
+        found = np.flatnonzero((table.blocks == block) & (table.sequences == sequence))
+        first = self._first_position(epoch, window)
+        yield from (first + found).tolist()
+
+    def _place(self, position: int) -> tuple[int, int, int]:
+        """Epoch, window and offset in it."""
+        if position < self._num_left:
+            return self._start.epoch, _LEFTOVER, position
+        epoch, offset = divmod(position - self._num_left + self._skipped, self.num_sequences)
+        epoch += self._start.epoch
+        _, ends = self._epoch_windows(epoch)
+        window = int(np.searchsorted(ends, offset, side="right"))
+        return epoch, window, offset - (int(ends[window - 1]) if window else 0)
+
+    def _first_position(self, epoch: int, window: int) -> int:
+        """Position of a window's first sequence."""
+        if window == _LEFTOVER:
+            return 0
+        _, ends = self._epoch_windows(epoch)
+        before = (epoch - self._start.epoch) * self.num_sequences
+        return self._num_left - self._skipped + before + (int(ends[window - 1]) if window else 0)
+
+    def _epoch_windows_uncached(self, epoch: int) -> tuple[Ints, Ints]:
         """Blocks in this epoch's order, and the end offset of each window in sequences."""
         blocks = permutation(
-            len(self._counts), seed=self._seed, purpose=Purpose.BLOCK_ORDER, epoch=epoch
-        )
-        firsts = np.arange(0, len(blocks), self._window)
-        return blocks, np.cumsum(np.add.reduceat(self._counts[blocks], firsts))
-
-    def _window_order_uncached(
-        self, epoch: int, window: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """A window's blocks, their ends in sequences, and the order of all its sequences."""
-        blocks, _ = self._epoch_blocks(epoch)
-        members = blocks[window * self._window : (window + 1) * self._window]
-        ends = np.cumsum(self._counts[members])
-        order = permutation(
-            int(ends[-1]),
-            seed=self._seed, purpose=Purpose.SEQUENCE_ORDER, epoch=epoch, stream=window,
+            len(self._material.counts), seed=self._seed, purpose=Purpose.BLOCK_ORDER, epoch=epoch,
+            stream=self._source,
         )  # fmt: skip
-        return members, ends, order
+        firsts = np.arange(0, len(blocks), self._window_blocks)
+        return blocks, np.cumsum(np.add.reduceat(self._material.counts[blocks], firsts))
+
+    def _window_uncached(self, epoch: int, window: int) -> Locations:
+        """All sequences of a window in their order."""
+        left = window == _LEFTOVER
+        if left:
+            assert self._start.leftover is not None
+            material = self._start.leftover
+            members = np.arange(len(material.blocks))
+        else:
+            material, (blocks, _) = self._material, self._epoch_windows(epoch)
+            members = blocks[window * self._window_blocks : (window + 1) * self._window_blocks]
+        counts = material.counts[members]
+        total = int(counts.sum())
+        order = permutation(
+            total, seed=self._seed, purpose=Purpose.SEQUENCE_ORDER, epoch=epoch,
+            window=_LEFTOVER_COUNTER if left else window,
+            stream=self._source + (self._segment << 16),
+        )  # fmt: skip
+        sequences = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids = np.repeat(material.first_ids[members], counts) + sequences
+        return Locations(
+            np.full(total, epoch),
+            np.repeat(material.blocks[members], counts)[order],
+            sequences[order],
+            ids[order],
+            np.full(total, left),
+        )
+
+
+_LEFTOVER = -1
+_LEFTOVER_COUNTER = 0xFFFFFFFF
+NO_LOCATIONS = Locations._make([*(np.empty(0, np.int64) for _ in range(4)), np.empty(0, np.bool_)])

@@ -54,9 +54,33 @@ def pack(doc_ends: Ints, seq_len: int) -> Packing:
         doc_ends: (d,) int64 rising end offset of each document.
         seq_len: slots of a sequence, specials included.
     """
-    doc_ends = doc_ends.view()
-    doc_ends.flags.writeable = False  # one type for the compiler, wherever the array comes from
-    start, stop, doc = _split(doc_ends, seq_len - SPECIALS_PER_PIECE)
+    starts = np.concatenate((doc_ends[:1] * 0, doc_ends[:-1]))
+    return _pack_ranges(starts, doc_ends, np.arange(len(doc_ends)), seq_len)
+
+
+def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
+    """Packs what stands in some sequences of a block anew, for another length.
+
+    Pieces of a document that follow one another are put together again before.
+
+    Args:
+        packing: of the block.
+        sequences: (k,) numbers of sequences, each once.
+        seq_len: slots of the new sequences.
+    """
+    rows = np.concatenate([np.array(packing.pieces(int(s)), np.int64) for s in sequences])
+    rows = rows[np.argsort(packing.piece_start[rows])]
+    start, stop, doc = packing.piece_start[rows], packing.piece_stop[rows], packing.piece_doc[rows]
+    first = np.ones(len(rows), np.bool_)
+    first[1:] = (doc[1:] != doc[:-1]) | (start[1:] != stop[:-1])
+    last = np.append(first[1:], True)
+    return _pack_ranges(start[first], stop[last], doc[first], seq_len)
+
+
+def _pack_ranges(starts: Ints, stops: Ints, docs: Ints, seq_len: int) -> Packing:
+    """Packs ranges of tokens, each of one document."""
+    ranges = (_for_compiler(starts), _for_compiler(stops), _for_compiler(docs))
+    start, stop, doc = _split(ranges, seq_len - SPECIALS_PER_PIECE)
     need = stop - start + SPECIALS_PER_PIECE
     by_length = _longest_first(need, seq_len)
     sequence, num_sequences = _best_fit(need, by_length, seq_len)
@@ -64,23 +88,31 @@ def pack(doc_ends: Ints, seq_len: int) -> Packing:
     return Packing(start[order], stop[order], doc[order], ends)
 
 
+def _for_compiler(array: Ints) -> Ints:
+    """The array as one type for the compiler, wherever it comes from."""
+    array = np.ascontiguousarray(array).view()
+    array.flags.writeable = False
+    return array
+
+
 @kernel
-def _split(doc_ends: Ints, longest: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts documents into pieces of at most `longest` tokens: start, stop and document of each."""
-    num_pieces, begin = 0, 0
-    for end in doc_ends:
-        num_pieces += (end - begin + longest - 1) // longest
-        begin = end
+def _split(ranges: tuple[Ints, Ints, Ints], longest: int) -> tuple[Ints, Ints, Ints]:
+    """Cuts ranges into pieces of at most `longest` tokens: start, stop and document of each."""
+    starts, stops, docs = ranges
+    num_pieces = 0
+    for row in range(len(starts)):
+        num_pieces += (stops[row] - starts[row] + longest - 1) // longest
     start = np.empty(num_pieces, np.int64)
     stop = np.empty(num_pieces, np.int64)
     doc = np.empty(num_pieces, np.int64)
-    piece, at = 0, 0
-    for row in range(len(doc_ends)):
-        while at < doc_ends[row]:
+    piece = 0
+    for row in range(len(starts)):
+        at = starts[row]
+        while at < stops[row]:
             start[piece] = at
-            at = min(at + longest, doc_ends[row])
+            at = min(at + longest, stops[row])
             stop[piece] = at
-            doc[piece] = row
+            doc[piece] = docs[row]
             piece += 1
     return start, stop, doc
 

@@ -70,12 +70,12 @@ def uniform(words: Words) -> npt.NDArray[np.float64]:
 
 
 def permutation(
-    size: int, *, seed: int, purpose: Purpose, epoch: int, stream: int = 0
+    size: int, *, seed: int, purpose: Purpose, epoch: int, window: int = 0, stream: int = 0
 ) -> npt.NDArray[np.int64]:
     """A random order of 0 .. size - 1, a pure function of its arguments.
 
     Sorting by 64-bit random keys; equal keys (one in 2^64 per pair) keep their order.
     """
-    high, low, _, _ = philox((np.arange(size), epoch, stream, 0), (seed, purpose))
+    high, low, _, _ = philox((np.arange(size), epoch, window, stream), (seed, purpose))
     keys = (high.astype(np.uint64) << _HALF) | low
     return np.argsort(keys, kind="stable")

@@ -116,12 +116,16 @@ class BlockReader:
             StorageError: it cannot be read at the moment.
         """
         member = MEMBERS.index("docs.npy")
-        blocks = self.index.blocks
-        start, length = blocks.member_offset[row, member], blocks.member_length[row, member]
-        shard = int(blocks.shard[row])
-        data = self._read(shard, int(start), int(length), lambda: self.index.where(row, member))
-        self._check_member(row, member, data)
-        return self._array(row, member, data)
+        return self._array(row, member, self._read_member(row, member))
+
+    def meta_json(self, row: int) -> bytes:
+        """A block's meta.json alone: source and document ids.
+
+        Raises:
+            DataError: this member is not as it was written.
+            StorageError: it cannot be read at the moment.
+        """
+        return self._read_member(row, MEMBERS.index("meta.json")).tobytes()
 
     def check(self, row: int) -> None:
         """Compares a block's bytes with the index.
@@ -155,6 +159,15 @@ class BlockReader:
                 f"shard {self._path(shard)} is damaged behind its last member "
                 f"{info.keys[-1]}.{MEMBERS[-1]}: a tar ends in zeros; {_RESTORE}"
             )
+
+    def _read_member(self, row: int, member: int) -> Bytes:
+        """Reads and checks one member, not its block."""
+        blocks = self.index.blocks
+        start, length = blocks.member_offset[row, member], blocks.member_length[row, member]
+        shard = int(blocks.shard[row])
+        data = self._read(shard, int(start), int(length), lambda: self.index.where(row, member))
+        self._check_member(row, member, data)
+        return data
 
     def _block_bytes(self, row: int) -> Bytes:
         blocks = self.index.blocks

@@ -10,6 +10,10 @@ from typing import Any
 
 from pipeline.runtime.env import ProcessInfo
 
+RESOLVED_FILE = "resolved.yaml"
+"""In a run's folder: its config in full."""
+ATTEMPTS_FILE = "attempts.jsonl"
+"""In a run's folder: one line for each start."""
 _CHUNK_BYTES = 1 << 22
 _ABANDONED_AFTER_S = 3600
 

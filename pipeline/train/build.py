@@ -18,17 +18,24 @@ from torch import Tensor
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
-from pipeline.data.counts import sequences_per_block
+from pipeline.data.counts import sequences_at
 from pipeline.data.fast_tokenizer import FastTokenizer
-from pipeline.data.loader import EvalLoader, Share, TrainLoader
+from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.steps import Share
 from pipeline.data.wordpiece import difference_of_ids
 from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, DataError, PostnormError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
+from pipeline.runtime.files import (
+    ATTEMPTS_FILE,
+    RESOLVED_FILE,
+    sha256_file,
+    write_atomic,
+    write_json_atomic,
+)
 from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
@@ -37,11 +44,9 @@ from pipeline.train.stop import StopRequest
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS_FILE = "attempts.jsonl"
 DONE_FILE = "done.json"
 LOCK_FILE = "lock"
 _LOCK_PATIENCE_S = 15.0
-RESOLVED_FILE = "resolved.yaml"
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def pretrain(
         PostnormError: anything the user can mend.
     """
     run_dir = Path(config.run_dir)
-    config.train.accumulation_steps(process.world_size)
+    config.batches.require_split(process.world_size)
     index = read_index(config.data.dir)
     config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -124,7 +129,7 @@ def _run(
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch, %s",
         run_dir, f"{num_parameters:,}", process.world_size, device.type,
-        f"{train_loader.order.num_sequences:,}", config.data.seq_len,
+        f"{train_loader.steps.split.counts[config.data.seq_len].sum():,}", config.data.seq_len,
         f"resumed from {resumed_from}" if resumed_from else "from scratch",
     )  # fmt: skip
     sinks = None
@@ -217,22 +222,14 @@ def _open_data(
         tokenizer = index.folder / index.tokenizer_file
         if not tokenizer.is_file() or sha256_file(tokenizer) != index.tokenizer_sha256:
             raise DataError(f"tokenizer {tokenizer} is missing or damaged; restore it")
-        weighted = [f"{s.name}: {s.weight:g}" for s in index.sources if s.weight != 1]
-        if weighted:
-            logger.warning(
-                "weights of sources (%s) do not change what is trained on yet: every document is "
-                "seen once an epoch", ", ".join(weighted),
-            )  # fmt: skip
         loaders = (
             TrainLoader(index, config, share, counts),
             EvalLoader(index, config, share, counts),
         )
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         if total_bytes <= config.data.verify_at_start_gib * 2**30:
-            for loader in loaders:
-                loader.split.reader.check_all(
-                    loader.split.rows[share.rank :: share.world_size].tolist()
-                )
+            for split in (loaders[0].steps.split, loaders[1].split):
+                split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
     except PostnormError as found:
         error = found
     errors = [found for found in dist.gather(error) if found is not None]
@@ -241,12 +238,14 @@ def _open_data(
     return loaders
 
 
-def _counts(config: PretrainConfig, index: DatasetIndex, share: Share) -> npt.NDArray[np.int64]:
-    """Sequences of every block; only the first rank reads or counts them. Collective."""
-    found: npt.NDArray[np.int64] | PostnormError | None = None
+def _counts(
+    config: PretrainConfig, index: DatasetIndex, share: Share
+) -> dict[int, npt.NDArray[np.int64]]:
+    """Sequences of every block at every length; only the first rank reads or counts. Collective."""
+    found: dict[int, npt.NDArray[np.int64]] | PostnormError | None = None
     if share.rank == 0:
         try:
-            found = sequences_per_block(index, config.data.seq_len, config.run_dir)
+            found = sequences_at(index, config.batches.seq_lens, config.run_dir)
         except PostnormError as error:
             found = error
     found = dist.from_first(found)

@@ -69,7 +69,13 @@ _LATER_DEFAULTS = {
     "mask_prob_end": None,
     "mask_prob_steps": 0,
     "at_least_one": False,
+    "mix": (),
 }.items()
+
+
+_HOW_DATA_IS_READ = (
+    "dir", "verify_at_start_gib", "check_blocks", "workers", "prefetch_steps"
+)  # fmt: skip
 
 
 def identity(config: PretrainConfig) -> dict[str, Any]:
@@ -79,10 +85,16 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     """
     tree = asdict(config)
     data = {name: value for name, value in tree["data"].items()
-            if name not in ("dir", "verify_at_start_gib", "check_blocks")
+            if name not in _HOW_DATA_IS_READ
             and (name, value) not in _LATER_DEFAULTS}  # fmt: skip
     train = {name: tree["train"][name] for name in ("global_batch", "precision")}
-    return {"seed": config.seed, "model": tree["model"], "data": data, "train": train}
+    found = {"seed": config.seed, "model": tree["model"], "data": data, "train": train}
+    if tree["phases"]:
+        found["phases"] = [
+            {name: value for name, value in phase.items() if name != "micro_batch"}
+            for phase in tree["phases"]
+        ]
+    return found
 
 
 class CheckpointStore:

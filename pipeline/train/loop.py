@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.config.batches import BatchPlace
 from pipeline.config.run import PretrainConfig
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, TrainingError
@@ -61,12 +62,13 @@ def train(parts: Parts, state: TrainState) -> int:
         batches = next(steps)
         meter.add_wait(time.perf_counter() - waited_from)
 
+        place = parts.config.batches.at(state.cursor)
         alpha = schedule.alpha(state.step, config.alpha_warmup_steps)
         lr = schedule.learning_rate(state.step, config)
         parts.objective.set_alpha(alpha)
         _seed_dropout(parts, state)
         result = engine.train_step(batches, parts.objective, lr)
-        state.advance(config.global_batch, applied=result.applied)
+        state.advance(place.size, applied=result.applied)
         meter.add_step(
             result.sums,
             sum(batch.num_tokens for batch in batches),
@@ -74,7 +76,7 @@ def train(parts: Parts, state: TrainState) -> int:
             applied=result.applied,
         )
         if not result.applied:
-            _report_skip(parts, state, result)
+            _report_skip(parts, state, result, place)
             continue
 
         last = state.step == config.num_steps
@@ -92,7 +94,9 @@ def train(parts: Parts, state: TrainState) -> int:
                 "fill": interval.fill,
                 "data_wait": interval.data_wait,
                 "skipped_steps": float(state.skipped),
-                "epoch": state.cursor / parts.train_loader.order.num_sequences,
+                "batch": float(place.size),
+                "seq_len": float(place.seq_len),
+                **_epochs(parts, state),
             }
             if parts.sinks:
                 parts.sinks.write(state.step, "train", values)
@@ -124,12 +128,19 @@ def _seed_dropout(parts: Parts, state: TrainState) -> None:
     torch.manual_seed(mixed >> 1)
 
 
-def _report_skip(parts: Parts, state: TrainState, result: StepResult) -> None:
+def _epochs(parts: Parts, state: TrainState) -> dict[str, float]:
+    """How often the training text was seen, by source where sources have weights."""
+    epochs = parts.train_loader.steps.order.epochs(state.cursor)
+    if len(epochs) == 1:
+        return {"epoch": next(iter(epochs.values()))}
+    return {f"epoch_{name}": value for name, value in epochs.items()}
+
+
+def _report_skip(parts: Parts, state: TrainState, result: StepResult, place: BatchPlace) -> None:
     logger.warning(
         "step %d skipped on all ranks: gradient norm %s; sequences %d to %d are not trained on, "
         "schedules stand still",
-        state.step + 1, result.grad_norm, state.cursor - parts.config.train.global_batch,
-        state.cursor - 1,
+        state.step + 1, result.grad_norm, place.cursor, state.cursor - 1,
     )  # fmt: skip
     if parts.sinks:
         parts.sinks.write(state.step, "skip", {"total": float(state.skipped)})

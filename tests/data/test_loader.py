@@ -11,9 +11,14 @@ from pipeline.config.data import DataConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.data.loader import EvalLoader, Share, TrainLoader
+from pipeline.data.counts import sequences_at
+from pipeline.data.dataset import Masks
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.order import Locations
+from pipeline.data.philox import Purpose
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import CLS_ID, MASK_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex
+from pipeline.data.steps import Share
 from pipeline.errors import ConfigError
 
 
@@ -27,10 +32,29 @@ def _config(dataset: DatasetIndex, micro_batch: int = 4, seed: int = 5) -> Pretr
     )
 
 
+def _train(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> TrainLoader:
+    counts = sequences_at(dataset, config.batches.seq_lens, None)
+    return TrainLoader(dataset, config, Share(*share), counts)
+
+
+def _eval(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> EvalLoader:
+    return EvalLoader(dataset, config, Share(*share), sequences_at(dataset, [64], None))
+
+
 def _originals(batch: MicroBatch) -> torch.Tensor:
     ids = batch.input_ids.clone().view(-1)
     ids[batch.masked_index] = batch.targets
     return ids.view_as(batch.input_ids)
+
+
+def _batch(loader: TrainLoader, locations: Locations) -> MicroBatch:
+    split = loader.steps.split
+    slots = split.slots(locations, 64)
+    return MicroBatch.of(split.masked(slots, locations, Masks(5, Purpose.MASK, 0.15)))
+
+
+def _epoch(loader: TrainLoader) -> int:
+    return int(loader.steps.split.counts[64].sum())
 
 
 def _step(
@@ -40,7 +64,7 @@ def _step(
     parts = [
         batch
         for rank in range(world_size)
-        for batch in TrainLoader(dataset, config, Share(rank, world_size)).step_batches(cursor)
+        for batch in _train(dataset, config, rank, world_size).step_batches(cursor)
     ]
     rows = [part.input_ids.shape[0] * 64 for part in parts]
     offsets = np.cumsum([0, *rows[:-1]]).tolist()
@@ -54,6 +78,7 @@ def _step(
         targets=torch.cat([part.targets for part in parts]),
         num_tokens=sum(part.num_tokens for part in parts),
         unmasked_documents=sum(part.unmasked_documents for part in parts),
+        hash=sum(part.hash for part in parts) % 2**64,
     )
 
 
@@ -68,19 +93,20 @@ def test_global_batch_does_not_depend_on_ranks_and_micro_batch(
             assert torch.equal(getattr(expected, name), getattr(found, name)), name
         assert expected.num_tokens == found.num_tokens
         assert expected.unmasked_documents == found.unmasked_documents
+        assert expected.hash == found.hash != 0
 
 
 def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) -> None:
-    with pytest.raises(ConfigError, match=r"multiple of train\.micro_batch=4 x 5 ranks"):
-        TrainLoader(dataset, _config(dataset), Share(0, 5))
+    with pytest.raises(ConfigError, match=r"48 sequences .* multiple of micro_batch=4 x 5 ranks"):
+        _train(dataset, _config(dataset), 0, 5)
 
 
 def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
     config = _config(dataset)
-    loader = TrainLoader(dataset, config, Share(0, 1))
+    loader = _train(dataset, config, 0, 1)
     documents = []
-    for position in range(loader.order.num_sequences):
-        batch = loader.split.batch([loader.order.locate(position)], (5, 3))
+    for position in range(_epoch(loader)):
+        batch = _batch(loader, loader.steps.order.segment(0).locate(position, 1))
         ids, numbers = _originals(batch)[0], batch.documents[0]
         for number in range(1, int(numbers.max()) + 1):
             piece = ids[numbers == number]
@@ -100,7 +126,7 @@ def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
 
 
 def test_only_real_tokens_are_masked(dataset: DatasetIndex) -> None:
-    loader = TrainLoader(dataset, _config(dataset), Share(0, 1))
+    loader = _train(dataset, _config(dataset), 0, 1)
     batches = [batch for k in range(10) for batch in loader.step_batches(48 * k)]
     targets = torch.cat([batch.targets for batch in batches])
     assert (targets >= NUM_SPECIAL).all()
@@ -112,9 +138,9 @@ def test_only_real_tokens_are_masked(dataset: DatasetIndex) -> None:
 
 
 def test_masks_change_from_epoch_to_epoch(dataset: DatasetIndex) -> None:
-    loader = TrainLoader(dataset, _config(dataset), Share(0, 1))
-    place = loader.order.locate(0)
-    now, later = (loader.split.batch([replace(place, epoch=epoch)], (5, 3)) for epoch in range(2))
+    loader = _train(dataset, _config(dataset), 0, 1)
+    place = loader.steps.order.segment(0).locate(0, 1)
+    now, later = (_batch(loader, place._replace(epochs=np.array([epoch]))) for epoch in range(2))
     assert torch.equal(_originals(now), _originals(later))
     assert not torch.equal(now.masked_index, later.masked_index)
 
@@ -130,9 +156,7 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
         rates.append(len(after.targets) / maskable)
     # About 2,800 tokens of 1.5 tokens a word: standard errors of 0.9% to 1.3%.
     assert rates == pytest.approx([0.15, 0.375, 0.6, 0.6], abs=0.05)
-    expected, found = (
-        list(EvalLoader(dataset, config, Share(0, 1)).batches()) for config in (plain, rising)
-    )
+    expected, found = (list(_eval(dataset, config, 0, 1).batches()) for config in (plain, rising))
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.input_ids, other.input_ids)
         assert torch.equal(one.masked_index, other.masked_index)
@@ -145,7 +169,7 @@ def test_documents_without_a_masked_token_are_counted_or_get_one(
     plain = _config(dataset)
     config = replace(plain, data=replace(plain.data, mask_prob=0.01, at_least_one=at_least_one))
     unmasked = 0
-    for batch in TrainLoader(dataset, config, Share(0, 1)).step_batches(0):
+    for batch in _train(dataset, config, 0, 1).step_batches(0):
         rows = (batch.masked_index // 64).tolist()
         numbers = batch.documents.view(-1)[batch.masked_index].tolist()
         with_text = {
@@ -160,7 +184,7 @@ def test_documents_without_a_masked_token_are_counted_or_get_one(
 
 
 def test_prefetching_gives_the_same_steps(dataset: DatasetIndex) -> None:
-    loader = TrainLoader(dataset, _config(dataset), Share(1, 2))
+    loader = _train(dataset, _config(dataset), 1, 2)
     steps = loader.steps_from(48 * 3)
     for k in range(3, 6):
         for ahead, asked in zip(next(steps), loader.step_batches(48 * k), strict=True):
@@ -170,7 +194,7 @@ def test_prefetching_gives_the_same_steps(dataset: DatasetIndex) -> None:
 
 
 def test_threads_read_the_same_as_one_alone(dataset: DatasetIndex) -> None:
-    loader = TrainLoader(dataset, _config(dataset), Share(0, 1))
+    loader = _train(dataset, _config(dataset), 0, 1)
     cursors = [48 * (k % 5) for k in range(100)]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(loader.step_batches, cursors))
@@ -183,9 +207,7 @@ def test_evaluation_set_is_the_same_for_every_run_and_world_size(dataset: Datase
     def all_rows(world_size: int, seed: int) -> list[tuple[list[int], list[int]]]:
         rows = []
         for rank in range(world_size):
-            for batch in EvalLoader(
-                dataset, _config(dataset, seed=seed), Share(rank, world_size)
-            ).batches():
+            for batch in _eval(dataset, _config(dataset, seed=seed), rank, world_size).batches():
                 targets = torch.full((batch.input_ids.numel(),), -1)
                 targets[batch.masked_index] = batch.targets
                 rows += list(

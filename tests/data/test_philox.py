@@ -63,11 +63,14 @@ def test_uniform_is_uniform() -> None:
 
 
 def test_permutation_is_one_and_depends_on_everything() -> None:
-    base = {"seed": 1, "purpose": Purpose.BLOCK_ORDER, "epoch": 0, "stream": 0}
+    base = {"seed": 1, "purpose": Purpose.BLOCK_ORDER, "epoch": 0, "window": 0, "stream": 0}
     first = permutation(1000, **base)  # type: ignore[arg-type]
     assert sorted(first.tolist()) == list(range(1000))
     np.testing.assert_array_equal(first, permutation(1000, **base))  # type: ignore[arg-type]
-    others = [{"seed": 2}, {"epoch": 1}, {"stream": 1}, {"purpose": Purpose.SEQUENCE_ORDER}]
+    others = [
+        {"seed": 2}, {"epoch": 1}, {"window": 1}, {"stream": 1},
+        {"purpose": Purpose.SEQUENCE_ORDER},
+    ]  # fmt: skip
     for other in others:
         assert (first != permutation(1000, **{**base, **other})).mean() > 0.9  # type: ignore[arg-type]
 

@@ -1,0 +1,66 @@
+"""What each rank computes in each step, as arrays: a pure function of the cursor.
+
+A step's batch is the run's places from the cursor on, as many as the batch has. Rank r takes the
+r-th contiguous share of them, cut into micro-batches. There is no state; any step can be asked for
+at any time. Nothing here needs torch: so worker processes are small, and steps can be looked at
+without it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.config.run import PretrainConfig
+from pipeline.data.dataset import Batch, Masks, PackedSplit
+from pipeline.data.order import Ints
+from pipeline.data.philox import Purpose
+from pipeline.data.run_order import RunOrder
+from pipeline.data.shards import DatasetIndex
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every global batch a rank computes."""
+
+    rank: int
+    world_size: int
+
+
+class TrainSteps:
+    """Training batches."""
+
+    def __init__(
+        self, index: DatasetIndex, config: PretrainConfig, counts: Mapping[int, Ints]
+    ) -> None:
+        """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail.
+
+        Args:
+            index: of the dataset.
+            config: of the run.
+            counts: length -> what `sequences_per_block` gives, for every length of the run.
+        """
+        self.plan = config.batches
+        self.split = PackedSplit(index, "train", config.data, counts)
+        self.order = RunOrder(index, config, self.split)
+        self._seed = config.seed
+        self._mask_ratio = config.data.mask_ratio
+
+    def micro_batches(self, cursor: int, share: Share) -> list[Batch]:
+        """A rank's micro-batches of the step that starts at a cursor.
+
+        The mask ratio is that of the batch's number, skipped ones included: batches are made ahead,
+        when nobody knows yet which steps will be skipped.
+        """
+        place = self.plan.at(cursor)
+        segment = self.order.segment(cursor)
+        masks = Masks(self._seed, Purpose.MASK, self._mask_ratio(place.number))
+        per_rank = place.size // share.world_size
+        first = share.rank * per_rank
+        locations = segment.locate(cursor + first, per_rank)
+        slots = self.split.slots(locations, segment.seq_len, segment.leftovers)
+        micro_batches = []
+        for at in range(0, per_rank, place.micro_batch):
+            rows = at, at + place.micro_batch
+            micro_batches.append(
+                self.split.masked(slots.rows(*rows), locations.rows(*rows), masks, first + at)
+            )
+        return micro_batches

@@ -1,0 +1,148 @@
+"""Processes that make batches: worker w of n makes those of every n-th step, in order.
+
+Each has a pipe. The parent writes cursors and reads batches; which worker made a batch, and how far
+ahead they are, is nobody's state. No shared memory and no signals:
+
+- A worker that dies (out of memory, SIGKILL) closes its pipe, and the parent's next read says so.
+- A parent that dies closes the pipes, and its workers end.
+- Signals that ask the run to stop go to the whole process group. They are blocked in workers, so
+  that the run can still be saved.
+
+torch's DataLoader raises an error from a signal handler in the middle of any line when a worker
+dies, and its workers load torch (see DECISIONS.md).
+"""
+
+import atexit
+import logging
+import multiprocessing
+import signal
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+
+from pipeline.config.run import PretrainConfig
+from pipeline.data.dataset import Batch
+from pipeline.data.order import Ints
+from pipeline.data.shards import DatasetIndex
+from pipeline.data.steps import Share, TrainSteps
+from pipeline.errors import PostnormError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+_BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+
+class Workers:
+    """Makes batches in processes; give it cursors in order and take the batches in that order."""
+
+    def __init__(
+        self,
+        number: int,
+        index: DatasetIndex,
+        config: PretrainConfig,
+        share: Share,
+        counts: Mapping[int, Ints],
+    ) -> None:
+        """Starts `number` processes; see `TrainSteps` for the rest."""
+        # Not forked: the parent has threads, and CUDA does not work in a forked process.
+        context = multiprocessing.get_context("spawn")
+        self._asked: deque[int] = deque()
+        self._next = 0
+        self._pipes: list[Connection] = []
+        self.processes = []
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        try:
+            for worker in range(number):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, index, config, share, counts),
+                    name=f"data worker {worker} of rank {share.rank}",
+                )  # fmt: skip
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self.processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        atexit.register(self.close)
+
+    def ask(self, cursor: int) -> None:
+        """Has the batches of a step made."""
+        worker, self._next = self._next, (self._next + 1) % len(self._pipes)
+        # A worker that is gone is noticed when its batches are taken.
+        with suppress(BrokenPipeError):
+            self._pipes[worker].send(cursor)
+        self._asked.append(worker)
+
+    def take(self) -> list[Batch]:
+        """The micro-batches of the cursor asked for first of those not taken yet.
+
+        Raises:
+            WorkerError: the process that was to make them is dead.
+            PostnormError: they could not be made.
+        """
+        worker = self._asked.popleft()
+        pipe, process = self._pipes[worker], self.processes[worker]
+        try:
+            wait([pipe, process.sentinel])
+            answer = pipe.recv() if pipe.poll() else None
+        except (EOFError, ConnectionError):
+            answer = None
+        if answer is None:
+            process.join(timeout=5)
+            raise WorkerError(
+                f"{process.name} (process {process.pid}) {_how_it_ended(process.exitcode)}; "
+                "expected it to live as long as the run. Was memory short? Lower data.workers, "
+                "data.prefetch_steps or data.window_blocks, or ask for more memory; the run "
+                "continues from its newest checkpoint"
+            )
+        if isinstance(answer, PostnormError):
+            raise answer
+        if isinstance(answer, str):
+            raise WorkerError(f"{process.name} failed, which is an error of ours:\n{answer}")
+        batches: list[Batch] = answer
+        return batches
+
+    def close(self) -> None:
+        """Ends the processes; they hold nothing that must be kept."""
+        atexit.unregister(self.close)
+        for process in self.processes:
+            process.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join()
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "no longer answers"
+    if code < 0:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with exit code {code}"
+
+
+def _serve(
+    pipe: Connection,
+    index: DatasetIndex,
+    config: PretrainConfig,
+    share: Share,
+    counts: Mapping[int, Ints],
+) -> None:
+    """What a worker does until its pipe is closed."""
+    steps: TrainSteps | None = None
+    with suppress(EOFError, ConnectionError):
+        while True:
+            cursor = pipe.recv()
+            answer: list[Batch] | PostnormError | str
+            try:
+                if steps is None:
+                    steps = TrainSteps(index, config, counts)
+                answer = steps.micro_batches(cursor, share)
+            except PostnormError as error:
+                answer = error
+            except Exception:  # noqa: BLE001 - told to the rank, which stops
+                answer = traceback.format_exc()
+            pipe.send(answer)

@@ -1,0 +1,267 @@
+"""`python -m pipeline coverage CONFIG`: what a planned run will see, before it is started.
+
+One pass of the mix is walked through with the code that training uses, and how often each token is
+seen is counted. A pass is over when every source was seen as often as its weight says: one of
+weight 1 once; one of weight 2.5 twice, and half of it once more.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.run import PretrainConfig
+from pipeline.data.counts import Counts, packing_counts
+from pipeline.data.order import Ints, Locations
+from pipeline.data.packing import Packing
+from pipeline.data.run_order import Segment
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.steps import TrainSteps
+from pipeline.errors import DataError
+
+_STRETCH = 1 << 20
+"""Places walked through at once."""
+
+
+@dataclass(frozen=True)
+class SourceCoverage:
+    """What a pass and the planned run see of a source, or of sources shuffled together."""
+
+    name: str
+    weight: float
+    documents: int
+    tokens: int
+    pass_epochs: float
+    """Times that a pass sees it."""
+    least: int
+    """In the whole ones of these: how often the token seen least is seen."""
+    most: int
+    """And the token seen most."""
+    most_in_rest: int
+    """In what is begun of one more: how often the token seen most is seen."""
+    epochs_of_run: float
+    """Times that the planned run sees it."""
+
+
+@dataclass(frozen=True)
+class StretchCoverage:
+    """Steps of equal batches."""
+
+    first_step: int
+    num_steps: int
+    global_batch: int
+    seq_len: int
+    fill: float
+    """Share of slots that are no padding, over the training split."""
+    tokens_per_step: float
+    """Slots of a step that are no padding, on average."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The report."""
+
+    sources: tuple[SourceCoverage, ...]
+    stretches: tuple[StretchCoverage, ...]
+    pass_sequences: int
+    pass_steps: float
+    num_steps: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each epoch of each source has every token once."""
+        return all(
+            source.least == source.most == int(source.pass_epochs) and source.most_in_rest <= 1
+            for source in self.sources
+        )
+
+
+def coverage(config: PretrainConfig) -> Coverage:
+    """Walks through a pass of a run's data and lays out its steps.
+
+    Raises:
+        ConfigError: the config does not fit the dataset.
+        DataError: the dataset is damaged.
+    """
+    index = read_index(config.data.dir)
+    counts = {length: packing_counts(index, length, None) for length in config.batches.seq_lens}
+    steps = TrainSteps(index, config, {length: each.sequences for length, each in counts.items()})
+    stop = _pass_end(steps)
+    plan, num_steps = config.batches, config.train.num_steps
+    return Coverage(
+        sources=tuple(_sources(steps, stop, plan.number(num_steps).cursor)),
+        stretches=tuple(_stretches(config, index, steps, counts)),
+        pass_sequences=stop,
+        pass_steps=_steps_before(steps, stop),
+        num_steps=num_steps,
+    )
+
+
+def _pass_end(steps: TrainSteps) -> int:
+    """The place before which every group is seen at least as often as its weight says."""
+
+    def is_before(place: int) -> bool:
+        epochs = steps.order.epochs(place)
+        return any(epochs[group.name] < group.weight for group in steps.order.groups)
+
+    low, high = 0, 1
+    while is_before(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_before(middle) else (low, middle)
+    return high
+
+
+def _steps_before(steps: TrainSteps, place: int) -> float:
+    batch = steps.plan.holding(place)
+    return batch.number + (place - batch.cursor) / batch.size
+
+
+def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCoverage]:
+    """Walks through the places before `stop`."""
+    in_pass, in_run = steps.order.epochs(stop), steps.order.epochs(run_stop)
+    whole_epochs = np.zeros(len(steps.split.rows), np.int64)
+    for group in steps.order.groups:
+        whole_epochs[group.blocks] = int(in_pass[group.name])
+    whole = _times_seen(steps, stop, lambda places: places.epochs < whole_epochs[places.blocks])
+    rest = _times_seen(steps, stop, lambda places: places.epochs >= whole_epochs[places.blocks])
+    blocks = steps.split.reader.index.blocks
+    for group in steps.order.groups:
+        rows = steps.split.rows[group.blocks]
+        yield SourceCoverage(
+            name=group.name,
+            weight=float(group.weight),
+            documents=int(blocks.num_documents[rows].sum()),
+            tokens=int(blocks.num_tokens[rows].sum()),
+            pass_epochs=in_pass[group.name],
+            least=int(whole[group.blocks, 0].min()),
+            most=int(whole[group.blocks, 1].max()),
+            most_in_rest=int(rest[group.blocks, 1].max()),
+            epochs_of_run=in_run[group.name],
+        )
+
+
+Select = Callable[[Locations], npt.NDArray[np.bool_]]
+
+
+def _times_seen(steps: TrainSteps, stop: int, select: Select) -> Ints:
+    """(b, 2) how often a block's tokens are seen at some places before `stop`: least and most."""
+    whole = np.zeros(len(steps.split.rows), np.int64)
+    in_part: dict[int, Ints] = {}
+    segments = steps.order.segments
+    ends = [*(segment.first for segment in segments[1:]), stop]
+    for segment, end in zip(segments, ends, strict=True):
+        seen, left = _sequences_seen(steps, segment, min(end, stop), select)
+        ends_of_blocks = np.cumsum(steps.split.counts[segment.seq_len])
+        for block, times in enumerate(np.split(seen, ends_of_blocks[:-1])):
+            if (times == times[0]).all():
+                whole[block] += times[0]
+            else:
+                packing = steps.split.packing(block, segment.seq_len)
+                _add_tokens(steps, in_part, block, packing, times)
+        for block, times in left.items():
+            _add_tokens(steps, in_part, block, segment.leftovers[block], times)
+    least_and_most = np.stack((whole, whole), axis=1)
+    for block, times in in_part.items():
+        least_and_most[block] += times.min(), times.max()
+    return least_and_most
+
+
+def _sequences_seen(
+    steps: TrainSteps, segment: Segment, stop: int, select: Select
+) -> tuple[Ints, dict[int, Ints]]:
+    """How often a segment's sequences are seen: by number, and those of leftovers by block."""
+    counts = steps.split.counts[segment.seq_len]
+    firsts = np.cumsum(counts) - counts
+    seen = np.zeros(int(counts.sum()), np.int64)
+    left: dict[int, Ints] = defaultdict(lambda: np.empty(0, np.int64))
+    for first in range(segment.first, stop, _STRETCH):
+        places = segment.locate(first, min(_STRETCH, stop - first))
+        selected = select(places)
+        places = Locations._make(array[selected] for array in places)
+        regular = ~places.leftover
+        numbers = firsts[places.blocks[regular]] + places.sequences[regular]
+        seen += np.bincount(numbers, minlength=len(seen))
+        for block in np.unique(places.blocks[places.leftover]).tolist():
+            mine = places.sequences[places.leftover & (places.blocks == block)]
+            size = segment.leftovers[block].num_sequences
+            before = left[block] if block in left else np.zeros(size, np.int64)
+            left[block] = before + np.bincount(mine, minlength=size)
+    return seen, left
+
+
+def _add_tokens(
+    steps: TrainSteps, in_part: dict[int, Ints], block: int, packing: Packing, times: Ints
+) -> None:
+    """Adds how often sequences are seen to their tokens."""
+    num_tokens = int(steps.split.reader.index.blocks.num_tokens[steps.split.rows[block]])
+    if block not in in_part:
+        in_part[block] = np.zeros(num_tokens, np.int64)
+    steps_up = np.zeros(num_tokens + 1, np.int64)
+    pieces_of = np.diff(packing.sequence_ends, prepend=0)
+    of_piece = np.repeat(times, pieces_of)
+    np.add.at(steps_up, packing.piece_start, of_piece)
+    np.add.at(steps_up, packing.piece_stop, -of_piece)
+    in_part[block] += np.cumsum(steps_up)[:-1]
+
+
+def _stretches(
+    config: PretrainConfig, index: DatasetIndex, steps: TrainSteps, counts: dict[int, Counts]
+) -> Iterator[StretchCoverage]:
+    firsts = [place for place in steps.plan.stretches if place.number < config.train.num_steps]
+    ends = [*(place.number for place in firsts[1:]), config.train.num_steps]
+    rows = steps.split.rows
+    tokens = int(index.blocks.num_tokens[rows].sum())
+    for place, end in zip(firsts, ends, strict=True):
+        each = counts[place.seq_len]
+        slots = int(each.sequences[rows].sum()) * place.seq_len
+        fill = (tokens + 2 * int(each.pieces[rows].sum())) / slots
+        yield StretchCoverage(
+            first_step=place.number + 1,
+            num_steps=end - place.number,
+            global_batch=place.size,
+            seq_len=place.seq_len,
+            fill=fill,
+            tokens_per_step=fill * place.size * place.seq_len,
+        )
+
+
+def coverage_text(found: Coverage) -> Iterator[str]:
+    """The report as tables.
+
+    Raises:
+        DataError: tokens are lost or repeated, after the tables.
+    """
+    yield (
+        "source                    weight    documents            tokens  epochs of a pass  "
+        "of the run  each token in an epoch"
+    )
+    for source in found.sources:
+        whole = int(source.pass_epochs)
+        each = (source.least / whole, source.most / whole) if whole else (0, source.most_in_rest)
+        yield (
+            f"{source.name:24} {source.weight:7g} {source.documents:12,} {source.tokens:17,} "
+            f"{source.pass_epochs:17.3f} {source.epochs_of_run:11.3f}  "
+            f"{each[0]:g}{f' to {each[1]:g}' if each[0] != each[1] else ''}"
+        )
+    yield ""
+    yield "from step       steps    batch  seq_len    fill   tokens a step"
+    for part in found.stretches:
+        yield (
+            f"{part.first_step:9,} {part.num_steps:11,} {part.global_batch:8,} {part.seq_len:8,} "
+            f"{part.fill:7.2%} {part.tokens_per_step:15,.0f}"
+        )
+    yield ""
+    yield (
+        f"a pass: {found.pass_sequences:,} sequences, {found.pass_steps:,.1f} steps; the planned "
+        f"run: {found.num_steps:,} steps"
+    )
+    if not found.is_exact:
+        raise DataError(
+            "an epoch has not every token once: an error of ours, or the kept numbers of sequences "
+            "are of other data; delete packing-*.npz in the dataset's folder and try again"
+        )
+    yield "every token of every document is seen once in each epoch of its source"

@@ -1,0 +1,114 @@
+"""A run's data as its files describe it, opened without torch, a GPU or its number of ranks."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.config.batches import BatchPlace
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.data.batch_records import BatchRecord, read_batches
+from pipeline.data.counts import sequences_at
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.steps import TrainSteps
+from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
+from pipeline.errors import DataError
+from pipeline.runtime.files import ATTEMPTS_FILE, RESOLVED_FILE
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run folder and the dataset that it is trained on."""
+
+    folder: Path
+    config: PretrainConfig
+    index: DatasetIndex
+    records: list[BatchRecord]
+    """Batches that were computed, as far as the run has logged them."""
+    world_size: int | None
+    """Ranks of the newest start, if one is recorded."""
+
+    @cached_property
+    def steps(self) -> TrainSteps:
+        """Its batches."""
+        counts = sequences_at(self.index, self.config.batches.seq_lens, self.folder)
+        return TrainSteps(self.index, self.config, counts)
+
+    @cached_property
+    def tokenizer(self) -> DatasetTokenizer:
+        """That of the dataset."""
+        return load_tokenizer(self.index.folder / self.index.tokenizer_file)
+
+    def batch_of_step(self, step: int) -> BatchPlace:
+        """The batch of an optimizer step, 1 for the first.
+
+        Of a step to come it is the one with which no further step is skipped.
+
+        Raises:
+            DataError: there is no such step.
+        """
+        if not 1 <= step <= self.config.train.num_steps:
+            raise DataError(
+                f"--step {step}: the run has steps 1 to {self.config.train.num_steps} "
+                "(train.num_steps)"
+            )
+        number = step - 1
+        for record in reversed(self.records):
+            if record.step is not None and record.step <= step:
+                number = record.batch + step - record.step
+                if record.step < step:
+                    # Skipped batches behind the last step that was applied are no steps.
+                    number += sum(r.step is None and r.batch > record.batch for r in self.records)
+                break
+        return self.config.batches.number(number)
+
+    def record(self, batch: int) -> BatchRecord | None:
+        """What the run logged about a batch; None if it did not, or not yet."""
+        found = [record for record in self.records if record.batch == batch]
+        return found[-1] if found else None
+
+    def num_batches(self) -> int:
+        """Batches of the whole run, if none is skipped but those that were."""
+        skipped = sum(record.step is None for record in self.records)
+        return self.config.train.num_steps + skipped
+
+
+def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
+    """Opens a run folder.
+
+    Args:
+        folder: of the run.
+        overrides: such as `data.dir=...`, where the dataset lies elsewhere on this machine.
+
+    Raises:
+        DataError: the folder holds no run, or the dataset is not the one that the run was started
+            with.
+    """
+    path = folder / RESOLVED_FILE
+    if not path.is_file():
+        raise DataError(
+            f"{path} does not exist: {folder} is no run folder; expected the run_dir of a config "
+            "that `python -m pipeline pretrain` has started"
+        )
+    config = load(PretrainConfig, path, overrides).config
+    index = read_index(config.data.dir)
+    attempts = _attempts(folder)
+    newest = attempts[-1] if attempts else {}
+    expected = newest.get("fingerprint", index.fingerprint)
+    if expected != index.fingerprint:
+        raise DataError(
+            f"{index.folder} has fingerprint {index.fingerprint}, the run was started with "
+            f"{expected}; give the folder of that dataset as data.dir=FOLDER"
+        )
+    return OpenedRun(folder, config, index, read_batches(folder), newest.get("world_size"))
+
+
+def _attempts(folder: Path) -> list[dict[str, object]]:
+    """The run's starts; a last line that is not complete yet is left out."""
+    path = folder / ATTEMPTS_FILE
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,256 @@
+"""One run, whatever computes it: ranks, micro-batches, workers and restarts change nothing.
+
+The run crosses epochs of two sources of different weight, and changes of batch and length.
+"""
+
+import itertools
+import json
+import multiprocessing
+import os
+import pydoc_data.topics
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.config import PrepConfig
+from data_prep.run import run
+from pipeline.config.batches import PhaseConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.config.train import TrainConfig
+from pipeline.data.counts import sequences_at
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.workers import Workers
+from pipeline.errors import DataError, WorkerError
+from tests.support.steps import Row, open_steps, rows_of_step, step_on
+
+BATCH = 96  # splits over 1, 2, 3, 4 and 8 ranks with micro-batches of 1, 2 and 4
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory: pytest.TempPathFactory, prep_config: Path) -> DatasetIndex:
+    """Two sources, of weight 1 and 2.5; the second one is small."""
+    folder = tmp_path_factory.mktemp("two-sources")
+    topics = sorted(pydoc_data.topics.topics.items())
+    for name, part in (("large", topics[::2]), ("small", topics[1::6])):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for topic, text in part:
+                for number, paragraph in enumerate(text.split("\n\n")):
+                    record = {"id": f"{topic}/{number}", "text": paragraph}
+                    file.write(json.dumps(record) + "\n")
+    overrides = [
+        f"output_dir={folder / 'data'}",
+        f"sources=[{{name: large, inputs: [{folder}/large.jsonl]}}, "
+        f"{{name: small, weight: 2.5, inputs: [{folder}/small.jsonl]}}]",
+    ]
+    run(load(PrepConfig, prep_config, overrides).config)
+    return read_index(folder / "data")
+
+
+def _config(dataset: DatasetIndex, micro_batch: int = 1, workers: int = 0) -> PretrainConfig:
+    """64 slots; then 128, in growing batches; then 64 again; each time within an epoch."""
+    return PretrainConfig(
+        run_dir="unused",
+        seed=5,
+        data=DataConfig(dir=str(dataset.folder), seq_len=64, window_blocks=3, workers=workers,
+                        mask_prob_end=0.4, mask_prob_steps=50),
+        train=TrainConfig(global_batch=BATCH, micro_batch=micro_batch),
+        phases=(
+            PhaseConfig(tokens=BATCH * 64 * 11),
+            PhaseConfig(tokens=BATCH * 128 * 18, seq_len=128, global_batch=3 * BATCH,
+                        ramp_from=BATCH),
+            PhaseConfig(tokens=BATCH * 128 * 11, seq_len=128, global_batch=3 * BATCH),
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(two_sources: DatasetIndex) -> list[tuple[list[Row], int]]:
+    """The run on one rank, micro-batches of 1, no workers."""
+    steps = open_steps(two_sources, _config(two_sources))
+    return [step_on(steps, cursor, 1) for cursor in _cursors(steps)]
+
+
+def _cursors(steps: TrainSteps) -> list[int]:
+    return [place.cursor for place in itertools.islice(steps.plan.batches_from(0), STEPS)]
+
+
+def test_the_run_crosses_epochs_lengths_and_batches(
+    two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]
+) -> None:
+    steps = open_steps(two_sources, _config(two_sources))
+    assert [segment.seq_len for segment in steps.order.segments] == [64, 128, 64]
+    assert all(segment.leftovers for segment in steps.order.segments[1:])
+    assert {len(rows) for rows, _ in expected} == {BATCH, 2 * BATCH, 3 * BATCH}
+    epochs = steps.order.epochs(_cursors(steps)[-1])
+    assert epochs["large"] > 1.5
+    assert epochs["small"] / epochs["large"] == pytest.approx(2.5, rel=0.02)
+    assert len({total for _, total in expected}) == STEPS
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_ranks_and_micro_batches_change_nothing(
+    two_sources: DatasetIndex,
+    expected: list[tuple[list[Row], int]],
+    world_size: int,
+    micro_batch: int,
+) -> None:
+    steps = open_steps(two_sources, _config(two_sources, micro_batch))
+    for cursor, wanted in zip(_cursors(steps), expected, strict=True):
+        assert step_on(steps, cursor, world_size) == wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(
+    two_sources: DatasetIndex,
+    expected: list[tuple[list[Row], int]],
+    world_size: int,
+    workers: int,
+) -> None:
+    config = _config(two_sources, micro_batch=2, workers=workers)
+    steps = open_steps(two_sources, config)
+    counts = sequences_at(two_sources, config.batches.seq_lens, None)
+    ranks = [
+        Workers(workers, two_sources, config, Share(rank, world_size), counts)
+        for rank in range(world_size)
+    ]
+    try:
+        for cursor in _cursors(steps):
+            for rank in ranks:
+                rank.ask(cursor)
+        for cursor, wanted in zip(_cursors(steps), expected, strict=True):
+            assert rows_of_step(steps, cursor, [rank.take() for rank in ranks]) == wanted
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def test_killed_at_every_one_of_50_steps_and_resumed_on_another_layout(
+    two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]
+) -> None:
+    layouts = itertools.cycle([(1, 4), (8, 1), (3, 2), (2, 4), (4, 2), (3, 4), (2, 1)])
+    cursors = _cursors(open_steps(two_sources, _config(two_sources)))
+    context = multiprocessing.get_context("fork")
+    for step in range(50):
+        world_size, micro_batch = next(layouts)
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_run_from, args=(theirs, two_sources, micro_batch, world_size, cursors[step])
+        )
+        process.start()
+        theirs.close()
+        # The step that it resumes at and the next one, then it is killed while it goes on.
+        assert [ours.recv(), ours.recv()] == expected[step : step + 2], step
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+
+
+def _run_from(
+    pipe: Connection, dataset: DatasetIndex, micro_batch: int, world_size: int, cursor: int
+) -> None:
+    steps = open_steps(dataset, _config(dataset, micro_batch))
+    for place in steps.plan.batches_from(cursor):
+        pipe.send(step_on(steps, place.cursor, world_size))
+
+
+def test_masks_of_two_epochs_differ(expected: list[tuple[list[Row], int]]) -> None:
+    by_sample: dict[int, list[Row]] = {}
+    for rows, _ in expected:
+        for row in rows:
+            by_sample.setdefault(row.sample_id, []).append(row)
+    again = [rows for rows in by_sample.values() if len(rows) > 1]
+    assert len(again) > 500
+    for rows in again:
+        assert len({row.epoch for row in rows}) == len(rows)
+        assert len({row.documents for row in rows}) == 1
+        long = np.count_nonzero(np.frombuffer(rows[0].documents, np.int32)) > 40
+        assert not long or len({row.masked for row in rows}) == len(rows)
+
+
+@pytest.fixture
+def workers(two_sources: DatasetIndex) -> Iterator[Workers]:
+    """Two workers that have made a step each."""
+    config = _config(two_sources, micro_batch=4, workers=2)
+    counts = sequences_at(two_sources, config.batches.seq_lens, None)
+    found = Workers(2, two_sources, config, Share(0, 1), counts)
+    for cursor in (0, BATCH):
+        found.ask(cursor)
+    for _ in range(2):
+        found.take()
+    yield found
+    found.close()
+
+
+def test_a_killed_worker_is_an_error_that_says_so(workers: Workers) -> None:
+    os.kill(workers.processes[1].pid or 0, signal.SIGKILL)
+    workers.processes[1].join()
+    workers.ask(0)
+    workers.ask(BATCH)
+    assert workers.take()
+    with pytest.raises(WorkerError, match=r"data worker 1 of rank 0 .* signal 9 \(SIGKILL\)"):
+        workers.take()
+
+
+def test_workers_live_on_when_the_run_is_asked_to_stop(workers: Workers) -> None:
+    for process in workers.processes:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+            os.kill(process.pid or 0, number)
+    workers.ask(0)
+    workers.ask(BATCH)
+    assert workers.take()
+    assert workers.take()
+
+
+def test_workers_are_gone_after_the_end(workers: Workers) -> None:
+    processes = list(workers.processes)
+    workers.ask(0)
+    workers.close()
+    assert all(process.exitcode is not None for process in processes)
+
+
+def test_workers_end_when_their_parent_is_killed(two_sources: DatasetIndex) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    parent = context.Process(target=_start_workers, args=(theirs, two_sources))
+    parent.start()
+    numbers = ours.recv()
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    for _ in range(100):
+        if not any(Path(f"/proc/{number}").exists() for number in numbers):
+            return
+        signal.sigtimedwait([], 0.1)
+    pytest.fail(f"workers {numbers} outlive the process that started them")
+
+
+def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
+    config = _config(dataset, micro_batch=4, workers=2)
+    counts = sequences_at(dataset, config.batches.seq_lens, None)
+    workers = Workers(2, dataset, config, Share(0, 1), counts)
+    for cursor in range(0, 20 * BATCH, BATCH):
+        workers.ask(cursor)  # they are busy, and block when they hand over what they have made
+    pipe.send([process.pid for process in workers.processes])
+    signal.pause()
+
+
+def test_an_error_in_a_worker_is_the_ranks(two_sources: DatasetIndex, tmp_path: Path) -> None:
+    config = _config(two_sources, micro_batch=4, workers=1)
+    counts = sequences_at(two_sources, config.batches.seq_lens, None)
+    workers = Workers(1, replace(two_sources, folder=tmp_path), config, Share(0, 1), counts)
+    workers.ask(0)
+    with pytest.raises(DataError, match="does not exist"):
+        workers.take()
+    workers.close()
