@@ -21,6 +21,7 @@ _FOLLOWS = {
     "unigram_entropy_nats": {"shards"},
     "source_runs": {"shards", "sources"},
 }
+_LONG_NAMES = {"blocks_sha256": "table of blocks (index.npz), though no shard changed, sha256"}
 
 
 def dataset_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -46,7 +47,8 @@ def dataset_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             found += _list_differences(what, name, old[what], new[what])
     for key in sorted(changed - {"tokenizer_file", "tokenizer_sha256", "sources", "shards"}):
         if not changed & _FOLLOWS.get(key, set()):
-            found += value_differences({key: old[key]}, {key: new[key]})
+            shown = _LONG_NAMES.get(key, key)
+            found += value_differences({shown: old[key]}, {shown: new[key]})
     return _form_differences(old, new, is_same_data=not found) + found
 
 
