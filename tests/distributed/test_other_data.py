@@ -51,8 +51,7 @@ class Attempt:
 
 
 def _resume(short_run: Path, run_dir: Path, dataset: DatasetIndex, *overrides: str) -> Attempt:
-    if not run_dir.exists():
-        shutil.copytree(short_run, run_dir)
+    shutil.copytree(short_run, run_dir)
     before = _hashes(run_dir)
     options = (*_SHORT, "train.num_steps=404", *overrides)
     return Attempt(run_dir, before, Ranks(run_dir, dataset, *options, world_size=1))
@@ -100,67 +99,67 @@ def test_what_differs_is_named(short_run: Path, variants: Variants, tmp_path: Pa
     assert "; model.vocab_size: checkpoint 1000, now 600" in texts["tokenizer"]
 
 
+def _flip_tokens(index: DatasetIndex, folder: Path, row: int) -> None:
+    """Flips a bit of a block's tokens."""
+    with (folder / index.shards[index.blocks.shard[row]].file).open("r+b") as file:
+        place = int(index.blocks.member_offset[row, 0]) + 500
+        file.seek(place)
+        [byte] = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
 def test_shards_that_are_not_as_the_right_index_says_are_named(
     short_run: Path, variants: Variants, tmp_path: Path
 ) -> None:
     index = variants["base"]
-    folders = {}
-    for name in ("deleted", "truncated", "changed", "changed late"):
-        folders[name] = tmp_path / "data" / name
-        shutil.copytree(index.folder, folders[name], ignore=shutil.ignore_patterns("work"))
-    shard = "shards/train-000001.tar"
+    shard, rows = "shards/train-000001.tar", index.split_blocks("train").tolist()
+    folders = {name: tmp_path / "data" / name for name in ("deleted", "truncated", "changed")}
+    for folder in folders.values():
+        shutil.copytree(index.folder, folder, ignore=shutil.ignore_patterns("work"))
     (folders["deleted"] / shard).unlink()
     with (folders["truncated"] / shard).open("r+b") as file:
-        file.truncate(int(index.blocks.offset[index.split_blocks("train")[-1]]))
-    damaged = index.split_blocks("train").tolist()
-    for name, rows in (("changed", damaged[-1:]), ("changed late", damaged)):
-        for row in rows:
-            path = folders[name] / index.shards[index.blocks.shard[row]].file
-            with path.open("r+b") as file:
-                file.seek(int(index.blocks.member_offset[row, 0]) + 500)
-                byte = file.read(1)[0]
-                file.seek(-1, 1)
-                file.write(bytes([byte ^ 1]))
+        file.truncate(int(index.blocks.offset[rows[-1]]))
+    for row in rows:
+        _flip_tokens(index, folders["changed"], row)
     attempts = {
+        # Changed bytes that the start of the run does not look for: test_faults has the other case.
         name: _resume(
-            short_run, tmp_path / name.replace(" ", "-"), index, f"data.dir={folder}",
-            f"data.verify_at_start_gib={0 if name == 'changed late' else 1}",
+            short_run, tmp_path / name, index, f"data.dir={folder}", "data.verify_at_start_gib=0"
         )
         for name, folder in folders.items()
     }  # fmt: skip
     texts = {name: attempt.refusal() for name, attempt in attempts.items()}
     assert f"shard {folders['deleted']}/{shard} does not exist" in texts["deleted"]
     assert f"shard {folders['truncated']}/{shard} has " in texts["truncated"]
-    last = f"{index.block_key(damaged[-1])}."
-    assert f"it is cut at or before member {last}tokens.npy" in texts["truncated"]
-    expected = f"shard {folders['changed']}/{shard}, member {last}tokens.npy is damaged"
-    assert expected in texts["changed"]
-    assert f"shard {folders['changed late']}/shards/train-00000" in texts["changed late"]
-    assert ".tokens.npy is damaged: its sha256 is" in texts["changed late"]
-    # The last was found at first touch, behind the start of the run, the others before it.
+    last = index.block_key(rows[-1])
+    assert f"it is cut at or before member {last}.tokens.npy" in texts["truncated"]
+    assert f"shard {folders['changed']}/shards/train-00000" in texts["changed"]
+    assert ".tokens.npy is damaged: its sha256 is" in texts["changed"]
     for name, attempt in attempts.items():
-        assert ("resumed from" in attempt.ranks.output) == (name == "changed late")
+        assert ("resumed from" in attempt.ranks.output) == (name == "changed")
 
 
 def test_checkpoint_from_before_the_index_was_kept(
     short_run: Path, variants: Variants, tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(short_run, run_dir)
-    for path in (run_dir / "checkpoints").glob("step-*"):
+    base, extra = variants["base"], variants["extra"]
+    older = tmp_path / "older"
+    shutil.copytree(short_run, older)
+    for path in (older / "checkpoints").glob("step-*"):
         (path / INDEX_FILE).unlink()
         body = json.loads((path / MANIFEST_FILE).read_bytes())
         del body["files"][INDEX_FILE], body["manifest_sha256"]
         (path / MANIFEST_FILE).write_text(json.dumps(_signed(body)))
-    text = _resume(short_run, run_dir, variants["extra"]).refusal()
-    base, extra = variants["base"], variants["extra"]
-    assert text == (
-        f"error: {run_dir}/{_CHECKPOINT} does not fit this run: dataset fingerprint: checkpoint "
-        f"{base.fingerprint}, data.dir {extra.folder} has {extra.fingerprint}. Continue with the "
-        "values of the checkpoint, or choose another run_dir"
+    refused = _resume(older, tmp_path / "refused", extra)
+    resumed = _resume(older, tmp_path / "resumed", base, "train.num_steps=5")
+    assert refused.refusal() == (
+        f"error: {tmp_path}/refused/{_CHECKPOINT} does not fit this run: dataset fingerprint: "
+        f"checkpoint {base.fingerprint}, data.dir {extra.folder} has {extra.fingerprint}. Continue "
+        "with the values of the checkpoint, or choose another run_dir"
     )
-    going_on = _resume(short_run, run_dir, base, "train.num_steps=5")
-    assert going_on.ranks.wait() == [0], going_on.ranks.output
-    assert "step-00000004" in going_on.ranks.output
-    verify(run_dir / "checkpoints/step-00000005")
-    assert (run_dir / "checkpoints/step-00000005" / INDEX_FILE).read_bytes() == base.content
+    assert resumed.ranks.wait() == [0], resumed.ranks.output
+    assert f"resumed from {tmp_path}/resumed/{_CHECKPOINT}" in resumed.ranks.output
+    saved = tmp_path / "resumed/checkpoints/step-00000005"
+    verify(saved)
+    assert (saved / INDEX_FILE).read_bytes() == base.content

@@ -59,7 +59,8 @@ class Variants:
         if not folder.exists():
             if name != "base":
                 # With its work/: what is the same is not done again.
-                shutil.copytree(self["base"].folder, folder)
+                of_training = shutil.ignore_patterns("packing-*.npz")
+                shutil.copytree(self["base"].folder, folder, ignore=of_training)
             overrides = [
                 text.replace("TEXTS", str(self._folder))
                 for text in (_OVERRIDES["base"], _OVERRIDES[name])
