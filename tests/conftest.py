@@ -11,6 +11,7 @@ from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.shards import DatasetIndex, read_index
 from tests.support.ranks import Ranks
+from tests.support.variants import Variants
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +49,16 @@ def dataset(
     overrides = [f"output_dir={folder}", f"sources=[{{name: topics, inputs: [{corpus}]}}]"]
     run(load(PrepConfig, prep_config, overrides).config)
     return read_index(folder)
+
+
+@pytest.fixture(scope="session")
+def variants(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Path, dataset: DatasetIndex
+) -> Variants:
+    """Datasets that differ in one thing each; tests must not change them."""
+    folder = tmp_path_factory.mktemp("variants")
+    tokenizer = dataset.folder / dataset.tokenizer_file
+    return Variants(folder, tokenizer, corpus.read_text().split())
 
 
 @pytest.fixture(scope="session")

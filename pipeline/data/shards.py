@@ -20,7 +20,7 @@ and padding), or the check that a tar ends in zeros.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +34,7 @@ from pipeline.errors import DataError
 FORMAT_VERSION = 2
 """Version 1 has neither `vocabulary`, which means `Vocabulary(size)`, nor sources. It is still
 read, so that runs on such datasets go on."""
+INDEX_FILE = "index.json"
 MEMBERS = ("tokens.npy", "docs.npy", "words.npy", "meta.json")
 SPLITS = ("train", "eval")
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -162,6 +163,8 @@ class DatasetIndex:
     """One without a name in datasets of format version 1, which do not tell."""
     block_source: npt.NDArray[np.int32]
     """(b,) which of the sources each block is of."""
+    content: bytes = field(repr=False)
+    """Of `index.json`, as it was read: the file may be replaced while a run goes on."""
 
     @property
     def vocab_size(self) -> int:
@@ -228,9 +231,10 @@ def read_index(folder: str | Path) -> DatasetIndex:
         DataError: the folder has no complete index, or the index does not match its own hashes.
     """
     folder = Path(folder)
-    path = folder / "index.json"
+    path = folder / INDEX_FILE
     try:
-        body = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        body = json.loads(content)
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: {folder} is no finished dataset; "
@@ -266,6 +270,7 @@ def read_index(folder: str | Path) -> DatasetIndex:
         block_source=np.repeat(
             np.array([source for source, _ in runs], dtype=np.int32), [count for _, count in runs]
         ),
+        content=content,
     )
 
 

@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step-00000040/state/*          DeepSpeed's files
     RUN/checkpoints/step-00000040/tokenizer.model  of the dataset, or tokenizer.json
+    RUN/checkpoints/step-00000040/index.json       of the dataset: what else it must be resumed on
     RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file, its own
     RUN/checkpoints/latest                         name of the newest, for people and scripts
 
@@ -22,7 +23,8 @@ from typing import Any
 
 from pipeline.config.load import digest, provenance
 from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.difference import dataset_differences, value_differences
+from pipeline.data.shards import INDEX_FILE, DatasetIndex
 from pipeline.errors import CheckpointError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
@@ -106,8 +108,7 @@ class CheckpointStore:
         """Makes the folder and removes what killed saves left behind."""
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
-        self._fingerprint = index.fingerprint
-        self._tokenizer = index.folder / index.tokenizer_file
+        self._index = index
         self._process = process
         self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
         if process.is_first:
@@ -132,7 +133,9 @@ class CheckpointStore:
         try:
             engine.save_files(unfinished)
             if self._process.is_first:
-                shutil.copyfile(self._tokenizer, unfinished / self._tokenizer.name)
+                name = self._index.tokenizer_file
+                shutil.copyfile(self._index.folder / name, unfinished / name)
+                (unfinished / INDEX_FILE).write_bytes(self._index.content)
             dist.barrier()
             names = expected_files(unfinished, self._process.world_size)
             mine = names[self._process.rank :: self._process.world_size]
@@ -153,7 +156,7 @@ class CheckpointStore:
             cursor=state.cursor,
             skipped=state.skipped,
             alpha=alpha,
-            fingerprint=self._fingerprint,
+            fingerprint=self._index.fingerprint,
             identity=identity(self._config),
             config_sha256=digest(self._config),
             world_size=self._process.world_size,
@@ -238,21 +241,28 @@ class CheckpointStore:
             shutil.rmtree(old)
 
     def _require_fit(self, path: Path, manifest: Manifest) -> None:
-        problems = []
-        if manifest.fingerprint != self._fingerprint:
+        problems, remedy = [], "Continue with the values of the checkpoint"
+        if manifest.fingerprint != self._index.fingerprint:
             problems.append(
                 f"dataset fingerprint: checkpoint {manifest.fingerprint}, data.dir "
-                f"{self._config.data.dir} has {self._fingerprint}"
+                f"{self._config.data.dir} has {self._index.fingerprint}"
             )
-        problems += _differences(manifest.identity, identity(self._config), "")
+            if INDEX_FILE in manifest.files:  # older checkpoints have none
+                saved = json.loads((path / INDEX_FILE).read_bytes())
+                problems += dataset_differences(saved, json.loads(self._index.content))
+                remedy = (
+                    f"Restore the data that {path / INDEX_FILE} lists, or correct data.dir, and "
+                    "continue with the values of the checkpoint"
+                )
+        problems += value_differences(manifest.identity, identity(self._config))
         if manifest.world_size != self._process.world_size:
             problems.append(
                 f"number of ranks: checkpoint {manifest.world_size}, now {self._process.world_size}"
             )
         if problems:
             raise CheckpointError(
-                f"{path} does not fit this run: {'; '.join(problems)}. Continue with the values "
-                "of the checkpoint, or choose another run_dir"
+                f"{path} does not fit this run: {'; '.join(problems)}. {remedy}, or choose another "
+                "run_dir"
             )
 
 
@@ -321,15 +331,3 @@ def _flush_and_describe(path: Path) -> dict[str, Any]:
 
 def _free_text(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 1e9:.4f} GB are free there"
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], path: str) -> list[str]:
-    found = []
-    for name in sorted(old.keys() | new.keys()):
-        dotted = f"{path}.{name}" if path else name
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(before, after, dotted)
-        elif before != after:
-            found.append(f"{dotted}: checkpoint {before!r}, now {after!r}")
-    return found

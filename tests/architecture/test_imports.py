@@ -31,6 +31,7 @@ TORCH_FREE = {
     "pipeline.model.cost",
     "pipeline.model.describe",
     "pipeline.data.shards",
+    "pipeline.data.difference",
     "pipeline.data.reader",
     "pipeline.data.storage",
     "pipeline.data.tokenizer",

@@ -227,6 +227,10 @@ def test_other_dataset_is_refused(
     assert ranks.wait() == [2, 2]
     assert f"dataset fingerprint: checkpoint {dataset.fingerprint}" in ranks.output
     assert index["fingerprint"] in ranks.output
+    assert (
+        f"unigram_entropy_nats: checkpoint {dataset.unigram_entropy_nats}, now "
+        f"{index['unigram_entropy_nats']}. Restore the data that"
+    ) in ranks.output
 
 
 def test_longer_run_goes_on_from_a_finished_one(
