@@ -1,5 +1,6 @@
 """The hash of a batch: against whole numbers of Python, its parts, and every kind of change."""
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,7 +130,7 @@ def test_parts_add_up_however_a_batch_is_split(data: st.DataObject) -> None:
     edges = [0, *cuts, 12]
     parts = [
         batch_hash(*batch.rows(start, stop))
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in pairwise(edges)
     ]  # fmt: skip
     assert sum(parts) & MASK == batch_hash(*batch)
 
