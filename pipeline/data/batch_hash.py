@@ -58,16 +58,17 @@ def batch_hash(
     # First of each sequence's slots to predict, and M after the last.
     firsts = np.searchsorted(masked_index, np.arange(len(input_ids) + 1) * input_ids.shape[1])
     assert firsts[-1] - firsts[0] == len(masked_index), "an index is not of this batch"
-    arrays = (places, sample_ids, epochs, input_ids, documents, firsts, masked_index, targets)
-    return int(
-        _hash_batch(
-            *(np.ascontiguousarray(array, dtype)
-              for array, dtype in zip(arrays, _DTYPES, strict=True))
-        )
-    )  # fmt: skip
-
-
-_DTYPES = (np.int64, np.int64, np.int64, np.int64, np.int32, np.int64, np.int64, np.int64)
+    hashed = _hash_batch(
+        np.ascontiguousarray(places, np.int64),
+        np.ascontiguousarray(sample_ids, np.int64),
+        np.ascontiguousarray(epochs, np.int64),
+        np.ascontiguousarray(input_ids, np.int64),
+        np.ascontiguousarray(documents, np.int32),
+        firsts.astype(np.int64),
+        np.ascontiguousarray(masked_index, np.int64),
+        np.ascontiguousarray(targets, np.int64),
+    )
+    return int(hashed)
 
 
 @inlined
@@ -75,7 +76,8 @@ def _mixed(word: np.uint64) -> np.uint64:
     """splitmix64's finaliser; one to one."""
     word = (word ^ (word >> _SHIFT_A)) * _MULTIPLY_A
     word = (word ^ (word >> _SHIFT_B)) * _MULTIPLY_B
-    return word ^ (word >> _SHIFT_C)
+    mixed: np.uint64 = word ^ (word >> _SHIFT_C)
+    return mixed
 
 
 @kernel
@@ -90,7 +92,7 @@ def _hash_batch(
     targets: npt.NDArray[np.int64],
 ) -> np.uint64:
     rows, slots = input_ids.shape
-    total = np.uint64(0)
+    total: np.uint64 = np.uint64(0)
     for row in range(rows):
         content = np.uint64(0)
         for slot in range(slots):
