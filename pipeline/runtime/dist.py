@@ -14,6 +14,21 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def sum_modulo_2_64(values: list[int]) -> list[int]:
+    """Adds whole numbers below 2^64 over all ranks, exactly, modulo 2^64. Synchronises.
+
+    Args:
+        values: as many on every rank.
+    """
+    # NCCL adds on this rank's GPU only. Signed sums of two's complement wrap modulo 2^64 in both.
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    signed = [value - (value >> 63 << 64) for value in values]
+    summed: list[int] = sum_over_ranks(
+        torch.tensor(signed, dtype=torch.int64, device=device)
+    ).tolist()
+    return [value % 2**64 for value in summed]
+
+
 def barrier() -> None:
     """Waits for all ranks."""
     dist.barrier()
