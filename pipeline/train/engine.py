@@ -229,6 +229,8 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "bf16": {"enabled": config.precision == "bf16"},
         # A bf16 sum over micro-batches would round after each of them.
         "data_types": {"grad_accum_dtype": "fp32"},
+        # By default that sum would be rounded to bf16, and added over the ranks in bf16.
+        "communication_data_type": "fp32",
         # Its throughput timer waits for the GPU before and after micro-batches.
         "timers": {"throughput": {"enabled": False}},
         "steps_per_print": 1 << 62,
