@@ -1,7 +1,8 @@
 """The only door to DeepSpeed: process group, ZeRO stage 1, optimizer step, its checkpoint files.
 
 What DeepSpeed does by itself and is not used: its `latest` file (written before all ranks have
-saved), its schedulers (they are not ours), bf16 at stage 0 (it takes a hidden optimizer step).
+saved), its schedulers (they are not ours), bf16 at stage 0 (it takes a hidden optimizer step), its
+counting of micro-batches (one number for a whole run, and a count that checkpoints do not hold).
 """
 
 import contextlib
@@ -69,14 +70,9 @@ class Engine:
     def __init__(
         self, model: nn.Module, config: TrainConfig, process: ProcessInfo, device: torch.device
     ) -> None:
-        """Wraps a model; every rank must pass the same weights (rank 0's are sent to all).
-
-        Raises:
-            ConfigError: the batch does not split over the ranks.
-        """
+        """Wraps a model; every rank must pass the same weights (rank 0's are sent to all)."""
         self.device = device
         self.world_size = process.world_size
-        self._accumulation = config.accumulation_steps(process.world_size)
         self._optimizer = torch.optim.AdamW(
             decay_groups(model, config.weight_decay),
             lr=config.lr,
@@ -88,7 +84,7 @@ class Engine:
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=self._optimizer,
-                config=deepspeed_config(config, process.world_size),
+                config=deepspeed_config(config),
                 dist_init_required=False,
             )
         logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
@@ -99,28 +95,34 @@ class Engine:
         return self._engine  # type: ignore[no-any-return]
 
     def train_step(self, batches: list[MicroBatch], objective: Objective, lr: float) -> StepResult:
-        """Forward, backward and update over this rank's micro-batches of one step.
+        """Forward, backward and one update over this rank's micro-batches of one step. Collective.
 
         The loss is the sum over all masked tokens of the global batch, over their number: the split
-        into ranks and micro-batches does not change it.
+        into ranks and micro-batches does not change it. How many they are, and their sizes and
+        lengths, may differ from step to step.
+
+        Args:
+            batches: at least one.
+            objective: called on each of them, on the device.
+            lr: learning rate of this update.
         """
+        assert batches, "a step needs at least one micro-batch on every rank"
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._engine.train()
         count = sum(len(batch.targets) for batch in batches)
         weight = dist.sum_over_ranks(torch.tensor(float(count), device=self.device))
-        # DeepSpeed averages over ranks and accumulated passes; this undoes both averages.
-        scale = self.world_size * self._accumulation / weight.clamp(min=1.0)
-        total: LossSums | None = None
+        # DeepSpeed averages over ranks; this undoes it.
+        scale = self.world_size / weight.clamp(min=1.0)
+        parts = []
         for batch in batches:
             sums = objective(self._engine, batch.to(self.device))
             self._engine.backward(sums.loss * scale)
-            self._engine.step()
-            total = _add(total, sums)
-        assert total is not None, "a step has at least one micro-batch"
+            parts.append(LossSums(sums.loss.detach(), sums.correct, sums.weight))
+        self._engine.step()
         # DeepSpeed has compared the norm with infinity on the host by now: no further sync.
         norm = self._engine.get_global_grad_norm()
-        return StepResult(total, bool(self._engine.was_step_applied()), float(norm))
+        return StepResult(_sum(parts), bool(self._engine.was_step_applied()), float(norm))
 
     def save_files(self, folder: Path) -> None:
         """Writes weights and optimizer state of all ranks below `folder`. Collective.
@@ -213,16 +215,24 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return masters, used
 
 
-def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
+def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     """The DeepSpeed config of a run; it is written by us alone, since unknown keys are ignored."""
     return {
-        "train_micro_batch_size_per_gpu": config.micro_batch,
-        "gradient_accumulation_steps": config.accumulation_steps(world_size),
+        # backward() only adds to this rank's gradients; step() sums them over ranks and updates.
+        "managed_gradient_accumulation": False,
+        # Then no divisor of the loss. The micro-batch size only feeds a count of samples that
+        # nothing reads, but it must be given: with 1 that is a count of micro-batches.
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": config.grad_clip,
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": config.precision == "bf16"},
         # A bf16 sum over micro-batches would round after each of them.
         "data_types": {"grad_accum_dtype": "fp32"},
+        # By default that sum would be rounded to bf16, and added over the ranks in bf16.
+        "communication_data_type": "fp32",
+        # Its throughput timer waits for the GPU before and after micro-batches.
+        "timers": {"throughput": {"enabled": False}},
         "steps_per_print": 1 << 62,
     }
 
@@ -232,12 +242,11 @@ def _rank_of(file: Path) -> int:
     return int(file.name.partition("_pp_rank_")[2].partition("_")[0])
 
 
-def _add(total: LossSums | None, sums: LossSums) -> LossSums:
-    part = LossSums(sums.loss.detach(), sums.correct, sums.weight)
-    if total is None:
-        return part
+def _sum(parts: list[LossSums]) -> LossSums:
     return LossSums(
-        total.loss + part.loss, total.correct + part.correct, total.weight + part.weight
+        loss=torch.stack([part.loss for part in parts]).sum(),
+        correct=torch.stack([part.correct for part in parts]).sum(),
+        weight=torch.stack([part.weight for part in parts]).sum(),
     )
 
 

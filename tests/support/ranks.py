@@ -48,20 +48,7 @@ class Ranks:
         self._output = run_dir.with_suffix(".out")
         arguments = [*module, "pretrain", str(config), f"run_dir={run_dir}"]
         arguments += [f"data.dir={dataset.folder}", *overrides]
-        self.processes = []
-        port = _free_port()
-        for rank in range(world_size):
-            variables = {
-                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-                "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
-            with self._output.open("a") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*prefix, sys.executable, *arguments], env=variables,
-                        stdout=output, stderr=subprocess.STDOUT,
-                    )
-                )  # fmt: skip
+        self.processes = start([*prefix, sys.executable, *arguments], world_size, self._output)
 
     @property
     def output(self) -> str:
@@ -97,6 +84,22 @@ class Ranks:
             process.send_signal(number)
 
 
+def start(command: list[str], world_size: int, output: Path) -> list[subprocess.Popen[bytes]]:
+    """Starts a command on every rank, with the variables of its process group set."""
+    port = _free_port()
+    processes = []
+    for rank in range(world_size):
+        variables = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        with output.open("a") as file:
+            processes.append(
+                subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
+            )
+    return processes
+
+
 def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
     """Complete lines of metrics.jsonl of one kind."""
     path = run_dir / "metrics.jsonl"
@@ -112,7 +115,11 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 def newest_state(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint, weights and optimizer state of all ranks, by name."""
-    [folder] = sorted((run_dir / "checkpoints").glob("step-*"))[-1:]
+    return state_of(sorted((run_dir / "checkpoints").glob("step-*"))[-1])
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor that an engine saved below a folder, by name."""
     masters, used = read_weights(folder)
     state = {f"master {name}": value for name, value in masters.items()}
     state |= {f"used {name}": value for name, value in used.items()}

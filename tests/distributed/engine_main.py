@@ -1,0 +1,164 @@
+"""`python -m tests.distributed.engine_main FOLDER`: steps whose micro-batches change.
+
+Leaves in FOLDER/PRECISION, each as `Engine.save_files` writes it:
+    straight/0 .. 6: the state before the first step and after each of them
+    resumed/K: the last state of a fresh engine that loaded straight/K and took the other steps
+    skipped: the state after straight/3 and a step with a NaN, of four micro-batches after one
+    poisoned: the last state after that and steps four to six
+and results-RANK.json, what `train_step` returned; no-micro-batches.txt, what it said to none.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import TrainConfig
+from pipeline.data.batch import MicroBatch
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
+from pipeline.runtime.env import ProcessInfo, process_info
+from pipeline.train.engine import Engine, StepResult, close_process_group, init_process_group
+
+ACCUMULATION = (2, 3, 1, 4, 4, 2)
+LENGTHS = (16, 16, 40, 40, 16, 40)
+RESUMED_AFTER = (1, 3, 5)
+POISONED_STEP = 3
+GRAD_CLIP = 3.0
+MODEL = ModelConfig(
+    vocab_size=97, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64, score_residual="sum",
+    bias=True, norm_affine=True, dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+
+
+def learning_rate(step: int) -> float:
+    """Differs from step to step."""
+    return 1e-3 * (1 + step)
+
+
+def model(seed: int) -> nn.Module:
+    """Weights that bf16 can hold, so that the master weights of both precisions start as these."""
+    torch.manual_seed(seed)
+    made = MaskedLanguageModel(MODEL)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(weight.bfloat16())
+    return made
+
+
+def train_config(precision: str) -> TrainConfig:
+    """Clips some of the steps; batch sizes in it are not those of the steps."""
+    return TrainConfig(
+        num_steps=6, warmup_steps=1, global_batch=128, micro_batch=64, grad_clip=GRAD_CLIP,
+        precision=precision,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def micro_batches(step: int, world_size: int) -> list[MicroBatch]:
+    """Those of all ranks, of 1 to 4 sequences; the first of the second step has nothing masked."""
+    return [
+        _micro_batch(step, number, rows=1 + (step + number) % 4)
+        for number in range(ACCUMULATION[step] * world_size)
+    ]
+
+
+def _micro_batch(step: int, number: int, rows: int) -> MicroBatch:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    slots = rows * LENGTHS[step]
+    ids = torch.randint(MODEL.vocab_size or 0, (slots,), generator=generator)
+    num_masked = 0 if (step, number) == (1, 0) else 1 + (3 * step + 5 * number) % (slots // 2)
+    masked = torch.randperm(slots, generator=generator)[:num_masked].sort().values
+    # Few targets, so that there is something to learn.
+    targets = ids[masked] % 7
+    shape = (rows, LENGTHS[step])
+    return MicroBatch(
+        input_ids=ids.view(shape),
+        documents=torch.ones(shape, dtype=torch.int32),
+        positions=torch.arange(LENGTHS[step]).expand(shape).contiguous(),
+        masked_index=masked,
+        targets=targets,
+        num_tokens=slots,
+        unmasked_documents=0,
+    )
+
+
+class _Run:
+    """An engine, and what its steps returned."""
+
+    def __init__(self, precision: str, process: ProcessInfo, seed: int) -> None:
+        self._process = process
+        self._objective = MaskedLanguageModeling(torch.device("cpu"))
+        self.engine = Engine(model(seed), train_config(precision), process, torch.device("cpu"))
+
+    def step(self, step: int, *, poisoned: bool = False) -> dict[str, float | bool]:
+        batches = micro_batches(step, self._process.world_size)
+        mine = batches[self._process.rank :: self._process.world_size]
+        calls = 0
+
+        def objective(module: nn.Module, batch: MicroBatch) -> LossSums:
+            nonlocal calls
+            calls += 1
+            sums = self._objective(module, batch)
+            last_rank = self._process.rank == self._process.world_size - 1
+            if poisoned and last_rank and calls == 2:
+                return LossSums(sums.loss * float("nan"), sums.correct, sums.weight)
+            return sums
+
+        result = self.engine.train_step(mine, objective, learning_rate(step))
+        assert calls == ACCUMULATION[step]
+        return _as_numbers(result)
+
+
+def _as_numbers(result: StepResult) -> dict[str, float | bool]:
+    return {
+        "applied": result.applied, "grad_norm": result.grad_norm,
+        "loss": result.sums.loss.item(), "weight": result.sums.weight.item(),
+    }  # fmt: skip
+
+
+def main(folder: Path, precision: str, process: ProcessInfo) -> None:
+    """Runs all kinds in one precision."""
+    folder.mkdir(parents=True, exist_ok=True)
+    num_steps = len(ACCUMULATION)
+
+    straight = _Run(precision, process, seed=1)
+    try:
+        straight.engine.train_step([], MaskedLanguageModeling(torch.device("cpu")), 1e-3)
+    except AssertionError as error:
+        (folder / "no-micro-batches.txt").write_text(str(error))
+    straight.engine.save_files(folder / "straight/0")
+    results: dict[str, list[dict[str, float | bool]]] = {"straight": [], "poisoned": []}
+    for step in range(num_steps):
+        results["straight"].append(straight.step(step))
+        straight.engine.save_files(folder / f"straight/{step + 1}")
+
+    for done in RESUMED_AFTER:
+        resumed = _Run(precision, process, seed=2)
+        resumed.engine.load_files(folder / f"straight/{done}")
+        for step in range(done, num_steps):
+            resumed.step(step)
+        resumed.engine.save_files(folder / f"resumed/{done}")
+
+    poisoned = _Run(precision, process, seed=2)
+    poisoned.engine.load_files(folder / f"straight/{POISONED_STEP}")
+    results["poisoned"].append(poisoned.step(POISONED_STEP, poisoned=True))
+    poisoned.engine.save_files(folder / "skipped")
+    for step in range(POISONED_STEP, num_steps):
+        results["poisoned"].append(poisoned.step(step))
+    poisoned.engine.save_files(folder / "poisoned")
+
+    (folder / f"results-{process.rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    this = process_info()
+    init_process_group(this)
+    # DeepSpeed collects garbage a dozen times for each bf16 engine: not among all that is imported.
+    gc.freeze()
+    for each in ("fp32", "bf16"):
+        main(Path(sys.argv[1]) / each, each, this)
+    close_process_group()
