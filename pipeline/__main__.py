@@ -1,14 +1,21 @@
 """Command line of the training pipeline."""
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.load import explain, load, to_yaml
 from pipeline.config.run import PretrainConfig
-from pipeline.errors import EXIT_FAILED_RETRY, PostnormError
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FAILED_RETRY,
+    EXIT_FINISHED,
+    PostnormError,
+)
 from pipeline.runtime import cli, env
 from pipeline.runtime.files import record_exit
 from pipeline.train.stop import StopRequest
@@ -17,6 +24,9 @@ _EXAMPLES = """\
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
   python -m pipeline model configs/model/roformer_v2-base.yaml --seq-len 128 vocab_size=21128
   torchrun --standalone --nproc-per-node 2 -m pipeline pretrain configs/demo.yaml
+  python -m pipeline coverage configs/demo.yaml train.num_steps=2000
+  python -m pipeline inspect runs/demo/train --step 12 --rank 1 | less
+  python -m pipeline inspect runs/demo/train --find python/bisect.rst
   python -m pipeline fill-mask runs/demo/train "The function returns a [MASK] of strings."
   python -m pipeline export runs/demo/train runs/demo/hf --format hf
   python -m pipeline convert bert-base-chinese/ models/bert
@@ -40,6 +50,40 @@ def _model(arguments: argparse.Namespace) -> int:
         document_len=arguments.document_len,
     )  # fmt: skip
     print(describe(plan))
+    return 0
+
+
+def _coverage(arguments: argparse.Namespace) -> int:
+    from pipeline.inspect.coverage import coverage, coverage_text
+
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    found = coverage(config)
+    if arguments.json:
+        print(json.dumps(asdict(found)))
+    else:
+        for line in coverage_text(found):
+            print(line)
+    return EXIT_FINISHED if found.is_exact else EXIT_FAILED_DO_NOT_RETRY
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from pipeline.inspect.find import find_text, skipped_text
+    from pipeline.inspect.opened import open_run
+    from pipeline.inspect.step import Ranks, step_text
+
+    run = open_run(arguments.run_dir, arguments.overrides)
+    if arguments.find is not None:
+        lines = find_text(run, arguments.find)
+    elif arguments.skip:
+        lines = skipped_text(run)
+    else:
+        place = run.batch(arguments.batch) if arguments.step is None else run.batch_of_step(
+            arguments.step
+        )  # fmt: skip
+        ranks = Ranks(arguments.rank, arguments.world_size)
+        lines = step_text(run, place, ranks, as_json=arguments.json)
+    for line in lines:
+        print(line)
     return 0
 
 
@@ -145,8 +189,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(commands)
     pretrain = commands.add_parser("pretrain", help="run or resume a pre-training run (one rank)")
     pretrain.set_defaults(run=_pretrain)
-    for command in (config, pretrain):
+    coverage = commands.add_parser(
+        "coverage", help="what a run would see: epochs, fill and tokens, each token once"
+    )
+    coverage.add_argument("--json", action="store_true", help="one JSON object")
+    coverage.set_defaults(run=_coverage)
+    for command in (config, pretrain, coverage):
         cli.add_config_arguments(command)
+    _add_inspect(commands)
     fill = commands.add_parser("fill-mask", help="most likely tokens at each [MASK] of a text")
     fill.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, or an exported one")
     fill.add_argument("text", nargs="+", help='such as "the [MASK] of a list"')
@@ -167,6 +217,25 @@ def _add_model(commands: Any) -> None:
     model.add_argument("--micro-batch", type=int, metavar="N", help="default: the run's, or 8")
     model.add_argument("--ranks", type=int, metavar="N", default=1, help="default 1")
     model.set_defaults(run=_model)
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect", help="documents, packing and masks of any step of a run, past or to come"
+    )
+    inspect.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    what = inspect.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, metavar="N", help="optimizer step, from 1")
+    what.add_argument("--batch", type=int, metavar="N", help="batch, from 0, skipped ones included")
+    what.add_argument("--find", metavar="ID", help="the steps in which a document is seen")
+    what.add_argument("--skip", action="store_true", help="the batches that were skipped")
+    inspect.add_argument("--rank", type=int, metavar="R", help="only this rank's part of the step")
+    inspect.add_argument("--world-size", type=int, metavar="W",
+                         help="number of ranks; default: of the run's newest start")  # fmt: skip
+    inspect.add_argument("--json", action="store_true", help="one JSON object a sequence")
+    inspect.add_argument("overrides", nargs="*", metavar="data.dir=FOLDER",
+                         help="where the dataset is, if it was moved")  # fmt: skip
+    inspect.set_defaults(run=_inspect)
 
 
 def _add_exchange(commands: Any) -> None:

@@ -28,7 +28,7 @@ _PROGRESS_EVERY_S = 10.0
 
 
 class Counts(NamedTuple):
-    """Of every block of a dataset, training and evaluation alike: (b,) int64, a row of the index."""
+    """Of every block of a dataset, training and evaluation alike; (b,) int64 each."""
 
     sequences: Ints
     """Packed sequences."""

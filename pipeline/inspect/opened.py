@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from pipeline.config.batches import BatchPlace
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
-from pipeline.data.batch_records import BatchRecord, read_batches
+from pipeline.data.batch_records import BATCHES_FILE, BatchRecord, read_batches
 from pipeline.data.counts import sequences_at
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import TrainSteps
@@ -64,6 +65,16 @@ class OpenedRun:
                 break
         return self.config.batches.number(number)
 
+    def batch(self, number: int) -> BatchPlace:
+        """A batch by its number, 0 for the first.
+
+        Raises:
+            DataError: the number is negative.
+        """
+        if number < 0:
+            raise DataError(f"--batch {number}: batches are counted from 0")
+        return self.config.batches.number(number)
+
     def record(self, batch: int) -> BatchRecord | None:
         """What the run logged about a batch; None if it did not, or not yet."""
         found = [record for record in self.records if record.batch == batch]
@@ -95,17 +106,19 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     config = load(PretrainConfig, path, overrides).config
     index = read_index(config.data.dir)
     attempts = _attempts(folder)
-    newest = attempts[-1] if attempts else {}
+    newest: dict[str, Any] = attempts[-1] if attempts else {}
     expected = newest.get("fingerprint", index.fingerprint)
     if expected != index.fingerprint:
         raise DataError(
             f"{index.folder} has fingerprint {index.fingerprint}, the run was started with "
             f"{expected}; give the folder of that dataset as data.dir=FOLDER"
         )
-    return OpenedRun(folder, config, index, read_batches(folder), newest.get("world_size"))
+    logged = (folder / BATCHES_FILE).is_file()
+    records = read_batches(folder) if logged else []
+    return OpenedRun(folder, config, index, records, newest.get("world_size"))
 
 
-def _attempts(folder: Path) -> list[dict[str, object]]:
+def _attempts(folder: Path) -> list[dict[str, Any]]:
     """The run's starts; a last line that is not complete yet is left out."""
     path = folder / ATTEMPTS_FILE
     if not path.is_file():

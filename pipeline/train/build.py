@@ -24,7 +24,7 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import Share
 from pipeline.data.wordpiece import difference_of_ids
-from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, DataError, PostnormError
+from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, PostnormError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log
@@ -36,10 +36,12 @@ from pipeline.runtime.files import (
     write_atomic,
     write_json_atomic,
 )
+from pipeline.train.batch_log import BatchLog
 from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
 from pipeline.train.sinks import Sinks
+from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -116,16 +118,19 @@ def _run(
     initial: Callable[[], InitialWeights] | None,
 ) -> int:
     run_dir = Path(config.run_dir)
-    share = Share(process.rank, process.world_size)
-    train_loader, eval_loader = _open_data(config, index, share)
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     store = CheckpointStore(config, index, process, num_parameters)
-    if initial is not None and store.is_empty():
+    # Before the data is opened, which may take minutes: it may be another run's.
+    resumed_from = store.newest()
+    share = Share(process.rank, process.world_size)
+    train_loader, eval_loader = _open_data(config, index, share)
+    if initial is not None and resumed_from is None:
         _start_from(model, initial(), config, index)
     engine = Engine(model, config.train, process, device)
-    state, resumed_from = store.restore(engine)
+    state = store.load(engine, resumed_from) if resumed_from else TrainState()
+    batch_log = BatchLog(run_dir, state.cursor, process.is_first)
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch, %s",
         run_dir, f"{num_parameters:,}", process.world_size, device.type,
@@ -137,7 +142,9 @@ def _run(
         if state.step < config.train.num_steps:
             (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
         write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
-        attempt = _record_attempt(run_dir, process, state.step if resumed_from else None)
+        attempt = _record_attempt(
+            run_dir, process, index.fingerprint, state.step if resumed_from else None
+        )
         sinks = Sinks(run_dir, attempt, state.step)
     parts = Parts(
         config=config,
@@ -147,6 +154,7 @@ def _run(
         train_loader=train_loader,
         eval_loader=eval_loader,
         store=store,
+        batch_log=batch_log,
         stop=stop,
         sinks=sinks,
     )
@@ -219,9 +227,6 @@ def _open_data(
     counts = _counts(config, index, share)
     error: PostnormError | None = None
     try:
-        tokenizer = index.folder / index.tokenizer_file
-        if not tokenizer.is_file() or sha256_file(tokenizer) != index.tokenizer_sha256:
-            raise DataError(f"tokenizer {tokenizer} is missing or damaged; restore it")
         loaders = (
             TrainLoader(index, config, share, counts),
             EvalLoader(index, config, share, counts),
@@ -255,7 +260,9 @@ def _counts(
     return found
 
 
-def _record_attempt(run_dir: Path, process: ProcessInfo, resumed_step: int | None) -> int:
+def _record_attempt(
+    run_dir: Path, process: ProcessInfo, fingerprint: str, resumed_step: int | None
+) -> int:
     """Adds a line to attempts.jsonl and returns this attempt's number, 1 for the first."""
     path = run_dir / ATTEMPTS_FILE
     attempt = 1 + (path.read_text().count("\n") if path.exists() else 0)
@@ -264,6 +271,7 @@ def _record_attempt(run_dir: Path, process: ProcessInfo, resumed_step: int | Non
         "resumed_from_step": resumed_step,
         "unix_s": time.time(),
         "world_size": process.world_size,
+        "fingerprint": fingerprint,
         "host": process.host,
         "job": process.job,
         **provenance(),

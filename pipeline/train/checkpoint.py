@@ -25,7 +25,7 @@ from pipeline.config.load import digest, provenance
 from pipeline.config.run import PretrainConfig
 from pipeline.data.difference import dataset_differences, value_differences
 from pipeline.data.shards import INDEX_FILE, DatasetIndex
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, DataError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
@@ -105,10 +105,16 @@ class CheckpointStore:
     def __init__(
         self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo, num_parameters: int
     ) -> None:
-        """Makes the folder and removes what killed saves left behind."""
+        """Makes the folder and removes what killed saves left behind.
+
+        Raises:
+            DataError: the dataset's tokenizer is missing or damaged.
+        """
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
         self._index = index
+        # Read now: the dataset's folder may be replaced while the run goes on.
+        self._tokenizer = _read_tokenizer(index)
         self._process = process
         self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
         if process.is_first:
@@ -116,10 +122,6 @@ class CheckpointStore:
             for path in self.folder.glob(f"{_UNFINISHED}*"):
                 logger.warning("removing %s: a save that was never finished", path)
                 shutil.rmtree(path)
-
-    def is_empty(self) -> bool:
-        """Whether nothing was saved yet, good or not. Not collective."""
-        return not _published(self.folder)
 
     def save(self, engine: Engine, state: TrainState, alpha: float) -> Path:
         """Saves and publishes; older checkpoints beyond `keep` are removed afterwards.
@@ -133,8 +135,7 @@ class CheckpointStore:
         try:
             engine.save_files(unfinished)
             if self._process.is_first:
-                name = self._index.tokenizer_file
-                shutil.copyfile(self._index.folder / name, unfinished / name)
+                (unfinished / self._index.tokenizer_file).write_bytes(self._tokenizer)
                 (unfinished / INDEX_FILE).write_bytes(self._index.content)
             dist.barrier()
             names = expected_files(unfinished, self._process.world_size)
@@ -167,20 +168,27 @@ class CheckpointStore:
         self._on_first(lambda: self._publish(unfinished, final, manifest))
         return final
 
-    def restore(self, engine: Engine) -> tuple[TrainState, Path | None]:
-        """Loads the newest checkpoint that verifies; a fresh state if there is none at all.
+    def newest(self) -> Path | None:
+        """The newest checkpoint that verifies; None if there is none at all.
 
         Raises:
             CheckpointError: checkpoints exist but none verifies, or the newest good one belongs to
                 other data, another model or another number of ranks.
         """
         path = self._on_first(self._choose)
-        if path is None:
-            return TrainState(), None
-        manifest = read_manifest(path)
-        self._require_fit(path, manifest)
+        if path is not None:
+            self._require_fit(path, read_manifest(path))
+        return path
+
+    def load(self, engine: Engine, path: Path) -> TrainState:
+        """Loads what `newest` found.
+
+        Raises:
+            CheckpointError: the engine does not accept it.
+        """
         engine.load_files(path)
-        return TrainState(manifest.step, manifest.cursor, manifest.skipped), path
+        manifest = read_manifest(path)
+        return TrainState(manifest.step, manifest.cursor, manifest.skipped)
 
     def _on_first(self, function: Callable[[], Path | None]) -> Path | None:
         """Runs on rank 0 only and gives every rank the result, or raises its error on all."""
@@ -311,6 +319,14 @@ def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
         else:
             return path, rejected
     return None, rejected
+
+
+def _read_tokenizer(index: DatasetIndex) -> bytes:
+    path = index.folder / index.tokenizer_file
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:
+        raise DataError(f"tokenizer {path} is missing or damaged; restore it")
+    return data
 
 
 def _published(folder: Path) -> list[Path]:

@@ -8,11 +8,14 @@ import torch
 
 from pipeline.config.batches import BatchPlace
 from pipeline.config.run import PretrainConfig
+from pipeline.data.batch import MicroBatch
+from pipeline.data.batch_records import BatchRecord
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, TrainingError
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train import schedule
+from pipeline.train.batch_log import BatchLog
 from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.engine import Engine, StepResult
 from pipeline.train.evaluate import evaluate
@@ -35,6 +38,7 @@ class Parts:
     train_loader: TrainLoader
     eval_loader: EvalLoader
     store: CheckpointStore
+    batch_log: BatchLog
     stop: StopRequest
     sinks: Sinks | None
     """On rank 0."""
@@ -75,6 +79,7 @@ def train(parts: Parts, state: TrainState) -> int:
             sum(batch.input_ids.numel() for batch in batches),
             applied=result.applied,
         )
+        _log_batch(parts, place, batches, state.step if result.applied else None)
         if not result.applied:
             _report_skip(parts, state, result, place)
             continue
@@ -82,6 +87,7 @@ def train(parts: Parts, state: TrainState) -> int:
         last = state.step == config.num_steps
         stopping = False
         if state.step % intervals.log_every_steps == 0 or last:
+            parts.batch_log.flush()
             interval = meter.close_interval(stop_requested=parts.stop.requested)
             stopping = interval.stop_requested and not last
             values = {
@@ -128,6 +134,17 @@ def _seed_dropout(parts: Parts, state: TrainState) -> None:
     torch.manual_seed(mixed >> 1)
 
 
+def _log_batch(
+    parts: Parts, place: BatchPlace, batches: list[MicroBatch], step: int | None
+) -> None:
+    parts.batch_log.add(
+        BatchRecord(
+            batch=place.number, cursor=place.cursor, sequences=place.size, seq_len=place.seq_len,
+            step=step, hash=sum(batch.hash for batch in batches) % 2**64,
+        )
+    )  # fmt: skip
+
+
 def _epochs(parts: Parts, state: TrainState) -> dict[str, float]:
     """How often the training text was seen, by source where sources have weights."""
     epochs = parts.train_loader.steps.order.epochs(state.cursor)
@@ -146,6 +163,7 @@ def _report_skip(parts: Parts, state: TrainState, result: StepResult, place: Bat
         parts.sinks.write(state.step, "skip", {"total": float(state.skipped)})
     limit = parts.config.train.max_skipped_in_a_row
     if state.skipped_in_a_row >= limit:
+        parts.batch_log.flush()
         raise TrainingError(
             f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
             "newest checkpoint is from before; lower train.lr, or lengthen the warm-ups"
@@ -168,6 +186,7 @@ def _evaluate(parts: Parts, state: TrainState) -> None:
 
 def _save(parts: Parts, state: TrainState) -> None:
     started = time.perf_counter()
+    parts.batch_log.flush()  # it must reach to the checkpoint's cursor
     alpha = schedule.alpha(state.step, parts.config.train.alpha_warmup_steps)
     path = parts.store.save(parts.engine, state, alpha)
     logger.info("saved %s in %.1f s", path, time.perf_counter() - started)

@@ -30,10 +30,12 @@ def test_documents_stand_end_to_end(batches: list[Batch]) -> None:
     assert any((batch.documents == 0).any() for batch in batches)
     for batch in batches:
         found = packed(batch)
-        documents, targets, masked = [], [], []
-        for row in range(len(batch.input_ids)):
-            for number in range(1, int(batch.documents[row].max()) + 1):
-                documents.append(batch.input_ids[row][batch.documents[row] == number])
+        targets, masked = [], []
+        documents = [
+            ids[numbers == number]
+            for ids, numbers in zip(batch.input_ids, batch.documents, strict=True)
+            for number in range(1, int(numbers.max()) + 1)
+        ]
         assert found.cu_seqlens[0] == 0
         assert found.cu_seqlens.dtype == np.int32
         parts = np.split(found.tokens, found.cu_seqlens[1:-1])

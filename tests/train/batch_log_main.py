@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pipeline.data.batch_records import BatchRecord
 from pipeline.errors import PostnormError
-from pipeline.train.batch_log import BatchLog, BatchRecord
+from pipeline.train.batch_log import BatchLog
 
 
 def part_of_hash(batch: int, rank: int) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from pipeline.data.batch_records import BATCHES_FILE, BatchRecord, read_batches
 from pipeline.errors import DataError
-from pipeline.train.batch_log import BATCHES_FILE, BatchLog, BatchRecord, read_batches
+from pipeline.train.batch_log import BatchLog
 from tests.train.batch_log_main import part_of_hash
 
 
@@ -133,7 +134,7 @@ def test_an_attempt_that_was_killed_early_hides_nothing_from_the_next(alone: Pat
         with pytest.raises(DataError, match=r"batch 7 at sequence 56 has hash 0{15}1 \(8 sequenc"):
             _log(alone, 24, changed)
     for change in ({"seq_len": 65}, {"sequences": 7}):
-        with pytest.raises(DataError, match="move .* away or choose another run_dir"):
+        with pytest.raises(DataError, match=r"move .* away or choose another run_dir"):
             _log(alone, 64, [_records(8, 9)[0]._replace(**change)])
     assert read_batches(alone) == _records(0, 9)
 
