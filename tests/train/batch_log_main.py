@@ -38,7 +38,8 @@ def main() -> int:
     except PostnormError as error:
         print(f"rank {rank}: {error}", flush=True)
         return error.exit_code
-    dist.destroy_process_group()
+    finally:
+        dist.destroy_process_group()
     return 0
 
 

@@ -133,7 +133,7 @@ def test_an_attempt_that_was_killed_early_hides_nothing_from_the_next(alone: Pat
         with pytest.raises(DataError, match=r"batch 7 at sequence 56 has hash 0{15}1 \(8 sequenc"):
             _log(alone, 24, changed)
     for change in ({"seq_len": 65}, {"sequences": 7}):
-        with pytest.raises(DataError, match="move .* away or choose another run_dir"):
+        with pytest.raises(DataError, match=r"move .* away or choose another run_dir"):
             _log(alone, 64, [_records(8, 9)[0]._replace(**change)])
     assert read_batches(alone) == _records(0, 9)
 
@@ -168,7 +168,7 @@ def test_damage_is_named_by_its_line(alone: Path, old: bytes, new: bytes, line: 
     assert text.count(old) == 1
     path.write_bytes(text.replace(old, new)[1 if line > 1 else 0 :])
     for attempt in (lambda: BatchLog(alone, 48, True), lambda: read_batches(alone)):
-        with pytest.raises(DataError, match=f"line {line}: .*Restore .* or move it away"):
+        with pytest.raises(DataError, match=rf"line {line}: .*Restore .* or move it away"):
             attempt()
 
 
