@@ -2,7 +2,6 @@
 
 Batches of 8 sequences are logged from CURSOR to STOP and written by fours; every third is skipped.
 At the batch CHANGED the last rank sees another hash.
-
 """
 
 import sys
