@@ -2,7 +2,6 @@
 
 Batches of 8 sequences are logged from CURSOR to STOP and written by fours; every third is skipped.
 At the batch CHANGED the last rank sees another hash.
-
 """
 
 import sys
@@ -39,7 +38,8 @@ def main() -> int:
     except PostnormError as error:
         print(f"rank {rank}: {error}", flush=True)
         return error.exit_code
-    dist.destroy_process_group()
+    finally:
+        dist.destroy_process_group()
     return 0
 
 

@@ -169,7 +169,7 @@ def test_damage_is_named_by_its_line(alone: Path, old: bytes, new: bytes, line: 
     assert text.count(old) == 1
     path.write_bytes(text.replace(old, new)[1 if line > 1 else 0 :])
     for attempt in (lambda: BatchLog(alone, 48, True), lambda: read_batches(alone)):
-        with pytest.raises(DataError, match=f"line {line}: .*Restore .* or move it away"):
+        with pytest.raises(DataError, match=rf"line {line}: .*Restore .* or move it away"):
             attempt()
 
 
