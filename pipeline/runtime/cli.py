@@ -2,8 +2,10 @@
 
 import argparse
 import logging
+import os
+import sys
 
-from pipeline.errors import EXIT_FAILED_RETRY, PostnormError
+from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, PostnormError
 from pipeline.runtime.log import to_console
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,13 @@ def run(parser: argparse.ArgumentParser) -> int:
         arguments.overrides = [*arguments.overrides, *rest]
     to_console()
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever reads (head, less) has seen enough. What is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FINISHED
     except PostnormError as error:
         logger.error("error: %s", error)
         return error.exit_code

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
+from pipeline.data.batch_records import BATCHES_FILE
 from pipeline.data.counts import sequences_at
 from pipeline.data.fast_tokenizer import FastTokenizer
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -130,6 +131,9 @@ def _run(
         _start_from(model, initial(), config, index)
     engine = Engine(model, config.train, process, device)
     state = store.load(engine, resumed_from) if resumed_from else TrainState()
+    if resumed_from is None and process.is_first:
+        # What an attempt without a checkpoint did is gone; its config may have been another one.
+        (run_dir / BATCHES_FILE).unlink(missing_ok=True)
     batch_log = BatchLog(run_dir, state.cursor, process.is_first)
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch, %s",
