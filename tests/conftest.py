@@ -62,6 +62,26 @@ def variants(
 
 
 @pytest.fixture(scope="session")
+def two_sources(tmp_path_factory: pytest.TempPathFactory, prep_config: Path) -> DatasetIndex:
+    """Two sources, of weight 1 and 2.5; the second one is small."""
+    folder = tmp_path_factory.mktemp("two-sources")
+    topics = sorted(pydoc_data.topics.topics.items())
+    for name, part in (("large", topics[::2]), ("small", topics[1::6])):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for topic, text in part:
+                for number, paragraph in enumerate(text.split("\n\n")):
+                    record = {"id": f"{topic}/{number}", "text": paragraph}
+                    file.write(json.dumps(record) + "\n")
+    overrides = [
+        f"output_dir={folder / 'data'}",
+        f"sources=[{{name: large, inputs: [{folder}/large.jsonl]}}, "
+        f"{{name: small, weight: 2.5, inputs: [{folder}/small.jsonl]}}]",
+    ]
+    run(load(PrepConfig, prep_config, overrides).config)
+    return read_index(folder / "data")
+
+
+@pytest.fixture(scope="session")
 def straight_run(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
     """A run of 40 steps on two ranks without interruption; tests must not change it."""
     run_dir = tmp_path_factory.mktemp("runs") / "straight"

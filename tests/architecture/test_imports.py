@@ -19,6 +19,7 @@ LAYERS = [
     {"pipeline.objectives"},
     {"pipeline.train"},
     {"pipeline.export"},
+    {"pipeline.inspect"},
     {"pipeline.__main__"},
 ]
 TORCH_FREE = {
@@ -32,6 +33,10 @@ TORCH_FREE = {
     "pipeline.model.describe",
     "pipeline.data.shards",
     "pipeline.data.difference",
+    "pipeline.data.workers",
+    "pipeline.data.packed",
+    "pipeline.data.batch_records",
+    "pipeline.inspect",
     "pipeline.data.reader",
     "pipeline.data.storage",
     "pipeline.data.tokenizer",

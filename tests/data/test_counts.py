@@ -11,10 +11,8 @@ import pytest
 
 from pipeline.config.data import DataConfig
 from pipeline.data import counts
-from pipeline.data.counts import sequences_per_block
+from pipeline.data.counts import Counts, packing_counts
 from pipeline.data.dataset import PackedSplit
-from pipeline.data.order import Location
-from pipeline.data.philox import Purpose
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.errors import DataError
@@ -30,12 +28,19 @@ def copy(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
 
 
 @pytest.fixture
-def expected(dataset: DatasetIndex) -> list[int]:
+def expected(dataset: DatasetIndex) -> list[list[int]]:
     reader = BlockReader(dataset)
-    return [
-        reference_packing.pack(reader.doc_ends(row), 128).num_sequences
-        for row in range(len(dataset.blocks))
+    packings = [
+        reference_packing.pack(reader.doc_ends(row), 128) for row in range(len(dataset.blocks))
     ]
+    return [
+        [packing.num_sequences for packing in packings],
+        [len(packing.piece_doc) for packing in packings],
+    ]
+
+
+def _as_lists(found: Counts) -> list[list[int]]:
+    return [numbers.tolist() for numbers in found]
 
 
 def _remove_shards(index: DatasetIndex) -> None:
@@ -43,14 +48,14 @@ def _remove_shards(index: DatasetIndex) -> None:
     shutil.rmtree(index.folder / "shards")
 
 
-def test_sequences_are_counted_once(copy: DatasetIndex, expected: list[int]) -> None:
-    assert sequences_per_block(copy, 128, None).tolist() == expected
+def test_sequences_are_counted_once(copy: DatasetIndex, expected: list[list[int]]) -> None:
+    assert _as_lists(packing_counts(copy, 128, None)) == expected
     _remove_shards(copy)
-    kept = sequences_per_block(copy, 128, None)
-    assert kept.dtype == np.int64
-    assert kept.tolist() == expected
+    kept = packing_counts(copy, 128, None)
+    assert kept.sequences.dtype == kept.pieces.dtype == np.int64
+    assert _as_lists(kept) == expected
     with pytest.raises(DataError, match="does not exist"):
-        sequences_per_block(copy, 256, None)
+        packing_counts(copy, 256, None)
 
 
 def _cut(path: Path) -> None:
@@ -80,65 +85,71 @@ def _other_length(path: Path) -> None:
     _other(path, sequences_per_block=np.ones(3, np.int64))
 
 
+def _without_pieces(path: Path) -> None:
+    with np.load(path) as arrays:  # as an older version wrote it
+        kept = {name: array for name, array in arrays.items() if name != "pieces_per_block"}
+    np.savez(path, **kept)
+
+
 def _impossible(path: Path) -> None:
     with np.load(path) as arrays:
         _other(path, sequences_per_block=arrays["sequences_per_block"] // 2)
 
 
 @pytest.mark.parametrize(
-    "damage", [_cut, _flip, _no_zip, _other_dataset, _other_length, _impossible]
+    "damage", [_cut, _flip, _no_zip, _other_dataset, _other_length, _impossible, _without_pieces]
 )
 def test_damaged_or_foreign_numbers_are_made_anew(
-    copy: DatasetIndex, expected: list[int], damage: object, caplog: pytest.LogCaptureFixture
+    copy: DatasetIndex, expected: list[list[int]], damage: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sequences_per_block(copy, 128, None)
+    packing_counts(copy, 128, None)
     path = copy.folder / "packing-128.npz"
     sound = path.read_bytes()
     damage(path)  # type: ignore[operator]
     assert path.read_bytes() != sound
-    assert sequences_per_block(copy, 128, None).tolist() == expected
+    assert _as_lists(packing_counts(copy, 128, None)) == expected
     assert f"{path} is not used: " in caplog.text
-    assert np.load(path)["sequences_per_block"].tolist() == expected
+    assert np.load(path)["sequences_per_block"].tolist() == expected[0]
 
 
 def test_numbers_of_another_packing_rule_are_made_anew(
     copy: DatasetIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sequences_per_block(copy, 128, None)
+    packing_counts(copy, 128, None)
     monkeypatch.setattr(counts, "RULE_VERSION", 2)
-    sequences_per_block(copy, 128, None)
+    packing_counts(copy, 128, None)
     assert "packing rule 1, expected" in caplog.text
 
 
 def test_numbers_lie_in_the_run_s_folder_where_the_dataset_s_cannot_be_written(
-    copy: DatasetIndex, expected: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    copy: DatasetIndex, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Also the superuser cannot replace a folder by a file.
     (copy.folder / "packing-128.npz").mkdir()
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    assert sequences_per_block(copy, 128, run_dir).tolist() == expected
+    assert _as_lists(packing_counts(copy, 128, run_dir)) == expected
     assert (run_dir / "packing-128.npz").is_file()
     _remove_shards(copy)
-    assert sequences_per_block(copy, 128, run_dir).tolist() == expected
+    assert _as_lists(packing_counts(copy, 128, run_dir)) == expected
     with caplog.at_level(logging.WARNING), pytest.raises(DataError):
-        sequences_per_block(copy, 128, None)
+        packing_counts(copy, 128, None)
 
 
 def test_without_any_folder_they_are_counted_and_a_warning_says_so(
-    copy: DatasetIndex, expected: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    copy: DatasetIndex, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (copy.folder / "packing-128.npz").mkdir()
     missing = tmp_path / "no such folder"
-    assert sequences_per_block(copy, 128, missing).tolist() == expected
+    assert _as_lists(packing_counts(copy, 128, missing)) == expected
     assert "the next start counts them again" in caplog.text
 
 
-def test_a_batch_notices_wrong_numbers(copy: DatasetIndex, expected: list[int]) -> None:
+def test_a_batch_notices_wrong_numbers(copy: DatasetIndex, expected: list[list[int]]) -> None:
     config = DataConfig(dir=str(copy.folder), seq_len=128)
-    split = PackedSplit(copy, "train", config, np.array(expected) + 1)
+    split = PackedSplit(copy, "train", config, {128: np.array(expected[0]) + 1})
     with pytest.raises(DataError, match=r"were counted; delete packing-128\.npz in"):
-        split.batch([Location(0, 0, 0, 0)], (1, Purpose.MASK))
+        split.packing(0, 128)
 
 
 _START = """
@@ -149,8 +160,9 @@ from pipeline.data import counts
 from pipeline.config.run import PretrainConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.loader import EvalLoader, Share, TrainLoader
+from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import read_index
+from pipeline.data.steps import Share
 
 def peak_mib():  # ru_maxrss would be at least that of the process that started this one
     status = Path("/proc/self/status").read_text().split()
@@ -160,10 +172,12 @@ before = peak_mib()
 index = read_index(sys.argv[1])
 data = DataConfig(dir=sys.argv[1], seq_len=512)
 config = PretrainConfig(run_dir="x", data=data, train=TrainConfig(global_batch=4096, micro_batch=4))
-loader = TrainLoader(index, config, Share(0, 1))
-EvalLoader(index, config, Share(0, 1))
-assert loader.order.num_sequences > 150_000_000
-loader.order.locate(loader.order.num_sequences + 12345)
+found = counts.sequences_at(index, [512], None)
+loader = TrainLoader(index, config, Share(0, 1), found)
+EvalLoader(index, config, Share(0, 1), found)
+[order] = loader.steps.order.segments[0].orders
+assert order.num_sequences > 150_000_000
+order.locate(order.num_sequences + 12345, 4096)
 print(peak_mib() - before)
 """
 

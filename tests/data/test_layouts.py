@@ -4,10 +4,8 @@ The run crosses epochs of two sources of different weight, and changes of batch 
 """
 
 import itertools
-import json
 import multiprocessing
 import os
-import pydoc_data.topics
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,15 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.config import PrepConfig
-from data_prep.run import run
 from pipeline.config.batches import PhaseConfig
 from pipeline.config.data import DataConfig
-from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.counts import sequences_at
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.shards import DatasetIndex
 from pipeline.data.steps import Share, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, WorkerError
@@ -33,26 +28,6 @@ from tests.support.steps import Row, open_steps, rows_of_step, step_on
 
 BATCH = 96  # splits over 1, 2, 3, 4 and 8 ranks with micro-batches of 1, 2 and 4
 STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def two_sources(tmp_path_factory: pytest.TempPathFactory, prep_config: Path) -> DatasetIndex:
-    """Two sources, of weight 1 and 2.5; the second one is small."""
-    folder = tmp_path_factory.mktemp("two-sources")
-    topics = sorted(pydoc_data.topics.topics.items())
-    for name, part in (("large", topics[::2]), ("small", topics[1::6])):
-        with (folder / f"{name}.jsonl").open("w") as file:
-            for topic, text in part:
-                for number, paragraph in enumerate(text.split("\n\n")):
-                    record = {"id": f"{topic}/{number}", "text": paragraph}
-                    file.write(json.dumps(record) + "\n")
-    overrides = [
-        f"output_dir={folder / 'data'}",
-        f"sources=[{{name: large, inputs: [{folder}/large.jsonl]}}, "
-        f"{{name: small, weight: 2.5, inputs: [{folder}/small.jsonl]}}]",
-    ]
-    run(load(PrepConfig, prep_config, overrides).config)
-    return read_index(folder / "data")
 
 
 def _config(dataset: DatasetIndex, micro_batch: int = 1, workers: int = 0) -> PretrainConfig:

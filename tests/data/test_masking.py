@@ -10,7 +10,7 @@ import pytest
 from pipeline.config.data import DataConfig
 from pipeline.data.mask_kernel import Sequences
 from pipeline.data.masking import Masked, mask_tokens
-from pipeline.data.order import Order
+from pipeline.data.order import Material, Order
 from pipeline.data.philox import Purpose
 from pipeline.data.shards import MASK_ID, NUM_SPECIAL
 from tests.support.mask_reference import VOCABULARY, batch_of, mask_by_arrays, within
@@ -151,12 +151,14 @@ def test_masks_are_independent(
 
 
 def test_ranks_and_neighbouring_slots_are_independent() -> None:
-    order = Order(np.full(40, 100), seed=11, window_blocks=4)
+    counts = np.full(40, 100)
+    material = Material(np.arange(40), counts, np.cumsum(counts) - counts)
+    order = Order(material, seed=11, window_blocks=4)
     ranks = []
     for rank in range(2):
         # Global batches of 16, a half for each rank.
-        positions = [16 * step + 8 * rank + i for step in range(250) for i in range(8)]
-        ids = np.array([order.locate(position).sample_id for position in positions])
+        parts = [order.locate(16 * step + 8 * rank, 8).sample_ids for step in range(250)]
+        ids = np.concatenate(parts)
         ranks.append(_mask(TOKEN, batch_of(2000, 256)._replace(sample_ids=ids)).selected)
     assert _chi_square(*ranks) < 16
     assert _chi_square(ranks[0][:, 1:], ranks[0][:, :-1]) < 16

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.data.counts import Counts
 from pipeline.data.shards import (
     Blocks,
     DatasetIndex,
@@ -62,7 +63,8 @@ def write_large_index(folder: Path, *, num_shards: int, blocks_per_shard: int) -
     return read_index(folder)
 
 
-def plausible_counts(index: DatasetIndex, seq_len: int) -> np.ndarray[tuple[int], np.dtype]:
-    """Numbers of sequences that packing might give."""
+def plausible_counts(index: DatasetIndex, seq_len: int) -> Counts:
+    """Numbers of sequences and pieces that packing might give."""
     slots = index.blocks.num_tokens + 2 * index.blocks.num_documents
-    return (slots * 1.01 / seq_len).astype(np.int64) + 1
+    sequences = (slots * 1.01 / seq_len).astype(np.int64) + 1
+    return Counts(sequences, np.maximum(sequences, index.blocks.num_documents))
