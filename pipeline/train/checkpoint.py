@@ -79,7 +79,7 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     """
     tree = asdict(config)
     data = {name: value for name, value in tree["data"].items()
-            if name not in ("dir", "verify_at_start_gib", "check_blocks")
+            if name not in ("dir", "stage_dir", "verify_at_start_gib", "check_blocks")
             and (name, value) not in _LATER_DEFAULTS}  # fmt: skip
     train = {name: tree["train"][name] for name in ("global_batch", "precision")}
     return {"seed": config.seed, "model": tree["model"], "data": data, "train": train}
