@@ -116,6 +116,7 @@ class _Staging:
                 part.replace(path)
             except BaseException as error:
                 part.unlink(missing_ok=True)
+                file.close()  # which frees its space, before that is told
                 if isinstance(error, OSError):
                     raise self._not_written(part, error) from error
                 raise
