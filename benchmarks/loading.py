@@ -95,7 +95,7 @@ def _assembly(index: DatasetIndex, seq_len: int) -> dict[str, float]:
 def _reading(index: DatasetIndex) -> dict[str, float]:
     blocks = index.blocks
     rows = [
-        (index.folder / index.shards[blocks.shard[row]].file, int(blocks.offset[row]),
+        (index.shard_path(int(blocks.shard[row])), int(blocks.offset[row]),
          int(blocks.length[row]))
         for row in range(len(blocks))
     ]  # fmt: skip

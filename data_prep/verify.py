@@ -12,7 +12,7 @@ import numpy as np
 import webdataset
 from tqdm import tqdm
 
-from pipeline.data.reader import BlockReader
+from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.data.shards import MEMBERS, DatasetIndex, read_index
 from pipeline.data.wordpiece import load_tokenizer
 from pipeline.errors import DataError
@@ -30,6 +30,10 @@ def verify(folder: Path) -> list[str]:
     """
     index = read_index(folder)
     problems = list(_tokenizer_problems(index))
+    try:
+        refuse_unlisted(index)
+    except DataError as error:
+        problems.append(str(error))
     for shard in tqdm(range(len(index.shards)), desc="verify", unit="shard"):
         problems += _shard_problems(index, shard)
     return problems
@@ -64,7 +68,7 @@ def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
             damaged = True
             yield str(error)
     info = index.shards[shard]
-    path = index.folder / info.file
+    path = index.shard_path(shard)
     found = sha256_file(path)
     if found != info.sha256 and not damaged:
         yield f"shard {path} is damaged: sha256 {found}, expected {info.sha256}"

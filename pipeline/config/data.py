@@ -22,6 +22,11 @@ class DataConfig:
     """A prepared dataset and the pure functions applied to it at load time."""
 
     dir: str = param(REQUIRED, "folder written by `python -m data_prep run`")
+    stage_dir: str | None = param(
+        None,
+        "node-local folder that shards are copied to and read from; null reads them where they "
+        "are; environment variables such as $TMPDIR are filled in",
+    )
     seq_len: int = param(512, "slots of a packed sequence", unit="tokens", ge=8, le=65536)
     window_blocks: int = param(
         16, "blocks whose sequences are shuffled together; one block is read at a time", ge=1

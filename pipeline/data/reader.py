@@ -18,10 +18,12 @@ from pipeline.errors import DataError, StorageError
 
 Bytes = npt.NDArray[np.uint8]
 
+_SHOWN = 5
 _NPY_HEADER_BYTES = 256  # a one-dimensional array's takes 128
 _RESTORE = (
     "restore this shard from its source, or delete it and run `python -m data_prep run` again"
 )
+_COPY_AGAIN = "this is a staged copy: delete it and start again, which copies it anew"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class BlockReader:
             DataError: a shard is missing, cut short or grown.
         """
         self.index = index
+        self._mend = _RESTORE if index.shard_root == index.folder else _COPY_AGAIN
         self._check_blocks = check_blocks == "first_touch"
         self._checked: set[int] = set()
         self._touched: set[int] = set()
@@ -104,7 +107,7 @@ class BlockReader:
             raise DataError(
                 f"{self.index.where(row)} is damaged: {len(tokens)} tokens, {len(docs)} documents "
                 f"and {len(words)} bytes of word bits, the index says {expected[0]} tokens in "
-                f"{expected[1]} documents; {_RESTORE}"
+                f"{expected[1]} documents; {self._mend}"
             )
         return Block(tokens, docs, words, self._payload(row, 3, data).tobytes())
 
@@ -156,8 +159,8 @@ class BlockReader:
         data = self._read(shard, end, info.num_bytes - end, lambda: self.index.where(last))
         if data.any():
             raise DataError(
-                f"shard {self._path(shard)} is damaged behind its last member "
-                f"{info.keys[-1]}.{MEMBERS[-1]}: a tar ends in zeros; {_RESTORE}"
+                f"shard {self.index.shard_path(shard)} is damaged behind its last member "
+                f"{info.keys[-1]}.{MEMBERS[-1]}: a tar ends in zeros; {self._mend}"
             )
 
     def _read_member(self, row: int, member: int) -> Bytes:
@@ -185,7 +188,7 @@ class BlockReader:
             self._check_member(row, member, self._payload(row, member, data))
         raise DataError(
             f"{self.index.where(row)} is damaged: a tar header or padding byte of this block "
-            f"changed, its members are intact; {_RESTORE}"
+            f"changed, its members are intact; {self._mend}"
         )
 
     def _check_member(self, row: int, member: int, data: Bytes) -> None:
@@ -194,14 +197,11 @@ class BlockReader:
         if found != expected:
             raise DataError(
                 f"{self.index.where(row, member)} is damaged: its sha256 is {found.hex()}, "
-                f"the index expects {expected.hex()}; {_RESTORE}"
+                f"the index expects {expected.hex()}; {self._mend}"
             )
 
-    def _path(self, shard: int) -> Path:
-        return self.index.folder / self.index.shards[shard].file
-
     def _check_size(self, shard: int) -> None:
-        path = self._path(shard)
+        path = self.index.shard_path(shard)
         try:
             found = path.stat().st_size
         except FileNotFoundError:
@@ -215,19 +215,21 @@ class BlockReader:
 
     def _missing_text(self, shard: int) -> str:
         return (
-            f"shard {self._path(shard)} does not exist, the index lists it with members "
-            f"{_span(self.index.shards[shard].keys)}; {_RESTORE}"
+            f"shard {self.index.shard_path(shard)} does not exist, the index lists it with members "
+            f"{_span(self.index.shards[shard].keys)}; {self._mend}"
         )
 
     def _read(self, shard: int, offset: int, length: int, what: Callable[[], str]) -> Bytes:
         try:
-            data = read_range(self._path(shard), offset, length, what)
+            data = read_range(self.index.shard_path(shard), offset, length, what)
         except FileNotFoundError:
             raise DataError(self._missing_text(shard)) from None
         except OSError as error:
-            raise DataError(f"{what()} cannot be read: {error}; {_RESTORE}") from error
+            raise DataError(f"{what()} cannot be read: {error}; {self._mend}") from error
         if len(data) < length:
-            raise DataError(self._wrong_size_text(shard, self._path(shard), offset + len(data)))
+            raise DataError(
+                self._wrong_size_text(shard, self.index.shard_path(shard), offset + len(data))
+            )
         return data
 
     def _wrong_size_text(self, row: int, path: Path, found: int) -> str:
@@ -239,8 +241,8 @@ class BlockReader:
             missing = np.flatnonzero(ends > found)
             if len(missing):
                 member = f"{self.index.block_key(int(block))}.{MEMBERS[int(missing[0])]}"
-                return f"{text}: it is cut at or before member {member}; {_RESTORE}"
-        return f"{text}; all members are there, its end is not as written; {_RESTORE}"
+                return f"{text}: it is cut at or before member {member}; {self._mend}"
+        return f"{text}; all members are there, its end is not as written; {self._mend}"
 
     def _payload(self, row: int, member: int, data: Bytes) -> Bytes:
         """A member's part of the bytes of its block."""
@@ -262,7 +264,35 @@ class BlockReader:
             return np.frombuffer(data, dtype=dtype, count=shape[0], offset=header.tell())
         except ValueError as error:
             where = self.index.where(row, member)
-            raise DataError(f"{where} is damaged: {error}; {_RESTORE}") from error
+            raise DataError(f"{where} is damaged: {error}; {self._mend}") from error
+
+
+def refuse_unlisted(index: DatasetIndex) -> None:
+    """Looks for tars beside the shards that the index does not list, and that nobody reads.
+
+    Raises:
+        DataError: there are some.
+        StorageError: the folder cannot be listed.
+    """
+    listed = {index.folder / shard.file for shard in index.shards}
+    folders = {path.parent for path in listed}
+    try:
+        found = {path for folder in folders for path in folder.iterdir() if path.suffix == ".tar"}
+    except FileNotFoundError:
+        return  # opening the shards tells which are missing
+    except OSError as error:
+        raise StorageError(
+            f"the shards of {index.folder} cannot be listed: {error}; check the storage and start "
+            "again"
+        ) from error
+    if strangers := sorted(path.name for path in found - listed):
+        shown = ", ".join(strangers[:_SHOWN]) + (" .." if len(strangers) > _SHOWN else "")
+        raise DataError(
+            f"{index.folder}: {len(strangers)} tar(s) beside the shards that the index does not "
+            f"list, so that nothing in them is trained on: {shown}. Move them away; to train on "
+            "their text, add it to the sources of the data preparation's config and run "
+            "`python -m data_prep run` again, which lists the shards that it makes"
+        )
 
 
 def _span(keys: tuple[str, ...]) -> str:

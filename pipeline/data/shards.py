@@ -149,6 +149,8 @@ class DatasetIndex:
     """Everything about a dataset but the tokens themselves."""
 
     folder: Path
+    shard_root: Path
+    """What the shards' paths are below: `folder`, or where they were staged."""
     fingerprint: str
     vocabulary: Vocabulary
     tokenizer_file: str
@@ -182,9 +184,13 @@ class DatasetIndex:
         first = int(np.searchsorted(self.blocks.shard, shard))
         return self.shards[shard].keys[block - first]
 
+    def shard_path(self, shard: int) -> Path:
+        """The tar of a shard, by its row in `shards`."""
+        return self.shard_root / self.shards[shard].file
+
     def where(self, block: int, member: int | None = None) -> str:
         """Shard and member in words, for error messages."""
-        file = self.folder / self.shards[int(self.blocks.shard[block])].file
+        file = self.shard_path(int(self.blocks.shard[block]))
         name = self.block_key(block)
         return f"shard {file}, member {name}.{MEMBERS[member] if member is not None else '*'}"
 
@@ -258,6 +264,7 @@ def read_index(folder: str | Path) -> DatasetIndex:
     runs = body.get("source_runs", [[0, len(blocks)]])
     return DatasetIndex(
         folder=folder,
+        shard_root=folder,
         fingerprint=fingerprint,
         vocabulary=_read_vocabulary(body),
         tokenizer_file=body["tokenizer_file"],

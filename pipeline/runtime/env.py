@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from string import Template
 
 from pipeline.errors import ConfigError
 
@@ -62,6 +63,31 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     if "SLURM_JOB_ID" in environ:
         job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     return ProcessInfo(rank, int(numbers["LOCAL_RANK"]), world_size, socket.gethostname(), job)
+
+
+def expand(text: str, field: str) -> str:
+    """Fills in `$NAME` and `${NAME}`; `$$` is a dollar sign.
+
+    Args:
+        text: such as a path.
+        field: of the config, for messages.
+
+    Raises:
+        ConfigError: a variable is not set or empty, or a `$` has no name.
+    """
+    values = {name: value for name, value in os.environ.items() if value}
+    try:
+        return Template(text).substitute(values)
+    except KeyError as error:
+        raise ConfigError(
+            f"{field}={text!r}: the environment variable {error.args[0]} is not set, or empty; "
+            f"set it on every node, or write the value into {field}"
+        ) from None
+    except ValueError:
+        raise ConfigError(
+            f"{field}={text!r}: a $ must stand before a variable's name, such as $TMPDIR; write $$ "
+            "for a dollar sign"
+        ) from None
 
 
 def launched_run_dir() -> str | None:

@@ -22,13 +22,15 @@ from pipeline.data.batch_records import BATCHES_FILE
 from pipeline.data.counts import sequences_at
 from pipeline.data.fast_tokenizer import FastTokenizer
 from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.reader import refuse_unlisted
 from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.staging import stage
 from pipeline.data.steps import Share
 from pipeline.data.wordpiece import difference_of_ids
 from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, PostnormError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist, log
+from pipeline.runtime import dist, env, log
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
@@ -228,6 +230,7 @@ def _open_data(
     config: PretrainConfig, index: DatasetIndex, share: Share
 ) -> tuple[TrainLoader, EvalLoader]:
     """Opens and checks the dataset; if one rank finds damage, all ranks stop with its message."""
+    index = _where_shards_are_read(config, index, share)
     counts = _counts(config, index, share)
     error: PostnormError | None = None
     try:
@@ -241,10 +244,31 @@ def _open_data(
                 split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
     except PostnormError as found:
         error = found
-    errors = [found for found in dist.gather(error) if found is not None]
-    if errors:
-        raise errors[0]
+    _raise_together(error)
     return loaders
+
+
+def _where_shards_are_read(
+    config: PretrainConfig, index: DatasetIndex, share: Share
+) -> DatasetIndex:
+    """Copies the shards to this node, if asked to. Collective."""
+    error: PostnormError | None = None
+    try:
+        if share.rank == 0:
+            refuse_unlisted(index)
+        if config.data.stage_dir is not None:
+            index = stage(index, env.expand(config.data.stage_dir, "data.stage_dir"))
+    except PostnormError as found:
+        error = found
+    _raise_together(error)
+    return index
+
+
+def _raise_together(error: PostnormError | None) -> None:
+    """Raises the first rank's error on all ranks, if any has one. Collective."""
+    for found in dist.gather(error):
+        if found is not None:
+            raise found
 
 
 def _counts(

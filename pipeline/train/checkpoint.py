@@ -76,7 +76,7 @@ _LATER_DEFAULTS = {
 
 
 _HOW_DATA_IS_READ = (
-    "dir", "verify_at_start_gib", "check_blocks", "workers", "prefetch_steps"
+    "dir", "stage_dir", "verify_at_start_gib", "check_blocks", "workers", "prefetch_steps"
 )  # fmt: skip
 
 

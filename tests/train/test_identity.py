@@ -14,6 +14,8 @@ def test_runs_from_before_the_later_masking_fields_can_be_resumed() -> None:
         "seq_len": 512, "window_blocks": 16, "masking": "whole_word", "mask_prob": 0.15,
         "replace_mask_prob": 0.8, "replace_random_prob": 0.1,
     }  # fmt: skip
+    staged = replace(config, data=replace(config.data, stage_dir="/scratch"))
+    assert identity(staged) == identity(config)
     changed = replace(
         config,
         data=replace(

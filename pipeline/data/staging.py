@@ -1,0 +1,255 @@
+"""Copies the shards of a dataset to a folder of the node and reads them from there.
+
+    STAGE_DIR/FINGERPRINT/shards/NAME.tar       complete: its sha256 was that of the index
+    STAGE_DIR/FINGERPRINT/shards/NAME.tar.part  being copied by whoever holds its lock, or left over
+
+Every rank of a node calls `stage`, and so may other jobs on that node. Each takes the first shard
+that is missing and that nobody copies, until none is left, then waits for those of others. The
+system frees the lock of a process however it ends, and the next one copies that shard anew.
+
+A tar gets its name by a rename after its hash was found right, so name and size are the record that
+it is good, and a later start does not hash it again: `BlockReader` compares every block with the
+index when it is first read, which finds what a local disk did to it since.
+"""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex
+from pipeline.data.storage import read_range
+from pipeline.errors import ConfigError, DataError, PostnormError, StorageError
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 24
+_PROGRESS_EVERY_S = 10.0
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def stage(index: DatasetIndex, stage_dir: str | Path) -> DatasetIndex:
+    """Copies what is missing of all shards (a run reads both splits), together with other ranks.
+
+    Args:
+        index: of the dataset.
+        stage_dir: folder of this node.
+
+    Returns:
+        The index with shards read from there.
+
+    Raises:
+        DataError: a shard is missing or damaged where it is copied from.
+        ConfigError: the folder cannot be used, or has not enough space.
+        StorageError: a shard cannot be read or written at the moment.
+    """
+    staging = _Staging(index, Path(stage_dir))
+    staging.run()
+    return staging.staged
+
+
+@dataclass(frozen=True)
+class _Staging:
+    index: DatasetIndex
+    stage_dir: Path
+
+    @property
+    def staged(self) -> DatasetIndex:
+        return replace(self.index, shard_root=self.stage_dir / self.index.fingerprint[:16])
+
+    def run(self) -> None:
+        every = range(len(self.index.shards))
+        missing = self._incomplete(every)
+        root = self.staged.shard_root
+        if not missing:
+            logger.info("shards are read from %s, where they were staged before", root)
+            return
+        BlockReader(self.index, missing)  # sizes, now rather than after an hour
+        try:
+            for folder in {self.staged.shard_path(shard).parent for shard in missing}:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        self._require_space()
+        total = sum(shard.num_bytes for shard in self.index.shards)
+        logger.info("staging %.3f GB of shards to %s, %.3f GB are there", total / 1e9, root,
+                    self._bytes_there() / 1e9)  # fmt: skip
+        started, copied = time.monotonic(), 0
+        with self._progress(total):
+            # From the front each time: a shard that cannot be copied then stops all who copy, not
+            # only the one that came to it first.
+            while missing := self._incomplete(missing):
+                # Nobody may be left to copy the first: its lock is waited for, then looked at.
+                copied += any(self._copy(shard) for shard in missing) or self._copy(
+                    missing[0], wait=True
+                )
+        logger.info("staged in %.1f s: %d of %d shards were copied by this process",
+                    time.monotonic() - started, copied, len(every))  # fmt: skip
+
+    def _incomplete(self, shards: range | list[int]) -> list[int]:
+        sizes = ((shard, _size(self.staged.shard_path(shard))) for shard in shards)
+        return [shard for shard, size in sizes if size != self.index.shards[shard].num_bytes]
+
+    def _copy(self, shard: int, *, wait: bool = False) -> bool:
+        """Copies a shard unless another process does or did, and says whether it was copied."""
+        path = self.staged.shard_path(shard)
+        part = _part(path)
+        with self._locked(part, wait=wait) as file:
+            if file is None:
+                return False
+            if not self._incomplete([shard]):
+                part.unlink(missing_ok=True)  # made by opening it after the other's rename
+                return False
+            try:
+                self._fill(file, shard)
+                part.replace(path)
+            except BaseException as error:
+                part.unlink(missing_ok=True)
+                file.close()  # which frees its space, before that is told
+                if isinstance(error, OSError):
+                    raise self._not_written(part, error) from error
+                raise
+        return True
+
+    def _fill(self, file: IO[bytes], shard: int) -> None:
+        """Copies a shard into an open file and compares its hash; OSError is the writing's."""
+        info = self.index.shards[shard]
+        file.truncate(0)
+        hasher = hashlib.sha256()
+        for offset in range(0, info.num_bytes, _CHUNK_BYTES):
+            chunk = self._read(shard, offset, min(_CHUNK_BYTES, info.num_bytes - offset))
+            hasher.update(chunk)
+            while chunk:
+                chunk = chunk[file.write(chunk) :]
+        if hasher.hexdigest() != info.sha256:
+            raise DataError(
+                f"shard {self.index.shard_path(shard)} is damaged: its sha256 is "
+                f"{hasher.hexdigest()}, the index expects {info.sha256}; `python -m data_prep "
+                f"verify {self.index.folder}` finds the member; restore this shard from its "
+                "source, or delete it and run `python -m data_prep run` again"
+            )
+
+    def _read(self, shard: int, offset: int, length: int) -> memoryview:
+        path = self.index.shard_path(shard)
+        try:
+            # A file that ends early has another hash, too.
+            return read_range(path, offset, length, lambda: f"shard {path}").data
+        except OSError as error:
+            raise DataError(
+                f"shard {path} cannot be read: {error}; restore it from its source"
+            ) from error
+
+    @contextmanager
+    def _locked(self, part: Path, *, wait: bool) -> Iterator[IO[bytes] | None]:
+        """Opens a part, created if need be and not truncated; None if it is another's, or was."""
+        try:
+            file = part.open("ab", buffering=0)
+        except OSError as error:
+            raise self._not_written(part, error) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield None
+                return
+            except OSError as error:
+                raise self._unusable(error) from error
+            # Whoever held it has renamed it, or has failed and removed it.
+            yield file if _is_at(file, part) else None
+
+    def _bytes_there(self) -> int:
+        """Complete shards and what others write; a part is asked for first, it may be renamed."""
+        total = 0
+        for shard, info in enumerate(self.index.shards):
+            path = self.staged.shard_path(shard)
+            part = _size(_part(path)) or 0
+            total += info.num_bytes if _size(path) == info.num_bytes else part
+        return total
+
+    def _require_space(self) -> None:
+        # In this order: what others write in between is counted as there, not as missing.
+        free = self._free_bytes()
+        if free < self._missing_bytes():
+            raise self._no_space(free)
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self.staged.shard_root).free
+
+    def _missing_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.index.shards) - self._bytes_there()
+
+    def _no_space(self, free: int) -> ConfigError:
+        return ConfigError(
+            f"no space to stage shards in data.stage_dir, {self.stage_dir}: "
+            f"{self._missing_bytes() / 1e9:.4f} GB are still needed, {free / 1e9:.4f} GB are free. "
+            "Free space there (folders of other datasets?), choose another data.stage_dir, or "
+            f"leave it out to read the shards from {self.index.folder}"
+        )
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"data.stage_dir, {self.stage_dir}, cannot be used: {error}; choose a node-local "
+            "folder that this user can write to and that can be locked, or leave it out"
+        )
+
+    def _not_written(self, part: Path, error: OSError) -> PostnormError:
+        if error.errno in _NO_SPACE:
+            return self._no_space(self._free_bytes())
+        if error.errno in _REFUSED:
+            return self._unusable(error)
+        return StorageError(
+            f"{part} cannot be written: {error}; check the disk of this node, or choose another "
+            "data.stage_dir"
+        )
+
+    @contextmanager
+    def _progress(self, total: int) -> Iterator[None]:
+        """Logs what the whole node has done, also while this process waits for another."""
+        ended = threading.Event()
+        before, started = self._bytes_there(), time.monotonic()
+
+        def log() -> None:
+            while not ended.wait(_PROGRESS_EVERY_S):
+                there = self._bytes_there()
+                rate = (there - before) / (time.monotonic() - started)
+                logger.info("staged %.3f of %.3f GB, %.0f MB/s", there / 1e9, total / 1e9,
+                            rate / 1e6)  # fmt: skip
+
+        thread = threading.Thread(target=log, name="staging", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether an open file is the one that a path names now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None if there is none, or none that can be looked at."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
