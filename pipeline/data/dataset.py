@@ -66,7 +66,7 @@ class PackedSplit:
             index: of the dataset.
             split: "train" or "eval".
             config: of the masks.
-            counts: length -> (b,) what `sequences_per_block` gives for the whole dataset.
+            counts: length -> (b,) sequences of each block of the whole dataset.
 
         Raises:
             DataError: a shard is damaged or missing, or the split is empty.

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.config.run import PretrainConfig
 from pipeline.data.batch import MicroBatch
+from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Masks, PackedSplit
 from pipeline.data.order import Ints, Locations
 from pipeline.data.philox import Purpose
@@ -29,7 +30,7 @@ class TrainLoader:
         index: DatasetIndex,
         config: PretrainConfig,
         share: Share,
-        counts: Mapping[int, Ints],
+        counts: Mapping[int, Ints] | None = None,
     ) -> None:
         """Opens the training split; see `TrainSteps` for `counts` and what can fail.
 
@@ -37,6 +38,8 @@ class TrainLoader:
             ConfigError: a batch does not split evenly over the ranks.
         """
         config.batches.require_split(share.world_size)
+        if counts is None:
+            counts = sequences_at(index, config.batches.seq_lens, None)
         self.steps = TrainSteps(index, config, counts)
         self._share = share
         self._prefetched = max(config.data.prefetch_steps, config.data.workers)
@@ -93,11 +96,13 @@ class EvalLoader:
         index: DatasetIndex,
         config: PretrainConfig,
         share: Share,
-        counts: Mapping[int, Ints],
+        counts: Mapping[int, Ints] | None = None,
     ) -> None:
         """Opens the eval split; see `PackedSplit` for `counts` and what can fail."""
-        self.split = PackedSplit(index, "eval", config.data, counts)
         self._seq_len = config.data.seq_len
+        if counts is None:
+            counts = sequences_at(index, [self._seq_len], None)
+        self.split = PackedSplit(index, "eval", config.data, counts)
         of_block = self.split.counts[self._seq_len]
         # No more blocks than the sequences that are wanted can lie in.
         of_block = of_block[: config.monitor.eval_sequences]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.config.run import PretrainConfig
+from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Masks, PackedSplit
 from pipeline.data.order import Ints
 from pipeline.data.philox import Purpose
@@ -29,15 +30,20 @@ class TrainSteps:
     """Training batches."""
 
     def __init__(
-        self, index: DatasetIndex, config: PretrainConfig, counts: Mapping[int, Ints]
+        self,
+        index: DatasetIndex,
+        config: PretrainConfig,
+        counts: Mapping[int, Ints] | None = None,
     ) -> None:
         """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail.
 
         Args:
             index: of the dataset.
             config: of the run.
-            counts: length -> what `sequences_per_block` gives, for every length of the run.
+            counts: `sequences_at` of every length of the run; by default it is asked.
         """
+        if counts is None:
+            counts = sequences_at(index, config.batches.seq_lens, None)
         self.plan = config.batches
         self.split = PackedSplit(index, "train", config.data, counts)
         self.order = RunOrder(index, config, self.split)

@@ -38,7 +38,8 @@ def run(parser: argparse.ArgumentParser) -> int:
         parser.error(f"unrecognized arguments: {' '.join(strangers or rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
-    to_console()
+    # Where a command's output is for programs, nothing else stands in it.
+    to_console(stream=sys.stderr if getattr(arguments, "json", False) else None)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()

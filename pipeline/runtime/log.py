@@ -3,14 +3,18 @@
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO
 
 _OURS = ("pipeline", "data_prep", "launch", "__main__")
 _FORMAT = "%(asctime)s rank %(rank)s %(levelname)s %(name)s: %(message)s"
 
 
-def to_console(level: int = logging.INFO) -> None:
-    """Sends this process's records to stdout, short; for commands that run as one process."""
-    handler = logging.StreamHandler(sys.stdout)
+def to_console(level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Sends this process's records to a stream, by default stdout, short.
+
+    For commands that run as one process.
+    """
+    handler = logging.StreamHandler(stream or sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(_ours_or_warning)
     logging.basicConfig(level=level, handlers=[handler], force=True)

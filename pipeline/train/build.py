@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,18 +17,14 @@ from pipeline.config.load import provenance, resolved_text
 from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.data.batch_records import BATCHES_FILE
-from pipeline.data.counts import sequences_at
 from pipeline.data.fast_tokenizer import FastTokenizer
-from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.reader import refuse_unlisted
 from pipeline.data.shards import DatasetIndex, read_index
-from pipeline.data.staging import stage
 from pipeline.data.steps import Share
 from pipeline.data.wordpiece import difference_of_ids
-from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, PostnormError
+from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist, env, log
+from pipeline.runtime import log
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
@@ -41,6 +35,7 @@ from pipeline.runtime.files import (
 )
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.checkpoint import CheckpointStore
+from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
 from pipeline.train.sinks import Sinks
@@ -128,7 +123,7 @@ def _run(
     # Before the data is opened, which may take minutes: it may be another run's.
     resumed_from = store.newest()
     share = Share(process.rank, process.world_size)
-    train_loader, eval_loader = _open_data(config, index, share)
+    train_loader, eval_loader = open_data(config, index, share)
     if initial is not None and resumed_from is None:
         _start_from(model, initial(), config, index)
     engine = Engine(model, config.train, process, device)
@@ -224,68 +219,6 @@ def _tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[li
         [f"split {text!r} into other ones: check lowercase, strip_accents and split_chinese of "
          f"{theirs} and {path}"] if text else [],
     )  # fmt: skip
-
-
-def _open_data(
-    config: PretrainConfig, index: DatasetIndex, share: Share
-) -> tuple[TrainLoader, EvalLoader]:
-    """Opens and checks the dataset; if one rank finds damage, all ranks stop with its message."""
-    index = _where_shards_are_read(config, index, share)
-    counts = _counts(config, index, share)
-    error: PostnormError | None = None
-    try:
-        loaders = (
-            TrainLoader(index, config, share, counts),
-            EvalLoader(index, config, share, counts),
-        )
-        total_bytes = sum(shard.num_bytes for shard in index.shards)
-        if total_bytes <= config.data.verify_at_start_gib * 2**30:
-            for split in (loaders[0].steps.split, loaders[1].split):
-                split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
-    except PostnormError as found:
-        error = found
-    _raise_together(error)
-    return loaders
-
-
-def _where_shards_are_read(
-    config: PretrainConfig, index: DatasetIndex, share: Share
-) -> DatasetIndex:
-    """Copies the shards to this node, if asked to. Collective."""
-    error: PostnormError | None = None
-    try:
-        if share.rank == 0:
-            refuse_unlisted(index)
-        if config.data.stage_dir is not None:
-            index = stage(index, env.expand(config.data.stage_dir, "data.stage_dir"))
-    except PostnormError as found:
-        error = found
-    _raise_together(error)
-    return index
-
-
-def _raise_together(error: PostnormError | None) -> None:
-    """Raises the first rank's error on all ranks, if any has one. Collective."""
-    for found in dist.gather(error):
-        if found is not None:
-            raise found
-
-
-def _counts(
-    config: PretrainConfig, index: DatasetIndex, share: Share
-) -> dict[int, npt.NDArray[np.int64]]:
-    """Sequences of every block at every length; only the first rank reads or counts. Collective."""
-    found: dict[int, npt.NDArray[np.int64]] | PostnormError | None = None
-    if share.rank == 0:
-        try:
-            found = sequences_at(index, config.batches.seq_lens, config.run_dir)
-        except PostnormError as error:
-            found = error
-    found = dist.from_first(found)
-    if isinstance(found, PostnormError):
-        raise found
-    assert found is not None
-    return found
 
 
 def _record_attempt(

@@ -11,7 +11,6 @@ from pipeline.config.data import DataConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Masks
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.order import Locations
@@ -33,12 +32,11 @@ def _config(dataset: DatasetIndex, micro_batch: int = 4, seed: int = 5) -> Pretr
 
 
 def _train(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> TrainLoader:
-    counts = sequences_at(dataset, config.batches.seq_lens, None)
-    return TrainLoader(dataset, config, Share(*share), counts)
+    return TrainLoader(dataset, config, Share(*share))
 
 
 def _eval(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> EvalLoader:
-    return EvalLoader(dataset, config, Share(*share), sequences_at(dataset, [64], None))
+    return EvalLoader(dataset, config, Share(*share))
 
 
 def _originals(batch: MicroBatch) -> torch.Tensor:

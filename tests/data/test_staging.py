@@ -22,10 +22,11 @@ from data_prep.verify import verify
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.data import storage
-from pipeline.data.loader import EvalLoader, Share, TrainLoader
+from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.data.shards import Blocks, DatasetIndex, index_bytes, read_index
 from pipeline.data.staging import stage
+from pipeline.data.steps import Share
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import env
 from tests.support.ranks import CONFIG, Ranks

@@ -200,7 +200,8 @@ def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
     # A run in which all ranks train on the same data looks healthy; this is its direct check.
     from pipeline.config.load import load
     from pipeline.config.run import PretrainConfig
-    from pipeline.data.loader import Share, TrainLoader
+    from pipeline.data.loader import TrainLoader
+    from pipeline.data.steps import Share
     from tests.support.ranks import CONFIG
 
     path = Path(str(dataset.folder) + ".yaml")

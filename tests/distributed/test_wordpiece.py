@@ -16,12 +16,13 @@ from data_prep.run import run
 from data_prep.verify import verify
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.data.dataset import PackedSplit
-from pipeline.data.order import Location, Order
-from pipeline.data.philox import Purpose
+from pipeline.data.loader import TrainLoader
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.steps import Share
 from pipeline.data.wordpiece import load_tokenizer
 from pipeline.export.convert import convert
 from pipeline.export.fill_mask import fill_mask
@@ -113,15 +114,15 @@ def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path)
     assert reference.mask_token_id in reference(TYPED).input_ids  # which was to be avoided
 
 
+def _first_batch(prepared: DatasetIndex, size: int, data: DataConfig, seed: int = 1) -> MicroBatch:
+    train = TrainConfig(global_batch=size, micro_batch=size)
+    config = PretrainConfig(run_dir="unused", seed=seed, data=data, train=train)
+    [batch] = TrainLoader(prepared, config, Share(0, 1)).step_batches(0)
+    return batch
+
+
 def test_batches_use_the_vocabulary_s_ids(prepared: DatasetIndex) -> None:
-    config = DataConfig(dir="unused", seq_len=64, mask_prob=0.5)
-    split = PackedSplit(prepared, "train", config)
-    places = [
-        Location(0, block, sequence, 10 * block + sequence)
-        for block, count in enumerate(split.sequences_per_block.tolist())
-        for sequence in range(min(10, count))
-    ]  # fmt: skip
-    batch = split.batch(places, (1, Purpose.MASK))
+    batch = _first_batch(prepared, 160, DataConfig(dir="unused", seq_len=64, mask_prob=0.5))
     ids = batch.input_ids.reshape(-1)
     documents = torch.as_tensor(batch.documents).reshape(-1)
     assert (ids[documents == 0] == 0).all()
@@ -178,9 +179,7 @@ def test_run_starts_from_a_published_model(
     assert f"weights are those of {tmp_path / 'bert'}" in ranks.output
     assert "give the same ids to the same pieces, but" not in ranks.output
     config = DataConfig(dir="unused", seq_len=64, window_blocks=2)
-    split = PackedSplit(prepared, "train", config)
-    order = Order(split.sequences_per_block, seed=3, window_blocks=2)
-    batch = split.batch([order.locate(position) for position in range(8)], (3, Purpose.MASK))
+    batch = _first_batch(prepared, 8, config, seed=3)
     expected = _loss_of_transformers(bert, batch)
     assert losses(tmp_path / "run")[1] == pytest.approx(expected, abs=0.01)  # bf16
     # A new run goes on from that one, whose tokenizer lies in its checkpoint.

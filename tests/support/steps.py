@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeline.config.run import PretrainConfig
-from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch
 from pipeline.data.shards import DatasetIndex
 from pipeline.data.steps import Share, TrainSteps
@@ -23,7 +22,7 @@ class Row(NamedTuple):
 
 def open_steps(dataset: DatasetIndex, config: PretrainConfig) -> TrainSteps:
     """What every rank opens."""
-    return TrainSteps(dataset, config, sequences_at(dataset, config.batches.seq_lens, None))
+    return TrainSteps(dataset, config)
 
 
 def rows_of_step(

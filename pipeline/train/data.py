@@ -1,0 +1,80 @@
+"""Opening a run's data on every rank: shards, numbers of sequences, loaders. All or none."""
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.run import PretrainConfig
+from pipeline.data.counts import sequences_at
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.reader import refuse_unlisted
+from pipeline.data.shards import DatasetIndex
+from pipeline.data.staging import stage
+from pipeline.data.steps import Share
+from pipeline.errors import PostnormError
+from pipeline.runtime import dist, env
+
+
+def open_data(
+    config: PretrainConfig, index: DatasetIndex, share: Share
+) -> tuple[TrainLoader, EvalLoader]:
+    """Opens and checks the dataset. Collective.
+
+    Raises:
+        PostnormError: on all ranks, if one finds damage.
+    """
+    index = _where_shards_are_read(config, index, share)
+    counts = _counts(config, index, share)
+    error: PostnormError | None = None
+    try:
+        loaders = (
+            TrainLoader(index, config, share, counts),
+            EvalLoader(index, config, share, counts),
+        )
+        total_bytes = sum(shard.num_bytes for shard in index.shards)
+        if total_bytes <= config.data.verify_at_start_gib * 2**30:
+            for split in (loaders[0].steps.split, loaders[1].split):
+                split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
+    except PostnormError as found:
+        error = found
+    _raise_together(error)
+    return loaders
+
+
+def _where_shards_are_read(
+    config: PretrainConfig, index: DatasetIndex, share: Share
+) -> DatasetIndex:
+    """Copies the shards to this node, if asked to. Collective."""
+    error: PostnormError | None = None
+    try:
+        if share.rank == 0:
+            refuse_unlisted(index)
+        if config.data.stage_dir is not None:
+            index = stage(index, env.expand(config.data.stage_dir, "data.stage_dir"))
+    except PostnormError as found:
+        error = found
+    _raise_together(error)
+    return index
+
+
+def _raise_together(error: PostnormError | None) -> None:
+    """Raises the first rank's error on all ranks, if any has one. Collective."""
+    for found in dist.gather(error):
+        if found is not None:
+            raise found
+
+
+def _counts(
+    config: PretrainConfig, index: DatasetIndex, share: Share
+) -> dict[int, npt.NDArray[np.int64]]:
+    """Sequences of every block at every length; only the first rank reads or counts. Collective."""
+    found: dict[int, npt.NDArray[np.int64]] | PostnormError | None = None
+    if share.rank == 0:
+        try:
+            found = sequences_at(index, config.batches.seq_lens, config.run_dir)
+        except PostnormError as error:
+            found = error
+    found = dist.from_first(found)
+    if isinstance(found, PostnormError):
+        raise found
+    assert found is not None
+    return found
