@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import logging
+import os
 import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.config.load import explain, load, to_yaml
 from pipeline.config.run import PretrainConfig
@@ -278,5 +280,20 @@ def _add_exchange(commands: Any) -> None:
     encode.set_defaults(run=_encode)
 
 
+def _leave(code: int) -> NoReturn:
+    """Ends the process, at once if it failed within its process group.
+
+    Python's way out would run into gloo's threads, which abort it with another exit code now and
+    then. Children see their pipes closed.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(cli.run(_parser()))
+    _leave(cli.run(_parser()))

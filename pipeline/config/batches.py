@@ -71,24 +71,32 @@ class BatchPlan:
         """
         self._firsts: list[BatchPlace] = []
         """First batch of each stretch of equal batches."""
+        self._names: list[tuple[str, str]] = []
+        """What sets the size of each stretch's batches and of their micro-batches."""
         number = cursor = 0
         for which, phase in enumerate(phases):
             length, micro = phase.seq_len or seq_len, phase.micro_batch or micro_batch
             sizes = _sizes(phase, global_batch, f"phases.{which}")
             for size in sizes:
-                self._add(BatchPlace(number, cursor, size, micro, length), f"phases.{which}")
+                names = (
+                    f"phases.{which}: a batch of {size}",
+                    f"{f'phases.{which}' if phase.micro_batch else 'train'}.micro_batch={micro}",
+                )
+                self._add(BatchPlace(number, cursor, size, micro, length), names)
                 count = max(1, -int(-phase.tokens // (size * length * len(sizes))))
                 number, cursor = number + count, cursor + count * size
-        self._add(BatchPlace(number, cursor, global_batch, micro_batch, seq_len), "train")
+        names = f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}"
+        self._add(BatchPlace(number, cursor, global_batch, micro_batch, seq_len), names)
         self._cursors = [first.cursor for first in self._firsts]
 
-    def _add(self, first: BatchPlace, where: str) -> None:
+    def _add(self, first: BatchPlace, names: tuple[str, str]) -> None:
         if first.size % first.micro_batch:
             raise ConfigError(
-                f"{where}: {first.size} sequences of a step must be a multiple of micro_batch="
-                f"{first.micro_batch} (times the number of ranks); change one of the two"
+                f"{names[0]} must be a multiple of {names[1]} (times the number of ranks); change "
+                "one of the two"
             )
         self._firsts.append(first)
+        self._names.append(names)
 
     @property
     def stretches(self) -> list[BatchPlace]:
@@ -138,13 +146,11 @@ class BatchPlan:
         Raises:
             ConfigError: one cannot.
         """
-        for first in self._firsts:
+        for first, (batch, micro_batch) in zip(self._firsts, self._names, strict=True):
             if first.size % (first.micro_batch * world_size):
                 raise ConfigError(
-                    f"the batch of {first.size} sequences of {first.seq_len} from step "
-                    f"{first.number} on must be a multiple of micro_batch={first.micro_batch} x "
-                    f"{world_size} ranks; change train.global_batch, train.micro_batch or phases, "
-                    "or the number of ranks"
+                    f"{batch} must be a multiple of {micro_batch} x {world_size} ranks; change the "
+                    "batch or the number of ranks"
                 )
 
 

@@ -97,16 +97,15 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
         DataError: the folder holds no run, or the dataset is not the one that the run was started
             with.
     """
-    path = folder / RESOLVED_FILE
-    if not path.is_file():
-        raise DataError(
-            f"{path} does not exist: {folder} is no run folder; expected the run_dir of a config "
-            "that `python -m pipeline pretrain` has started"
-        )
-    config = load(PretrainConfig, path, overrides).config
-    index = read_index(config.data.dir)
     attempts = _attempts(folder)
-    newest: dict[str, Any] = attempts[-1] if attempts else {}
+    if not attempts:
+        raise DataError(
+            f"{folder} is no run folder: it has no {ATTEMPTS_FILE} with a start; expected the "
+            "run_dir of a config that `python -m pipeline pretrain` has started"
+        )
+    newest = attempts[-1]
+    config = load(PretrainConfig, folder / RESOLVED_FILE, overrides).config
+    index = read_index(config.data.dir)
     expected = newest.get("fingerprint", index.fingerprint)
     if expected != index.fingerprint:
         raise DataError(

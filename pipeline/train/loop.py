@@ -73,12 +73,7 @@ def train(parts: Parts, state: TrainState) -> int:
         _seed_dropout(parts, state)
         result = engine.train_step(batches, parts.objective, lr)
         state.advance(place.size, applied=result.applied)
-        meter.add_step(
-            result.sums,
-            sum(batch.num_tokens for batch in batches),
-            sum(batch.input_ids.numel() for batch in batches),
-            applied=result.applied,
-        )
+        meter.add_step(result.sums, batches, applied=result.applied)
         _log_batch(parts, place, batches, state.step if result.applied else None)
         if not result.applied:
             _report_skip(parts, state, result, place)
@@ -98,6 +93,7 @@ def train(parts: Parts, state: TrainState) -> int:
                 "grad_norm": result.grad_norm,
                 "tokens_per_s": interval.tokens_per_s,
                 "fill": interval.fill,
+                "unmasked_documents": float(interval.unmasked_documents),
                 "data_wait": interval.data_wait,
                 "skipped_steps": float(state.skipped),
                 "batch": float(place.size),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.data.batch import MicroBatch
 from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist
 
@@ -21,6 +22,8 @@ class Interval:
     """Tokens that are no padding, per second."""
     fill: float
     """Share of slots that are no padding."""
+    unmasked_documents: int
+    """Pieces of documents of which nothing was to be predicted."""
     data_wait: float
     """Share of the time in which ranks waited for data, their mean."""
     stop_requested: bool
@@ -37,7 +40,7 @@ class Meter:
 
     def _reset(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._device)
-        self._tokens = self._slots = 0
+        self._tokens = self._slots = self._unmasked_documents = 0
         self._wait_s = 0.0
         self._start_s = time.perf_counter()
 
@@ -45,28 +48,33 @@ class Meter:
         """Counts time spent waiting for the loader."""
         self._wait_s += seconds
 
-    def add_step(self, sums: LossSums, num_tokens: int, num_slots: int, *, applied: bool) -> None:
+    def add_step(self, sums: LossSums, batches: list[MicroBatch], *, applied: bool) -> None:
         """Counts a step; the loss of a skipped one is no number and is left out."""
-        self._tokens += num_tokens
-        self._slots += num_slots
+        self._tokens += sum(batch.num_tokens for batch in batches)
+        self._slots += sum(batch.input_ids.numel() for batch in batches)
+        self._unmasked_documents += sum(batch.unmasked_documents for batch in batches)
         if applied:
             self._sums += torch.stack((sums.loss, sums.correct, sums.weight)).double()
 
     def close_interval(self, *, stop_requested: bool) -> Interval:
         """Adds up all ranks and starts the next interval. Collective; synchronises."""
         elapsed_s = time.perf_counter() - self._start_s
-        mine = [self._tokens, self._slots, self._wait_s / elapsed_s, float(stop_requested), 1.0]
+        mine = [
+            self._tokens, self._slots, self._unmasked_documents, self._wait_s / elapsed_s,
+            float(stop_requested), 1.0,
+        ]  # fmt: skip
         vector = torch.cat(
             (self._sums, torch.tensor(mine, dtype=torch.float64, device=self._device))
         )
         values = dist.sum_over_ranks(vector).tolist()  # sync
-        loss, correct, weight, tokens, slots, wait, stops, ranks = values
+        loss, correct, weight, tokens, slots, unmasked, wait, stops, ranks = values
         self._reset()
         return Interval(
             loss=loss / weight if weight else float("nan"),
             accuracy=correct / weight if weight else float("nan"),
             tokens_per_s=tokens / elapsed_s,
             fill=tokens / slots if slots else 0.0,
+            unmasked_documents=int(unmasked),
             data_wait=wait / ranks,
             stop_requested=stops > 0,
         )

@@ -224,7 +224,7 @@ def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
 def test_an_error_in_a_worker_is_the_ranks(two_sources: DatasetIndex, tmp_path: Path) -> None:
     config = _config(two_sources, micro_batch=4, workers=1)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)
-    workers = Workers(1, replace(two_sources, folder=tmp_path), config, Share(0, 1), counts)
+    workers = Workers(1, replace(two_sources, shard_root=tmp_path), config, Share(0, 1), counts)
     workers.ask(0)
     with pytest.raises(DataError, match="does not exist"):
         workers.take()

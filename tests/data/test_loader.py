@@ -95,7 +95,7 @@ def test_global_batch_does_not_depend_on_ranks_and_micro_batch(
 
 
 def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) -> None:
-    with pytest.raises(ConfigError, match=r"48 sequences .* multiple of micro_batch=4 x 5 ranks"):
+    with pytest.raises(ConfigError, match=r"multiple of train\.micro_batch=4 x 5 ranks"):
         _train(dataset, _config(dataset), 0, 5)
 
 
