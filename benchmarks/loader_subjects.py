@@ -251,7 +251,11 @@ def _masking(spec: Spec, masking: str) -> Callable[[torch.Tensor, Any], Any]:
     """The collator's masking of a batch that is a tensor already, without its slower way there."""
     if masking == "none":
         return lambda ids, offsets: ids
-    mask_tokens = _collator(spec, masking).torch_mask_tokens
+    collate = _collator(spec, masking)
+    kind, size = type(collate.tokenizer), len(collate.tokenizer)
+    # transformers 4.57 counts the vocabulary at each batch, which takes longer than all the rest.
+    collate.tokenizer.__class__ = type(kind.__name__, (kind,), {"__len__": lambda _: size})
+    mask_tokens = collate.torch_mask_tokens
     cls_id, sep_id = spec.special_ids
 
     def mask(ids: torch.Tensor, offsets: Any) -> Any:
