@@ -27,7 +27,6 @@ import gzip
 import json
 import multiprocessing
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -46,7 +45,7 @@ import tokenizers  # noqa: E402
 from tokenizers import models, normalizers, pre_tokenizers  # noqa: E402
 
 from benchmarks import filters, minhash  # noqa: E402
-from benchmarks.timing import cpu_seconds  # noqa: E402
+from benchmarks.timing import cpu_seconds, peak_mib  # noqa: E402
 from data_prep import corpus as corpora  # noqa: E402
 from data_prep import ingest  # noqa: E402
 from data_prep.chain import walk  # noqa: E402
@@ -128,9 +127,7 @@ def _run_stage(stage: Stage) -> tuple[list[Done], dict[str, float]]:
     start = time.process_time()
     records = run_tasks(stage, workers=1)
     seconds = time.process_time() - start
-    # Not ru_maxrss, which a new process inherits from the one that started it.
-    [peak_kib] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return records, {"cpu_s": seconds, "peak_gib": int(peak_kib) / 2**20}
+    return records, {"cpu_s": seconds, "peak_gib": peak_mib() / 1024}
 
 
 def _prepare(output: Path, source: Path, overrides: list[str]) -> dict[str, dict[str, float]]:

@@ -124,15 +124,11 @@ def _reading(index: DatasetIndex) -> dict[str, float]:
 
 _OPEN = """
 import sys, time
-from pathlib import Path
+from benchmarks.timing import peak_mib
 from pipeline.config.data import DataConfig
 from pipeline.data.dataset import PackedSplit
 from pipeline.data.order import Order
 from pipeline.data.shards import read_index
-
-def peak_mib():  # ru_maxrss would be at least that of the process that started this one
-    status = Path("/proc/self/status").read_text().split()
-    return int(status[status.index("VmHWM:") + 1]) / 1024
 
 before, started = peak_mib(), time.process_time()
 split = PackedSplit(read_index(sys.argv[1]), "train", DataConfig(dir=sys.argv[1], seq_len=512))
@@ -142,11 +138,13 @@ print(order.num_sequences, time.process_time() - started, peak_mib() - before, b
 """
 
 
-def _opening(folder: Path) -> dict[str, float]:
+def opening(folder: Path) -> dict[str, float]:
+    """Start in the middle of a simulated set of 280 GB, whose index is written to a new folder."""
     index = write_large_index(folder, num_shards=400, blocks_per_shard=200)
     counts._keep(plausible_counts(index, 512), [folder / "packing-512.npz"], index, 512)
     command = [sys.executable, "-c", _OPEN, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     sequences, cpu_s, grown, before = map(float, done.stdout.split())
     return {
         "sequences": int(sequences),
@@ -163,7 +161,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        opening = _opening(Path(temporary) / "large")
+        opened = opening(Path(temporary) / "large")
     index = read_index(arguments.dataset)
     count_s = _cpu_s(lambda: counts._count(index, arguments.seq_len))
     result = {
@@ -173,7 +171,7 @@ def main() -> None:
         "pack_mtokens_per_cpu_s": _packing(index, arguments.seq_len),
         "assemble_mslots_per_cpu_s": _assembly(index, arguments.seq_len),
         "read_mb_per_cpu_s": _reading(index),
-        "open": opening,
+        "open": opened,
         "count_cpu_ms_per_block": round(count_s / len(index.blocks) * 1e3, 3),
         "versions": {
             "python": platform.python_version(),

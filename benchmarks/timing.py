@@ -1,7 +1,8 @@
-"""CPU time of a function."""
+"""CPU time of a function, and memory of this process."""
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -13,3 +14,12 @@ def cpu_seconds(function: Callable[[], Any], repeats: int = 3) -> float:
         function()
         times.append(time.process_time() - start)
     return min(times)
+
+
+def peak_mib() -> float:
+    """Most memory that this process had so far, in MiB.
+
+    Not ru_maxrss, which a new process inherits from the one that started it.
+    """
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) / 1024

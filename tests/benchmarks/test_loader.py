@@ -1,0 +1,150 @@
+"""The comparison of loaders counts the same text for all, and says what it could not measure."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from benchmarks import loader, loader_subjects
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex
+from pipeline.data.wordpiece import load_tokenizer
+from pipeline.export.hf_tokenizer import write_hf_tokenizer
+
+_SLOTS, _BATCH = 64, 8
+
+
+@pytest.fixture(scope="module")
+def spec(dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory) -> loader.Spec:
+    folder = tmp_path_factory.mktemp("peers")
+    special_ids = [dataset.vocabulary.cls, dataset.vocabulary.sep]
+    return loader.Spec(str(dataset.folder), str(folder), _SLOTS, _BATCH, 0.05, special_ids)
+
+
+@pytest.fixture(scope="module")
+def text_a_row(dataset: DatasetIndex, spec: loader.Spec) -> float:
+    return loader.write_rows(dataset, spec)
+
+
+def _expected_rows(dataset: DatasetIndex) -> tuple[list[int], list[bool]]:
+    """All documents between [CLS] and [SEP], and where words start, document by document."""
+    ids, starts = [], []
+    reader = BlockReader(dataset)
+    for row in dataset.split_blocks("train").tolist():
+        block, begin = reader.block(row), 0
+        for end in block.doc_ends.tolist():
+            words = block.word_starts(begin, end).tolist()
+            ids += [dataset.vocabulary.cls, *block.tokens[begin:end], dataset.vocabulary.sep]
+            starts += [True, *words, True]
+            begin = end
+    return ids, starts
+
+
+def test_rows_of_peers_are_the_documents(
+    dataset: DatasetIndex, spec: loader.Spec, text_a_row: float
+) -> None:
+    ids, starts = _expected_rows(dataset)
+    rows, offsets = spec.rows(), spec.rows("offsets")
+    assert len(rows) == len(ids) // _SLOTS
+    assert rows.reshape(-1).tolist() == ids[: rows.size]
+    touches = offsets[:, 1:, 0] == offsets[:, :-1, 1]
+    expected = np.array(starts[: rows.size]).reshape(rows.shape)[:, 1:]
+    assert (touches == ~expected).all()
+    text = sum(token not in spec.special_ids for token in ids[: rows.size])
+    assert text_a_row == pytest.approx(text / len(rows))
+
+
+def test_ours_yields_all_text_once(dataset: DatasetIndex, spec: loader.Spec) -> None:
+    one_by_one = loader.Spec(**{**asdict(spec), "batch": 1})
+    batches = list(loader_subjects.ours(one_by_one, "whole_word")())
+    text = sum(batch.num_tokens - 2 * int(batch.documents.max()) for batch in batches)
+    assert text == dataset.totals["train"]["tokens"]
+
+
+@pytest.mark.usefixtures("text_a_row")
+@pytest.mark.parametrize("reader", ["memmap", "webdataset"])
+def test_readers_yield_each_row_at_most_once(spec: loader.Spec, reader: str) -> None:
+    if reader in loader_subjects._WRITERS:
+        loader_subjects._WRITERS[reader](spec)
+    found = [
+        tuple(row)
+        for batch in loader_subjects.READERS[reader](spec, "none")()
+        for row in batch.tolist()
+    ]
+    rows = [tuple(row) for row in spec.rows().tolist()]
+    assert len(found) == len(rows) // _BATCH * _BATCH
+    assert found != rows[: len(found)]
+    for row in found:
+        rows.remove(row)
+
+
+@pytest.mark.usefixtures("text_a_row")
+@pytest.mark.parametrize("reader", ["collator", "memmap"])
+def test_peers_mask_whole_words(dataset: DatasetIndex, spec: loader.Spec, reader: str) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(dataset.folder / dataset.tokenizer_file)
+    write_hf_tokenizer(tokenizer, spec.file("tokenizer"))
+    ids, starts = _expected_rows(dataset)
+    size = spec.rows().size
+    starts_of = dict(
+        zip(
+            map(tuple, np.array(ids[:size]).reshape(-1, _SLOTS).tolist()),
+            np.array(starts[:size]).reshape(-1, _SLOTS),
+            strict=True,
+        )
+    )
+    tokens = masked = longer = 0
+    for batch in loader_subjects.READERS[reader](spec, "whole_word")():
+        by_name = not isinstance(batch, tuple)
+        corrupted, labels = (batch["input_ids"], batch["labels"]) if by_name else batch
+        chosen = (labels != -100).numpy()
+        for row, original in zip(chosen, np.where(chosen, labels, corrupted), strict=True):
+            words = np.cumsum(starts_of[tuple(original.tolist())])
+            special = np.isin(original, spec.special_ids)
+            assert not row[special].any()
+            for word in set(words[row]):
+                assert row[(words == word) & ~special].all()
+                longer += int((words == word).sum()) > 1
+            tokens, masked = tokens + int((~special).sum()), masked + int(row.sum())
+    assert longer > 20
+    assert 0.12 < masked / tokens < 0.18  # its deviation is below 0.003
+
+
+def test_what_is_before_the_first_batch_is_not_counted() -> None:
+    passes = []
+
+    def batches() -> Iterator[int]:
+        passes.append(1)
+        for number in range(5):
+            sum(range(50_000))  # takes CPU time
+            yield number
+
+    assert loader_subjects.measure(batches, 0.01, first_batch=False)["batches"] <= 4 * len(passes)
+    passes.clear()
+    found = loader_subjects.measure(batches, 0.01, first_batch=True)
+    assert found["batches"] > 4 * (len(passes) - 1)
+
+
+def test_a_pass_without_a_batch_is_refused() -> None:
+    with pytest.raises(SystemExit, match="smaller --batch"):
+        loader_subjects.measure(lambda: iter([0]), 1.0, first_batch=False)
+
+
+def test_table_has_figures_and_reasons(dataset: DatasetIndex, spec: loader.Spec) -> None:
+    subjects = (loader.OURS, ("memmap", "none"), ("litdata", "none"))
+    measured = loader.compare(dataset, spec, 1, ["no-such-python"], subjects)
+    found = measured["subjects"]
+    assert found["ours, whole_word"]["cpu"][0] > 0
+    assert found["ours, whole_word"]["peak_mib"] > found["ours, whole_word"]["torch_mib"] > 50
+    assert "no-such-python" in found["litdata, none"]["not measured"]
+    assert "fastest_masked" not in measured
+    assert measured["goals"]["times_fastest_masked >= 3"] == "not measured"
+    result = {
+        "batch": _BATCH, "rounds": 1, "tokens": 1, "documents": 1, "versions": {},
+        "seq_len": {_SLOTS: measured},
+    }  # fmt: skip
+    table = loader._table(json.loads(json.dumps(result)))
+    assert "| litdata | none | not measured: " in table
+    assert f"| ours | whole_word | {found['ours, whole_word']['cpu'][0]} |" in table
