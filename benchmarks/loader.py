@@ -8,7 +8,8 @@ which are neither padding nor [CLS] nor [SEP], a second of CPU time of all threa
 second. Every measurement is a process of its own with one torch thread, its start, imports and
 compiling not counted; all of them take turns, `--rounds` times. The page cache is warm.
 
-"ours" is `TrainLoader.step_batches` for one cursor after the other: tar files, packing without
+"ours" is `TrainLoader.step_batches` for one cursor after the other, each a step of 8 micro-batches:
+tar files, packing without
 crossing documents, whole-word masks as a function of (seed, epoch, sample), all tensors of a
 `MicroBatch`. A pass opens the dataset afresh, so that every block is read, hashed and packed in it.
 "no hashes" is the same with `check_blocks=never`, "rank 0 of 8" one of eight ranks, each of which
@@ -48,7 +49,7 @@ import torch
 
 from benchmarks import loading
 from benchmarks.loader_subjects import Spec
-from pipeline.data.counts import sequences_per_block
+from pipeline.data.counts import packing_counts
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.wordpiece import load_tokenizer
@@ -155,7 +156,7 @@ def compare(
     subjects: tuple[tuple[str, str], ...] = SUBJECTS,
 ) -> dict[str, Any]:  # fmt: skip
     """Measures all subjects in turns; a dict by "reader, masking" for each, and ratios of ours."""
-    counts = sequences_per_block(index, spec.seq_len, run_dir=None)
+    counts = packing_counts(index, spec.seq_len, None).sequences
     text = {
         "ours": index.totals["train"]["tokens"] / int(counts[index.split_blocks("train")].sum())
     }

@@ -31,6 +31,8 @@ from benchmarks.timing import peak_mib
 _SHUFFLED_SAMPLES = 1000
 _TAR_SAMPLES = 5000
 _SEED = 1
+_MICRO_BATCHES = 8
+"""Of a step of ours: a loader lays out all sequences of its step at once."""
 _CHUNK_BYTES = 1 << 26
 _PACKAGES = ("torch", "numpy", "numba", "transformers", "webdataset", "litdata",
              "mosaicml-streaming")  # fmt: skip
@@ -66,9 +68,10 @@ def ours(spec: Spec, masking: str) -> Pass:
     from pipeline.config.data import DataConfig
     from pipeline.config.run import PretrainConfig
     from pipeline.config.train import TrainConfig
-    from pipeline.data.counts import sequences_per_block
-    from pipeline.data.loader import Share, TrainLoader
+    from pipeline.data.counts import sequences_at
+    from pipeline.data.loader import TrainLoader
     from pipeline.data.shards import read_index
+    from pipeline.data.steps import Share
 
     index = read_index(spec.dataset)
     ranks = 8 if masking.endswith("8 ranks") else 1
@@ -76,10 +79,10 @@ def ours(spec: Spec, masking: str) -> Pass:
     config = PretrainConfig(
         run_dir="unused",
         data=DataConfig(dir=spec.dataset, seq_len=spec.seq_len, check_blocks=check),
-        train=TrainConfig(global_batch=spec.batch * ranks, micro_batch=spec.batch),
+        train=TrainConfig(global_batch=spec.batch * _MICRO_BATCHES * ranks, micro_batch=spec.batch),
     )
-    counts = sequences_per_block(index, spec.seq_len, run_dir=None)
-    sequences = int(counts[index.split_blocks("train")].sum())
+    counts = sequences_at(index, [spec.seq_len], None)
+    sequences = int(counts[spec.seq_len][index.split_blocks("train")].sum())
     step = config.train.global_batch
     if sequences < step:
         raise SystemExit(f"{sequences} sequences make no step of {step}: take a smaller --batch")

@@ -31,13 +31,14 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.data import DataConfig
+from pipeline.config.run import PretrainConfig
+from pipeline.config.train import TrainConfig
 from pipeline.data import counts
 from pipeline.data.assemble import Slots
-from pipeline.data.dataset import PackedSplit
-from pipeline.data.order import Order
 from pipeline.data.packing import pack
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.steps import TrainSteps
 from pipeline.data.storage import read_range
 from tests.support import reference_packing
 from tests.support.large_index import plausible_counts, write_large_index
@@ -66,30 +67,38 @@ def _packing(index: DatasetIndex, seq_len: int) -> dict[str, float]:
 
 
 def _assembly(index: DatasetIndex, seq_len: int) -> dict[str, float]:
-    config = DataConfig(dir=str(index.folder), seq_len=seq_len)
-    split = PackedSplit(index, "train", config)
-    order = Order(split.sequences_per_block, seed=1, window_blocks=config.window_blocks)
     num_sequences = max(1, _BATCH_SLOTS // seq_len)
-    batches = [
-        [order.locate(position) for position in range(at, at + num_sequences)]
-        for at in range(0, min(order.num_sequences, 200 * num_sequences), num_sequences)
-    ]
-    blocks = {place.block: split._packed(place.block) for places in batches for place in places}
+    config = PretrainConfig(
+        run_dir="unused",
+        data=DataConfig(dir=str(index.folder), seq_len=seq_len),
+        train=TrainConfig(global_batch=num_sequences, micro_batch=num_sequences),
+    )
+    steps = TrainSteps(index, config)
+    split, segment = steps.split, steps.order.segments[0]
+    of_epoch = int(split.counts[seq_len].sum())
+    firsts = range(0, min(of_epoch, 200 * num_sequences), num_sequences)
+    batches = [segment.locate(first, num_sequences) for first in firsts]
+    packed = {
+        block: (split.block(block), split.packing(block, seq_len))
+        for places in batches
+        for block in places.blocks.tolist()
+    }
 
     def in_python() -> None:
         for places in batches:
             slots = Slots.empty(num_sequences, seq_len)
-            for row, place in enumerate(places):
-                reference_slots(slots, row, *blocks[place.block], place.sequence, index.vocabulary)
+            for row, (block, sequence) in enumerate(
+                zip(places.blocks, places.sequences, strict=True)
+            ):
+                reference_slots(slots, row, *packed[int(block)], int(sequence), index.vocabulary)
 
     slots = len(batches) * num_sequences * seq_len
+    locate_s = _cpu_s(lambda: [segment.locate(first, num_sequences) for first in firsts])
     return {
-        "ours": round(slots / _cpu_s(lambda: [split._slots(b) for b in batches]) / 1e6, 1),
+        "ours": round(slots / _cpu_s(lambda: [split.slots(b, seq_len) for b in batches]) / 1e6, 1),
         "python": round(slots / _cpu_s(in_python) / 1e6, 1),
-        "locate_us": round(
-            _cpu_s(lambda: [order.locate(p) for p in range(2000)]) / 2000 * 1e6, 1
-        ),
-    }  # fmt: skip
+        "locate_us_a_batch": round(locate_s / len(batches) * 1e6, 1),
+    }
 
 
 def _reading(index: DatasetIndex) -> dict[str, float]:
@@ -126,15 +135,16 @@ _OPEN = """
 import sys, time
 from benchmarks.timing import peak_mib
 from pipeline.config.data import DataConfig
-from pipeline.data.dataset import PackedSplit
-from pipeline.data.order import Order
+from pipeline.config.run import PretrainConfig
 from pipeline.data.shards import read_index
+from pipeline.data.steps import TrainSteps
 
 before, started = peak_mib(), time.process_time()
-split = PackedSplit(read_index(sys.argv[1]), "train", DataConfig(dir=sys.argv[1], seq_len=512))
-order = Order(split.sequences_per_block, seed=1, window_blocks=16)
-order.locate(order.num_sequences // 2)
-print(order.num_sequences, time.process_time() - started, peak_mib() - before, before)
+config = PretrainConfig(run_dir="unused", data=DataConfig(dir=sys.argv[1], seq_len=512))
+steps = TrainSteps(read_index(sys.argv[1]), config)
+sequences = int(steps.split.counts[512].sum())
+steps.order.segments[0].locate(sequences // 2, 4096)
+print(sequences, time.process_time() - started, peak_mib() - before, before)
 """
 
 

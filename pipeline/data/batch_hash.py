@@ -37,11 +37,31 @@ def batch_hash(
     masked_index: npt.NDArray[np.int64],
     targets: npt.NDArray[np.int64],
 ) -> int:
-    """Hashes B sequences, a whole global batch or a part of it.
+    """Hashes B sequences, a whole global batch or a part of it; see `sequence_hashes`.
+
+    Returns:
+        A number below 2^64. The sum modulo 2^64 of those of a batch's parts is that of the batch.
+    """
+    hashes = sequence_hashes(
+        places, sample_ids, epochs, input_ids, documents, masked_index, targets
+    )  # fmt: skip
+    return int(hashes.sum())
+
+
+def sequence_hashes(
+    places: npt.NDArray[np.int64],
+    sample_ids: npt.NDArray[np.int64],
+    epochs: npt.NDArray[np.int64],
+    input_ids: npt.NDArray[np.int64],
+    documents: npt.NDArray[np.int32],
+    masked_index: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+) -> npt.NDArray[np.uint64]:
+    """Hashes sequences.
 
     Args:
         places: (B,) place of each sequence in the step's global batch, from 0.
-        sample_ids: (B,) number of each sequence in the dataset.
+        sample_ids: (B,) number of each sequence in the run.
         epochs: (B,) epoch in which each is seen.
         input_ids: (B, S) corrupted token ids, below 2^32.
         documents: (B, S) number of the document piece in the sequence from 1, 0 at padding.
@@ -49,7 +69,7 @@ def batch_hash(
         targets: (M,) their original token ids, below 2^32.
 
     Returns:
-        A number below 2^64. The sum modulo 2^64 of those of a batch's parts is that of the batch.
+        (B,) uint64.
     """
     assert input_ids.ndim == 2
     assert documents.shape == input_ids.shape
@@ -58,7 +78,7 @@ def batch_hash(
     # First of each sequence's slots to predict, and M after the last.
     firsts = np.searchsorted(masked_index, np.arange(len(input_ids) + 1) * input_ids.shape[1])
     assert firsts[-1] - firsts[0] == len(masked_index), "an index is not of this batch"
-    hashed = _hash_batch(
+    return _hash_batch(
         np.ascontiguousarray(places, np.int64),
         np.ascontiguousarray(sample_ids, np.int64),
         np.ascontiguousarray(epochs, np.int64),
@@ -68,7 +88,6 @@ def batch_hash(
         np.ascontiguousarray(masked_index, np.int64),
         np.ascontiguousarray(targets, np.int64),
     )
-    return int(hashed)
 
 
 @inlined
@@ -90,9 +109,9 @@ def _hash_batch(
     firsts: npt.NDArray[np.int64],
     masked_index: npt.NDArray[np.int64],
     targets: npt.NDArray[np.int64],
-) -> np.uint64:
+) -> npt.NDArray[np.uint64]:
     rows, slots = input_ids.shape
-    total: np.uint64 = np.uint64(0)
+    hashes = np.empty(rows, np.uint64)
     for row in range(rows):
         content = np.uint64(0)
         for slot in range(slots):
@@ -108,5 +127,5 @@ def _hash_batch(
         key = _mixed(key + np.uint64(epochs[row]) + _STEP)
         key = _mixed(key + np.uint64(sample_ids[row]) + _STEP)
         key = _mixed(key + np.uint64(slots) + _STEP)
-        total += _mixed(key + content)
-    return total
+        hashes[row] = _mixed(key + content)
+    return hashes

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
 from pipeline.data.assemble import Slots, lay_out
-from pipeline.data.batch_hash import batch_hash
+from pipeline.data.batch_hash import sequence_hashes
 from pipeline.data.mask_kernel import Sequences
 from pipeline.data.masking import mask_tokens
 from pipeline.data.order import Ints, Locations
@@ -102,7 +102,9 @@ class PackedSplit:
         # All sequences of a block at once: a call costs more than laying out a short sequence.
         of_kind = 2 * locations.blocks + locations.leftover
         order = np.argsort(of_kind, kind="stable")
-        for rows in np.split(order, np.flatnonzero(np.diff(of_kind[order])) + 1):
+        stops = [*(np.flatnonzero(np.diff(of_kind[order])) + 1).tolist(), len(order)]
+        for start, stop in zip([0, *stops], stops, strict=False):
+            rows = order[start:stop]
             position = int(locations.blocks[rows[0]])
             if locations.leftover[rows[0]]:
                 assert leftovers is not None
@@ -114,14 +116,21 @@ class PackedSplit:
         return slots
 
     def masked(
-        self, slots: Slots, locations: Locations, masks: Masks, first_place: int = 0
-    ) -> Batch:
-        """Masks sequences.
+        self,
+        slots: Slots,
+        locations: Locations,
+        masks: Masks,
+        *,
+        micro_batch: int,
+        first_place: int = 0,
+    ) -> list[Batch]:
+        """Masks sequences and cuts them into batches.
 
         Args:
             slots: of the sequences; only read.
             locations: of the same.
             masks: what is masked.
+            micro_batch: sequences of a batch; the last one may have fewer.
             first_place: of the first sequence in the step's batch, for the hash.
         """
         sequences = Sequences(
@@ -138,20 +147,32 @@ class PackedSplit:
         )  # fmt: skip
         masked_index = np.flatnonzero(selected)
         targets = slots.tokens.reshape(-1)[masked_index]
-        places = np.arange(first_place, first_place + len(corrupted))
-        return Batch(
-            input_ids=corrupted,
-            documents=slots.documents,
-            positions=slots.positions,
-            masked_index=masked_index,
-            targets=targets,
-            num_tokens=int(np.count_nonzero(slots.documents)),
-            unmasked_documents=unmasked_documents,
-            hash=batch_hash(
-                places, locations.sample_ids, locations.epochs, corrupted, slots.documents,
-                masked_index, targets,
-            ),
+        num_sequences, seq_len = corrupted.shape
+        hashes = sequence_hashes(
+            np.arange(first_place, first_place + num_sequences), locations.sample_ids,
+            locations.epochs, corrupted, slots.documents, masked_index, targets,
         )  # fmt: skip
+        # All at once until here: a call costs more than a short sequence.
+        firsts = np.arange(0, num_sequences, micro_batch)
+        masked_stops = np.searchsorted(masked_index, (firsts + micro_batch) * seq_len).tolist()
+        batches, masked_first = [], 0
+        for first, masked_stop in zip(firsts.tolist(), masked_stops, strict=True):
+            rows, masked = slice(first, first + micro_batch), slice(masked_first, masked_stop)
+            documents = slots.documents[rows]
+            batches.append(
+                Batch(
+                    input_ids=corrupted[rows],
+                    documents=documents,
+                    positions=slots.positions[rows],
+                    masked_index=masked_index[masked] - first * seq_len,
+                    targets=targets[masked],
+                    num_tokens=int(np.count_nonzero(documents)),
+                    unmasked_documents=int(unmasked_documents[rows].sum()),
+                    hash=int(hashes[rows].sum()),
+                )
+            )
+            masked_first = masked_stop
+        return batches
 
     def _block(self, position: int) -> Block:
         """Reads a block of the split; the last ones are kept."""

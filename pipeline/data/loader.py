@@ -122,4 +122,5 @@ class EvalLoader:
         for at in range(0, len(self._mine.blocks), self._micro_batch):
             rows = self._mine.rows(at, at + self._micro_batch)
             slots = self.split.slots(rows, self._seq_len)
-            yield MicroBatch.of(self.split.masked(slots, rows, self._masks))
+            [batch] = self.split.masked(slots, rows, self._masks, micro_batch=self._micro_batch)
+            yield MicroBatch.of(batch)

@@ -69,6 +69,8 @@ class _Words(NamedTuple):
     """(S,) draws of each word, 32 bits each."""
     action: npt.NDArray[np.uint32]
     length: npt.NDArray[np.uint32]
+    chosen: npt.NDArray[np.int64]
+    """(S + 1,) chosen words, rising; what stands behind them means nothing."""
     source: npt.NDArray[np.int64]
     """(S,) word whose action a chosen word takes, -1 if it is not chosen."""
 
@@ -98,11 +100,12 @@ def mask_batch(
     k1: np.uint64,
     corrupted: npt.NDArray[np.int64],
     selected: npt.NDArray[np.bool_],
-) -> int:
+    unmasked: npt.NDArray[np.int64],
+) -> None:
     """Masks `corrupted`, a copy of the tokens, and marks `selected`, all false before.
 
-    Returns:
-        Number of documents with a maskable token but none selected.
+    Fills `unmasked`, (B,), with the numbers of documents that have a maskable token but none
+    selected.
     """
     rows, slots = batch.tokens.shape
     words = _Words(
@@ -111,10 +114,12 @@ def mask_batch(
         np.empty(slots, np.uint32),
         np.empty(slots, np.uint32),
         np.empty(slots, np.uint32),
+        np.empty(slots + 1, np.int64),
         np.empty(slots, np.int64),
     )
     ranked = np.empty(slots, np.uint64)
-    unmasked = 0
+    is_masked = np.empty(slots + 1, np.bool_)
+    unmasked[:] = 0
     for row in range(rows):
         epoch = np.uint64(batch.epochs[row])
         low = np.uint64(batch.sample_ids[row]) & _LOW
@@ -128,13 +133,14 @@ def mask_batch(
             words.action[word] = draws[1]
             words.length[word] = draws[3]
         if rule.by_budget:
-            _choose_by_budget(words, count, documents, rule, ranked)
+            num_chosen = _choose_by_budget(words, count, documents, rule, ranked)
         else:
-            _choose_each(words, count, rule.select_below)
-        unmasked += _settle_documents(words, count, documents, rule.at_least_one)
-        for word in range(count):
-            if words.source[word] == _NOT_CHOSEN:
-                continue
+            num_chosen = _choose_each(words, count, rule.select_below)
+        if not _every_document_is_masked(words, num_chosen, documents, is_masked):
+            unmasked[row] = _settle_documents(words, count, documents, rule.at_least_one)
+            num_chosen = _list_chosen(words, count)
+        for i in range(num_chosen):
+            word = words.chosen[i]
             action = np.uint64(words.action[words.source[word]])
             for slot in range(words.first[word], words.first[word + 1]):
                 if not maskable[slot]:
@@ -147,7 +153,6 @@ def mask_batch(
                     # The bias of a remainder of 32 bits is below m / 2^32, 1 in 65,536 at most.
                     choice = draws[2] % np.uint64(len(rule.in_text))
                     corrupted[row, slot] = rule.in_text[choice]
-    return unmasked
 
 
 @kernel
@@ -169,14 +174,28 @@ def _find_words(
 
 
 @kernel
-def _choose_each(words: _Words, count: int, select_below: np.uint64) -> None:
-    """Each word by its own draw."""
+def _choose_each(words: _Words, count: int, select_below: np.uint64) -> int:
+    """Each word by its own draw; lists the chosen ones and returns their number."""
+    chosen = 0
     for word in range(count):
-        chosen = (
-            np.uint64(words.select[word]) < select_below
-            and words.before[word + 1] > words.before[word]
+        # Written for every word and kept where it is chosen: a branch would be guessed wrong.
+        words.chosen[chosen] = word
+        is_chosen = (np.uint64(words.select[word]) < select_below) & (
+            words.before[word + 1] > words.before[word]
         )
-        words.source[word] = word if chosen else _NOT_CHOSEN
+        words.source[word] = word if is_chosen else _NOT_CHOSEN
+        chosen += is_chosen
+    return chosen
+
+
+@kernel
+def _list_chosen(words: _Words, count: int) -> int:
+    """Lists the words that have a source and returns their number."""
+    chosen = 0
+    for word in range(count):
+        words.chosen[chosen] = word
+        chosen += words.source[word] != _NOT_CHOSEN
+    return chosen
 
 
 @kernel
@@ -186,8 +205,11 @@ def _choose_by_budget(
     documents: npt.NDArray[np.int32],
     rule: Rule,
     ranked: npt.NDArray[np.uint64],
-) -> None:
-    """Words by rank of their draws, each with the span that it starts, while they fit."""
+) -> int:
+    """Words by rank of their draws, each with the span that it starts, while they fit.
+
+    Lists the chosen ones and returns their number.
+    """
     words.source[:count] = _NOT_CHOSEN
     left = np.int64((np.uint64(words.before[count]) * rule.select_below + _ROUND_UP) >> _HALF)
     # The budget is mostly used up by the lowest draws, so that few of all are sorted.
@@ -206,6 +228,7 @@ def _choose_by_budget(
             if left > 0 and words.source[start] == _NOT_CHOSEN:
                 left = _take_span(words, count, start, left, documents, rule.longer_from)
         low, high = high, high << np.uint64(1)
+    return _list_chosen(words, count)
 
 
 @kernel
@@ -232,6 +255,31 @@ def _take_span(
             words.source[word] = start
             left -= size
     return left
+
+
+@kernel
+def _every_document_is_masked(
+    words: _Words,
+    num_chosen: int,
+    documents: npt.NDArray[np.int32],
+    is_masked: npt.NDArray[np.bool_],
+) -> bool:
+    """Whether documents 1, 2, ... up to the highest number have a chosen word; says no too often.
+
+    Nearly always all have: this is less work than to walk along all words.
+    """
+    highest = np.int32(0)
+    for document in documents:
+        highest = max(highest, document)
+    if highest >= len(is_masked):
+        return False
+    is_masked[: highest + 1] = False
+    for i in range(num_chosen):
+        document = documents[words.first[words.chosen[i]]]
+        if document < 0:
+            return False
+        is_masked[document] = True
+    return bool(is_masked[1 : highest + 1].all())
 
 
 @kernel

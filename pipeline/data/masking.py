@@ -58,8 +58,8 @@ class Masked(NamedTuple):
     """(b, s) corrupted token ids."""
     selected: npt.NDArray[np.bool_]
     """(b, s), true where the original is to be predicted."""
-    unmasked_documents: int
-    """Documents of the batch that have a maskable token, but none selected."""
+    unmasked_documents: npt.NDArray[np.int64]
+    """(b,) documents of each sequence that have a maskable token, but none selected."""
 
 
 def mask_tokens(
@@ -87,7 +87,8 @@ def mask_tokens(
     selected = np.zeros(corrupted.shape, dtype=np.bool_)
     rule = _rule(config, vocabulary, config.mask_prob if ratio is None else ratio)
     seed, purpose = key
-    unmasked = mask_batch(batch, rule, np.uint64(seed), np.uint64(purpose), corrupted, selected)
+    unmasked = np.empty(len(corrupted), np.int64)
+    mask_batch(batch, rule, np.uint64(seed), np.uint64(purpose), corrupted, selected, unmasked)
     return Masked(corrupted, selected, unmasked)
 
 

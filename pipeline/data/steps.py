@@ -63,10 +63,6 @@ class TrainSteps:
         first = share.rank * per_rank
         locations = segment.locate(cursor + first, per_rank)
         slots = self.split.slots(locations, segment.seq_len, segment.leftovers)
-        micro_batches = []
-        for at in range(0, per_rank, place.micro_batch):
-            rows = at, at + place.micro_batch
-            micro_batches.append(
-                self.split.masked(slots.rows(*rows), locations.rows(*rows), masks, first + at)
-            )
-        return micro_batches
+        return self.split.masked(
+            slots, locations, masks, micro_batch=place.micro_batch, first_place=first
+        )

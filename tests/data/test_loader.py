@@ -48,7 +48,8 @@ def _originals(batch: MicroBatch) -> torch.Tensor:
 def _batch(loader: TrainLoader, locations: Locations) -> MicroBatch:
     split = loader.steps.split
     slots = split.slots(locations, 64)
-    return MicroBatch.of(split.masked(slots, locations, Masks(5, Purpose.MASK, 0.15)))
+    [batch] = split.masked(slots, locations, Masks(5, Purpose.MASK, 0.15), micro_batch=1)
+    return MicroBatch.of(batch)
 
 
 def _epoch(loader: TrainLoader) -> int:
