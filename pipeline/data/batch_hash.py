@@ -28,26 +28,6 @@ _PREDICTED = np.uint64(1 << 63)
 _ONE = np.uint64(1)
 
 
-def batch_hash(
-    places: npt.NDArray[np.int64],
-    sample_ids: npt.NDArray[np.int64],
-    epochs: npt.NDArray[np.int64],
-    input_ids: npt.NDArray[np.int64],
-    documents: npt.NDArray[np.int32],
-    masked_index: npt.NDArray[np.int64],
-    targets: npt.NDArray[np.int64],
-) -> int:
-    """Hashes B sequences, a whole global batch or a part of it; see `sequence_hashes`.
-
-    Returns:
-        A number below 2^64. The sum modulo 2^64 of those of a batch's parts is that of the batch.
-    """
-    hashes = sequence_hashes(
-        places, sample_ids, epochs, input_ids, documents, masked_index, targets
-    )  # fmt: skip
-    return int(hashes.sum())
-
-
 def sequence_hashes(
     places: npt.NDArray[np.int64],
     sample_ids: npt.NDArray[np.int64],
@@ -69,7 +49,7 @@ def sequence_hashes(
         targets: (M,) their original token ids, below 2^32.
 
     Returns:
-        (B,) uint64.
+        (B,) uint64. Their sum modulo 2^64 is the batch's hash, and that of the sums of its parts.
     """
     assert input_ids.ndim == 2
     assert documents.shape == input_ids.shape

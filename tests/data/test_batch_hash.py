@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch_hash import batch_hash
+from pipeline.data.batch_hash import sequence_hashes
 
 MASK = 2**64 - 1
 
@@ -35,6 +35,11 @@ class Batch(NamedTuple):
             self.masked_index[first:end] - start * slots,
             self.targets[first:end],
         )
+
+
+def batch_hash(*batch: Any) -> int:
+    """Hash of a batch or of a part of it."""
+    return int(sequence_hashes(*batch).sum())
 
 
 def _batch(rows: int, slots: int, seed: int = 0, share: float = 0.15) -> Batch:

@@ -137,6 +137,7 @@ def _joined(batches: list[MicroBatch]) -> MicroBatch:
         targets=torch.cat([batch.targets for batch in batches]),
         num_tokens=starts[-1],
         unmasked_documents=0,
+        hash=0,
     )
 
 
