@@ -11,7 +11,8 @@ of a fresh map of its shard, in MB of warm page cache.
 
 "open" is the start on an index of 80,000 blocks and over 150 million sequences whose numbers of
 sequences are kept: CPU seconds, by how much the process grew at most, and its size before (Python,
-torch). "count" is the time to count the sequences of DATASET's blocks, in CPU ms a block.
+numba). "worker_peak_mib": memory of a worker process. "count" is the time to count the sequences
+of DATASET's blocks, in CPU ms a block.
 """
 
 import argparse
@@ -164,6 +165,35 @@ def opening(folder: Path) -> dict[str, float]:
     }
 
 
+_WORKER = """
+import sys
+from benchmarks.timing import peak_mib
+from pipeline.config.data import DataConfig
+from pipeline.config.run import PretrainConfig
+from pipeline.data.counts import sequences_at
+from pipeline.data.shards import read_index
+from pipeline.data.steps import Share
+from pipeline.data.workers import Workers
+
+index, seq_len = read_index(sys.argv[1]), int(sys.argv[2])
+config = PretrainConfig(run_dir="unused", data=DataConfig(dir=sys.argv[1], seq_len=seq_len))
+workers = Workers(1, index, config, Share(0, 1), sequences_at(index, [seq_len], None))
+for place, _ in zip(config.batches.batches_from(0), range(100)):
+    workers.ask(place.cursor)
+    workers.take()
+print(peak_mib(workers.processes[0].pid))
+workers.close()
+"""
+
+
+def worker_peak_mib(dataset: Path, seq_len: int) -> int:
+    """Most memory of a worker process that makes 100 steps of 512 sequences."""
+    command = [sys.executable, "-c", _WORKER, str(dataset), str(seq_len)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return round(float(done.stdout))
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,6 +212,7 @@ def main() -> None:
         "assemble_mslots_per_cpu_s": _assembly(index, arguments.seq_len),
         "read_mb_per_cpu_s": _reading(index),
         "open": opened,
+        "worker_peak_mib": worker_peak_mib(arguments.dataset, arguments.seq_len),
         "count_cpu_ms_per_block": round(count_s / len(index.blocks) * 1e3, 3),
         "versions": {
             "python": platform.python_version(),

@@ -24,6 +24,9 @@ _ID_BITS = 48
 """Sample ids count below this; above it stands what makes those of segments differ."""
 
 
+_MOST_NAMES = 3
+
+
 class Group(NamedTuple):
     """Blocks that are shuffled together: a source, or all of them."""
 
@@ -189,6 +192,8 @@ def _groups(index: DatasetIndex, config: PretrainConfig, split: PackedSplit) -> 
         )
     if len({given[k] for k in present}) == 1:
         names = " + ".join(index.sources[k].name for k in present)
+        if len(present) > _MOST_NAMES:
+            names = f"{len(present)} sources"
         return [Group(names or "all", Fraction(1), np.flatnonzero(np.isin(of_block, present)))]
     return [Group(index.sources[k].name, given[k], np.flatnonzero(of_block == k)) for k in present]
 

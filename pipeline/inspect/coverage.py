@@ -5,21 +5,23 @@ seen is counted. A pass is over when every source was seen as often as its weigh
 weight 1 once; one of weight 2.5 twice, and half of it once more.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from pipeline.config.run import PretrainConfig
 from pipeline.data.counts import Counts, packing_counts
-from pipeline.data.order import Ints, Locations
+from pipeline.data.order import Ints
 from pipeline.data.packing import Packing
 from pipeline.data.run_order import Segment
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import TrainSteps
 from pipeline.errors import DataError
+
+Times = npt.NDArray[np.uint16]
 
 _STRETCH = 1 << 20
 """Places walked through at once."""
@@ -126,8 +128,7 @@ def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCove
     whole_epochs = np.zeros(len(steps.split.rows), np.int64)
     for group in steps.order.groups:
         whole_epochs[group.blocks] = int(in_pass[group.name])
-    whole = _times_seen(steps, stop, lambda places: places.epochs < whole_epochs[places.blocks])
-    rest = _times_seen(steps, stop, lambda places: places.epochs >= whole_epochs[places.blocks])
+    whole, rest = _times_seen(steps, stop, whole_epochs)
     blocks = steps.split.reader.index.blocks
     for group in steps.order.groups:
         rows = steps.split.rows[group.blocks]
@@ -144,68 +145,80 @@ def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCove
         )
 
 
-Select = Callable[[Locations], npt.NDArray[np.bool_]]
+def _times_seen(steps: TrainSteps, stop: int, whole_epochs: Ints) -> tuple[Ints, Ints]:
+    """How often the tokens of blocks are seen before a place.
 
+    Args:
+        steps: of the run.
+        stop: the place.
+        whole_epochs: (b,) epochs of each block that are over then.
 
-def _times_seen(steps: TrainSteps, stop: int, select: Select) -> Ints:
-    """(b, 2) how often a block's tokens are seen at some places before `stop`: least and most."""
-    whole = np.zeros(len(steps.split.rows), np.int64)
-    in_part: dict[int, Ints] = {}
+    Returns:
+        (b, 2) the least and the most that any token of a block is seen in these epochs, and (b, 2)
+        the same of the epoch that has begun.
+    """
+    of_whole, of_rest = _TokenTimes(steps), _TokenTimes(steps)
     segments = steps.order.segments
     ends = [*(segment.first for segment in segments[1:]), stop]
-    for segment, end in zip(segments, ends, strict=True):
-        seen, left = _sequences_seen(steps, segment, min(end, stop), select)
-        ends_of_blocks = np.cumsum(steps.split.counts[segment.seq_len])
-        for block, times in enumerate(np.split(seen, ends_of_blocks[:-1])):
-            if (times == times[0]).all():
-                whole[block] += times[0]
+    with tqdm(total=stop, unit="sequence", unit_scale=True, disable=None) as progress:
+        for segment, end in zip(segments, ends, strict=True):
+            counts = steps.split.counts[segment.seq_len]
+            firsts = np.cumsum(counts) - counts
+            seen = np.zeros((2, int(counts.sum())), np.uint16)
+            left = {
+                block: np.zeros((2, packing.num_sequences), np.uint16)
+                for block, packing in segment.leftovers.items()
+            }
+            for first in range(segment.first, min(end, stop), _STRETCH):
+                places = segment.locate(first, min(_STRETCH, end - first, stop - first))
+                is_rest = (places.epochs >= whole_epochs[places.blocks]).astype(np.int64)
+                regular = ~places.leftover
+                numbers = firsts[places.blocks[regular]] + places.sequences[regular]
+                np.add.at(seen, (is_rest[regular], numbers), 1)
+                for block in np.unique(places.blocks[places.leftover]).tolist():
+                    mine = places.leftover & (places.blocks == block)
+                    np.add.at(left[block], (is_rest[mine], places.sequences[mine]), 1)
+                progress.update(len(places.blocks))
+            for kind, times in enumerate((of_whole, of_rest)):
+                times.add(segment, seen[kind], {block: both[kind] for block, both in left.items()})
+    return of_whole.least_and_most(), of_rest.least_and_most()
+
+
+class _TokenTimes:
+    """How often the tokens of blocks are seen; by token only where a block's tokens differ."""
+
+    def __init__(self, steps: TrainSteps) -> None:
+        self._split = steps.split
+        self._whole = np.zeros(len(steps.split.rows), np.int64)
+        self._in_part: dict[int, Ints] = {}
+
+    def add(self, segment: Segment, times: Times, left: dict[int, Times]) -> None:
+        """Adds how often the sequences of all blocks, and those of leftovers, are seen."""
+        ends = np.cumsum(self._split.counts[segment.seq_len])
+        for block, of_block in enumerate(np.split(times, ends[:-1])):
+            if (of_block == of_block[0]).all():
+                self._whole[block] += of_block[0]
             else:
-                packing = steps.split.packing(block, segment.seq_len)
-                _add_tokens(steps, in_part, block, packing, times)
-        for block, times in left.items():
-            _add_tokens(steps, in_part, block, segment.leftovers[block], times)
-    least_and_most = np.stack((whole, whole), axis=1)
-    for block, times in in_part.items():
-        least_and_most[block] += times.min(), times.max()
-    return least_and_most
+                self._add_tokens(block, self._split.packing(block, segment.seq_len), of_block)
+        for block, of_block in left.items():
+            self._add_tokens(block, segment.leftovers[block], of_block)
 
+    def _add_tokens(self, block: int, packing: Packing, times: Times) -> None:
+        blocks = self._split.reader.index.blocks
+        num_tokens = int(blocks.num_tokens[self._split.rows[block]])
+        rises = np.zeros(num_tokens + 1, np.int64)
+        of_piece = np.repeat(times.astype(np.int64), np.diff(packing.sequence_ends, prepend=0))
+        np.add.at(rises, packing.piece_start, of_piece)
+        np.add.at(rises, packing.piece_stop, -of_piece)
+        before = self._in_part.get(block, np.zeros(num_tokens, np.int64))
+        self._in_part[block] = before + np.cumsum(rises)[:-1]
 
-def _sequences_seen(
-    steps: TrainSteps, segment: Segment, stop: int, select: Select
-) -> tuple[Ints, dict[int, Ints]]:
-    """How often a segment's sequences are seen: by number, and those of leftovers by block."""
-    counts = steps.split.counts[segment.seq_len]
-    firsts = np.cumsum(counts) - counts
-    seen = np.zeros(int(counts.sum()), np.int64)
-    left: dict[int, Ints] = defaultdict(lambda: np.empty(0, np.int64))
-    for first in range(segment.first, stop, _STRETCH):
-        places = segment.locate(first, min(_STRETCH, stop - first))
-        selected = select(places)
-        places = Locations._make(array[selected] for array in places)
-        regular = ~places.leftover
-        numbers = firsts[places.blocks[regular]] + places.sequences[regular]
-        seen += np.bincount(numbers, minlength=len(seen))
-        for block in np.unique(places.blocks[places.leftover]).tolist():
-            mine = places.sequences[places.leftover & (places.blocks == block)]
-            size = segment.leftovers[block].num_sequences
-            before = left[block] if block in left else np.zeros(size, np.int64)
-            left[block] = before + np.bincount(mine, minlength=size)
-    return seen, left
-
-
-def _add_tokens(
-    steps: TrainSteps, in_part: dict[int, Ints], block: int, packing: Packing, times: Ints
-) -> None:
-    """Adds how often sequences are seen to their tokens."""
-    num_tokens = int(steps.split.reader.index.blocks.num_tokens[steps.split.rows[block]])
-    if block not in in_part:
-        in_part[block] = np.zeros(num_tokens, np.int64)
-    steps_up = np.zeros(num_tokens + 1, np.int64)
-    pieces_of = np.diff(packing.sequence_ends, prepend=0)
-    of_piece = np.repeat(times, pieces_of)
-    np.add.at(steps_up, packing.piece_start, of_piece)
-    np.add.at(steps_up, packing.piece_stop, -of_piece)
-    in_part[block] += np.cumsum(steps_up)[:-1]
+    def least_and_most(self) -> Ints:
+        """(b, 2) of any token of each block."""
+        found = np.stack((self._whole, self._whole), axis=1)
+        for block, times in self._in_part.items():
+            found[block] += times.min(), times.max()
+        return found
 
 
 def _stretches(

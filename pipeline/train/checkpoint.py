@@ -96,7 +96,9 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
             {name: value for name, value in phase.items() if name != "micro_batch"}
             for phase in tree["phases"]
         ]
-    return found
+    # As a manifest gives it back: JSON has no tuples.
+    as_read: dict[str, Any] = json.loads(json.dumps(found))
+    return as_read
 
 
 class CheckpointStore:

@@ -25,7 +25,7 @@ PHASES = (
     "phases=[{tokens: 6000, seq_len: 32, global_batch: 24, ramp_from: 8, micro_batch: 4}, "
     "{tokens: 6000, seq_len: 32, global_batch: 24, micro_batch: 4}]"
 )
-COMMON = (PHASES, "data.workers=1", "train.num_steps=60", "monitor.log_every_steps=5",
+COMMON = (PHASES, "data.mix=[{source: small, weight: 2.5}]", "data.workers=1", "train.num_steps=60", "monitor.log_every_steps=5",
           "monitor.eval_every_steps=100")  # fmt: skip
 
 
