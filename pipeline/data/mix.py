@@ -40,44 +40,48 @@ class Mix:
         """Takes each source's weight times its number of sequences; all above 0."""
         total = sum(weighted)
         shares = [max(1, int(amount / total * (1 << _SHARE_BITS))) for amount in weighted]
-        # Source k is told from all behind it: the first of two by its share of what is left.
+        # One source is told from all behind it, rounded to whole sequences, then the next from what
+        # is left. The largest first: what rounding leaves over is smallest so.
+        self._ranked = sorted(range(len(shares)), key=lambda source: (-shares[source], source))
         self._shares = shares
-        self._left = [sum(shares[k:]) for k in range(len(shares))]
+        self._left = [sum(shares[source] for source in self._ranked[k:])
+                      for k in range(len(shares))]  # fmt: skip
 
     def counts(self, position: int) -> list[int]:
         """How many of the sequences before a position are of each source."""
-        counts = []
-        for share, left in zip(self._shares, self._left, strict=True):
-            counts.append(_rounded(position, share, left))
-            position -= counts[-1]
+        counts = [0] * len(self._shares)
+        for source, left in zip(self._ranked, self._left, strict=True):
+            # position * share / left, to the nearest whole number.
+            counts[source] = (2 * position * self._shares[source] + left) // (2 * left)
+            position -= counts[source]
         return counts
 
     def parts(self, first: int, count: int) -> list[Part]:
         """The sources' parts of positions first .. first + count - 1, all sources in order."""
-        found: list[list[Part]] = [[] for _ in self._shares]
+        before = self.counts(first)
+        places: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in self._shares]
         for at in range(0, count, _STRETCH):
-            stretch = self._parts_of_stretch(first + at, min(_STRETCH, count - at))
-            for source, part in enumerate(stretch):
-                found[source].append(Part(part.places + at, part.first))
-        if not count:
-            return [Part(np.empty(0, np.int64), n) for n in self.counts(first)]
+            stretch = self._places(first + at, min(_STRETCH, count - at))
+            for source, found in enumerate(stretch):
+                places[source].append(found + at)
         return [
-            Part(np.concatenate([part.places for part in parts]), parts[0].first) for parts in found
+            Part(np.concatenate(found), number)
+            for found, number in zip(places, before, strict=True)
         ]
 
-    def _parts_of_stretch(self, first: int, count: int) -> list[Part]:
-        parts = []
+    def _places(self, first: int, count: int) -> list[Ints]:
+        """Places of each source's sequences in a short stretch."""
+        found = [np.empty(0, np.int64)] * len(self._shares)
         places = np.arange(count)
-        for share, left in zip(self._shares, self._left, strict=True):
-            # floor((2 p s + l) / 2 l) for p = first .. first + len(places), the large part of it
-            # in Python's integers.
+        for source, left in zip(self._ranked, self._left, strict=True):
+            # As in `counts` for first .. first + len(places); the large part in Python's integers.
+            share = self._shares[source]
             before, rest = divmod(2 * first * share + left, 2 * left)
-            steps = np.arange(len(places) + 1)
-            counts = (rest // 2 + steps * share) // left
+            counts = (rest // 2 + np.arange(len(places) + 1) * share) // left
             mine = np.diff(counts) == 1
-            parts.append(Part(places[mine], before))
+            found[source] = places[mine]
             places, first = places[~mine], first - before
-        return parts
+        return found
 
     def position(self, source: int, number: int) -> int:
         """Position of a source's sequence of a number, 0 for its first."""
@@ -89,11 +93,6 @@ class Mix:
             else:
                 low = middle + 1
         return low
-
-
-def _rounded(position: int, share: int, left: int) -> int:
-    """position * share / left to the nearest whole number, a half up."""
-    return (2 * position * share + left) // (2 * left)
 
 
 def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fraction]:

@@ -17,6 +17,7 @@ AMOUNTS = {
     "five": [5, 40, 3, 900, 52],
     "twenty equal": [1] * 20,
     "twenty": [2**k for k in range(20)],
+    "twenty alike": [1000 + 7 * k % 50 for k in range(20)],
 }
 
 

@@ -135,7 +135,7 @@ def _check_epochs(
     assert not seen, "an epoch begins before the one before it is over"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 50), min_size=2, max_size=6),
     sizes=st.lists(st.integers(1, 60), min_size=6, max_size=6),

@@ -25,8 +25,14 @@ PHASES = (
     "phases=[{tokens: 6000, seq_len: 32, global_batch: 24, ramp_from: 8, micro_batch: 4}, "
     "{tokens: 6000, seq_len: 32, global_batch: 24, micro_batch: 4}]"
 )
-COMMON = (PHASES, "data.mix=[{source: small, weight: 2.5}]", "data.workers=1", "train.num_steps=60", "monitor.log_every_steps=5",
-          "monitor.eval_every_steps=100")  # fmt: skip
+COMMON = (
+    PHASES,
+    "data.mix=[{source: small, weight: 2.5}]",
+    "data.workers=1",
+    "train.num_steps=60",
+    "monitor.log_every_steps=5",
+    "monitor.eval_every_steps=100",
+)
 
 
 @pytest.fixture(scope="module")
