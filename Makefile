@@ -22,8 +22,8 @@ check: $(STAMP) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check ## check, then all tests (gloo, no GPU, no network)
-	$(BIN)/python -m pytest
+test: check ## check, then all tests (gloo, no GPU, no network), on up to 4 cores
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 fmt: $(STAMP) ## format and sort imports
 	$(BIN)/ruff format .

@@ -111,7 +111,10 @@ class RunOrder:
             pieces: tokens of the block; a place counts if any of them is seen there.
             stop: end of the search.
         """
-        group = next(g for g, found in enumerate(self.groups) if block in found.blocks)
+        of_block = [g for g, found in enumerate(self.groups) if block in found.blocks]
+        if not of_block:
+            return  # of a source that is left out
+        [group] = of_block
         for number, segment in enumerate(self.segments):
             last = number + 1 == len(self.segments)
             end = min(stop, stop if last else self.segments[number + 1].first)

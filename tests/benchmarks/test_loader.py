@@ -56,7 +56,9 @@ def test_rows_of_peers_are_the_documents(
     assert text_a_row == pytest.approx(text / len(rows))
 
 
-def test_ours_yields_all_text_but_of_the_last_step(dataset: DatasetIndex, spec: loader.Spec) -> None:
+def test_ours_yields_all_text_but_of_the_last_step(
+    dataset: DatasetIndex, spec: loader.Spec
+) -> None:
     one_by_one = loader.Spec(**{**asdict(spec), "batch": 1})
     batches = list(loader_subjects.ours(one_by_one, "whole_word")())
     text = sum(batch.num_tokens - 2 * int(batch.documents.max()) for batch in batches)

@@ -196,6 +196,7 @@ def test_sources_left_out_are_not_seen() -> None:
     order = case.open(_config([64], [], batch=1, window=4, mix=mix))
     assert set(order.segments[0].locate(0, 200).blocks.tolist()) == {0, 2}
     assert order.epochs(70) == {"s0 + s2": 1.0}
+    assert list(order.places(1, range(62), 500)) == []
     only = (MixConfig(source="s0", weight=0.0), MixConfig(source="s2", weight=0.0))
     case.of_source[1] = 0
     with pytest.raises(ConfigError, match="only sources without training text"):
