@@ -264,6 +264,12 @@ class CheckpointStore:
                     f"Restore the data that {path / INDEX_FILE} lists, or correct data.dir, and "
                     "continue with the values of the checkpoint"
                 )
+        weights = {source.weight for source in self._index.sources}
+        if INDEX_FILE not in manifest.files and len(weights) > 1:
+            problems.append(
+                "weights of sources: the checkpoint is of a version that did not mix by them, and "
+                "what it would see next is not what it would have seen"
+            )
         problems += value_differences(manifest.identity, identity(self._config))
         if manifest.world_size != self._process.world_size:
             problems.append(
