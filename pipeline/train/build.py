@@ -38,6 +38,7 @@ from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
+from pipeline.train.schedule import is_over
 from pipeline.train.sinks import Sinks
 from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
@@ -140,7 +141,7 @@ def _run(
     )  # fmt: skip
     sinks = None
     if process.is_first:
-        if state.step < config.train.num_steps:
+        if not is_over(state.step, config.train, state.elapsed_s):
             (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
         write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
         attempt = _record_attempt(
