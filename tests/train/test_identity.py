@@ -27,3 +27,14 @@ def test_runs_from_before_the_later_masking_fields_can_be_resumed() -> None:
         ("mask_selection", "exact"), ("mask_prob_end", 0.3), ("mask_prob_steps", 10),
         ("at_least_one", True),
     }  # fmt: skip
+
+
+def test_runs_from_before_other_optimizers_can_be_resumed() -> None:
+    config = PretrainConfig(run_dir="unused", data=DataConfig(dir="unused"))
+    assert identity(config)["train"] == {"global_batch": 512, "precision": "bf16"}
+    lamb = replace(
+        config, train=replace(config.train, optimizer="lamb", lamb_bias_correction=False)
+    )
+    assert identity(lamb)["train"]["optimizer"] == "lamb"
+    cosine = replace(config, train=replace(config.train, schedule="cosine", lr=1.0))
+    assert identity(cosine) == identity(config)
