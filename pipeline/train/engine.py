@@ -25,7 +25,7 @@ from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist, env
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.lamb import Lamb, TensorSlice
-from pipeline.train.optimizer import make_optimizer
+from pipeline.train.optimizer import make_optimizer, matrix_slices
 
 _TAG = "state"
 _TIMEOUT = timedelta(minutes=30)
@@ -86,9 +86,8 @@ class Engine:
             )
         logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
         if isinstance(self._optimizer, Lamb):
-            names = [name for name, _ in model.named_parameters()]
-            slices = tensor_slices(self._engine.optimizer)
-            self._optimizer.bind(names, slices, dist.sum_over_ranks)
+            slices = tensor_slices(model, self._optimizer)
+            self._optimizer.bind(*matrix_slices(model, slices), dist.sum_over_ranks)
 
     @property
     def model(self) -> nn.Module:
@@ -144,19 +143,21 @@ class Engine:
             raise CheckpointError(f"DeepSpeed could not load {folder / _TAG}; see the rank's log")
 
 
-def tensor_slices(zero_optimizer: Any) -> list[TensorSlice]:
+def tensor_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[TensorSlice]:
     """Which pieces of which parameters the tensors of a rank's optimizer hold, without padding.
 
-    DeepSpeed 0.19.8 keeps a table for this beside the flat partition of each group, of plain ZeRO
-    as of BF16_Optimizer; universal checkpoints are made from the same table.
+    DeepSpeed 0.19.8 links each parameter to its piece of the flat partition of a group, in plain
+    ZeRO as in BF16_Optimizer, if the rank has one.
     """
-    groups = zip(zero_optimizer.param_groups, zero_optimizer._param_slice_mappings, strict=True)
-    return [
-        TensorSlice(name, flat, place.start, place.numel)
-        for group, places in groups
-        for flat in group["params"]
-        for name, place in places.items()
-    ]
+    slices = []
+    for name, parameter in model.named_parameters():
+        link = parameter._hp_mapping  # type: ignore[attr-defined]
+        if link is not None:
+            [flat] = optimizer.param_groups[link.param_group_index]["params"]
+            place = link.hp_fragment_address
+            offset = link.lp_fragment_address.start
+            slices.append(TensorSlice(name, offset, flat, place.start, place.numel))
+    return slices
 
 
 def expected_files(folder: Path, world_size: int) -> list[str]:

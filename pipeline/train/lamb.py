@@ -1,7 +1,7 @@
-"""LAMB (You et al. 2019, arXiv 1904.00962) whose trust ratios are those of whole parameters.
+"""LAMB (You et al. 2019, arXiv 1904.00962) whose trust ratios are those of whole matrices.
 
 ZeRO gives each rank's optimizer flat tensors that begin and end anywhere in a parameter: a ratio of
-their norms means nothing. Here the squares of each parameter's pieces are added over the ranks.
+their norms means nothing. Here the squares of each matrix' pieces are added over the ranks.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,19 @@ class TensorSlice:
 
     name: str
     """Of the parameter."""
+    offset: int
+    """Of the piece's first element in the parameter."""
     flat: Tensor
     """(elements,) master weights, as in the optimizer's groups."""
     start: int
+    """Of the piece's first element in `flat`."""
     length: int
 
 
 class Lamb(torch.optim.Optimizer):
     """LAMB with weight decay inside the update.
 
-    With m and v the averages of the gradient and of its square, for each parameter w:
+    With m and v the averages of the gradient and of its square, for each matrix w:
 
         u = m / (sqrt(v) + eps) + weight_decay w;    w := w - lr |w| / |u| u
 
@@ -63,8 +66,8 @@ class Lamb(torch.optim.Optimizer):
         """Says what the tensors of the groups are pieces of; before the first step.
 
         Args:
-            names: of all parameters, in the same order on all ranks.
-            slices: this rank's.
+            names: of all that has a ratio of its own, in the same order on all ranks.
+            slices: this rank's, by these names.
             sum_over_ranks: adds a float64 tensor over the ranks that hold the other pieces.
         """
         self._index = {name: number for number, name in enumerate(names)}
@@ -122,7 +125,7 @@ class Lamb(torch.optim.Optimizer):
         return torch.div(mean, root, out=root).add_(flat, alpha=group["weight_decay"])
 
     def _trust_ratios(self, updates: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """|w| / |u| of every parameter, (names,) float32; 1 for those that are not in this call."""
+        """|w| / |u| of every matrix, (names,) float32; 1 for those that are not in this call."""
         [device] = {flat.device for group in self.param_groups for flat in group["params"]}
         squares = torch.zeros(2, len(self._index), dtype=torch.float64, device=device)
         for flat, update in updates:

@@ -1,13 +1,15 @@
 """The optimizer of a run: AdamW or LAMB, and which parameters decay."""
 
 import logging
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.config.train import TrainConfig
-from pipeline.train.lamb import Lamb
+from pipeline.train.lamb import Lamb, TensorSlice
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,47 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         groups, lr=config.lr, betas=betas, eps=config.adam_eps,
         bias_correction=config.lamb_bias_correction,
     )  # fmt: skip
+
+
+def matrix_slices(
+    model: nn.Module, slices: list[TensorSlice]
+) -> tuple[list[str], list[TensorSlice]]:
+    """Cuts pieces of parameters into pieces of the matrices that are stored as one parameter.
+
+    Args:
+        model: its modules name such parameters, and their numbers of matrices, in `stacked`.
+        slices: any pieces of its parameters.
+
+    Returns:
+        Names of all matrices of the model, and the pieces by these names.
+    """
+    stacked = {
+        f"{prefix}.{name}".removeprefix("."): number
+        for prefix, module in model.named_modules()
+        for name, number in getattr(module, "stacked", {}).items()
+    }
+    names, pieces = [], []
+    for name, parameter in model.named_parameters():
+        number = stacked.get(name, 1)
+        size = parameter.numel() // number
+        names += [f"{name}/{which}" for which in range(number)]
+        for piece in slices:
+            if piece.name == name:
+                pieces += _cut(piece, size)
+    return names, pieces
+
+
+def _cut(piece: TensorSlice, size: int) -> list[TensorSlice]:
+    """Cuts a piece at multiples of `size` elements of its parameter."""
+    end = piece.offset + piece.length
+    starts = [piece.offset, *range((piece.offset // size + 1) * size, end, size)]
+    return [
+        replace(
+            piece, name=f"{piece.name}/{first // size}", offset=first,
+            start=piece.start + first - piece.offset, length=last - first,
+        )
+        for first, last in pairwise([*starts, end])
+    ]  # fmt: skip
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:

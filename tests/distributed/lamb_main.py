@@ -26,8 +26,10 @@ WEIGHT_DECAY = 0.1
 # Matrices across the borders of 2 and of 4 equal parts, and smaller than a part; one starts at 0.
 SHAPES = {
     "embedding": (37, 6), "bias": (7,), "query": (6, 6), "zero": (5, 3), "gain": (3,),
-    "tiny": (1, 2), "output": (11, 6),
+    "tiny": (1, 2), "output": (11, 6), "three": (9, 7),
 }  # fmt: skip
+# Matrices stored as one.
+STACKED = {"three": 3}
 # Norms, and so ratios, of different sizes; vectors have none.
 SCALES = {"embedding": 0.3, "query": 3.0, "output": 10.0}
 
@@ -72,6 +74,7 @@ def weights() -> dict[str, Tensor]:
         for name, shape in SHAPES.items()
     }
     made["zero"].zero_()
+    made["three"][:3] *= 16  # the first of three
     return made
 
 
@@ -90,6 +93,7 @@ def gradient(step: int, micro_batch: int) -> dict[str, Tensor]:
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.stacked = STACKED
         for name, value in weights().items():
             self.register_parameter(name, nn.Parameter(value))
 

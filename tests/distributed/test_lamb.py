@@ -43,18 +43,20 @@ def ranks(request: pytest.FixtureRequest, runs: dict[int, Path]) -> Path:
     return runs[request.param]
 
 
-def reference(*, bias_correction: bool, adapted: bool = True) -> dict[str, Tensor]:
+def reference(
+    *, bias_correction: bool, adapted: bool = True, apart: bool = True
+) -> dict[str, Tensor]:
     """The weights after all steps, float64; the formulas of the paper's algorithm 2."""
     config = lamb_main.CASES[0].config()
     beta1, beta2, eps = config.adam_beta1, config.adam_beta2, config.adam_eps
-    found = {}
-    for name, value in lamb_main.weights().items():
-        w = value.double()
+
+    def trained(name: str, part: int, parts: int) -> Tensor:
+        w = lamb_main.weights()[name].double().chunk(parts)[part]
         m, v = torch.zeros_like(w), torch.zeros_like(w)
         for step in range(lamb_main.NUM_STEPS):
-            parts = range(lamb_main.NUM_MICRO_BATCHES)
-            grads = [lamb_main.gradient(step, part)[name].double() for part in parts]
-            g = torch.stack(grads).mean(0)
+            batches = range(lamb_main.NUM_MICRO_BATCHES)
+            grads = [lamb_main.gradient(step, batch)[name].double() for batch in batches]
+            g = torch.stack(grads).mean(0).chunk(parts)[part]
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g**2
             t = step + 1
@@ -68,8 +70,13 @@ def reference(*, bias_correction: bool, adapted: bool = True) -> dict[str, Tenso
                 if adapted and min(norms) > 0:
                     ratio = norms[0] / norms[1]
             w = w - lamb_main.learning_rate(step) * ratio * u
-        found[name] = w
-    return found
+        return w
+
+    return {
+        name: torch.cat([trained(name, part, parts) for part in range(parts)])
+        for name in lamb_main.SHAPES
+        for parts in [lamb_main.STACKED.get(name, 1) if apart else 1]
+    }
 
 
 def _distances(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -94,6 +101,7 @@ def test_weights_are_those_of_whole_tensors_in_one_process(ranks: Path, case: Ca
     for other in (
         reference(bias_correction=not case.bias_correction),
         reference(bias_correction=case.bias_correction, adapted=False),
+        reference(bias_correction=case.bias_correction, apart=False),
     ):
         assert max(_distances(masters, other).values()) > 0.05
 
