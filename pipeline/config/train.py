@@ -1,15 +1,26 @@
 """How the model is optimised, saved and watched."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from pipeline.config.schema import param
+from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError
+
+Optimizer = Literal["adamw", "lamb"]
+Schedule = Literal["linear", "cosine", "wsd", "piecewise", "time_budget"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePoint:
+    """A corner of a piecewise linear learning rate."""
+
+    step: int = param(REQUIRED, "optimizer steps applied before", unit="steps", ge=0)
+    factor: float = param(REQUIRED, "learning rate there, as a share of the peak", ge=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Optimisation: batch, schedules, AdamW, precision."""
+    """Optimisation: batch, schedules, optimizer, precision."""
 
     num_steps: int = param(1000, "optimizer steps of the whole run", unit="steps", ge=1)
     global_batch: int = param(
@@ -21,11 +32,42 @@ class TrainConfig:
     )  # fmt: skip
     lr: float = param(5e-4, "peak learning rate", gt=0)
     min_lr_ratio: float = param(0.0, "learning rate at the end, as a share of the peak", ge=0, le=1)
-    warmup_steps: int = param(100, "linear learning-rate warm-up", unit="steps", ge=0)
+    warmup_steps: int = param(
+        100, "linear learning-rate warm-up of any schedule", unit="steps", ge=0
+    )
+    schedule: Schedule = param(
+        "linear",
+        "learning rate after the warm-up: linear or cosine down to min_lr_ratio at num_steps; wsd: "
+        "constant, then down in decay_steps; piecewise: through lr_points; time_budget: linear in "
+        "steps or in time, whichever is nearer its end, and the run ends with either",
+    )
+    decay_steps: int | None = param(
+        None, "wsd: steps of the decay at the end of the run", unit="steps", ge=1
+    )
+    decay_shape: Literal["linear", "1-sqrt"] | None = param(
+        None, "wsd: the decay falls linearly, or as 1 - sqrt(share of it that is done)"
+    )
+    lr_points: tuple[SchedulePoint, ...] = param(
+        (), "piecewise: corners, linear between them, constant before the first and after the last"
+    )
+    budget_hours: float | None = param(
+        None,
+        "time_budget: time of training on rank 0, all attempts together, evaluations and saves "
+        "included, start-up not",
+        unit="hours",
+        gt=0,
+    )
     alpha_warmup_steps: int = param(
         0, "steps in which the residual's alpha rises from 0 to 1; 0 keeps it at 1", unit="steps",
         ge=0,
     )  # fmt: skip
+    optimizer: Optimizer = param(
+        "adamw",
+        "adamw, or lamb: the same update, scaled for each matrix to the norm of its weights",
+    )
+    lamb_bias_correction: bool | None = param(
+        None, "lamb: whether averages are corrected for their start at 0"
+    )
     adam_beta1: float = param(0.9, "decay of the gradient average", ge=0, lt=1)
     adam_beta2: float = param(0.98, "decay of the squared-gradient average", ge=0, lt=1)
     adam_eps: float = param(1e-6, "added to the root of the squared-gradient average", gt=0)
@@ -51,6 +93,64 @@ class TrainConfig:
                 f"train.alpha_warmup_steps={self.alpha_warmup_steps} must be below train.num_steps="
                 f"{self.num_steps}: a model that never saw alpha = 1 cannot be used; shorten it"
             )
+        self._require_fields_of("schedule", _SCHEDULE_FIELDS)
+        self._require_fields_of("optimizer", _OPTIMIZER_FIELDS)
+        if self.schedule == "wsd":
+            self._check_decay()
+        if self.schedule == "piecewise":
+            self._check_points()
+
+    def _require_fields_of(self, choice: str, owners: dict[str, str]) -> None:
+        """What belongs to a choice is set with it, and with no other: nothing is ignored."""
+        chosen = getattr(self, choice)
+        unset = {field.name: field.default for field in fields(self)}
+        for name, owner in owners.items():
+            value = getattr(self, name)
+            is_set = value != unset[name]
+            if is_set and owner != chosen:
+                raise ConfigError(
+                    f"train.{name}={value} has no meaning with train.{choice}={chosen}; leave it "
+                    f"out, or set train.{choice}={owner}"
+                )
+            if not is_set and owner == chosen:
+                raise ConfigError(f"train.{choice}={chosen} needs train.{name}; set it")
+
+    def _check_decay(self) -> None:
+        decay_steps = self.decay_steps or 0
+        if self.warmup_steps + decay_steps > self.num_steps:
+            raise ConfigError(
+                f"train.warmup_steps={self.warmup_steps} and train.decay_steps={decay_steps} are "
+                f"more than train.num_steps={self.num_steps}; shorten one, or lengthen the run"
+            )
+
+    def _check_points(self) -> None:
+        if self.min_lr_ratio:
+            raise ConfigError(
+                f"train.min_lr_ratio={self.min_lr_ratio} has no meaning with train.schedule="
+                "piecewise, whose last point says where it ends; leave it out"
+            )
+        previous = -1
+        for number, point in enumerate(self.lr_points):
+            if point.step <= previous:
+                raise ConfigError(
+                    f"train.lr_points.{number}.step={point.step} does not come after the point "
+                    f"before it, at {previous}; list points by rising step"
+                )
+            previous = point.step
+        first = self.lr_points[0]
+        if first.step < self.warmup_steps:
+            raise ConfigError(
+                f"train.lr_points.0.step={first.step} lies in the warm-up of train.warmup_steps="
+                f"{self.warmup_steps}; start with the step where the warm-up ends, or shorten it"
+            )
+
+
+# Which choice a field belongs to.
+_SCHEDULE_FIELDS = {
+    "decay_steps": "wsd", "decay_shape": "wsd", "lr_points": "piecewise",
+    "budget_hours": "time_budget",
+}  # fmt: skip
+_OPTIMIZER_FIELDS = {"lamb_bias_correction": "lamb"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,7 @@ class SelfAttention(nn.Module):
         self.score_residual = config.score_residual
         self.dropout = config.attention_dropout
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
+        self.stacked = {"qkv.weight": 3}  # matrices in it, for optimizers that tell them apart
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def forward(
@@ -135,7 +136,9 @@ class FeedForward(nn.Module):
         """Makes the projections; swiglu's gate and value are one matrix."""
         super().__init__()
         self.activation = config.activation
-        inner_size = config.ffn_size * (2 if config.activation == "swiglu" else 1)
+        num_inner = 2 if config.activation == "swiglu" else 1
+        inner_size = config.ffn_size * num_inner
+        self.stacked = {"inner.weight": num_inner}
         self.inner = nn.Linear(config.hidden_size, inner_size, bias=config.bias)
         self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=config.bias)
 

@@ -38,6 +38,7 @@ from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
+from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
 from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
@@ -140,7 +141,7 @@ def _run(
     )  # fmt: skip
     sinks = None
     if process.is_first:
-        if state.step < config.train.num_steps:
+        if not is_over(state.step, config.train, state.elapsed_s):
             (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
         write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
         attempt = _record_attempt(
@@ -165,6 +166,13 @@ def _run(
         if code == EXIT_FINISHED:
             write_json_atomic(run_dir / DONE_FILE, {"step": state.step, "unix_s": time.time()})
             logger.info("finished at step %d", state.step)
+            reached = alpha(state.step, config.train.alpha_warmup_steps)
+            if reached < 1:
+                logger.warning(
+                    "the time budget ended the run at alpha %.3f: the model is of use only at that "
+                    "alpha; continue with a larger train.budget_hours, or start again with a "
+                    "shorter train.alpha_warmup_steps", reached,
+                )  # fmt: skip
     return code
 
 

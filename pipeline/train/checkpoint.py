@@ -63,6 +63,8 @@ class Manifest:
     provenance: dict[str, str]
     files: dict[str, dict[str, Any]]
     """path below the checkpoint -> {"bytes", "sha256"}."""
+    elapsed_s: float = 0.0
+    """Time of training as a time budget counts it; older checkpoints do not have it."""
 
 
 # Older checkpoints do not name these fields: their runs were made with, and go on with, these.
@@ -72,6 +74,7 @@ _LATER_DEFAULTS = {
     "mask_prob_steps": 0,
     "at_least_one": False,
     "mix": (),
+    "optimizer": "adamw",
 }.items()
 
 
@@ -89,7 +92,8 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     data = {name: value for name, value in tree["data"].items()
             if name not in _HOW_DATA_IS_READ
             and (name, value) not in _LATER_DEFAULTS}  # fmt: skip
-    train = {name: tree["train"][name] for name in ("global_batch", "precision")}
+    train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")
+             if (name, tree["train"][name]) not in _LATER_DEFAULTS}  # fmt: skip
     found = {"seed": config.seed, "model": tree["model"], "data": data, "train": train}
     if tree["phases"]:
         found["phases"] = [
@@ -166,6 +170,7 @@ class CheckpointStore:
             created_unix_s=time.time(),
             provenance=provenance(),
             files=dict(sorted(files.items())),
+            elapsed_s=state.elapsed_s,
         )
         self._on_first(lambda: self._publish(unfinished, final, manifest))
         return final
@@ -190,7 +195,9 @@ class CheckpointStore:
         """
         engine.load_files(path)
         manifest = read_manifest(path)
-        return TrainState(manifest.step, manifest.cursor, manifest.skipped)
+        return TrainState(
+            manifest.step, manifest.cursor, manifest.skipped, elapsed_s=manifest.elapsed_s
+        )
 
     def _on_first(self, function: Callable[[], Path | None]) -> Path | None:
         """Runs on rank 0 only and gives every rank the result, or raises its error on all."""

@@ -24,6 +24,8 @@ from pipeline.errors import CheckpointError
 from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist, env
 from pipeline.runtime.env import ProcessInfo
+from pipeline.train.lamb import Lamb, TensorSlice
+from pipeline.train.optimizer import make_optimizer, matrix_slices
 
 _TAG = "state"
 _TIMEOUT = timedelta(minutes=30)
@@ -65,7 +67,7 @@ def close_process_group() -> None:
 
 
 class Engine:
-    """A model under ZeRO-1 with fp32 master weights, fp32 accumulation and AdamW."""
+    """A model under ZeRO-1 with fp32 master weights, fp32 accumulation and its optimizer."""
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, process: ProcessInfo, device: torch.device
@@ -73,12 +75,7 @@ class Engine:
         """Wraps a model; every rank must pass the same weights (rank 0's are sent to all)."""
         self.device = device
         self.world_size = process.world_size
-        self._optimizer = torch.optim.AdamW(
-            decay_groups(model, config.weight_decay),
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-        )
+        self._optimizer = make_optimizer(model, config)
         deepspeed = _import_deepspeed()
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             self._engine, *_ = deepspeed.initialize(
@@ -88,6 +85,9 @@ class Engine:
                 dist_init_required=False,
             )
         logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
+        if isinstance(self._optimizer, Lamb):
+            slices = tensor_slices(model, self._optimizer)
+            self._optimizer.bind(*matrix_slices(model, slices), dist.sum_over_ranks)
 
     @property
     def model(self) -> nn.Module:
@@ -143,17 +143,21 @@ class Engine:
             raise CheckpointError(f"DeepSpeed could not load {folder / _TAG}; see the rank's log")
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices decay; biases and the gains and shifts of norms do not.
+def tensor_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[TensorSlice]:
+    """Which pieces of which parameters the tensors of a rank's optimizer hold, without padding.
 
-    Source: google-research/bert `optimization.py`, exclude_from_weight_decay.
+    DeepSpeed 0.19.8 links each parameter to its piece of the flat partition of a group, in plain
+    ZeRO as in BF16_Optimizer, if the rank has one.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}
-    ]  # fmt: skip
-    return [group for group in groups if group["params"]]
+    slices = []
+    for name, parameter in model.named_parameters():
+        link = parameter._hp_mapping  # type: ignore[attr-defined]
+        if link is not None:
+            [flat] = optimizer.param_groups[link.param_group_index]["params"]
+            place = link.hp_fragment_address
+            offset = link.lp_fragment_address.start
+            slices.append(TensorSlice(name, offset, flat, place.start, place.numel))
+    return slices
 
 
 def expected_files(folder: Path, world_size: int) -> list[str]:
@@ -226,6 +230,8 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": config.grad_clip,
         "zero_optimization": {"stage": 1},
+        # It knows AdamW. Our LAMB is told what the partitions hold.
+        "zero_allow_untested_optimizer": config.optimizer == "lamb",
         "bf16": {"enabled": config.precision == "bf16"},
         # A bf16 sum over micro-batches would round after each of them.
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -21,7 +21,7 @@ from pipeline.train.engine import Engine, StepResult
 from pipeline.train.evaluate import evaluate
 from pipeline.train.metrics import Meter
 from pipeline.train.sinks import Sinks, console_line
-from pipeline.train.state import TrainState
+from pipeline.train.state import Clock, TrainState
 from pipeline.train.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Parts:
 
 
 def train(parts: Parts, state: TrainState) -> int:
-    """Trains from `state` to the last step, or until asked to stop.
+    """Trains from `state` to the end of the run, or until asked to stop.
 
     Returns:
         An exit code of `pipeline.errors`.
@@ -58,17 +58,18 @@ def train(parts: Parts, state: TrainState) -> int:
     config, engine = parts.config.train, parts.engine
     intervals = parts.config.monitor
     meter = Meter(engine.device)
+    clock = Clock(state.elapsed_s)
     eta = _Eta(config.num_steps, state.step)
     saved_step = state.step
     steps = parts.train_loader.steps_from(state.cursor)
-    while state.step < config.num_steps:
+    while not schedule.is_over(state.step, config, state.elapsed_s):
         waited_from = time.perf_counter()
         batches = next(steps)
         meter.add_wait(time.perf_counter() - waited_from)
 
         place = parts.config.batches.at(state.cursor)
         alpha = schedule.alpha(state.step, config.alpha_warmup_steps)
-        lr = schedule.learning_rate(state.step, config)
+        lr = schedule.learning_rate(state.step, config, state.elapsed_s)
         parts.objective.set_alpha(alpha)
         _seed_dropout(parts, state)
         result = engine.train_step(batches, parts.objective, lr)
@@ -83,7 +84,12 @@ def train(parts: Parts, state: TrainState) -> int:
         stopping = False
         if state.step % intervals.log_every_steps == 0 or last:
             parts.batch_log.flush()
-            interval = meter.close_interval(stop_requested=parts.stop.requested)
+            interval = meter.close_interval(
+                stop_requested=parts.stop.requested,
+                first_rank_s=clock.read_s() if parts.process.is_first else 0.0,
+            )
+            state.elapsed_s = interval.elapsed_s
+            last = schedule.is_over(state.step, config, state.elapsed_s)
             stopping = interval.stop_requested and not last
             values = {
                 "loss": interval.loss,
@@ -98,13 +104,10 @@ def train(parts: Parts, state: TrainState) -> int:
                 "skipped_steps": float(state.skipped),
                 "batch": float(place.size),
                 "seq_len": float(place.seq_len),
+                "elapsed_s": state.elapsed_s,
                 **_epochs(parts, state),
             }
-            if parts.sinks:
-                parts.sinks.write(state.step, "train", values)
-            logger.info(
-                "%s", console_line(state.step, config.num_steps, values, eta.left_s(state.step))
-            )
+            _log_line(parts, state, values, eta)
         if state.step % intervals.eval_every_steps == 0 or last:
             _evaluate(parts, state)
         due = state.step % parts.config.checkpoint.every_steps == 0 or last or stopping
@@ -118,6 +121,14 @@ def train(parts: Parts, state: TrainState) -> int:
             )  # fmt: skip
             return EXIT_PREEMPTED
     return EXIT_FINISHED
+
+
+def _log_line(parts: Parts, state: TrainState, values: dict[str, float], eta: "_Eta") -> None:
+    if parts.sinks:
+        parts.sinks.write(state.step, "train", values)
+    config = parts.config.train
+    left_s = min(eta.left_s(state.step), schedule.budget_left_s(config, state.elapsed_s))
+    logger.info("%s", console_line(state.step, config.num_steps, values, max(0.0, left_s)))
 
 
 def _seed_dropout(parts: Parts, state: TrainState) -> None:

@@ -28,6 +28,8 @@ class Interval:
     """Share of the time in which ranks waited for data, their mean."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
+    elapsed_s: float
+    """Time of training on rank 0's clock."""
 
 
 class Meter:
@@ -56,18 +58,23 @@ class Meter:
         if applied:
             self._sums += torch.stack((sums.loss, sums.correct, sums.weight)).double()
 
-    def close_interval(self, *, stop_requested: bool) -> Interval:
-        """Adds up all ranks and starts the next interval. Collective; synchronises."""
+    def close_interval(self, *, stop_requested: bool, first_rank_s: float) -> Interval:
+        """Adds up all ranks and starts the next interval. Collective; synchronises.
+
+        Args:
+            stop_requested: whether this rank was asked to stop.
+            first_rank_s: time of training on rank 0, 0 on other ranks.
+        """
         elapsed_s = time.perf_counter() - self._start_s
         mine = [
             self._tokens, self._slots, self._unmasked_documents, self._wait_s / elapsed_s,
-            float(stop_requested), 1.0,
+            float(stop_requested), first_rank_s, 1.0,
         ]  # fmt: skip
         vector = torch.cat(
             (self._sums, torch.tensor(mine, dtype=torch.float64, device=self._device))
         )
         values = dist.sum_over_ranks(vector).tolist()  # sync
-        loss, correct, weight, tokens, slots, unmasked, wait, stops, ranks = values
+        loss, correct, weight, tokens, slots, unmasked, wait, stops, clock_s, ranks = values
         self._reset()
         return Interval(
             loss=loss / weight if weight else float("nan"),
@@ -77,4 +84,5 @@ class Meter:
             unmasked_documents=int(unmasked),
             data_wait=wait / ranks,
             stop_requested=stops > 0,
+            elapsed_s=clock_s,
         )

@@ -1,5 +1,6 @@
 """All that a run must remember besides weights and optimizer state."""
 
+import time
 from dataclasses import dataclass
 
 
@@ -15,6 +16,8 @@ class TrainState:
     """Steps skipped because a gradient was not finite."""
     skipped_in_a_row: int = 0
     """Of those, the ones since the last applied step."""
+    elapsed_s: float = 0.0
+    """Time of training until the last log line on rank 0's clock, all attempts: see `Clock`."""
 
     def advance(self, num_sequences: int, *, applied: bool) -> None:
         """Counts one step."""
@@ -25,3 +28,20 @@ class TrainState:
         else:
             self.skipped += 1
             self.skipped_in_a_row += 1
+
+
+class Clock:
+    """Time of training on one rank: all that passes in the loop, of all attempts.
+
+    Ranks take rank 0's, which they learn with each log line and not in between: a schedule that
+    depends on it is the same on all ranks, and no step waits for it. What an attempt did after the
+    last log line before its checkpoint is not counted.
+    """
+
+    def __init__(self, elapsed_s: float) -> None:
+        """Goes on from what earlier attempts took."""
+        self._start_s = time.perf_counter() - elapsed_s
+
+    def read_s(self) -> float:
+        """Seconds."""
+        return time.perf_counter() - self._start_s

@@ -47,3 +47,14 @@ def test_what_decides_the_data_is_kept_and_how_it_is_read_is_not() -> None:
         phases=(replace(phase, micro_batch=4),),
     )
     assert identity(read) == kept
+
+
+def test_runs_from_before_other_optimizers_can_be_resumed() -> None:
+    config = PretrainConfig(run_dir="unused", data=DataConfig(dir="unused"))
+    assert identity(config)["train"] == {"global_batch": 512, "precision": "bf16"}
+    lamb = replace(
+        config, train=replace(config.train, optimizer="lamb", lamb_bias_correction=False)
+    )
+    assert identity(lamb)["train"]["optimizer"] == "lamb"
+    cosine = replace(config, train=replace(config.train, schedule="cosine", lr=1.0))
+    assert identity(cosine) == identity(config)

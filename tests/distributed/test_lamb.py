@@ -1,0 +1,115 @@
+"""LAMB over flat partitions against LAMB over whole tensors, in float64 and one process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.train.engine import read_weights
+from tests.distributed import lamb_main
+from tests.distributed.lamb_main import Case
+from tests.support.ranks import start, state_of
+
+pytestmark = pytest.mark.dist
+
+
+WORLD_SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folders = {size: tmp_path_factory.mktemp(f"lamb-{size}") for size in WORLD_SIZES}
+    command = [sys.executable, "-m", "tests.distributed.lamb_main"]
+    # All at once: most of their time is the start.
+    groups = {
+        size: start([*command, str(folder)], size, folder / "output")
+        for size, folder in folders.items()
+    }
+    processes = [process for group in groups.values() for process in group]
+    try:
+        for size, group in groups.items():
+            codes = [process.wait(120) for process in group]
+            assert codes == [0] * size, (folders[size] / "output").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+    return folders
+
+
+@pytest.fixture(params=WORLD_SIZES, ids="{}-ranks".format)
+def ranks(request: pytest.FixtureRequest, runs: dict[int, Path]) -> Path:
+    return runs[request.param]
+
+
+def reference(
+    *, bias_correction: bool, adapted: bool = True, apart: bool = True
+) -> dict[str, Tensor]:
+    """The weights after all steps, float64; the formulas of the paper's algorithm 2."""
+    config = lamb_main.CASES[0].config()
+    beta1, beta2, eps = config.adam_beta1, config.adam_beta2, config.adam_eps
+
+    def trained(name: str, part: int, parts: int) -> Tensor:
+        w = lamb_main.weights()[name].double().chunk(parts)[part]
+        m, v = torch.zeros_like(w), torch.zeros_like(w)
+        for step in range(lamb_main.NUM_STEPS):
+            batches = range(lamb_main.NUM_MICRO_BATCHES)
+            grads = [lamb_main.gradient(step, batch)[name].double() for batch in batches]
+            g = torch.stack(grads).mean(0).chunk(parts)[part]
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g**2
+            t = step + 1
+            m_hat = m / (1 - beta1**t) if bias_correction else m
+            v_hat = v / (1 - beta2**t) if bias_correction else v
+            u = m_hat / (v_hat.sqrt() + eps)
+            ratio = 1.0
+            if w.ndim > 1:
+                u = u + lamb_main.WEIGHT_DECAY * w
+                norms = w.square().sum().sqrt().item(), u.square().sum().sqrt().item()
+                if adapted and min(norms) > 0:
+                    ratio = norms[0] / norms[1]
+            w = w - lamb_main.learning_rate(step) * ratio * u
+        return w
+
+    return {
+        name: torch.cat([trained(name, part, parts) for part in range(parts)])
+        for name in lamb_main.SHAPES
+        for parts in [lamb_main.STACKED.get(name, 1) if apart else 1]
+    }
+
+
+def _distances(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Of each weight, as a share of the way that it went."""
+    start = lamb_main.weights()
+    return {
+        name: ((found[name] - value).norm() / (value - start[name]).norm()).item()
+        for name, value in expected.items()
+    }
+
+
+@pytest.mark.parametrize("case", lamb_main.CASES, ids=lambda case: case.name)
+def test_weights_are_those_of_whole_tensors_in_one_process(ranks: Path, case: Case) -> None:
+    masters, used = read_weights(ranks / case.name / "straight")
+    expected = reference(bias_correction=case.bias_correction)
+    distances = _distances(masters, expected)
+    # Largest found: 5e-7, the same in all cases.
+    assert max(distances.values()) < 5e-6, distances
+    for name, weight in used.items():
+        assert torch.equal(masters[name].to(weight.dtype), weight)
+    # The reference tells other optimizers apart.
+    for other in (
+        reference(bias_correction=not case.bias_correction),
+        reference(bias_correction=case.bias_correction, adapted=False),
+        reference(bias_correction=case.bias_correction, apart=False),
+    ):
+        assert max(_distances(masters, other).values()) > 0.05
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fresh_engine_continues_bit_for_bit(ranks: Path, precision: str) -> None:
+    folder = ranks / Case(precision, bias_correction=True).name
+    straight, resumed = (state_of(folder / kind) for kind in ("straight", "resumed"))
+    assert straight.keys() == resumed.keys()
+    for name, value in straight.items():
+        assert torch.equal(value, resumed[name]), name

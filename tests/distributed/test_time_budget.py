@@ -1,0 +1,67 @@
+"""A run that ends with its time: learning rates from rank 0's clock, across a stop."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.train import TrainConfig
+from pipeline.data.shards import DatasetIndex
+from pipeline.errors import EXIT_PREEMPTED
+from pipeline.train import schedule
+from pipeline.train.checkpoint import read_manifest
+from tests.support.ranks import Ranks, records
+
+pytestmark = pytest.mark.dist
+
+_MANY_STEPS = 1_000_000
+_LONG_S = 3600.0
+_OVERRIDES = (
+    f"train.num_steps={_MANY_STEPS}", "train.schedule=time_budget", "train.min_lr_ratio=0.1",
+    "checkpoint.every_steps=1000000", "monitor.log_every_steps=2",
+    "monitor.eval_every_steps=1000000",
+)  # fmt: skip
+
+
+def _logged_rates(run_dir: Path, rank: int) -> list[str]:
+    return re.findall(r" lr (\S+) ", (run_dir / f"logs/rank-{rank:05d}.log").read_text())
+
+
+def test_stopped_run_ends_within_its_budget(dataset: DatasetIndex, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ranks = Ranks(run_dir, dataset, *_OVERRIDES, f"train.budget_hours={_LONG_S / 3600}")
+    ranks.wait_for_step(6)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], ranks.output
+    stopped = records(run_dir)[-1]
+    manifest = read_manifest(run_dir / f"checkpoints/step-{stopped['step']:08d}")
+    assert manifest.elapsed_s == stopped["elapsed_s"] > 0
+
+    # Most of an attempt this short is waiting for its first batch.
+    budget_s = 2 * manifest.elapsed_s + 3
+    again = Ranks(run_dir, dataset, *_OVERRIDES, f"train.budget_hours={budget_s / 3600}")
+    assert again.wait() == [0, 0], again.output
+    train = records(run_dir)
+    last = train[-1]
+    assert last["step"] < _MANY_STEPS
+    # It ends with the first line after the budget is used, evaluated and saved.
+    assert train[-2]["elapsed_s"] < budget_s <= last["elapsed_s"] + 1e-6
+    assert records(run_dir, "eval")[-1]["step"] == last["step"]
+    assert json.loads((run_dir / "done.json").read_text())["step"] == last["step"]
+    assert (run_dir / "checkpoints/latest").read_text() == f"step-{last['step']:08d}\n"
+
+    # A line's rate is that of its step, by the time of the line before it; also after the stop.
+    elapsed_s = 0.0
+    for record in train:
+        config = TrainConfig(
+            num_steps=_MANY_STEPS, lr=3e-3, warmup_steps=5, schedule="time_budget",
+            min_lr_ratio=0.1, budget_hours=(_LONG_S, budget_s)[record["attempt"] - 1] / 3600,
+        )  # fmt: skip
+        assert record["lr"] == schedule.learning_rate(record["step"] - 1, config, elapsed_s)
+        elapsed_s = record["elapsed_s"]
+    assert last["lr"] < 0.2 * 3e-3
+    # Clocks of two processes do not agree to the third digit of every rate.
+    assert _logged_rates(run_dir, 0) == _logged_rates(run_dir, 1)
+    assert len(set(_logged_rates(run_dir, 0))) > 5

@@ -1,0 +1,81 @@
+"""Which parameters decay, and which of their matrices have ratios of their own."""
+
+import logging
+
+import pytest
+import torch
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import TrainConfig
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.train.lamb import TensorSlice
+from pipeline.train.optimizer import make_optimizer, matrix_slices
+
+MODEL = ModelConfig(
+    vocab_size=50, num_layers=2, hidden_size=8, num_heads=2, ffn_size=12, activation="swiglu",
+    bias=True, norm_affine=True, mlm_head="bert",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_matrices_decay_and_the_log_says_so(
+    optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MaskedLanguageModel(MODEL)
+    config = TrainConfig(
+        optimizer=optimizer,  # type: ignore[arg-type]
+        lamb_bias_correction=True if optimizer == "lamb" else None, weight_decay=0.3,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        made = make_optimizer(model, config)
+    sizes: dict[float, list[int]] = {0.3: [], 0.0: []}
+    for name, parameter in model.named_parameters():
+        is_vector = name.endswith("bias") or "norm" in name
+        sizes[0.0 if is_vector else 0.3].append(parameter.numel())
+    assert len(caplog.messages) == len(made.param_groups) == 2
+    for group, message in zip(made.param_groups, caplog.messages, strict=True):
+        expected = sizes[group["weight_decay"]]
+        assert [parameter.numel() for parameter in group["params"]] == expected
+        assert message == (
+            f"{optimizer}: weight decay {group['weight_decay']} on {len(expected)} tensors of "
+            f"{sum(expected):,} parameters"
+        )
+        assert group.get("adapts", True) == (group["weight_decay"] > 0 or optimizer == "adamw")
+
+
+def test_matrices_stored_as_one_are_told_apart() -> None:
+    model = MaskedLanguageModel(MODEL)
+    whole = [
+        TensorSlice(name, 0, parameter.detach().flatten(), 0, parameter.numel())
+        for name, parameter in model.named_parameters()
+    ]
+    names, pieces = matrix_slices(model, whole)
+    assert [piece.name for piece in pieces] == names
+    found = {piece.name: piece.flat[piece.start : piece.start + piece.length] for piece in pieces}
+    for index, layer in enumerate(model.encoder.layers):
+        for part, matrix in enumerate(layer.attention.qkv.weight.chunk(3)):
+            name = f"encoder.layers.{index}.attention.qkv.weight/{part}"
+            assert torch.equal(found[name], matrix.flatten())
+        for part, matrix in enumerate(layer.feed_forward.inner.weight.chunk(2)):
+            name = f"encoder.layers.{index}.feed_forward.inner.weight/{part}"
+            assert torch.equal(found[name], matrix.flatten())
+    assert len(names) == len(whole) + 2 * (2 + 1)
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 65, 200])
+def test_pieces_cut_anywhere_cover_each_element_once(length: int) -> None:
+    model = MaskedLanguageModel(MODEL)
+    parameter = dict(model.named_parameters())["encoder.layers.0.attention.qkv.weight"]
+    name, total = "encoder.layers.0.attention.qkv.weight", parameter.numel()
+    values = torch.arange(total).float()
+    slices = [
+        # Ten elements of something else before each piece.
+        TensorSlice(name, at, torch.cat((torch.full((10,), -1.0), values[at : at + length])), 10,
+                    min(length, total - at))
+        for at in range(0, total, length)
+    ]  # fmt: skip
+    _, pieces = matrix_slices(model, slices)
+    for part in range(3):
+        mine = [piece for piece in pieces if piece.name == f"{name}/{part}"]
+        found = torch.cat([each.flat[each.start : each.start + each.length] for each in mine])
+        assert torch.equal(found, values.chunk(3)[part])
