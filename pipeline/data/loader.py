@@ -86,9 +86,11 @@ def _tensors(make: Callable[[], list[Batch]]) -> list[MicroBatch]:
 
 
 class EvalLoader:
-    """This rank's share of the held-out sequences, in dataset order, with fixed masks.
+    """This rank's share of the held-out sequences, with fixed masks, one source after another.
 
     They are of the config's unit and selection at `mask_prob`, whatever the ratio is in training.
+    Where there are more than `monitor.eval_sequences`, each source gives its first ones in
+    proportion to its size, one at least.
     """
 
     def __init__(
@@ -103,23 +105,52 @@ class EvalLoader:
         if counts is None:
             counts = sequences_at(index, [self._seq_len], None)
         self.split = PackedSplit(index, "eval", config.data, counts)
+        self.sources = tuple(source.name for source in index.sources)
+        """Names; those without held-out text, too."""
         of_block = self.split.counts[self._seq_len]
-        # No more blocks than the sequences that are wanted can lie in.
-        of_block = of_block[: config.monitor.eval_sequences]
-        blocks = np.repeat(np.arange(len(of_block)), of_block)
-        numbers = np.arange(len(blocks))
-        sequences = numbers - np.repeat(np.cumsum(of_block) - of_block, of_block)
-        all_sequences = Locations(
-            np.zeros_like(numbers), blocks, sequences, numbers, np.zeros(len(numbers), np.bool_)
+        source_of_block = index.block_source[self.split.rows].astype(np.int64)
+        blocks = _first_blocks(of_block, source_of_block, config.monitor.eval_sequences)
+        numbers = np.arange(int(of_block.sum()))
+        first_ids = np.cumsum(of_block) - of_block
+        ids = np.concatenate([numbers[first_ids[b] : first_ids[b] + n] for b, n in blocks])
+        of_id = np.repeat([b for b, _ in blocks], [n for _, n in blocks])
+        self._all = Locations(
+            np.zeros_like(ids), of_id, ids - first_ids[of_id], ids, np.zeros(len(ids), np.bool_)
         )
-        mine = slice(share.rank, config.monitor.eval_sequences, share.world_size)
-        self._mine = Locations._make(array[mine] for array in all_sequences)
+        self._source = source_of_block[of_id]
+        self._share = share
         self._masks = Masks(EVAL_MASK_SEED, Purpose.EVAL_MASK, config.data.mask_prob)
         self._micro_batch = config.train.micro_batch
 
-    def batches(self) -> Iterator[MicroBatch]:
-        """Yields the same micro-batches each time."""
-        for at in range(0, len(self._mine.blocks), self._micro_batch):
-            rows = self._mine.rows(at, at + self._micro_batch)
-            slots = self.split.slots(rows, self._seq_len)
-            yield MicroBatch.of(self.split.masked(slots, rows, self._masks))
+    def batches(self) -> Iterator[tuple[int, MicroBatch]]:
+        """Yields the same micro-batches each time, each with the number of its only source."""
+        mine = np.arange(self._share.rank, len(self._source), self._share.world_size)
+        for source in range(len(self.sources)):
+            rows = mine[self._source[mine] == source]
+            for at in range(0, len(rows), self._micro_batch):
+                yield source, self._made(rows[at : at + self._micro_batch])
+
+    def spread(self, count: int) -> MicroBatch:
+        """At most `count` of all ranks' sequences, evenly spaced: the same on every rank."""
+        every = -(-len(self._source) // count)
+        return self._made(np.arange(0, len(self._source), every))
+
+    def _made(self, rows: Ints) -> MicroBatch:
+        locations = Locations._make(array[rows] for array in self._all)
+        slots = self.split.slots(locations, self._seq_len)
+        return MicroBatch.of(self.split.masked(slots, locations, self._masks))
+
+
+def _first_blocks(counts: Ints, source_of_block: Ints, limit: int) -> list[tuple[int, int]]:
+    """Blocks with how many of their sequences are taken, by source."""
+    total, found = int(counts.sum()), []
+    for source in np.unique(source_of_block).tolist():
+        of_source = np.flatnonzero(source_of_block == source)
+        size = int(counts[of_source].sum())
+        left = size if total <= limit else max(1, limit * size // total)
+        for block in of_source.tolist():
+            taken = min(left, int(counts[block]))
+            left -= taken
+            if taken:
+                found.append((block, taken))
+    return found
