@@ -132,8 +132,9 @@ class EvalLoader:
 
     def spread(self, count: int) -> MicroBatch:
         """At most `count` of all ranks' sequences, evenly spaced: the same on every rank."""
-        every = -(-len(self._source) // count)
-        return self._made(np.arange(0, len(self._source), every))
+        total = len(self._source)
+        count = min(count, total)
+        return self._made(np.arange(count) * total // count)
 
     def _made(self, rows: Ints) -> MicroBatch:
         locations = Locations._make(array[rows] for array in self._all)

@@ -84,6 +84,21 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_atomic(path, text.encode())
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file of one a line; what a killed writer left unfinished is passed over.
+
+    Empty if there is no such file.
+    """
+    found = []
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
 def record_exit(run_dir: Path, process: ProcessInfo, code: int) -> None:
     """Leaves this rank's exit code in `run_dir/exit/JOB/rank-NNNNN`.
 

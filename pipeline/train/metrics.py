@@ -141,4 +141,4 @@ class Meter:
 
 
 def _stacked(sums: LossSums) -> torch.Tensor:
-    return torch.stack((sums.loss, sums.correct, sums.weight)).double()
+    return torch.stack((sums.loss, sums.correct, sums.weight)).detach().double()

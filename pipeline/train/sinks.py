@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from pipeline.runtime.files import METRICS_FILE
+from pipeline.runtime.log import duration_text
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +84,3 @@ def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: flo
         f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
         f"ETA {duration_text(eta_s)}"
     )
-
-
-def duration_text(seconds: float) -> str:
-    """Such as `2d 03:04:05`."""
-    total = round(seconds)
-    days, rest = divmod(total, 86400)
-    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}d {clock}" if days else clock
