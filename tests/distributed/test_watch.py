@@ -1,10 +1,8 @@
 """What runs show: every number against one that is computed another way."""
 
-import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex
 from pipeline.data.steps import Share
 from pipeline.train.engine import read_weights
-from tests.support.ranks import Ranks, records
+from tests.support.ranks import Ranks, newest_state, records
 
 pytestmark = pytest.mark.dist
 
@@ -138,14 +136,31 @@ def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
     assert any(record["grad_norm"] > 0.5 for record in records(run_dir)), "nothing was clipped"
 
 
+# Where nine of ten tokens are masked, little but frequencies can be learnt for a while.
+HIDDEN = ("train.num_steps=36", "train.micro_batch=1", "train.lr=2e-2", "model.dropout=0.0",
+          "data.mask_prob=0.9")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def sourced(tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex) -> Path:
     """Few enough held-out sequences that not all are taken."""
     run_dir = tmp_path_factory.mktemp("sourced") / "run"
-    ranks = Ranks(run_dir, two_sources, "train.num_steps=20", "train.micro_batch=1",
-                  "monitor.eval_sequences=24", "monitor.log_every_steps=5")  # fmt: skip
+    ranks = Ranks(run_dir, two_sources, *HIDDEN, "monitor.eval_sequences=24")
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir
+
+
+def test_a_plateau_is_told_once(sourced: Path, two_sources: DatasetIndex) -> None:
+    entropy = two_sources.unigram_entropy_nats
+    near = [abs(line["loss"] / entropy - 1) <= 0.05 for line in records(sourced)]
+    # Both warm-ups end with step 10; 20 log intervals follow the first line that is near.
+    first = next(step for step in range(11, 17) if all(near[step - 1 : step + 20]))
+    output = sourced.with_suffix(".out").read_text()
+    assert output.count("plateau: The loss has been within 5% of the unigram entropy") == 1
+    assert f"({entropy:.3f} nats) from step {first} to {first + 20};" in output
+    text = _tensorboard(sourced).Tensors("plateau/text_summary")
+    assert [event.step for event in text] == [first + 20]
+    assert b"peak train.lr=0.02" in text[0].tensor_proto.string_val[0]
 
 
 def test_scores_by_source_add_up(sourced: Path) -> None:
@@ -189,20 +204,14 @@ def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: Da
     }  # fmt: skip
 
 
-def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_evaluation_does_not_change_training(
-    sourced: Path, two_sources: DatasetIndex, tmp_path: Path
+def test_watching_does_not_change_training(
+    straight_run: Path, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
+    """Dropout is on; evaluations, norms and log lines come at other steps."""
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, two_sources, "train.num_steps=20", "train.micro_batch=1",
-                  "monitor.eval_sequences=3", "monitor.log_every_steps=5",
-                  "monitor.eval_every_steps=3")  # fmt: skip
+    ranks = Ranks(run_dir, dataset, "monitor.eval_sequences=3", "monitor.eval_every_steps=7",
+                  "monitor.log_every_steps=5")  # fmt: skip
     assert ranks.wait() == [0, 0], ranks.output
-    assert [line["step"] for line in records(run_dir, "eval")] == [0, 3, 6, 9, 12, 15, 18, 20]
-    assert [line["loss"] for line in records(run_dir)] == [
-        line["loss"] for line in records(sourced)
-    ]
-    assert torch.isfinite(torch.tensor([line["loss"] for line in _lines(run_dir)])).all()
+    assert [line["step"] for line in records(run_dir, "eval")] == [0, 7, 14, 21, 28, 35, 40]
+    expected, found = newest_state(straight_run), newest_state(run_dir)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
