@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -123,12 +124,23 @@ class EvalLoader:
         self._micro_batch = config.train.micro_batch
 
     def batches(self) -> Iterator[tuple[int, MicroBatch]]:
-        """Yields the same micro-batches each time, each with the number of its only source."""
-        mine = np.arange(self._share.rank, len(self._source), self._share.world_size)
+        """Yields the same micro-batches each time, each with the number of its only source.
+
+        Every rank yields as many, so that weights that are divided over ranks can be gathered for
+        each; one that has nothing left gives a sequence without targets.
+        """
+        rank, world_size = self._share.rank, self._share.world_size
+        size = world_size * self._micro_batch
         for source in range(len(self.sources)):
-            rows = mine[self._source[mine] == source]
-            for at in range(0, len(rows), self._micro_batch):
-                yield source, self._made(rows[at : at + self._micro_batch])
+            rows = np.flatnonzero(self._source == source)
+            for at in range(0, len(rows), size):
+                mine = rows[at : at + size][rank::world_size]
+                batch = self._made(mine if len(mine) else rows[:1])
+                if not len(mine):
+                    batch = replace(
+                        batch, masked_index=batch.masked_index[:0], targets=batch.targets[:0]
+                    )
+                yield source, batch
 
     def spread(self, count: int) -> MicroBatch:
         """At most `count` of all ranks' sequences, evenly spaced: the same on every rank."""

@@ -21,7 +21,7 @@ from pipeline.train.engine import Engine, StepResult
 from pipeline.train.metrics import Meter
 from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
-from pipeline.train.watch import Watch
+from pipeline.train.watch import StepNumbers, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ def train(parts: Parts, state: TrainState) -> int:
             parts.batch_log.flush()
             interval = meter.close_interval(result.grad_norm, stop_requested=parts.stop.requested)
             stopping = interval.stop_requested and not last
-            parts.watch.interval(state, place, interval, result.grad_norm)
+            numbers = StepNumbers(alpha, lr, result.grad_norm)
+            parts.watch.interval(state, place, interval, numbers)
         if state.step % intervals.eval_every_steps == 0 or last:
             parts.watch.evaluate(state)
         due = state.step % parts.config.checkpoint.every_steps == 0 or last or stopping

@@ -136,7 +136,7 @@ class Meter:
             stop_requested=stops > 0,
             step_s=by_rank[:, len(_PEAKS) :],
             peak_gb={name: size for name, size in most.items() if size},
-            layers=self._layers.norms(squares.view(-1, 3).tolist(), grad_norm),
+            layers=self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm),
         )
 
 

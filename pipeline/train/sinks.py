@@ -66,6 +66,7 @@ class Sinks:
 
     def write_settings(self, settings: dict[str, bool | str | float]) -> None:
         """Lists the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
+        # SummaryWriter.add_hparams would open a second folder, a run of its own.
         for summary in hparams(settings, {"eval/loss": 0.0}):
             self._tensorboard._get_file_writer().add_summary(summary)
 

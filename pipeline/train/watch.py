@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,14 @@ from pipeline.train.sinks import Sinks, console_line
 from pipeline.train.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+
+class StepNumbers(NamedTuple):
+    """What the last step of an interval was taken with."""
+
+    alpha: float
+    lr: float
+    grad_norm: float
 
 
 class Watch:
@@ -60,7 +69,7 @@ class Watch:
             sinks.write_settings(_settings(config))
 
     def interval(
-        self, state: TrainState, place: BatchPlace, interval: Interval, grad_norm: float
+        self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
     ) -> None:
         """Shows what happened since the last time.
 
@@ -68,43 +77,19 @@ class Watch:
             state: after the interval's last step.
             place: batch of that step.
             interval: over all ranks.
-            grad_norm: of that step.
+            step: that step.
         """
         num_steps = self._config.train.num_steps
-        last = LastStep(
-            step=state.step,
-            alpha=schedule.alpha(state.step - 1, self._config.train.alpha_warmup_steps),
-            lr=schedule.learning_rate(state.step - 1, self._config.train),
-            grad_norm=grad_norm,
-            layers=interval.layers,
-            tokens_per_step=interval.num_tokens / interval.step_s.shape[1],
-        )
-        values = {
-            "loss": interval.loss,
-            "accuracy": interval.accuracy,
-            "lr": last.lr,
-            "alpha": last.alpha,
-            "grad_norm": grad_norm,
-            "tokens_per_s": interval.num_tokens / interval.elapsed_s,
-            "fill": interval.num_tokens / interval.num_slots,
-            "unmasked_documents": float(interval.unmasked_documents),
-            "data_wait": interval.data_wait,
-            "skipped_steps": float(state.skipped),
-            "batch": float(place.size),
-            "seq_len": float(place.seq_len),
-            **self._epochs(state),
-            **self._speed(interval),
-            **interval.peak_gb,
-        }
-        for name, norms in interval.layers.items():
-            values[f"grad_norm_{name}"] = norms.gradient
-            values[f"update_ratio_{name}"] = norms.update_ratio
+        values = self._values(state, place, interval, step)
         if self._sinks:
             self._sinks.write(state.step, "train", values)
         self._eta = self._eta or _Eta(state.step, interval.elapsed_s / interval.step_s.shape[1])
         left_s = self._eta.left_s(state.step, num_steps)
         logger.info("%s", console_line(state.step, num_steps, values, left_s))
-        advice = self._doctor.look(interval.loss, last)
+        tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
+        advice = self._doctor.look(
+            interval.loss, LastStep(state.step, *step, interval.layers, tokens_per_step)
+        )
         if advice:
             logger.warning("plateau: %s", advice)
             if self._sinks:
@@ -137,6 +122,32 @@ class Watch:
         self._sinks.write(state.step, "eval", result.values() | layers)
         self._sinks.write_image(state.step, "attention_entropy", _entropy_map(entropy))
         self._sinks.write_text(state.step, "fill_mask", examples_text(examples))
+
+    def _values(
+        self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
+    ) -> dict[str, float]:
+        """All numbers of a log line."""
+        values = {
+            "loss": interval.loss,
+            "accuracy": interval.accuracy,
+            "lr": step.lr,
+            "alpha": step.alpha,
+            "grad_norm": step.grad_norm,
+            "tokens_per_s": interval.num_tokens / interval.elapsed_s,
+            "fill": interval.num_tokens / interval.num_slots,
+            "unmasked_documents": float(interval.unmasked_documents),
+            "data_wait": interval.data_wait,
+            "skipped_steps": float(state.skipped),
+            "batch": float(place.size),
+            "seq_len": float(place.seq_len),
+            **self._epochs(state),
+            **self._speed(interval),
+            **interval.peak_gb,
+        }
+        for name, norms in interval.layers.items():
+            values[f"grad_norm_{name}"] = norms.gradient
+            values[f"update_ratio_{name}"] = norms.update_ratio
+        return values
 
     def _epochs(self, state: TrainState) -> dict[str, float]:
         """How often the training text was seen, by source where sources have weights."""
