@@ -74,17 +74,17 @@ class PlateauDoctor:
                 "Likely causes, with this run's numbers:",
                 "",
                 f"- learning rate: {last.lr:.2e} now, peak train.lr={train.lr:g}, warm-up "
-                f"{train.warmup_steps:,} steps; a Post-LN encoder that got too much too soon stays "
-                "here: halve train.lr or double train.warmup_steps, and start afresh",
+                f"{train.warmup_steps:,} steps; a Post-LN encoder that got too much too soon may "
+                "stay here: halve train.lr or double train.warmup_steps, and start afresh",
                 f"- alpha: {last.alpha:.3f}, "
                 + (
                     f"from 0 to 1 in {train.alpha_warmup_steps:,} steps"
                     if train.alpha_warmup_steps
                     else "1 from the start (train.alpha_warmup_steps=0)"
                 )
-                + "; a deep model needs it slower: lengthen train.alpha_warmup_steps",
-                f"- batch: {last.tokens_per_step:,.0f} tokens a step; below some 10,000 the "
-                "gradient may be noise: raise train.global_batch",
+                + "; a deeper model may need it slower: lengthen train.alpha_warmup_steps",
+                f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
+                "a noisy gradient: raise train.global_batch",
                 f"- gradient norm {last.grad_norm:.3g}, by layer: {_by_layer(last.layers)}; "
                 "lower layers near 0 beside the head's mean that nothing passes through the norms",
                 f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
