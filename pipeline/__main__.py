@@ -26,6 +26,7 @@ _EXAMPLES = """\
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
   python -m pipeline model configs/model/roformer_v2-base.yaml --seq-len 128 vocab_size=21128
   torchrun --standalone --nproc-per-node 2 -m pipeline pretrain configs/demo.yaml
+  python -m pipeline status runs/demo/train
   python -m pipeline coverage configs/demo.yaml train.num_steps=2000
   python -m pipeline inspect runs/demo/train --step 12 --rank 1 | less
   python -m pipeline inspect runs/demo/train --find python/bisect.rst
@@ -66,6 +67,18 @@ def _coverage(arguments: argparse.Namespace) -> int:
         for line in coverage_text(found):
             print(line)
     return EXIT_FINISHED if found.is_exact else EXIT_FAILED_DO_NOT_RETRY
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from pipeline.inspect.status import run_status
+    from pipeline.inspect.status_text import status_text
+
+    status = run_status(arguments.run_dir)
+    if arguments.json:
+        print(json.dumps(asdict(status)))
+    else:
+        print("\n".join(status_text(arguments.run_dir, status)))
+    return 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -198,6 +211,10 @@ def _parser() -> argparse.ArgumentParser:
     coverage.set_defaults(run=_coverage)
     for command in (config, pretrain, coverage):
         cli.add_config_arguments(command)
+    status = commands.add_parser("status", help="how a run is doing, from the files in its folder")
+    status.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    status.add_argument("--json", action="store_true", help="one JSON object")
+    status.set_defaults(run=_status)
     _add_inspect(commands)
     fill = commands.add_parser("fill-mask", help="most likely tokens at each [MASK] of a text")
     fill.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, or an exported one")

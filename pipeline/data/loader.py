@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -86,9 +87,11 @@ def _tensors(make: Callable[[], list[Batch]]) -> list[MicroBatch]:
 
 
 class EvalLoader:
-    """This rank's share of the held-out sequences, in dataset order, with fixed masks.
+    """This rank's share of the held-out sequences, with fixed masks, one source after another.
 
     They are of the config's unit and selection at `mask_prob`, whatever the ratio is in training.
+    Where there are more than `monitor.eval_sequences`, each source gives its first ones in
+    proportion to its size, one at least.
     """
 
     def __init__(
@@ -103,24 +106,65 @@ class EvalLoader:
         if counts is None:
             counts = sequences_at(index, [self._seq_len], None)
         self.split = PackedSplit(index, "eval", config.data, counts)
+        self.sources = tuple(source.name for source in index.sources)
+        """Names; those without held-out text, too."""
         of_block = self.split.counts[self._seq_len]
-        # No more blocks than the sequences that are wanted can lie in.
-        of_block = of_block[: config.monitor.eval_sequences]
-        blocks = np.repeat(np.arange(len(of_block)), of_block)
-        numbers = np.arange(len(blocks))
-        sequences = numbers - np.repeat(np.cumsum(of_block) - of_block, of_block)
-        all_sequences = Locations(
-            np.zeros_like(numbers), blocks, sequences, numbers, np.zeros(len(numbers), np.bool_)
+        source_of_block = index.block_source[self.split.rows].astype(np.int64)
+        blocks = _first_blocks(of_block, source_of_block, config.monitor.eval_sequences)
+        numbers = np.arange(int(of_block.sum()))
+        first_ids = np.cumsum(of_block) - of_block
+        ids = np.concatenate([numbers[first_ids[b] : first_ids[b] + n] for b, n in blocks])
+        of_id = np.repeat([b for b, _ in blocks], [n for _, n in blocks])
+        self._all = Locations(
+            np.zeros_like(ids), of_id, ids - first_ids[of_id], ids, np.zeros(len(ids), np.bool_)
         )
-        mine = slice(share.rank, config.monitor.eval_sequences, share.world_size)
-        self._mine = Locations._make(array[mine] for array in all_sequences)
+        self._source = source_of_block[of_id]
+        self._share = share
         self._masks = Masks(EVAL_MASK_SEED, Purpose.EVAL_MASK, config.data.mask_prob)
         self._micro_batch = config.train.micro_batch
 
-    def batches(self) -> Iterator[MicroBatch]:
-        """Yields the same micro-batches each time."""
-        for at in range(0, len(self._mine.blocks), self._micro_batch):
-            rows = self._mine.rows(at, at + self._micro_batch)
-            slots = self.split.slots(rows, self._seq_len)
-            [batch] = self.split.masked(slots, rows, self._masks, micro_batch=self._micro_batch)
-            yield MicroBatch.of(batch)
+    def batches(self) -> Iterator[tuple[int, MicroBatch]]:
+        """Yields the same micro-batches each time, each with the number of its only source.
+
+        Every rank yields as many, so that weights that are divided over ranks can be gathered for
+        each; one that has nothing left gives a sequence without targets.
+        """
+        rank, world_size = self._share.rank, self._share.world_size
+        size = world_size * self._micro_batch
+        for source in range(len(self.sources)):
+            rows = np.flatnonzero(self._source == source)
+            for at in range(0, len(rows), size):
+                mine = rows[at : at + size][rank::world_size]
+                batch = self._made(mine if len(mine) else rows[:1])
+                if not len(mine):
+                    batch = replace(
+                        batch, masked_index=batch.masked_index[:0], targets=batch.targets[:0]
+                    )
+                yield source, batch
+
+    def spread(self, count: int) -> MicroBatch:
+        """At most `count` of all ranks' sequences, evenly spaced: the same on every rank."""
+        total = len(self._source)
+        count = min(count, total)
+        return self._made(np.arange(count) * total // count)
+
+    def _made(self, rows: Ints) -> MicroBatch:
+        locations = Locations._make(array[rows] for array in self._all)
+        slots = self.split.slots(locations, self._seq_len)
+        [batch] = self.split.masked(slots, locations, self._masks, micro_batch=len(rows))
+        return MicroBatch.of(batch)
+
+
+def _first_blocks(counts: Ints, source_of_block: Ints, limit: int) -> list[tuple[int, int]]:
+    """Blocks with how many of their sequences are taken, by source."""
+    total, found = int(counts.sum()), []
+    for source in np.unique(source_of_block).tolist():
+        of_source = np.flatnonzero(source_of_block == source)
+        size = int(counts[of_source].sum())
+        left = size if total <= limit else max(1, limit * size // total)
+        for block in of_source.tolist():
+            taken = min(left, int(counts[block]))
+            left -= taken
+            if taken:
+                found.append((block, taken))
+    return found

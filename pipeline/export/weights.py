@@ -29,10 +29,10 @@ from pipeline.export.folder import (
 )
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
+from pipeline.runtime.files import METRICS_FILE
 from pipeline.train.build import InitialWeights
 from pipeline.train.checkpoint import FOLDER, Manifest, newest_good, read_manifest
 from pipeline.train.engine import read_weights
-from pipeline.train.sinks import METRICS_FILE
 
 LARGEST_DIFFERENCE = 1e-3
 """Largest difference between exported and trained logits that is accepted."""

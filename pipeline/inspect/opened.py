@@ -1,11 +1,9 @@
 """A run's data as its files describe it, opened without torch, a GPU or its number of ranks."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pipeline.config.batches import BatchPlace
 from pipeline.config.load import load
@@ -16,7 +14,7 @@ from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import TrainSteps
 from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
 from pipeline.errors import DataError
-from pipeline.runtime.files import ATTEMPTS_FILE, RESOLVED_FILE
+from pipeline.runtime.files import ATTEMPTS_FILE, RESOLVED_FILE, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
         DataError: the folder holds no run, or the dataset is not the one that the run was started
             with.
     """
-    attempts = _attempts(folder)
+    attempts = read_json_lines(folder / ATTEMPTS_FILE)
     if not attempts:
         raise DataError(
             f"{folder} is no run folder: it has no {ATTEMPTS_FILE} with a start; expected the "
@@ -115,12 +113,3 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     logged = (folder / BATCHES_FILE).is_file()
     records = read_batches(folder) if logged else []
     return OpenedRun(folder, config, index, records, newest.get("world_size"))
-
-
-def _attempts(folder: Path) -> list[dict[str, Any]]:
-    """The run's starts; a last line that is not complete yet is left out."""
-    path = folder / ATTEMPTS_FILE
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -43,14 +43,15 @@ class MaskedLanguageModeling:
     def __init__(self, device: torch.device) -> None:
         """Starts with alpha = 1."""
         # A tensor on the device: a Python number would be compiled into the graph.
-        self._alpha = torch.ones((), device=device)
+        self.alpha = torch.ones((), device=device)
+        """0-dimensional fp32: the scale of the residual branches."""
 
     def set_alpha(self, alpha: float) -> None:
         """Sets the scale of the residual branches for the passes that follow."""
-        self._alpha.fill_(alpha)
+        self.alpha.fill_(alpha)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> LossSums:
         """Runs the model on a micro-batch that lies on its device."""
         layout = rows(batch.documents, batch.positions)
-        logits = model(batch.input_ids, layout, batch.masked_index, self._alpha)
+        logits = model(batch.input_ids, layout, batch.masked_index, self.alpha)
         return masked_lm_loss(logits, batch.targets)

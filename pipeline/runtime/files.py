@@ -14,6 +14,14 @@ RESOLVED_FILE = "resolved.yaml"
 """In a run's folder: its config in full."""
 ATTEMPTS_FILE = "attempts.jsonl"
 """In a run's folder: one line for each start."""
+METRICS_FILE = "metrics.jsonl"
+"""In a run's folder: one line for each time that numbers were logged."""
+DONE_FILE = "done.json"
+"""In a run's folder: there when the run is finished."""
+LOCK_FILE = "lock"
+"""In a run's folder: locked while the run's first rank lives."""
+EXIT_FOLDER = "exit"
+"""In a run's folder: `JOB/rank-NNNNN`, the exit code of each rank."""
 _CHUNK_BYTES = 1 << 22
 _ABANDONED_AFTER_S = 3600
 
@@ -76,12 +84,27 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_atomic(path, text.encode())
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file of one a line; what a killed writer left unfinished is passed over.
+
+    Empty if there is no such file.
+    """
+    found = []
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
 def record_exit(run_dir: Path, process: ProcessInfo, code: int) -> None:
     """Leaves this rank's exit code in `run_dir/exit/JOB/rank-NNNNN`.
 
     Job scripts read it, because srun hides the code of a rank behind those it then kills.
     """
-    folder = run_dir / "exit" / process.job
+    folder = run_dir / EXIT_FOLDER / process.job
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{process.rank:05d}").write_text(f"{code}\n")
 

@@ -28,6 +28,8 @@ from pipeline.runtime import log
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
+    DONE_FILE,
+    LOCK_FILE,
     RESOLVED_FILE,
     sha256_file,
     write_atomic,
@@ -42,11 +44,10 @@ from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
 from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
+from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-DONE_FILE = "done.json"
-LOCK_FILE = "lock"
 _LOCK_PATIENCE_S = 15.0
 
 
@@ -147,18 +148,18 @@ def _run(
         attempt = _record_attempt(
             run_dir, process, index.fingerprint, state.step if resumed_from else None
         )
-        sinks = Sinks(run_dir, attempt, state.step)
+        sinks = Sinks(run_dir, attempt, state.step if resumed_from else None)
+    objective = MaskedLanguageModeling(device)
     parts = Parts(
         config=config,
         process=process,
         engine=engine,
-        objective=MaskedLanguageModeling(device),
+        objective=objective,
         train_loader=train_loader,
-        eval_loader=eval_loader,
         store=store,
         batch_log=batch_log,
         stop=stop,
-        sinks=sinks,
+        watch=Watch(config, index, model, engine, objective, train_loader, eval_loader, sinks),
     )
     code = train(parts, state)
     if sinks:

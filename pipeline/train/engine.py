@@ -94,6 +94,26 @@ class Engine:
         """The model whose forward pass training and evaluation use."""
         return self._engine  # type: ignore[no-any-return]
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that updates this rank's partitions; for its hooks around a step."""
+        return self._optimizer
+
+    def partitions(self) -> list[tuple[Tensor, dict[str, tuple[int, int]]]]:
+        """This rank's flat fp32 master weights, each with (start, stop) of the parameters in it.
+
+        They are parameters of `optimizer`; empty if DeepSpeed divides the weights otherwise.
+        """
+        places = getattr(self._engine.optimizer, "_param_slice_mappings", [])
+        flat = [group["params"] for group in self._optimizer.param_groups]
+        if len(flat) != len(places) or any(len(parameters) != 1 for parameters in flat):
+            return []
+        return [
+            (partition, {name: (part.start, part.start + part.numel)
+                         for name, part in of_group.items()})
+            for (partition,), of_group in zip(flat, places, strict=True)
+        ]  # fmt: skip
+
     def train_step(self, batches: list[MicroBatch], objective: Objective, lr: float) -> StepResult:
         """Forward, backward and one update over this rank's micro-batches of one step. Collective.
 

@@ -10,7 +10,7 @@ from pipeline.config.batches import BatchPlace
 from pipeline.config.run import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.batch_records import BatchRecord
-from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.loader import TrainLoader
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, TrainingError
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo
@@ -18,11 +18,10 @@ from pipeline.train import schedule
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.engine import Engine, StepResult
-from pipeline.train.evaluate import evaluate
 from pipeline.train.metrics import Meter
-from pipeline.train.sinks import Sinks, console_line
 from pipeline.train.state import Clock, TrainState
 from pipeline.train.stop import StopRequest
+from pipeline.train.watch import StepNumbers, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +35,10 @@ class Parts:
     engine: Engine
     objective: MaskedLanguageModeling
     train_loader: TrainLoader
-    eval_loader: EvalLoader
     store: CheckpointStore
     batch_log: BatchLog
     stop: StopRequest
-    sinks: Sinks | None
-    """On rank 0."""
+    watch: Watch
 
 
 def train(parts: Parts, state: TrainState) -> int:
@@ -57,15 +54,18 @@ def train(parts: Parts, state: TrainState) -> int:
     """
     config, engine = parts.config.train, parts.engine
     intervals = parts.config.monitor
-    meter = Meter(engine.device)
+    meter = Meter(engine, parts.process, config.grad_clip)
     clock = Clock(state.elapsed_s)
-    eta = _Eta(config.num_steps, state.step)
     saved_step = state.step
+    if state.step == 0:
+        parts.watch.evaluate(state)
     steps = parts.train_loader.steps_from(state.cursor)
     while not schedule.is_over(state.step, config, state.elapsed_s):
-        waited_from = time.perf_counter()
+        next_step = state.step + 1
+        log = next_step % intervals.log_every_steps == 0 or next_step == config.num_steps
+        meter.begin_step()
         batches = next(steps)
-        meter.add_wait(time.perf_counter() - waited_from)
+        meter.have_data(measure_layers=log)
 
         place = parts.config.batches.at(state.cursor)
         alpha = schedule.alpha(state.step, config.alpha_warmup_steps)
@@ -74,42 +74,27 @@ def train(parts: Parts, state: TrainState) -> int:
         _seed_dropout(parts, state)
         result = engine.train_step(batches, parts.objective, lr)
         state.advance(place.size, applied=result.applied)
-        meter.add_step(result.sums, batches, applied=result.applied)
+        meter.end_step(result, batches)
         _log_batch(parts, place, batches, state.step if result.applied else None)
         if not result.applied:
             _report_skip(parts, state, result, place)
             continue
 
-        last = state.step == config.num_steps
-        stopping = False
-        if state.step % intervals.log_every_steps == 0 or last:
+        last = stopping = False
+        if log:
             parts.batch_log.flush()
             interval = meter.close_interval(
+                result.grad_norm,
                 stop_requested=parts.stop.requested,
-                first_rank_s=clock.read_s() if parts.process.is_first else 0.0,
+                clock_s=clock.read_s() if parts.process.is_first else 0.0,
             )
-            state.elapsed_s = interval.elapsed_s
+            state.elapsed_s = interval.clock_s
             last = schedule.is_over(state.step, config, state.elapsed_s)
             stopping = interval.stop_requested and not last
-            values = {
-                "loss": interval.loss,
-                "accuracy": interval.accuracy,
-                "lr": lr,
-                "alpha": alpha,
-                "grad_norm": result.grad_norm,
-                "tokens_per_s": interval.tokens_per_s,
-                "fill": interval.fill,
-                "unmasked_documents": float(interval.unmasked_documents),
-                "data_wait": interval.data_wait,
-                "skipped_steps": float(state.skipped),
-                "batch": float(place.size),
-                "seq_len": float(place.seq_len),
-                "elapsed_s": state.elapsed_s,
-                **_epochs(parts, state),
-            }
-            _log_line(parts, state, values, eta)
+            numbers = StepNumbers(alpha, lr, result.grad_norm)
+            parts.watch.interval(state, place, interval, numbers)
         if state.step % intervals.eval_every_steps == 0 or last:
-            _evaluate(parts, state)
+            parts.watch.evaluate(state)
         due = state.step % parts.config.checkpoint.every_steps == 0 or last or stopping
         if due and state.step != saved_step:
             _save(parts, state)
@@ -121,14 +106,6 @@ def train(parts: Parts, state: TrainState) -> int:
             )  # fmt: skip
             return EXIT_PREEMPTED
     return EXIT_FINISHED
-
-
-def _log_line(parts: Parts, state: TrainState, values: dict[str, float], eta: "_Eta") -> None:
-    if parts.sinks:
-        parts.sinks.write(state.step, "train", values)
-    config = parts.config.train
-    left_s = min(eta.left_s(state.step), schedule.budget_left_s(config, state.elapsed_s))
-    logger.info("%s", console_line(state.step, config.num_steps, values, max(0.0, left_s)))
 
 
 def _seed_dropout(parts: Parts, state: TrainState) -> None:
@@ -152,22 +129,13 @@ def _log_batch(
     )  # fmt: skip
 
 
-def _epochs(parts: Parts, state: TrainState) -> dict[str, float]:
-    """How often the training text was seen, by source where sources have weights."""
-    epochs = parts.train_loader.steps.order.epochs(state.cursor)
-    if len(epochs) == 1:
-        return {"epoch": next(iter(epochs.values()))}
-    return {f"epoch_{name}": value for name, value in epochs.items()}
-
-
 def _report_skip(parts: Parts, state: TrainState, result: StepResult, place: BatchPlace) -> None:
     logger.warning(
         "step %d skipped on all ranks: gradient norm %s; sequences %d to %d are not trained on, "
         "schedules stand still",
         state.step + 1, result.grad_norm, place.cursor, state.cursor - 1,
     )  # fmt: skip
-    if parts.sinks:
-        parts.sinks.write(state.step, "skip", {"total": float(state.skipped)})
+    parts.watch.skipped(state)
     limit = parts.config.train.max_skipped_in_a_row
     if state.skipped_in_a_row >= limit:
         parts.batch_log.flush()
@@ -177,36 +145,9 @@ def _report_skip(parts: Parts, state: TrainState, result: StepResult, place: Bat
         )
 
 
-def _evaluate(parts: Parts, state: TrainState) -> None:
-    # At the alpha the next step trains with, as the model is now.
-    parts.objective.set_alpha(schedule.alpha(state.step, parts.config.train.alpha_warmup_steps))
-    result = evaluate(parts.engine, parts.objective, parts.eval_loader)
-    if parts.sinks:
-        values = {"loss": result.loss, "accuracy": result.accuracy,
-                  "num_masked": float(result.num_masked)}  # fmt: skip
-        parts.sinks.write(state.step, "eval", values)
-    logger.info(
-        "step %d  held-out loss %.4f  acc %.3f  over %s masked tokens",
-        state.step, result.loss, result.accuracy, f"{result.num_masked:,}",
-    )  # fmt: skip
-
-
 def _save(parts: Parts, state: TrainState) -> None:
     started = time.perf_counter()
     parts.batch_log.flush()  # it must reach to the checkpoint's cursor
     alpha = schedule.alpha(state.step, parts.config.train.alpha_warmup_steps)
     path = parts.store.save(parts.engine, state, alpha)
     logger.info("saved %s in %.1f s", path, time.perf_counter() - started)
-
-
-class _Eta:
-    """Time to the end at the mean speed of this attempt."""
-
-    def __init__(self, num_steps: int, first_step: int) -> None:
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._start_s = time.perf_counter()
-
-    def left_s(self, step: int) -> float:
-        per_step_s = (time.perf_counter() - self._start_s) / (step - self._first_step)
-        return per_step_s * (self._num_steps - step)

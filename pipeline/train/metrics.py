@@ -3,86 +3,146 @@
 import time
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pipeline.data.batch import MicroBatch
 from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist
+from pipeline.runtime.env import ProcessInfo
+from pipeline.train.device import memory_peaks
+from pipeline.train.engine import Engine, StepResult
+from pipeline.train.layer_norms import GroupNorms, LayerNorms
+
+_PEAKS = ("gpu_allocated_gb", "gpu_reserved_gb", "host_rss_gb")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What happened since the last log line, over all ranks."""
+    """What happened since the last log line, over all ranks.
+
+    Its time is that of the steps, waiting for data included: not that of evaluations and saves.
+    """
 
     loss: float
     """Mean cross-entropy of masked tokens, nats; NaN if no step was applied."""
     accuracy: float
     """Share of masked tokens predicted right."""
-    tokens_per_s: float
-    """Tokens that are no padding, per second."""
-    fill: float
-    """Share of slots that are no padding."""
+    elapsed_s: float
+    """Time of the steps on this rank."""
+    num_tokens: int
+    """Slots that are no padding."""
+    num_slots: int
+    num_masked: int
+    """Tokens to predict."""
+    squared_lengths: int
+    """Sum of n^2 over all pieces of documents of n tokens: pairs that attention looks at."""
     unmasked_documents: int
     """Pieces of documents of which nothing was to be predicted."""
     data_wait: float
     """Share of the time in which ranks waited for data, their mean."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
-    elapsed_s: float
-    """Time of training on rank 0's clock."""
+    clock_s: float
+    """Time of training on rank 0's clock, all attempts together."""
+    step_s: npt.NDArray[np.float64]
+    """(ranks, steps) time of each step."""
+    peak_gb: dict[str, float]
+    """Memory of the rank that held most; the GPU's only where there is one."""
+    layers: dict[str, GroupNorms]
+    """Of the last step that was applied, if it was measured, by group."""
 
 
 class Meter:
     """Adds up one rank's steps."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Starts an interval now."""
-        self._device = device
+    def __init__(self, engine: Engine, process: ProcessInfo, grad_clip: float) -> None:
+        """Starts the first interval."""
+        self._device = engine.device
+        self._process = process
+        self._layers = LayerNorms(engine, grad_clip)
         self._reset()
 
     def _reset(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._device)
-        self._tokens = self._slots = self._unmasked_documents = 0
+        self._tokens = self._slots = self._masked = self._squares = self._unmasked_documents = 0
         self._wait_s = 0.0
-        self._start_s = time.perf_counter()
+        self._step_s: list[float] = []
 
-    def add_wait(self, seconds: float) -> None:
-        """Counts time spent waiting for the loader."""
-        self._wait_s += seconds
+    def begin_step(self) -> None:
+        """To be called before data is asked for."""
+        self._began_s = time.perf_counter()
 
-    def add_step(self, sums: LossSums, batches: list[MicroBatch], *, applied: bool) -> None:
-        """Counts a step; the loss of a skipped one is no number and is left out."""
+    def have_data(self, *, measure_layers: bool) -> None:
+        """Counts the time since `begin_step` as waiting; says whether the update is measured."""
+        self._wait_s += time.perf_counter() - self._began_s
+        if measure_layers:
+            self._layers.measure()
+
+    def end_step(self, result: StepResult, batches: list[MicroBatch]) -> None:
+        """Counts a step; the loss of a skipped one is no number and is left out.
+
+        Args:
+            result: of the step.
+            batches: this rank's, on the host.
+        """
+        self._layers.done()
+        self._step_s.append(time.perf_counter() - self._began_s)
         self._tokens += sum(batch.num_tokens for batch in batches)
         self._slots += sum(batch.input_ids.numel() for batch in batches)
+        self._masked += sum(len(batch.targets) for batch in batches)
+        # n^2 is the sum of 2p + 1 over the positions p of a piece; padding has position 0.
+        self._squares += sum(2 * int(batch.positions.sum()) + batch.num_tokens for batch in batches)
         self._unmasked_documents += sum(batch.unmasked_documents for batch in batches)
-        if applied:
-            self._sums += torch.stack((sums.loss, sums.correct, sums.weight)).double()
+        if result.applied:
+            self._sums += _stacked(result.sums)
 
-    def close_interval(self, *, stop_requested: bool, first_rank_s: float) -> Interval:
+    def close_interval(self, grad_norm: float, *, stop_requested: bool, clock_s: float) -> Interval:
         """Adds up all ranks and starts the next interval. Collective; synchronises.
 
         Args:
+            grad_norm: of the step that was measured, before clipping.
             stop_requested: whether this rank was asked to stop.
-            first_rank_s: time of training on rank 0, 0 on other ranks.
+            clock_s: time of training on rank 0, 0 on other ranks.
         """
-        elapsed_s = time.perf_counter() - self._start_s
-        mine = [
-            self._tokens, self._slots, self._unmasked_documents, self._wait_s / elapsed_s,
-            float(stop_requested), first_rank_s, 1.0,
+        elapsed_s = sum(self._step_s)
+        own = [
+            self._tokens, self._slots, self._masked, self._squares, self._unmasked_documents,
+            self._wait_s / elapsed_s, float(stop_requested), clock_s,
         ]  # fmt: skip
-        vector = torch.cat(
-            (self._sums, torch.tensor(mine, dtype=torch.float64, device=self._device))
-        )
-        values = dist.sum_over_ranks(vector).tolist()  # sync
-        loss, correct, weight, tokens, slots, unmasked, wait, stops, clock_s, ranks = values
+        # A row a rank, zeros but for its own: their sum has everyone's.
+        rows = torch.zeros(self._process.world_size, len(_PEAKS) + len(self._step_s))
+        rows = rows.double()
+        peaks = [size / 1e9 for size in memory_peaks(self._device)]
+        rows[self._process.rank] = torch.tensor([*peaks, *self._step_s], dtype=torch.float64)
+        host = torch.cat((torch.tensor(own, dtype=torch.float64), rows.flatten()))
+        vector = torch.cat((self._sums, self._layers.sums.flatten(), host.to(self._device)))
+        values = dist.sum_over_ranks(vector).cpu()  # sync
+        sizes = [3, self._layers.sums.numel(), len(own), rows.numel()]
+        sums, squares, own_sums, table = torch.split(values, sizes)
+        loss, correct, weight = sums.tolist()
+        tokens, slots, masked, squared, unmasked, wait, stops, clock = own_sums.tolist()
+        by_rank = table.view(rows.shape).numpy()
+        most = dict(zip(_PEAKS, by_rank.max(0)[: len(_PEAKS)].tolist(), strict=True))
         self._reset()
         return Interval(
             loss=loss / weight if weight else float("nan"),
             accuracy=correct / weight if weight else float("nan"),
-            tokens_per_s=tokens / elapsed_s,
-            fill=tokens / slots if slots else 0.0,
+            elapsed_s=elapsed_s,
+            num_tokens=int(tokens),
+            num_slots=int(slots),
+            num_masked=int(masked),
+            squared_lengths=int(squared),
             unmasked_documents=int(unmasked),
-            data_wait=wait / ranks,
+            data_wait=wait / self._process.world_size,
             stop_requested=stops > 0,
-            elapsed_s=clock_s,
+            clock_s=clock,
+            step_s=by_rank[:, len(_PEAKS) :],
+            peak_gb={name: size for name, size in most.items() if size},
+            layers=self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm),
         )
+
+
+def _stacked(sums: LossSums) -> torch.Tensor:
+    return torch.stack((sums.loss, sums.correct, sums.weight)).detach().double()

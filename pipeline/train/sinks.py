@@ -3,20 +3,26 @@
 import json
 import logging
 import math
+import time
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from pipeline.runtime.files import METRICS_FILE
+from pipeline.runtime.log import duration_text
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
 class Sinks:
     """Writers of one attempt of a run."""
 
-    def __init__(self, run_dir: Path, attempt: int, resumed_step: int) -> None:
+    def __init__(self, run_dir: Path, attempt: int, resumed_step: int | None) -> None:
         """Opens the files to append.
 
         Steps that an earlier attempt logged and this one computes again stand twice in
@@ -30,7 +36,9 @@ class Sinks:
         if torn:
             self._file.write("\n")
         self._tensorboard = SummaryWriter(
-            str(run_dir / TENSORBOARD_FOLDER), purge_step=resumed_step + 1, flush_secs=10
+            str(run_dir / TENSORBOARD_FOLDER),
+            purge_step=0 if resumed_step is None else resumed_step + 1,
+            flush_secs=10,
         )
 
     def write(self, step: int, kind: str, values: dict[str, float]) -> None:
@@ -38,15 +46,29 @@ class Sinks:
 
         Args:
             step: applied optimizer steps.
-            kind: `train` or `eval`; the TensorBoard section.
+            kind: `train`, `eval` or `skip`; the TensorBoard section.
             values: JSON has no NaN, so it is written as null.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record = {"step": step, "kind": kind, "attempt": self._attempt, **shown}
-        self._file.write(json.dumps(record) + "\n")
+        record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
+        self._file.write(json.dumps(record | shown) + "\n")
         self._file.flush()
         for name, value in values.items():
             self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+
+    def write_text(self, step: int, name: str, markdown: str) -> None:
+        """Shows a text in TensorBoard."""
+        self._tensorboard.add_text(name, markdown, step)
+
+    def write_image(self, step: int, name: str, pixels: npt.NDArray[np.uint8]) -> None:
+        """Shows an image of (height, width, 3) in TensorBoard."""
+        self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
+
+    def write_settings(self, settings: dict[str, bool | str | float]) -> None:
+        """Lists the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
+        # SummaryWriter.add_hparams would open a second folder, a run of its own.
+        for summary in hparams(settings, {"eval/loss": 0.0}):
+            self._tensorboard._get_file_writer().add_summary(summary)
 
     def close(self) -> None:
         """Flushes and closes the files."""
@@ -63,11 +85,3 @@ def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: flo
         f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
         f"ETA {duration_text(eta_s)}"
     )
-
-
-def duration_text(seconds: float) -> str:
-    """Such as `2d 03:04:05`."""
-    total = round(seconds)
-    days, rest = divmod(total, 86400)
-    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}d {clock}" if days else clock

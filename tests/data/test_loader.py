@@ -155,7 +155,9 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
         rates.append(len(after.targets) / maskable)
     # About 2,800 tokens of 1.5 tokens a word: standard errors of 0.9% to 1.3%.
     assert rates == pytest.approx([0.15, 0.375, 0.6, 0.6], abs=0.05)
-    expected, found = (list(_eval(dataset, config, 0, 1).batches()) for config in (plain, rising))
+    expected, found = (
+        [batch for _, batch in _eval(dataset, config, 0, 1).batches()] for config in (plain, rising)
+    )
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.input_ids, other.input_ids)
         assert torch.equal(one.masked_index, other.masked_index)
@@ -206,7 +208,9 @@ def test_evaluation_set_is_the_same_for_every_run_and_world_size(dataset: Datase
     def all_rows(world_size: int, seed: int) -> list[tuple[list[int], list[int]]]:
         rows = []
         for rank in range(world_size):
-            for batch in _eval(dataset, _config(dataset, seed=seed), rank, world_size).batches():
+            for _, batch in _eval(dataset, _config(dataset, seed=seed), rank, world_size).batches():
+                if not len(batch.targets):
+                    continue  # the rank has nothing left
                 targets = torch.full((batch.input_ids.numel(),), -1)
                 targets[batch.masked_index] = batch.targets
                 rows += list(
@@ -218,3 +222,27 @@ def test_evaluation_set_is_the_same_for_every_run_and_world_size(dataset: Datase
     assert len(expected) == 37
     assert all_rows(3, seed=5) == expected
     assert all_rows(2, seed=6) == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 7])
+def test_every_rank_evaluates_as_many_micro_batches(
+    two_sources: DatasetIndex, world_size: int
+) -> None:
+    config = replace(_config(two_sources, micro_batch=1), monitor=MonitorConfig(eval_sequences=32))
+    whole = _targets(two_sources, config, 0, 1)
+    parts = [_targets(two_sources, config, rank, world_size) for rank in range(world_size)]
+    assert len({len(part) for part in parts}) == 1
+    for batches in zip(*parts, strict=True):
+        assert len({source for source, _ in batches}) == 1
+    for source in range(2):
+        expected = sorted(t for s, targets in whole if s == source for t in targets)
+        found = sorted(t for part in parts for s, targets in part if s == source for t in targets)
+        assert found == expected
+    assert world_size == 2 or any(not targets for part in parts for _, targets in part)
+
+
+def _targets(
+    dataset: DatasetIndex, config: PretrainConfig, *share: int
+) -> list[tuple[int, list[int]]]:
+    batches = _eval(dataset, config, *share).batches()
+    return [(source, batch.targets.tolist()) for source, batch in batches]

@@ -32,7 +32,7 @@ def test_straight_run_leaves_what_it_should(straight_run: Path) -> None:
     assert _checkpoints(straight_run) == ["latest", "step-00000030", "step-00000040"]
     assert (straight_run / "checkpoints/latest").read_text() == "step-00000040\n"
     assert sorted(losses(straight_run)) == list(range(1, 41))
-    assert [record["step"] for record in records(straight_run, "eval")] == [20, 40]
+    assert [record["step"] for record in records(straight_run, "eval")] == [0, 20, 40]
     assert json.loads((straight_run / "done.json").read_text())["step"] == 40
     manifest = read_manifest(straight_run / "checkpoints/step-00000040")
     assert (manifest.step, manifest.cursor, manifest.world_size) == (40, 320, 2)

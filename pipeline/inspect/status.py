@@ -1,0 +1,265 @@
+"""How a run is doing, from the files of its folder alone: while it runs, and after it ended."""
+
+import fcntl
+import json
+import math
+import shutil
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    DataError,
+)
+from pipeline.runtime.files import (
+    ATTEMPTS_FILE,
+    DONE_FILE,
+    EXIT_FOLDER,
+    LOCK_FILE,
+    METRICS_FILE,
+    RESOLVED_FILE,
+    read_json_lines,
+)
+
+RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
+_SLOW_DATA = 0.05
+_RECENT_LINES = 10
+_SILENT_INTERVALS = 10
+_LEAST_SILENCE_S = 60.0
+"""Evaluations and saves of a small run take longer than ten of its log intervals."""
+_LEAST_FREE = 0.02
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run."""
+
+    attempt: int
+    unix_s: float
+    resumed_from_step: int | None
+    world_size: int
+    host: str
+    job: str
+    state: str
+    """`running`, `finished`, `stopped`, `failed` or `killed`."""
+    end: str
+    """The same in words, with the ranks that differ."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The newest one that was published. It is not verified here."""
+
+    step: int
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """None: not known, or not yet."""
+
+    state: str
+    """Of the newest start."""
+    step: int
+    num_steps: int
+    loss: float | None
+    """Of the last log line."""
+    held_out_loss: float | None
+    held_out_step: int | None
+    tokens: int | None
+    """Trained on, repeated steps counted once."""
+    tokens_per_s: float | None
+    """Of the last log line: of the steps, without evaluations and saves."""
+    eta_s: float | None
+    """At the pace of the last log lines, with what stood between them."""
+    idle_s: float | None
+    """Since the last log line."""
+    checkpoint: Checkpoint | None
+    starts: list[Start]
+    warnings: list[str]
+
+
+def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
+    """Reads a run folder; changes nothing.
+
+    Args:
+        folder: of the run.
+        now_s: Unix time that ages are counted from; by default this moment.
+
+    Raises:
+        DataError: the folder holds no run that was started.
+    """
+    now_s = time.time() if now_s is None else now_s
+    attempts = read_json_lines(folder / ATTEMPTS_FILE)
+    if not attempts:
+        raise DataError(
+            f"{folder} is no run folder: it has no {ATTEMPTS_FILE} with a start; expected the "
+            "run_dir of a config that `python -m pipeline pretrain` has started (what a start "
+            "that failed early said is in its logs/)"
+        )
+    config = load(PretrainConfig, folder / RESOLVED_FILE).config
+    lines = _valid_lines(folder, attempts)
+    train = [line for line in lines if line["kind"] == "train"]
+    held_out = [line for line in lines if line["kind"] == "eval"]
+    recent = [line for line in train if line["attempt"] == train[-1]["attempt"]][-20:]
+    step_s = _pace(recent)
+    manifest = _newest_manifest(folder)
+    silence_s = _LEAST_SILENCE_S
+    if step_s:
+        interval_s = step_s * config.monitor.log_every_steps
+        silence_s = max(silence_s, _SILENT_INTERVALS * interval_s)
+    last_sign_s = max([attempts[-1]["unix_s"], *(line.get("unix_s", 0.0) for line in lines[-1:])])
+    idle_s = now_s - last_sign_s
+    is_here = attempts[-1]["host"] == socket.gethostname()
+    is_alive = _is_locked(folder) or (not is_here and idle_s < silence_s)
+    starts = _starts(folder, attempts, is_alive=is_alive)
+    state = FINISHED if (folder / DONE_FILE).exists() else starts[-1].state
+    step = max([line["step"] for line in train], default=attempts[-1]["resumed_from_step"] or 0)
+    warnings = _warnings(lines, manifest, folder)
+    if state == RUNNING and idle_s > silence_s:
+        warnings.insert(0, f"no progress for {idle_s:,.0f} s, more than {_SILENT_INTERVALS} log "
+                           f"intervals: look at {folder}/logs")  # fmt: skip
+    return RunStatus(
+        state=state,
+        step=step,
+        num_steps=config.train.num_steps,
+        loss=train[-1]["loss"] if train else None,
+        held_out_loss=held_out[-1]["loss"] if held_out else None,
+        held_out_step=held_out[-1]["step"] if held_out else None,
+        tokens=_tokens(train),
+        tokens_per_s=train[-1]["tokens_per_s"] if train else None,
+        eta_s=step_s * (config.train.num_steps - step) if step_s else None,
+        idle_s=idle_s,
+        checkpoint=Checkpoint(manifest["step"], now_s - manifest["created_unix_s"])
+        if manifest
+        else None,
+        starts=starts,
+        warnings=warnings,
+    )
+
+
+def _valid_lines(folder: Path, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; those of steps that a later start computed again are left out."""
+    resumed = {line["attempt"]: line["resumed_from_step"] for line in attempts}
+    kept: list[dict[str, Any]] = []
+    attempt = None
+    for line in read_json_lines(folder / METRICS_FILE):
+        if line["attempt"] != attempt:
+            attempt = line["attempt"]
+            from_step = resumed.get(attempt)
+            kept = [old for old in kept if from_step is not None and old["step"] <= from_step]
+        kept.append(line)
+    return kept
+
+
+def _tokens(train: list[dict[str, Any]]) -> int | None:
+    try:
+        return round(sum(float(line["tokens"]) for line in train))
+    except KeyError:
+        return None  # an older version did not log them
+
+
+def _pace(lines: list[dict[str, Any]]) -> float | None:
+    """Seconds a step between log lines of one start, with evaluations and saves."""
+    timed = [(line["step"], line["unix_s"]) for line in lines if "unix_s" in line]
+    if len(timed) < 2 or timed[-1][0] == timed[0][0]:
+        return None
+    return float((timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]))
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process holds the run's lock. It is held here for a moment: starts wait longer."""
+    try:
+        with (folder / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _starts(folder: Path, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:
+    """How each start ended, by the exit codes written between it and the next."""
+    ends = [*(line["unix_s"] for line in attempts[1:]), math.inf]
+    found = []
+    for line, next_s in zip(attempts, ends, strict=True):
+        codes = _exit_codes(folder / EXIT_FOLDER / line["job"], line["unix_s"], next_s)
+        state, end = _end_of(codes, line["world_size"])
+        if next_s == math.inf and is_alive and len(codes) < line["world_size"]:
+            state, end = RUNNING, RUNNING
+        found.append(
+            Start(
+                line["attempt"], line["unix_s"], line["resumed_from_step"], line["world_size"],
+                line["host"], line["job"], state, end,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _exit_codes(folder: Path, from_s: float, to_s: float) -> list[int]:
+    # Outside SLURM all starts have one folder, and the next start replaces what is there.
+    files = [path for path in folder.glob("rank-*") if from_s <= path.stat().st_mtime < to_s]
+    return [int(text) for path in files if (text := path.read_text().strip())]
+
+
+def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
+    if not codes:
+        return KILLED, "killed: no rank left an exit code"
+    missing = world_size - len(codes)
+    also = f"; {missing} of {world_size} ranks left no exit code: killed" if missing else ""
+    if EXIT_FAILED_DO_NOT_RETRY in codes:
+        return FAILED, f"failed, trying again changes nothing{also}"
+    if missing == 0 and set(codes) == {EXIT_FINISHED}:
+        return FINISHED, "finished"
+    if missing == 0 and set(codes) == {EXIT_PREEMPTED}:
+        return STOPPED, "stopped on request, saved"
+    return FAILED, f"failed, trying again may help{also}"
+
+
+def _newest_manifest(folder: Path) -> dict[str, Any] | None:
+    for path in sorted((folder / "checkpoints").glob("step-*/manifest.json"), reverse=True):
+        try:
+            found: dict[str, Any] = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue  # just removed, or damaged
+        return found
+    return None
+
+
+def _warnings(
+    lines: list[dict[str, Any]], manifest: dict[str, Any] | None, folder: Path
+) -> list[str]:
+    train = [line for line in lines if line["kind"] == "train"][-_RECENT_LINES:]
+    skips = [line for line in lines if line["kind"] == "skip"]
+    found = []
+    wait = statistics.fmean(line["data_wait"] for line in train) if train else 0.0
+    if wait > _SLOW_DATA:
+        found.append(
+            f"{wait:.0%} of the time goes by waiting for data: set data.workers higher, or copy "
+            "the shards to the nodes with data.stage_dir"
+        )
+    if skips:
+        found.append(
+            f"{skips[-1]['total']:.0f} steps were skipped, their gradient was not finite, the last "
+            f"after step {skips[-1]['step']}: `python -m pipeline inspect {folder} --skip` shows "
+            "the batches"
+        )
+    if any(line["loss"] is None for line in train):
+        found.append("a loss is NaN in the last log lines: see skipped steps; lower train.lr")
+    space = shutil.disk_usage(folder)
+    needed = sum(file["bytes"] for file in manifest["files"].values()) if manifest else 0
+    if space.free < 2 * needed or space.free < _LEAST_FREE * space.total:
+        found.append(
+            f"the disk is nearly full: {space.free / 1e9:.1f} GB free of {space.total / 1e9:.1f}, "
+            f"a checkpoint takes {needed / 1e9:.1f}: free space, or lower checkpoint.keep"
+        )
+    return found

@@ -1,0 +1,117 @@
+"""A run that learns nothing but how frequent tokens are: seen early, and told with its own numbers.
+
+Rule: behind both warm-ups (learning rate and alpha) the logged loss has been within 5% of the
+unigram entropy, the loss of a model that knows frequencies alone, in every log line of
+`patience_steps`: 2% of the run's steps, but at least 20 log intervals.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.run import PretrainConfig
+from pipeline.train.layer_norms import GroupNorms
+
+_NEAR = 0.05
+_LEAST_INTERVALS = 20
+_SHARE_OF_RUN = 0.02
+_REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """What the causes are read from."""
+
+    step: int
+    alpha: float
+    lr: float
+    grad_norm: float
+    layers: dict[str, GroupNorms]
+    tokens_per_step: float
+
+
+class PlateauDoctor:
+    """Follows the logged losses of one attempt."""
+
+    def __init__(self, config: PretrainConfig, unigram_entropy: float) -> None:
+        """Nothing was seen yet."""
+        train = config.train
+        self._config = config
+        self._entropy = unigram_entropy
+        self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
+        self._since: int | None = None
+        self._told = False
+        self.patience_steps = max(
+            _LEAST_INTERVALS * config.monitor.log_every_steps,
+            round(_SHARE_OF_RUN * train.num_steps),
+        )
+
+    def look(self, loss: float, last: LastStep) -> str | None:
+        """What to tell, in Markdown; once, when the rule first holds.
+
+        Args:
+            loss: of the interval that ends with the last step.
+            last: that step.
+        """
+        is_near = abs(loss - self._entropy) <= _NEAR * self._entropy
+        if last.step <= self._warm_ups or not is_near:
+            self._since = None
+            return None
+        if self._since is None:
+            self._since = last.step
+        if self._told or last.step - self._since < self.patience_steps:
+            return None
+        self._told = True
+        return self._advice(loss, self._since, last)
+
+    def _advice(self, loss: float, since: int, last: LastStep) -> str:
+        train = self._config.train
+        return "\n".join(
+            [
+                f"The loss has been within {_NEAR:.0%} of the unigram entropy "
+                f"({self._entropy:.3f} nats) from step {since} to {last.step}; it is {loss:.3f}. "
+                "The model knows how frequent tokens are and nothing of their context. "
+                "Likely causes, with this run's numbers:",
+                "",
+                f"- learning rate: {last.lr:.2e} now, peak train.lr={train.lr:g}, warm-up "
+                f"{train.warmup_steps:,} steps; a Post-LN encoder that got too much too soon may "
+                "stay here: halve train.lr or double train.warmup_steps, and start afresh",
+                f"- alpha: {last.alpha:.3f}, "
+                + (
+                    f"from 0 to 1 in {train.alpha_warmup_steps:,} steps"
+                    if train.alpha_warmup_steps
+                    else "1 from the start (train.alpha_warmup_steps=0)"
+                )
+                + "; a deeper model may need it slower: lengthen train.alpha_warmup_steps",
+                f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
+                "a noisy gradient: raise train.global_batch",
+                f"- gradient norm {last.grad_norm:.3g}, by layer: {_by_layer(last.layers)}; "
+                "lower layers near 0 beside the head's mean that nothing passes through the norms",
+                f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
+            ]
+        )
+
+
+def _by_layer(layers: dict[str, GroupNorms]) -> str:
+    return ", ".join(f"{name} {norms.gradient:.2g}" for name, norms in layers.items()) or "unknown"
+
+
+def _duplicates(dataset: Path) -> str:
+    """What the dataset's report says of duplicates."""
+    path = dataset / _REPORT_FILE
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        found = {name: counts for name, counts in stages.items() if name in ("dedup", "near")}
+        parts = [
+            f"{1 - counts['documents_out'] / counts['documents_in']:.1%} of the documents were "
+            f"dropped by stage {name}"
+            for name, counts in found.items()
+            if counts["documents_in"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"unknown, {path} is missing or of another form; check the text for copies"
+    if "near" not in found:
+        parts.append(
+            "near duplicates were not looked for (dedup.near_duplicates): copies may be left"
+        )
+    return "; ".join(parts)

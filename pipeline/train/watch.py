@@ -1,0 +1,222 @@
+"""What a run shows: the numbers of each interval and evaluation, and what to make of them."""
+
+import logging
+import time
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.batches import BatchPlace
+from pipeline.config.load import resolved_text
+from pipeline.config.run import PretrainConfig
+from pipeline.config.schema import walk
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.shards import DatasetIndex
+from pipeline.model.cost import flops_per_token
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.train import schedule
+from pipeline.train.device import device_name, peak_flops
+from pipeline.train.engine import Engine
+from pipeline.train.evaluate import evaluate
+from pipeline.train.heat_map import heat_map
+from pipeline.train.metrics import Interval
+from pipeline.train.observe import Observer, examples_text
+from pipeline.train.plateau import LastStep, PlateauDoctor
+from pipeline.train.sinks import Sinks, console_line
+from pipeline.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+class StepNumbers(NamedTuple):
+    """What the last step of an interval was taken with."""
+
+    alpha: float
+    lr: float
+    grad_norm: float
+
+
+class Watch:
+    """Watches one attempt. Rank 0 has sinks to write to."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        index: DatasetIndex,
+        model: MaskedLanguageModel,
+        engine: Engine,
+        objective: MaskedLanguageModeling,
+        train_loader: TrainLoader,
+        eval_loader: EvalLoader,
+        sinks: Sinks | None,
+    ) -> None:
+        """Shows the config at once."""
+        self._config = config
+        self._engine = engine
+        self._objective = objective
+        self._order = train_loader.steps.order
+        self._eval_loader = eval_loader
+        self._sinks = sinks
+        self._observer = Observer(model, objective, eval_loader, index, engine.device)
+        self._doctor = PlateauDoctor(config, index.unigram_entropy_nats)
+        bf16 = config.train.precision == "bf16"
+        self._peak_flops = peak_flops(device_name(engine.device)) if bf16 else None
+        self._eta: _Eta | None = None
+        if sinks:
+            sinks.write_text(0, "config", _as_code(resolved_text(config)))
+            sinks.write_settings(_settings(config))
+
+    def interval(
+        self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
+    ) -> None:
+        """Shows what happened since the last time.
+
+        Args:
+            state: after the interval's last step.
+            place: batch of that step.
+            interval: over all ranks.
+            step: that step.
+        """
+        num_steps = self._config.train.num_steps
+        values = self._values(state, place, interval, step)
+        if self._sinks:
+            self._sinks.write(state.step, "train", values)
+        self._eta = self._eta or _Eta(state.step, interval.elapsed_s / interval.step_s.shape[1])
+        left_s = min(
+            self._eta.left_s(state.step, num_steps),
+            max(0.0, schedule.budget_left_s(self._config.train, state.elapsed_s)),
+        )
+        logger.info("%s", console_line(state.step, num_steps, values, left_s))
+        tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
+        advice = self._doctor.look(
+            interval.loss, LastStep(state.step, *step, interval.layers, tokens_per_step)
+        )
+        if advice:
+            logger.warning("plateau: %s", advice)
+            if self._sinks:
+                self._sinks.write_text(state.step, "plateau", advice)
+
+    def skipped(self, state: TrainState) -> None:
+        """Shows that a step was skipped."""
+        if self._sinks:
+            self._sinks.write(state.step, "skip", {"total": float(state.skipped)})
+
+    def evaluate(self, state: TrainState) -> None:
+        """Shows held-out text at the alpha the next step trains with. Collective."""
+        alpha = schedule.alpha(state.step, self._config.train.alpha_warmup_steps)
+        self._objective.set_alpha(alpha)
+        result = evaluate(self._engine, self._objective, self._eval_loader)
+        total = result.total
+        logger.info(
+            "step %d  held-out loss %.4f  acc %.3f  over %s masked tokens",
+            state.step, total.loss, total.accuracy, f"{total.num_masked:,}",
+        )  # fmt: skip
+        statistics = self._observer.attention()
+        examples = self._observer.examples()
+        if not self._sinks:
+            return
+        entropy = statistics.entropy.cpu().numpy()
+        layers = {
+            f"attention_entropy_layer_{number:02d}": float(of_heads.mean())
+            for number, of_heads in enumerate(entropy)
+        }
+        self._sinks.write(state.step, "eval", result.values() | layers)
+        self._sinks.write_image(state.step, "attention_entropy", _entropy_map(entropy))
+        self._sinks.write_text(state.step, "fill_mask", examples_text(examples))
+
+    def _values(
+        self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
+    ) -> dict[str, float]:
+        """All numbers of a log line."""
+        values = {
+            "loss": interval.loss,
+            "accuracy": interval.accuracy,
+            "lr": step.lr,
+            "alpha": step.alpha,
+            "grad_norm": step.grad_norm,
+            "tokens_per_s": interval.num_tokens / interval.elapsed_s,
+            "fill": interval.num_tokens / interval.num_slots,
+            "unmasked_documents": float(interval.unmasked_documents),
+            "data_wait": interval.data_wait,
+            "skipped_steps": float(state.skipped),
+            "batch": float(place.size),
+            "seq_len": float(place.seq_len),
+            "elapsed_s": state.elapsed_s,
+            **self._epochs(state),
+            **self._speed(interval),
+            **interval.peak_gb,
+        }
+        for name, norms in interval.layers.items():
+            values[f"grad_norm_{name}"] = norms.gradient
+            values[f"update_ratio_{name}"] = norms.update_ratio
+        return values
+
+    def _epochs(self, state: TrainState) -> dict[str, float]:
+        """How often the training text was seen, by source where sources have weights."""
+        epochs = self._order.epochs(state.cursor)
+        if len(epochs) == 1:
+            return {"epoch": next(iter(epochs.values()))}
+        return {f"epoch_{name}": value for name, value in epochs.items()}
+
+    def _speed(self, interval: Interval) -> dict[str, float]:
+        """Rates of all ranks, the model's FLOP/s of one, and seconds a step."""
+        flops = model_flops(self._config, interval)
+        per_device = flops / interval.elapsed_s / self._engine.world_size
+        means = interval.step_s.mean(1)
+        values = {
+            "tokens": float(interval.num_tokens),
+            "slots_per_s": interval.num_slots / interval.elapsed_s,
+            "masked_per_s": interval.num_masked / interval.elapsed_s,
+            "model_tflops_per_device": per_device / 1e12,
+            "step_s_median": float(np.median(interval.step_s)),
+            "step_s_p95": float(np.quantile(interval.step_s, 0.95)),
+            "step_s_slowest_rank": float(means.max()),
+        }
+        return values | ({"mfu": per_device / self._peak_flops} if self._peak_flops else {})
+
+
+def model_flops(config: PretrainConfig, interval: Interval) -> float:
+    """FLOPs that the interval's real tokens need, forward and backward, padding left out.
+
+    Attention counts the squares of the lengths of the pieces that were seen, whatever the kernel
+    goes through; the head counts the tokens that were masked.
+    """
+    each = flops_per_token(
+        config.model,
+        max(config.batches.seq_lens),
+        interval.num_masked / interval.num_tokens,
+        interval.squared_lengths / interval.num_tokens,
+    )
+    return each.total * interval.num_tokens
+
+
+def _entropy_map(entropy: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Heads side by side, the first layer on top, from 0 (one token) to log 512 (all of many)."""
+    return heat_map(entropy, 0.0, float(np.log(512)))
+
+
+def _as_code(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def _settings(config: PretrainConfig) -> dict[str, bool | str | float]:
+    """Every value of the config by its path, as TensorBoard takes them."""
+    return {
+        path: value if isinstance(value, (bool, str, int, float)) else str(value)
+        for path, _, value in walk(config)
+    }
+
+
+class _Eta:
+    """Time to the end at the mean speed of this attempt, evaluations and saves included."""
+
+    def __init__(self, step: int, step_s: float) -> None:
+        self._step, self._step_s = step, step_s
+        self._start_s = time.perf_counter()
+
+    def left_s(self, step: int, num_steps: int) -> float:
+        done = step - self._step
+        each_s = (time.perf_counter() - self._start_s) / done if done else self._step_s
+        return each_s * (num_steps - step)

@@ -1,0 +1,142 @@
+"""`python -m pipeline status` on runs that run, were stopped, killed, finished, or are none."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.shards import DatasetIndex
+from pipeline.errors import DataError
+from pipeline.inspect.status import run_status
+from pipeline.inspect.status_text import status_text
+from pipeline.train.checkpoint import FOLDER, MANIFEST_FILE
+from tests.support.ranks import Ranks, records
+
+
+def _command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """In a process that cannot load torch or numpy."""
+    program = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import runpy; " \
+        "runpy.run_module('pipeline', run_name='__main__')"  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", program, "status", *map(str, arguments)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.dist
+def test_a_finished_run(straight_run: Path) -> None:
+    done = _command(straight_run, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["state"], found["step"], found["num_steps"]) == ("finished", 40, 40)
+    train, held_out = records(straight_run), records(straight_run, "eval")
+    assert found["loss"] == train[-1]["loss"]
+    assert (found["held_out_loss"], found["held_out_step"]) == (held_out[-1]["loss"], 40)
+    assert found["tokens"] == sum(record["tokens"] for record in train)
+    assert found["eta_s"] == 0
+    assert found["checkpoint"]["step"] == 40
+    assert [start["end"] for start in found["starts"]] == ["finished"]
+    text = _command(straight_run).stdout
+    assert f"[{'#' * 40}] 100.0%  step 40 of 40" in text
+    assert "from scratch, 2 ranks, job local" in text
+    assert (straight_run / FOLDER / "step-00000040" / MANIFEST_FILE).exists()
+
+
+@pytest.mark.dist
+def test_running_then_killed_then_stopped(dataset: DatasetIndex, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    overrides = ("train.num_steps=100000", "checkpoint.every_steps=10")
+    ranks = Ranks(run_dir, dataset, *overrides)
+    ranks.wait_for_step(14)
+    running = run_status(run_dir)
+    assert (running.state, [start.state for start in running.starts]) == ("running", ["running"])
+    assert 14 <= running.step < 10_000
+    assert running.eta_s is not None
+    assert running.eta_s > 0
+    assert running.checkpoint is not None
+    assert running.checkpoint.step >= 10
+    assert not [text for text in running.warnings if "progress" in text]
+    later = running.starts[0].unix_s + 3600
+    assert "no progress for 3," in run_status(run_dir, later).warnings[0]
+    ranks.signal(signal.SIGKILL)
+    ranks.wait()
+    killed = run_status(run_dir)
+    assert killed.state == "killed"
+    assert killed.starts[0].end == "killed: no rank left an exit code"
+    assert "killed" in next(status_text(run_dir, killed))
+
+    ranks = Ranks(run_dir, dataset, *overrides)
+    ranks.wait_for_step(killed.step + 3)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait() == [75, 75]
+    stopped = run_status(run_dir)
+    assert [start.state for start in stopped.starts] == ["killed", "stopped"]
+    assert stopped.state == "stopped"
+    assert stopped.starts[1].resumed_from_step is not None
+    lines = {record["step"]: record["tokens"] for record in records(run_dir)}
+    assert len(records(run_dir)) > len(lines), "no step was repeated"
+    assert stopped.tokens == sum(lines.values())
+
+
+@pytest.fixture
+def changed(straight_run: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Warnings after values of the last log line were changed in a copy of the run."""
+
+    def warnings(kind: str, **values: Any) -> list[str]:
+        folder = tmp_path / "copy"
+        shutil.copytree(straight_run, folder)
+        line = {**records(straight_run)[-1], "kind": kind, **values}
+        # Half a line of a killed writer stands before it.
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 41, "ki\n' + json.dumps(line) + "\n")
+        return run_status(folder).warnings
+
+    return warnings
+
+
+@pytest.mark.dist
+def test_warnings(changed: Callable[..., list[str]]) -> None:
+    [warning] = [text for text in changed("train", data_wait=5.0) if "disk" not in text]
+    assert "of the time goes by waiting for data" in warning
+
+
+@pytest.mark.dist
+def test_a_loss_that_is_no_number(changed: Callable[..., list[str]]) -> None:
+    assert any("a loss is NaN" in text for text in changed("train", loss=None))
+
+
+@pytest.mark.dist
+def test_skipped_steps(changed: Callable[..., list[str]]) -> None:
+    assert any(
+        "3 steps were skipped" in text and "after step 17" in text
+        for text in changed("skip", step=17, total=3.0)
+    )
+
+
+@pytest.mark.dist
+def test_a_rank_that_failed_beside_one_that_was_killed(straight_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(straight_run, folder)
+    (folder / "done.json").unlink()
+    (folder / "exit/local/rank-00001").unlink()
+    (folder / "exit/local/rank-00000").write_text("1\n")
+    status = run_status(folder)
+    assert status.state == "failed"
+    assert status.starts[0].end == (
+        "failed, trying again may help; 1 of 2 ranks left no exit code: killed"
+    )
+
+
+def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is no run folder: it has no attempts\.jsonl"):
+        run_status(tmp_path)
+    done = _command(tmp_path)
+    assert done.returncode == 2
+    assert "expected the run_dir of a config" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,217 @@
+"""What runs show: every number against one that is computed another way."""
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.reader import BlockReader
+from pipeline.data.shards import DatasetIndex
+from pipeline.data.steps import Share
+from pipeline.train.engine import read_weights
+from tests.support.ranks import Ranks, newest_state, records
+
+pytestmark = pytest.mark.dist
+
+
+def _tensorboard(run_dir: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def test_tensorboard_and_metrics_have_the_same_numbers(straight_run: Path) -> None:
+    events = _tensorboard(straight_run)
+    expected: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for kind in ("train", "eval"):
+        for record in records(straight_run, kind):
+            for name, value in record.items():
+                if name not in ("step", "kind", "attempt", "unix_s"):
+                    expected[f"{kind}/{name}"][record["step"]] = value
+    assert set(events.Tags()["scalars"]) == set(expected)
+    for name, points in expected.items():
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx(points, rel=1e-5), name
+
+
+def test_texts_images_and_settings(straight_run: Path) -> None:
+    events = _tensorboard(straight_run)
+
+    def texts(name: str) -> dict[int, str]:
+        found = events.Tensors(f"{name}/text_summary")
+        return {event.step: event.tensor_proto.string_val[0].decode() for event in found}
+
+    assert "score_residual: sum" in texts("config")[0]
+    examples = texts("fill_mask")
+    assert list(examples) == [0, 20, 40]
+    shown = {step: re.findall("(?:original|input): .*", text) for step, text in examples.items()}
+    assert shown[0] == shown[20] == shown[40]
+    assert len(shown[0]) == 2 * 5
+    assert all("[MASK]" in line for line in shown[0][1::2])
+    assert examples[0] != examples[40]
+    assert len(re.findall(r"'[^\n]*'(?: 0\.\d\d  '[^\n]*'){2} 0\.\d\d\n", examples[40] + "\n"))
+    images = events.Images("attention_entropy")
+    assert [(image.step, image.width, image.height) for image in images] == [
+        (0, 32, 32), (20, 32, 32), (40, 32, 32),
+    ]  # fmt: skip
+    settings = events.summary_metadata["_hparams_/session_start_info"]
+    assert b"train.alpha_warmup_steps" in settings.plugin_data.content
+
+
+def _config(run_dir: Path) -> PretrainConfig:
+    return load(PretrainConfig, run_dir / "resolved.yaml").config
+
+
+def test_flops_are_those_of_the_documents_that_were_seen(
+    straight_run: Path, dataset: DatasetIndex
+) -> None:
+    config = _config(straight_run)
+    model = config.model
+    assert model.vocab_size == 1000
+    width, layers = model.hidden_size, model.num_layers
+    loaders = [TrainLoader(dataset, config, Share(rank, 2)) for rank in range(2)]
+    for record in records(straight_run)[::13]:
+        flops = 0
+        for loader in loaders:
+            for batch in loader.step_batches(8 * (record["step"] - 1)):
+                for row in batch.documents:
+                    for number, length in Counter(row.tolist()).items():
+                        if number:
+                            linear = width * 4 * width + 2 * width * model.ffn_size
+                            pairs = 2 * length * length * width
+                            flops += 3 * layers * 2 * (length * linear + pairs)
+                flops += 3 * 2 * len(batch.targets) * width * 1000
+        elapsed_s = record["tokens"] / record["tokens_per_s"]
+        assert record["model_tflops_per_device"] == pytest.approx(flops / 2 / elapsed_s / 1e12)
+        assert record["masked_per_s"] < record["tokens_per_s"] <= record["slots_per_s"]
+        assert "mfu" not in record  # the peak of this CPU is not known
+
+
+def test_times_and_memory(straight_run: Path) -> None:
+    for record in records(straight_run):
+        assert 0 < record["step_s_median"] <= record["step_s_p95"]
+        assert record["step_s_p95"] <= record["step_s_slowest_rank"] * (1 + 1e-9)  # of one step
+        assert 0.1 < record["host_rss_gb"] < 10
+        assert "gpu_allocated_gb" not in record
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
+    dataset: DatasetIndex, tmp_path: Path, precision: str
+) -> None:
+    run_dir = tmp_path / "run"
+    overrides = ("train.num_steps=12", f"train.precision={precision}", "train.grad_clip=0.5",
+                 "checkpoint.every_steps=11", "monitor.log_every_steps=3",
+                 "monitor.eval_sequences=4", "model.mlm_head=bert",
+                 "train.alpha_warmup_steps=2")  # fmt: skip
+    ranks = Ranks(run_dir, dataset, *overrides)
+    assert ranks.wait() == [0, 0], ranks.output
+    before, after = (
+        read_weights(run_dir / f"checkpoints/step-000000{step}")[0] for step in (11, 12)
+    )
+    squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name in after:
+        old, new = (weights[name].detach().double() for weights in (before, after))
+        layer = re.search(r"layers\.(\d)", name)
+        group = f"layer_0{layer[1]}" if layer else "embeddings"
+        group = "head" if name.startswith("head") else group
+        squares[group][0] += float((new - old).square().sum())
+        squares[group][1] += float(old.square().sum())
+    assert set(squares) == {"embeddings", "layer_00", "layer_01", "head"}
+    last = records(run_dir)[-1]
+    for group, (update, weights) in squares.items():
+        expected = (update / weights) ** 0.5
+        assert last[f"update_ratio_{group}"] == pytest.approx(expected, rel=1e-4), group
+        assert expected > 0
+    for record in records(run_dir):
+        parts = [record[f"grad_norm_{group}"] for group in squares]
+        assert float(np.linalg.norm(parts)) == pytest.approx(record["grad_norm"], rel=1e-5)
+    assert any(record["grad_norm"] > 0.5 for record in records(run_dir)), "nothing was clipped"
+
+
+# Where nine of ten tokens are masked, little but frequencies can be learnt for a while.
+HIDDEN = ("train.num_steps=36", "train.micro_batch=1", "train.lr=2e-2", "model.dropout=0.0",
+          "data.mask_prob=0.9")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sourced(tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex) -> Path:
+    """Few enough held-out sequences that not all are taken."""
+    run_dir = tmp_path_factory.mktemp("sourced") / "run"
+    ranks = Ranks(run_dir, two_sources, *HIDDEN, "monitor.eval_sequences=24")
+    assert ranks.wait() == [0, 0], ranks.output
+    return run_dir
+
+
+def test_a_plateau_is_told_once(sourced: Path, two_sources: DatasetIndex) -> None:
+    entropy = two_sources.unigram_entropy_nats
+    near = [abs(line["loss"] / entropy - 1) <= 0.05 for line in records(sourced)]
+    # Both warm-ups end with step 10; 20 log intervals follow the first line that is near.
+    first = next(step for step in range(11, 17) if all(near[step - 1 : step + 20]))
+    output = sourced.with_suffix(".out").read_text()
+    assert output.count("plateau: The loss has been within 5% of the unigram entropy") == 1
+    assert f"({entropy:.3f} nats) from step {first} to {first + 20};" in output
+    text = _tensorboard(sourced).Tensors("plateau/text_summary")
+    assert [event.step for event in text] == [first + 20]
+    assert b"peak train.lr=0.02" in text[0].tensor_proto.string_val[0]
+
+
+def test_scores_by_source_add_up(sourced: Path) -> None:
+    for record in records(sourced, "eval"):
+        counts = [record[f"num_masked_{name}"] for name in ("large", "small")]
+        assert all(counts)
+        assert sum(counts) == record["num_masked"]
+        for field in ("loss", "accuracy"):
+            mean = np.average([record[f"{field}_large"], record[f"{field}_small"]], weights=counts)
+            assert mean == pytest.approx(record[field], rel=1e-6)
+        assert record["loss_large"] != record["loss_small"]
+
+
+def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: DatasetIndex) -> None:
+    config = _config(sourced)
+    reader = BlockReader(two_sources)
+    text = {"large": "", "small": ""}
+    for row in range(len(two_sources.blocks)):
+        block = reader.block(row)
+        text[block.document_ids[0].partition("/")[0]] += " ".join(map(str, block.tokens)) + " | "
+    loader = EvalLoader(two_sources, config, Share(0, 1))
+    counted: Counter[str] = Counter()
+    sequences: Counter[str] = Counter()
+    for source, batch in loader.batches():
+        name = loader.sources[source]
+        counted[name] += len(batch.targets)
+        sequences[name] += len(batch.input_ids)
+        original = batch.input_ids.flatten()
+        original[batch.masked_index] = batch.targets
+        for number in range(1, int(batch.documents.max()) + 1):
+            piece = original[batch.documents.flatten() == number][1:-1].tolist()
+            assert " ".join(map(str, piece)) in text[name]
+    first = records(sourced, "eval")[0]
+    assert counted == {name: first[f"num_masked_{name}"] for name in ("large", "small")}
+    counts = loader.split.counts[64]
+    of_source = two_sources.block_source[loader.split.rows]
+    sizes = [int(counts[of_source == source].sum()) for source in range(2)]
+    assert sequences == {
+        name: max(1, 24 * size // sum(sizes)) for name, size in zip(("large", "small"), sizes,
+                                                                    strict=True)
+    }  # fmt: skip
+
+
+def test_watching_does_not_change_training(
+    straight_run: Path, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    """Dropout is on; evaluations, norms and log lines come at other steps."""
+    run_dir = tmp_path / "run"
+    ranks = Ranks(run_dir, dataset, "monitor.eval_sequences=3", "monitor.eval_every_steps=7",
+                  "monitor.log_every_steps=5")  # fmt: skip
+    assert ranks.wait() == [0, 0], ranks.output
+    assert [line["step"] for line in records(run_dir, "eval")] == [0, 7, 14, 21, 28, 35, 40]
+    expected, found = newest_state(straight_run), newest_state(run_dir)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
