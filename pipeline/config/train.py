@@ -36,6 +36,10 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = param(
         "bf16", "of forward and backward; master weights and accumulation are fp32 either way"
     )
+    zero_stage: int = param(
+        1, "what is split over the ranks: 1 optimizer state, 2 gradients too, 3 weights too", ge=1,
+        le=3,
+    )  # fmt: skip
     max_skipped_in_a_row: int = param(
         10, "give up after this many non-finite steps in a row", unit="steps", ge=1
     )

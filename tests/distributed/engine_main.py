@@ -83,6 +83,7 @@ def _micro_batch(step: int, number: int, rows: int) -> MicroBatch:
         targets=targets,
         num_tokens=slots,
         unmasked_documents=0,
+        hash=0,
     )
 
 
