@@ -158,14 +158,14 @@ def test_damaged_checkpoint_is_rejected_and_the_one_before_is_used(
     run_dir = tmp_path / "run"
     shutil.copytree(straight_run, run_dir)
     (run_dir / "checkpoints" / ".saving-step-00000040").mkdir()
-    [model] = (run_dir / "checkpoints/step-00000040/state").glob("*_model_states.pt")
+    [model] = (run_dir / "checkpoints/step-00000040/state").glob("rank-00001-*")
     data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1
     model.write_bytes(data)
     ranks = Ranks(run_dir, dataset)
     assert ranks.wait() == [0, 0], ranks.output
     assert "checkpoint rejected" in ranks.output
-    assert "mp_rank_00_model_states.pt is damaged" in ranks.output
+    assert "rank-00001-of-00002.safetensors is damaged" in ranks.output
     assert "resumed from" in ranks.output
     assert "step-00000030" in ranks.output
     assert "a save that was never finished" in ranks.output

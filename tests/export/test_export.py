@@ -121,12 +121,12 @@ def test_masters_that_are_not_what_was_trained_are_refused(
     shutil.copytree(straight_run, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-00000030")
     folder = run_dir / "checkpoints" / "step-00000040"
-    [file] = (folder / "state").glob("*rank_0_*_optim_states.pt")
+    [file] = (folder / "state").glob("rank-00000-*.safetensors")
     content = torch.load(file, weights_only=False)
     content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].detach()[7] += 1
     torch.save(content, file)
     # Its hash gives it away; and with a manifest that fits, so do the weights themselves.
-    with pytest.raises(CheckpointError, match=r"no good checkpoint.*_optim_states\.pt"):
+    with pytest.raises(CheckpointError, match=r"no good checkpoint.*rank-00000-of-00002\.safetensors"):
         export(run_dir, tmp_path / "out")
     manifest = read_manifest(folder)
     name = file.relative_to(folder).as_posix()

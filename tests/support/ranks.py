@@ -121,7 +121,11 @@ def newest_state(run_dir: Path) -> dict[str, torch.Tensor]:
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor that an engine saved below a folder, put together from its parts, by name."""
     saved = SavedState(folder)
-    return {f"{kind} {name}": saved.read(kind, name) for kind in KINDS for name in saved.shapes}
+    return {
+        f"{kind} {name}": saved.read(kind, name).view(shape)
+        for kind in KINDS
+        for name, shape in saved.shapes.items()
+    }
 
 
 def _free_port() -> int:
