@@ -205,11 +205,10 @@ class Engine:
         if self._engine.zero_optimization_stage() < 3:
             optimizer.update_lp_params()
             return
-        # What DeepSpeed's own loading does; small parameters are kept whole on every rank.
+        # Small parameters are whole on every rank after an update; they need not be.
         optimizer.checkpoint_event_prologue()
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        optimizer.checkpoint_event_epilogue()
 
 
 def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[TensorSlice]:
