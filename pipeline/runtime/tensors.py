@@ -62,10 +62,14 @@ def write_file(
         OSError: the disk is full or not writable.
     """
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    path.touch()
+    mode = path.stat().st_mode
     try:
         save_file(whole, path, metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
+    # safetensors makes a new file that only its owner may read.
+    path.chmod(mode)
 
 
 class SlicedFile:

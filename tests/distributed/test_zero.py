@@ -155,3 +155,16 @@ def test_state_is_loaded_bit_for_bit_and_trains_on(
     after = {k: v for k, v in state_of(here / "20").items() if k.startswith("master")}
     moved = _distance(masters, {k: before[k] for k in masters})
     assert _distance(after, masters) < of_weights * moved
+
+
+@pytest.mark.parametrize("precision", case.PRECISIONS)
+def test_forward_passes_use_the_master_weights_rounded(folder: Path, precision: str) -> None:
+    found = sorted((folder / precision).glob("*/used-*.pt"))
+    assert len(found) == 18
+    for path in found:
+        masters = read_weights(path.parent / "20")
+        for name, value in torch.load(path).items():
+            name = name.removeprefix("module.")
+            assert value.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+            assert torch.equal(masters.pop(name).to(value.dtype), value), (path, name)
+        assert not masters, path

@@ -4,7 +4,8 @@ A job is SAVED:STAGE, such as `1-2:3` (load what 1 rank saved at stage 2, go on 
 `:STAGE`, from the start. It leaves, for each precision, as `Engine.save_files` writes them:
     NAME/loaded, NAME/10 and NAME/20: the state when it was loaded, after 10 steps and after 20
 where NAME is PRECISION/RANKS-STAGE from the start, and PRECISION/SAVED:RANKS-STAGE after a load;
-and NAME/results-RANK.json: loss and gradient norm by step.
+NAME/results-RANK.json: loss and gradient norm by step; and, where a rank has whole parameters,
+NAME/used-RANK.pt: those that forward passes would use next.
 Jobs at stage 3 come last: DeepSpeed replaces a process' linear layers there, and adds biases after
 rounding to bf16 from then on.
 """
@@ -76,6 +77,8 @@ def main(folder: Path, job: str, precision: str, process: ProcessInfo) -> None:
         if step + 1 in (SAVED_AFTER, NUM_STEPS):
             engine.save_files(folder / str(step + 1))
     (folder / f"results-{process.rank}.json").write_text(json.dumps(results))
+    if stage != "3":
+        torch.save(dict(engine.model.named_parameters()), folder / f"used-{process.rank}.pt")
 
 
 def _poisoned(module: nn.Module, batch: MicroBatch) -> LossSums:

@@ -128,3 +128,9 @@ def _resident_bytes() -> int:
 
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def test_files_are_readable_by_those_whom_the_system_lets(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    _save(tmp_path, REST)
+    assert _file(tmp_path, 0, 1).stat().st_mode == (tmp_path / "other").stat().st_mode
