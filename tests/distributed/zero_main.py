@@ -78,7 +78,8 @@ def main(folder: Path, job: str, precision: str, process: ProcessInfo) -> None:
             engine.save_files(folder / str(step + 1))
     (folder / f"results-{process.rank}.json").write_text(json.dumps(results))
     if stage != "3":
-        torch.save(dict(engine.model.named_parameters()), folder / f"used-{process.rank}.pt")
+        used = {name: weight.detach().clone() for name, weight in engine.model.named_parameters()}
+        torch.save(used, folder / f"used-{process.rank}.pt")
 
 
 def _poisoned(module: nn.Module, batch: MicroBatch) -> LossSums:
