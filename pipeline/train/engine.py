@@ -1,8 +1,8 @@
-"""The only door to DeepSpeed: process group, ZeRO stage 1, optimizer step, its checkpoint files.
+"""The only door to DeepSpeed: process group, ZeRO stages 1 to 3, optimizer step, who holds what.
 
-What DeepSpeed does by itself and is not used: its `latest` file (written before all ranks have
-saved), its schedulers (they are not ours), bf16 at stage 0 (it takes a hidden optimizer step), its
-counting of micro-batches (one number for a whole run, and a count that checkpoints do not hold).
+What DeepSpeed does by itself and is not used: its checkpoints (they fit one number of ranks), its
+schedulers (they are not ours), stage 0 (in bf16 it takes a hidden optimizer step), its counting of
+micro-batches (one number for a whole run, and a count that its checkpoints do not hold).
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def close_process_group() -> None:
 
 
 class Engine:
-    """A model under ZeRO-1 with fp32 master weights, fp32 accumulation and AdamW."""
+    """A model under ZeRO with fp32 master weights, fp32 accumulation and AdamW."""
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, process: ProcessInfo, device: torch.device
