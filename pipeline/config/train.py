@@ -78,11 +78,21 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = param(
         "bf16", "of forward and backward; master weights and accumulation are fp32 either way"
     )
+    zero_stage: int = param(
+        1, "what is split over the ranks: 1 optimizer state, 2 gradients too, 3 weights too", ge=0,
+        le=3,
+    )  # fmt: skip
     max_skipped_in_a_row: int = param(
         10, "give up after this many non-finite steps in a row", unit="steps", ge=1
     )
 
     def __post_init__(self) -> None:
+        if self.zero_stage == 0:
+            raise ConfigError(
+                "train.zero_stage=0: DeepSpeed 0.19.8 has no fp32 accumulation for bf16 there, "
+                "takes a step before the first, and lets non-finite gradients into fp32 weights; "
+                "set 1, which computes the same with less memory"
+            )
         if self.warmup_steps >= self.num_steps:
             raise ConfigError(
                 f"train.warmup_steps={self.warmup_steps} must be below "

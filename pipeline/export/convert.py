@@ -19,7 +19,7 @@ from pipeline.config import strict_yaml
 from pipeline.config.model import ModelConfig
 from pipeline.data.fast_tokenizer import ForeignSplitterError, build_tokenizer_json
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.export import names, tensors
+from pipeline.export import names
 from pipeline.export.folder import (
     TOKENIZERS_FILE,
     build_model,
@@ -30,6 +30,7 @@ from pipeline.export.folder import (
 )
 from pipeline.export.tf_checkpoint import TfCheckpoint
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime import tensors
 from pipeline.runtime.files import sha256_file, write_atomic
 
 Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]

@@ -22,8 +22,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.fast_tokenizer import FastTokenizer
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.export import tensors
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime import tensors
 from pipeline.runtime.files import write_json_atomic
 
 WEIGHTS_FILE = "model.safetensors"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
-from pipeline.export import names, tensors
+from pipeline.export import names
 from pipeline.export.folder import TrainedModel, publishing
 from pipeline.export.hf_card import model_card
 from pipeline.export.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
@@ -30,6 +30,7 @@ from pipeline.export.weights import ExportReport, compare, load_trained
 from pipeline.kernels import attention
 from pipeline.model import encoder, initialise, layers, layout, rotary
 from pipeline.model.layout import Layout
+from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import write_atomic, write_json_atomic
 

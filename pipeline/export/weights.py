@@ -32,7 +32,7 @@ from pipeline.model.layout import Layout, rows
 from pipeline.runtime.files import METRICS_FILE
 from pipeline.train.build import InitialWeights
 from pipeline.train.checkpoint import FOLDER, Manifest, newest_good, read_manifest
-from pipeline.train.engine import read_weights
+from pipeline.train.state_files import read_weights
 
 LARGEST_DIFFERENCE = 1e-3
 """Largest difference between exported and trained logits that is accepted."""
@@ -77,7 +77,7 @@ def load_trained(source: Path) -> tuple[TrainedModel, float]:
         return load_model(source), 1.0
     path, manifest = _newest(source)
     config = read_config(manifest.identity["model"], str(path))
-    model = build_model(config, _checked_weights(path), str(path))
+    model = build_model(config, read_weights(path), str(path))
     facts = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,
@@ -151,17 +151,6 @@ def _newest(run_dir: Path) -> tuple[Path, Manifest]:
             f"{run_dir} has no good checkpoint: {'; '.join(rejected) or 'nothing was saved yet'}"
         )
     return path, read_manifest(path)
-
-
-def _checked_weights(path: Path) -> dict[str, Tensor]:
-    """fp32 master weights, each checked against the weights that forward passes used."""
-    masters, used = read_weights(path)
-    for name, weight in used.items():
-        if name not in masters or not torch.equal(masters[name].to(weight.dtype), weight):
-            raise CheckpointError(
-                f"{path}: {name} of the optimizer is not what the model was trained with"
-            )
-    return {name: masters[name].contiguous() for name in used}
 
 
 def _scores(run_dir: Path, step: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Checkpoints that are complete and verified, or do not exist.
 
-    RUN/checkpoints/step-00000040/state/*          DeepSpeed's files
+    RUN/checkpoints/step-00000040/state/*          weights and optimizer state: `state_files`
     RUN/checkpoints/step-00000040/tokenizer.model  of the dataset, or tokenizer.json
     RUN/checkpoints/step-00000040/index.json       of the dataset: what else it must be resumed on
     RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file, its own
@@ -29,8 +29,9 @@ from pipeline.errors import CheckpointError, DataError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
-from pipeline.train.engine import Engine, expected_files
+from pipeline.train.engine import Engine
 from pipeline.train.state import TrainState
+from pipeline.train.state_files import expected_files
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ MANIFEST_FILE = "manifest.json"
 _PREFIX = "step-"
 _UNFINISHED = ".saving-"
 _SIGNATURE = "manifest_sha256"
-# bf16 or fp32 weights, fp32 masters and two fp32 averages.
-_BYTES_PER_PARAMETER = 16
+# fp32 master weights and two fp32 averages.
+_BYTES_PER_PARAMETER = 12
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class CheckpointStore:
                 (unfinished / self._index.tokenizer_file).write_bytes(self._tokenizer)
                 (unfinished / INDEX_FILE).write_bytes(self._index.content)
             dist.barrier()
+            # So that a rank reads back the file that it wrote.
             names = expected_files(unfinished, self._process.world_size)
             mine = names[self._process.rank :: self._process.world_size]
             parts = dist.gather({name: _flush_and_describe(unfinished / name) for name in mine})
@@ -180,7 +182,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: checkpoints exist but none verifies, or the newest good one belongs to
-                other data, another model or another number of ranks.
+                other data or another model.
         """
         path = self._on_first(self._choose)
         if path is not None:
@@ -195,6 +197,12 @@ class CheckpointStore:
         """
         engine.load_files(path)
         manifest = read_manifest(path)
+        if manifest.world_size != self._process.world_size:
+            logger.info(
+                "%s was saved by %d ranks, this run has %d: data and schedules go on as they would "
+                "have, dropout draws other numbers", path, manifest.world_size,
+                self._process.world_size,
+            )  # fmt: skip
         return TrainState(
             manifest.step, manifest.cursor, manifest.skipped, elapsed_s=manifest.elapsed_s
         )
@@ -278,10 +286,6 @@ class CheckpointStore:
                 "what it would see next is not what it would have seen"
             )
         problems += value_differences(manifest.identity, identity(self._config))
-        if manifest.world_size != self._process.world_size:
-            problems.append(
-                f"number of ranks: checkpoint {manifest.world_size}, now {self._process.world_size}"
-            )
         if problems:
             raise CheckpointError(
                 f"{path} does not fit this run: {'; '.join(problems)}. {remedy}, or choose another "

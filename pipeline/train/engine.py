@@ -1,8 +1,8 @@
-"""The only door to DeepSpeed: process group, ZeRO stage 1, optimizer step, its checkpoint files.
+"""The only door to DeepSpeed: process group, ZeRO stages 1 to 3, optimizer step, who holds what.
 
-What DeepSpeed does by itself and is not used: its `latest` file (written before all ranks have
-saved), its schedulers (they are not ours), bf16 at stage 0 (it takes a hidden optimizer step), its
-counting of micro-batches (one number for a whole run, and a count that checkpoints do not hold).
+What DeepSpeed does by itself and is not used: its checkpoints (they fit one number of ranks), its
+schedulers (they are not ours), stage 0 (in bf16 it takes a hidden optimizer step), its counting of
+micro-batches (one number for a whole run, and a count that its checkpoints do not hold).
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.errors import CheckpointError
 from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist, env
 from pipeline.runtime.env import ProcessInfo
-from pipeline.train.lamb import Lamb, TensorSlice
+from pipeline.train.lamb import Lamb
 from pipeline.train.optimizer import make_optimizer, matrix_slices
+from pipeline.train.state_files import MASTER, MOMENTS, Part, SavedState, write_part
+from pipeline.train.tensor_slice import TensorSlice
 
-_TAG = "state"
 _TIMEOUT = timedelta(minutes=30)
 
 Objective = Callable[[nn.Module, MicroBatch], LossSums]
@@ -67,7 +67,7 @@ def close_process_group() -> None:
 
 
 class Engine:
-    """A model under ZeRO-1 with fp32 master weights, fp32 accumulation and its optimizer."""
+    """A model under ZeRO with fp32 master weights, fp32 accumulation and its optimizer."""
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, process: ProcessInfo, device: torch.device
@@ -75,6 +75,11 @@ class Engine:
         """Wraps a model; every rank must pass the same weights (rank 0's are sent to all)."""
         self.device = device
         self.world_size = process.world_size
+        self._rank = process.rank
+        # Stage 3 empties the parameters.
+        self._shapes = {
+            name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+        }
         self._optimizer = make_optimizer(model, config)
         deepspeed = _import_deepspeed()
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -86,8 +91,8 @@ class Engine:
             )
         logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
         if isinstance(self._optimizer, Lamb):
-            slices = tensor_slices(model, self._optimizer)
-            self._optimizer.bind(*matrix_slices(model, slices), dist.sum_over_ranks)
+            pieces = matrix_slices(model, self._shapes, self._slices())
+            self._optimizer.bind(*pieces, dist.sum_over_ranks)
 
     @property
     def model(self) -> nn.Module:
@@ -102,17 +107,15 @@ class Engine:
     def partitions(self) -> list[tuple[Tensor, dict[str, tuple[int, int]]]]:
         """This rank's flat fp32 master weights, each with (start, stop) of the parameters in it.
 
-        They are parameters of `optimizer`; empty if DeepSpeed divides the weights otherwise.
+        They are parameters of `optimizer`; empty at stage 3.
         """
-        places = getattr(self._engine.optimizer, "_param_slice_mappings", [])
-        flat = [group["params"] for group in self._optimizer.param_groups]
-        if len(flat) != len(places) or any(len(parameters) != 1 for parameters in flat):
+        if self._engine.zero_optimization_stage() == 3:
             return []
-        return [
-            (partition, {name: (part.start, part.start + part.numel)
-                         for name, part in of_group.items()})
-            for (partition,), of_group in zip(flat, places, strict=True)
-        ]  # fmt: skip
+        found: dict[Tensor, dict[str, tuple[int, int]]] = {}
+        for each in self._slices():
+            places = found.setdefault(each.partition, {})
+            places[each.name] = each.offset, each.offset + each.numel
+        return list(found.items())
 
     def train_step(self, batches: list[MicroBatch], objective: Objective, lr: float) -> StepResult:
         """Forward, backward and one update over this rank's micro-batches of one step. Collective.
@@ -145,98 +148,99 @@ class Engine:
         return StepResult(_sum(parts), bool(self._engine.was_step_applied()), float(norm))
 
     def save_files(self, folder: Path) -> None:
-        """Writes weights and optimizer state of all ranks below `folder`. Collective.
+        """Writes master weights and optimizer state, each rank those that it holds. Collective.
 
         Raises:
-            OSError: the disk failed; RuntimeError: torch's writer saw the disk fail.
+            OSError: the disk failed.
         """
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        updates = [int(self._state(slice_.partition)["step"]) for slice_ in self._slices()]
+        assert len(set(updates)) <= 1, "parameters have seen different numbers of updates"
+        counters = {
+            # A rank may hold no parameter at all if there are more ranks than elements.
+            "updates": max(dist.gather(max(updates, default=0))),
+            "global_steps": self._engine.global_steps,
+            "skipped_steps": self._engine.skipped_steps,
+        }
+        parts = [
+            Part(each.name, each.shape, each.start, self._tensors(each)) for each in self._slices()
+        ]
+        write_part(folder, self._rank, self.world_size, parts, counters)
+        dist.barrier()
 
     def load_files(self, folder: Path) -> None:
-        """Reads what `save_files` wrote on as many ranks. Collective.
+        """Reads what `save_files` wrote on any number of ranks, at any ZeRO stage. Collective.
 
         Raises:
-            CheckpointError: DeepSpeed did not find or accept the files.
+            CheckpointError: files are missing, damaged, or of another model.
         """
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
-        if loaded is None:
-            raise CheckpointError(f"DeepSpeed could not load {folder / _TAG}; see the rank's log")
+        saved = SavedState(folder)
+        saved.require_shapes(self._shapes)
+        for each in self._slices():
+            self._state(each.partition)["step"].fill_(saved.counters["updates"])
+            for kind, tensor in self._tensors(each).items():
+                tensor.copy_(saved.read(kind, each.name, each.start, each.start + each.numel))
+        self._engine.global_steps = saved.counters["global_steps"]
+        self._engine.skipped_steps = saved.counters["skipped_steps"]
+        self._spread_masters()
+
+    def _slices(self) -> list[TensorSlice]:
+        return tensor_slices(self._engine, self._shapes)
+
+    def _tensors(self, each: TensorSlice) -> dict[str, Tensor]:
+        """The master weights of a slice and Adam's averages of it, as views."""
+        whole = {MASTER: each.partition.detach()} | {
+            kind: self._state(each.partition)[kind] for kind in MOMENTS
+        }
+        return {kind: each.of(flat) for kind, flat in whole.items()}
+
+    def _state(self, partition: Tensor) -> dict[str, Tensor]:
+        """Adam's state of a partition; before the first update, what it is going to make."""
+        state: dict[str, Tensor] = self._optimizer.state[partition]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for kind in MOMENTS:
+                state[kind] = torch.zeros_like(partition, requires_grad=False)
+        return state
+
+    def _spread_masters(self) -> None:
+        """Gives all ranks the weights of forward passes anew: the master weights, rounded."""
+        optimizer = self._engine.optimizer
+        if self._engine.zero_optimization_stage() < 3:
+            optimizer.update_lp_params()
+            return
+        # Small parameters are whole on every rank after an update; they need not be.
+        optimizer.checkpoint_event_prologue()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
 
-def tensor_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[TensorSlice]:
-    """Which pieces of which parameters the tensors of a rank's optimizer hold, without padding.
+def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[TensorSlice]:
+    """Which stretches of which parameters this rank's part of the optimizer holds, and where.
 
-    DeepSpeed 0.19.8 links each parameter to its piece of the flat partition of a group, in plain
-    ZeRO as in BF16_Optimizer, if the rank has one.
-    """
-    slices = []
-    for name, parameter in model.named_parameters():
-        link = parameter._hp_mapping  # type: ignore[attr-defined]
-        if link is not None:
-            [flat] = optimizer.param_groups[link.param_group_index]["params"]
-            place = link.hp_fragment_address
-            offset = link.lp_fragment_address.start
-            slices.append(TensorSlice(name, offset, flat, place.start, place.numel))
-    return slices
-
-
-def expected_files(folder: Path, world_size: int) -> list[str]:
-    """Names, below a checkpoint, that a complete save of `world_size` ranks must have.
-
-    Raises:
-        CheckpointError: one is missing; says which kind.
-    """
-    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    optimizer = [name for name in found if name.endswith("_optim_states.pt")]
-    model = [name for name in found if name.endswith("_model_states.pt")]
-    if len(optimizer) != world_size or len(model) != 1:
-        raise CheckpointError(
-            f"{folder} has {len(optimizer)} optimizer files and {len(model)} model files, expected "
-            f"{world_size} and 1: DeepSpeed did not save the state of every rank"
-        )
-    return sorted(found)
-
-
-def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Reads a checkpoint's weights without a process group.
+    A partition of DeepSpeed's is a flat fp32 tensor that holds several parameters' stretches one
+    after another, and padding. No rank has two stretches of a parameter.
 
     Args:
-        folder: a published checkpoint.
-
-    Returns:
-        fp32 master weights put together from all ranks, and the weights that forward passes used
-        (bf16 or fp32), both by parameter name.
-
-    Raises:
-        CheckpointError: a parameter's parts do not add up to its size.
+        engine: what `deepspeed.initialize` returned, at ZeRO stage 1, 2 or 3.
+        shapes: of the whole parameters, by name.
     """
-    _import_deepspeed()
-    # Our own files, whose sha256 was checked: DeepSpeed stores more than tensors in them.
-    [model_file] = (folder / _TAG).glob("*_model_states.pt")
-    used = torch.load(model_file, map_location="cpu", weights_only=False)["module"]
-    if all(weight.dtype == torch.float32 for weight in used.values()):
-        return used, used
-    optimizer_files = sorted((folder / _TAG).glob("*_optim_states.pt"), key=_rank_of)
-    pieces: dict[str, list[Tensor]] = {name: [] for name in used}
-    for file in optimizer_files:
-        part = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
-        groups = zip(
-            part["single_partition_of_fp32_groups"], part["param_slice_mappings"], strict=True
-        )
-        # DeepSpeed's zero_to_fp32 does not read this optimizer's files (0.19.8): each rank has a
-        # flat partition, and a table of which slice of it belongs to which parameter.
-        for flat, slices in groups:
-            for name, place in slices.items():
-                pieces[name].append(flat[place.start : place.start + place.numel])
-    masters = {}
-    for name, weight in used.items():
-        whole = torch.cat(pieces[name]) if pieces[name] else torch.empty(0)
-        if whole.numel() != weight.numel():
-            raise CheckpointError(
-                f"{folder} has {whole.numel()} master weights of {name}, expected {weight.numel()}"
-            )
-        masters[name] = whole.view(weight.shape)
-    return masters, used
+    optimizer = engine.optimizer
+    found = []
+    for name, parameter in engine.module.named_parameters():
+        if engine.zero_optimization_stage() == 3:
+            group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = padded * torch.distributed.get_rank()
+            numel = min(padded, parameter.ds_numel - start)
+            partition = optimizer.fp32_partitioned_groups_flat[group]
+        elif (mapping := parameter._hp_mapping) is not None:
+            start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+            offset = mapping.hp_fragment_address.start
+            [partition] = optimizer.param_groups[mapping.param_group_index]["params"]
+        else:
+            continue
+        if numel > 0:
+            found.append(TensorSlice(name, shapes[name], start, numel, partition, offset))
+    return found
 
 
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
@@ -249,7 +253,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": config.grad_clip,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": config.zero_stage},
         # It knows AdamW. Our LAMB is told what the partitions hold.
         "zero_allow_untested_optimizer": config.optimizer == "lamb",
         "bf16": {"enabled": config.precision == "bf16"},
@@ -261,11 +265,6 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "timers": {"throughput": {"enabled": False}},
         "steps_per_print": 1 << 62,
     }
-
-
-def _rank_of(file: Path) -> int:
-    """Rank in a name such as `bf16_zero_pp_rank_12_mp_rank_00_optim_states.pt`."""
-    return int(file.name.partition("_pp_rank_")[2].partition("_")[0])
 
 
 def _sum(parts: list[LossSums]) -> LossSums:

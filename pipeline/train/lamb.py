@@ -5,26 +5,12 @@ their norms means nothing. Here the squares of each matrix' pieces are added ove
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """A piece of a parameter in a flat tensor of this rank's optimizer."""
-
-    name: str
-    """Of the parameter."""
-    offset: int
-    """Of the piece's first element in the parameter."""
-    flat: Tensor
-    """(elements,) master weights, as in the optimizer's groups."""
-    start: int
-    """Of the piece's first element in `flat`."""
-    length: int
+from pipeline.train.tensor_slice import TensorSlice
 
 
 class Lamb(torch.optim.Optimizer):
@@ -73,7 +59,7 @@ class Lamb(torch.optim.Optimizer):
         self._index = {name: number for number, name in enumerate(names)}
         self._pieces = {}
         for piece in slices:
-            self._pieces.setdefault(piece.flat, []).append(piece)
+            self._pieces.setdefault(piece.partition, []).append(piece)
         self._sum_over_ranks = sum_over_ranks
 
     @torch.no_grad()
@@ -100,8 +86,8 @@ class Lamb(torch.optim.Optimizer):
                 continue
             assert ratios is not None
             for piece in self._pieces.get(flat, []):
-                _of(piece, flat).addcmul_(
-                    _of(piece, update), ratios[self._index[piece.name]], value=-group["lr"]
+                piece.of(flat).addcmul_(
+                    piece.of(update), ratios[self._index[piece.name]], value=-group["lr"]
                 )
 
     def _direction(self, flat: Tensor, group: dict[str, Any]) -> Tensor:
@@ -131,12 +117,8 @@ class Lamb(torch.optim.Optimizer):
         for flat, update in updates:
             for piece in self._pieces.get(flat, []):
                 for row, tensor in zip(squares, (flat, update), strict=True):
-                    norm = torch.linalg.vector_norm(_of(piece, tensor), dtype=torch.float64)
+                    norm = torch.linalg.vector_norm(piece.of(tensor), dtype=torch.float64)
                     row[self._index[piece.name]] += norm.square()
         weights, directions = self._sum_over_ranks(squares).sqrt()
         ratios = torch.where((weights > 0) & (directions > 0), weights / directions, 1.0)
         return ratios.float()
-
-
-def _of(piece: TensorSlice, tensor: Tensor) -> Tensor:
-    return tensor[piece.start : piece.start + piece.length]

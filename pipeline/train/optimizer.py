@@ -1,6 +1,7 @@
 """The optimizer of a run: AdamW or LAMB, and which parameters decay."""
 
 import logging
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from pipeline.config.train import TrainConfig
-from pipeline.train.lamb import Lamb, TensorSlice
+from pipeline.train.lamb import Lamb
+from pipeline.train.tensor_slice import TensorSlice
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def matrix_slices(
-    model: nn.Module, slices: list[TensorSlice]
+    model: nn.Module, shapes: dict[str, tuple[int, ...]], slices: list[TensorSlice]
 ) -> tuple[list[str], list[TensorSlice]]:
     """Cuts pieces of parameters into pieces of the matrices that are stored as one parameter.
 
     Args:
         model: its modules name such parameters, and their numbers of matrices, in `stacked`.
-        slices: any pieces of its parameters.
+        shapes: of its whole parameters, by name.
+        slices: any pieces of them.
 
     Returns:
         Names of all matrices of the model, and the pieces by these names.
@@ -53,9 +56,9 @@ def matrix_slices(
         for name, number in getattr(module, "stacked", {}).items()
     }
     names, pieces = [], []
-    for name, parameter in model.named_parameters():
+    for name, shape in shapes.items():
         number = stacked.get(name, 1)
-        size = parameter.numel() // number
+        size = math.prod(shape) // number
         names += [f"{name}/{which}" for which in range(number)]
         for piece in slices:
             if piece.name == name:
@@ -65,12 +68,12 @@ def matrix_slices(
 
 def _cut(piece: TensorSlice, size: int) -> list[TensorSlice]:
     """Cuts a piece at multiples of `size` elements of its parameter."""
-    end = piece.offset + piece.length
-    starts = [piece.offset, *range((piece.offset // size + 1) * size, end, size)]
+    end = piece.start + piece.numel
+    starts = [piece.start, *range((piece.start // size + 1) * size, end, size)]
     return [
         replace(
-            piece, name=f"{piece.name}/{first // size}", offset=first,
-            start=piece.start + first - piece.offset, length=last - first,
+            piece, name=f"{piece.name}/{first // size}", start=first, numel=last - first,
+            offset=piece.offset + first - piece.start,
         )
         for first, last in pairwise([*starts, end])
     ]  # fmt: skip

@@ -51,7 +51,7 @@ DOORS = {
     "sentencepiece": {"pipeline.data.tokenizer"},
     "webdataset": {"data_prep.verify"},
     "yaml": {"pipeline.config.strict_yaml"},
-    "safetensors": {"pipeline.export.tensors"},
+    "safetensors": {"pipeline.runtime.tensors"},
     "tokenizers": {"pipeline.data.fast_tokenizer"},
     "transformers": {"pipeline.export.hf_wrapper"},
     "google_crc32c": {"pipeline.export.tf_checkpoint"},

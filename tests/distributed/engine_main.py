@@ -61,12 +61,13 @@ def train_config(precision: str) -> TrainConfig:
 def micro_batches(step: int, world_size: int) -> list[MicroBatch]:
     """Those of all ranks, of 1 to 4 sequences; the first of the second step has nothing masked."""
     return [
-        _micro_batch(step, number, rows=1 + (step + number) % 4)
+        micro_batch(step, number, rows=1 + (step + number) % 4)
         for number in range(ACCUMULATION[step] * world_size)
     ]
 
 
-def _micro_batch(step: int, number: int, rows: int) -> MicroBatch:
+def micro_batch(step: int, number: int, rows: int) -> MicroBatch:
+    """`rows` sequences of which some slots are masked; other ones for each step and number."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     slots = rows * LENGTHS[step]
     ids = torch.randint(MODEL.vocab_size or 0, (slots,), generator=generator)

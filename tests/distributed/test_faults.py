@@ -116,9 +116,9 @@ def _can_mount() -> bool:
 
 @pytest.mark.skipif(not _can_mount(), reason="needs unshare and the right to mount a tmpfs")
 def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Path) -> None:
-    # 1.5 MB hold the first checkpoint of this model (1.2 MB), not a second.
+    # 1.6 MB hold the first checkpoint of this model (0.85 MB), not a second.
     (tmp_path / "small").mkdir()
-    script = f'mount -t tmpfs -o size=2000k none {tmp_path}/small; exec "$@"'
+    script = f'mount -t tmpfs -o size=1600k none {tmp_path}/small; exec "$@"'
     run_dir = tmp_path / "small" / "run"
     code = (
         "import sys; from pathlib import Path; from tests.support.ranks import Ranks;"

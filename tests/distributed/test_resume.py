@@ -158,14 +158,14 @@ def test_damaged_checkpoint_is_rejected_and_the_one_before_is_used(
     run_dir = tmp_path / "run"
     shutil.copytree(straight_run, run_dir)
     (run_dir / "checkpoints" / ".saving-step-00000040").mkdir()
-    [model] = (run_dir / "checkpoints/step-00000040/state").glob("*_model_states.pt")
+    [model] = (run_dir / "checkpoints/step-00000040/state").glob("rank-00001-*")
     data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1
     model.write_bytes(data)
     ranks = Ranks(run_dir, dataset)
     assert ranks.wait() == [0, 0], ranks.output
     assert "checkpoint rejected" in ranks.output
-    assert "mp_rank_00_model_states.pt is damaged" in ranks.output
+    assert "rank-00001-of-00002.safetensors is damaged" in ranks.output
     assert "resumed from" in ranks.output
     assert "step-00000030" in ranks.output
     assert "a save that was never finished" in ranks.output
@@ -202,13 +202,33 @@ def test_run_that_does_not_fit_its_checkpoint_is_refused(
     assert _checkpoints(run_dir) == before
 
 
-def test_other_number_of_ranks_is_refused(
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (4, 2)])
+def test_other_number_of_ranks_and_stage_continue(
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, world_size: int, stage: int
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight_run, run_dir)
+    shutil.rmtree(run_dir / "checkpoints/step-00000040")
+    overrides = ("monitor.eval_every_steps=5", f"train.zero_stage={stage}")
+    ranks = Ranks(run_dir, dataset, *overrides, world_size=world_size)
+    assert ranks.wait() == [0] * world_size, ranks.output
+    assert f"was saved by 2 ranks, this run has {world_size}" in ranks.output
+    manifest = read_manifest(run_dir / "checkpoints/step-00000040")
+    assert (manifest.step, manifest.cursor, manifest.world_size) == (40, 320, world_size)
+    # The same sequences and masks; dropout draws other numbers.
+    mine = {r["step"]: r["loss"] for r in records(run_dir) if r["attempt"] == 2}
+    assert sorted(mine) == list(range(31, 41))
+    for step, loss in mine.items():
+        assert loss == pytest.approx(losses(straight_run)[step], abs=0.2)
+
+
+def test_number_of_ranks_that_does_not_divide_the_batch_is_refused(
     dataset: DatasetIndex, straight_run: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(straight_run, tmp_path / "run")
-    ranks = Ranks(tmp_path / "run", dataset, world_size=1)
-    assert ranks.wait() == [2]
-    assert "number of ranks: checkpoint 2, now 1" in ranks.output
+    ranks = Ranks(tmp_path / "run", dataset, world_size=3)
+    assert ranks.wait() == [2] * 3
+    assert "must be a multiple of train.micro_batch=2 x 3 ranks" in ranks.output
 
 
 def test_other_dataset_is_refused(

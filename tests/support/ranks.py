@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.data.shards import DatasetIndex
-from pipeline.train.engine import read_weights
+from pipeline.train.state_files import KINDS, SavedState
 
 # Two ranks, two micro-batches each; dropout is on, so that its random numbers must be resumed too.
 CONFIG = """
@@ -119,25 +119,13 @@ def newest_state(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor that an engine saved below a folder, by name."""
-    masters, used = read_weights(folder)
-    state = {f"master {name}": value for name, value in masters.items()}
-    state |= {f"used {name}": value for name, value in used.items()}
-    for path in sorted((folder / "state").glob("*_optim_states.pt")):
-        _flatten(torch.load(path, weights_only=False), path.name, state)
-    assert any("exp_avg_sq" in name for name in state)
-    return state
-
-
-def _flatten(value: Any, name: str, into: dict[str, torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        into[name] = value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _flatten(item, f"{name}.{key}", into)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            _flatten(item, f"{name}.{i}", into)
+    """Every tensor that an engine saved below a folder, put together from its parts, by name."""
+    saved = SavedState(folder)
+    return {
+        f"{kind} {name}": saved.read(kind, name).view(shape)
+        for kind in KINDS
+        for name, shape in saved.shapes.items()
+    }
 
 
 def _free_port() -> int:

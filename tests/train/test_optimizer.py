@@ -8,8 +8,8 @@ import torch
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.train.lamb import TensorSlice
 from pipeline.train.optimizer import make_optimizer, matrix_slices
+from pipeline.train.tensor_slice import TensorSlice
 
 MODEL = ModelConfig(
     vocab_size=50, num_layers=2, hidden_size=8, num_heads=2, ffn_size=12, activation="swiglu",
@@ -43,15 +43,20 @@ def test_matrices_decay_and_the_log_says_so(
         assert group.get("adapts", True) == (group["weight_decay"] > 0 or optimizer == "adamw")
 
 
+def _shapes(model: MaskedLanguageModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def test_matrices_stored_as_one_are_told_apart() -> None:
     model = MaskedLanguageModel(MODEL)
     whole = [
-        TensorSlice(name, 0, parameter.detach().flatten(), 0, parameter.numel())
+        TensorSlice(name, tuple(parameter.shape), 0, parameter.numel(),
+                    parameter.detach().flatten(), 0)
         for name, parameter in model.named_parameters()
-    ]
-    names, pieces = matrix_slices(model, whole)
+    ]  # fmt: skip
+    names, pieces = matrix_slices(model, _shapes(model), whole)
     assert [piece.name for piece in pieces] == names
-    found = {piece.name: piece.flat[piece.start : piece.start + piece.length] for piece in pieces}
+    found = {piece.name: piece.of(piece.partition) for piece in pieces}
     for index, layer in enumerate(model.encoder.layers):
         for part, matrix in enumerate(layer.attention.qkv.weight.chunk(3)):
             name = f"encoder.layers.{index}.attention.qkv.weight/{part}"
@@ -70,12 +75,12 @@ def test_pieces_cut_anywhere_cover_each_element_once(length: int) -> None:
     values = torch.arange(total).float()
     slices = [
         # Ten elements of something else before each piece.
-        TensorSlice(name, at, torch.cat((torch.full((10,), -1.0), values[at : at + length])), 10,
-                    min(length, total - at))
+        TensorSlice(name, tuple(parameter.shape), at, min(length, total - at),
+                    torch.cat((torch.full((10,), -1.0), values[at : at + length])), 10)
         for at in range(0, total, length)
     ]  # fmt: skip
-    _, pieces = matrix_slices(model, slices)
+    _, pieces = matrix_slices(model, _shapes(model), slices)
     for part in range(3):
         mine = [piece for piece in pieces if piece.name == f"{name}/{part}"]
-        found = torch.cat([each.flat[each.start : each.start + each.length] for each in mine])
+        found = torch.cat([each.of(each.partition) for each in mine])
         assert torch.equal(found, values.chunk(3)[part])
