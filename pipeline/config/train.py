@@ -93,6 +93,11 @@ class TrainConfig:
                 "takes a step before the first, and lets non-finite gradients into fp32 weights; "
                 "set 1, which computes the same with less memory"
             )
+        if self.zero_stage == 3 and self.optimizer == "lamb":
+            raise ConfigError(
+                "train.zero_stage=3 with train.optimizer=lamb is not supported: trust ratios are "
+                "tested at stages 1 and 2; set train.zero_stage=2, or train.optimizer=adamw"
+            )
         if self.warmup_steps >= self.num_steps:
             raise ConfigError(
                 f"train.warmup_steps={self.warmup_steps} must be below "

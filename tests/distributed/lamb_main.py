@@ -40,6 +40,7 @@ class Case:
 
     precision: str
     bias_correction: bool
+    zero_stage: int = 1
 
     @property
     def name(self) -> str:
@@ -51,13 +52,14 @@ class Case:
         values: dict[str, Any] = {"precision": self.precision}
         return TrainConfig(
             optimizer="lamb", lamb_bias_correction=self.bias_correction, num_steps=NUM_STEPS,
-            warmup_steps=1, weight_decay=WEIGHT_DECAY, grad_clip=0.0, **values,
+            warmup_steps=1, weight_decay=WEIGHT_DECAY, grad_clip=0.0, zero_stage=self.zero_stage,
+            **values,
         )  # fmt: skip
 
 
 CASES = [
     Case("fp32", bias_correction=True), Case("bf16", bias_correction=True),
-    Case("bf16", bias_correction=False),
+    Case("bf16", bias_correction=False, zero_stage=2),
 ]  # fmt: skip
 
 

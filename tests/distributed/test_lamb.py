@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.train.engine import read_weights
+from pipeline.train.state_files import read_weights
 from tests.distributed import lamb_main
 from tests.distributed.lamb_main import Case
 from tests.support.ranks import start, state_of
@@ -90,13 +90,11 @@ def _distances(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[st
 
 @pytest.mark.parametrize("case", lamb_main.CASES, ids=lambda case: case.name)
 def test_weights_are_those_of_whole_tensors_in_one_process(ranks: Path, case: Case) -> None:
-    masters, used = read_weights(ranks / case.name / "straight")
+    masters = read_weights(ranks / case.name / "straight")
     expected = reference(bias_correction=case.bias_correction)
     distances = _distances(masters, expected)
     # Largest found: 5e-7, the same in all cases.
     assert max(distances.values()) < 5e-6, distances
-    for name, weight in used.items():
-        assert torch.equal(masters[name].to(weight.dtype), weight)
     # The reference tells other optimizers apart.
     for other in (
         reference(bias_correction=not case.bias_correction),
