@@ -15,7 +15,7 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex
 from pipeline.data.steps import Share
-from pipeline.train.engine import read_weights
+from pipeline.train.state_files import read_weights
 from tests.support.ranks import Ranks, newest_state, records
 
 pytestmark = pytest.mark.dist
@@ -113,9 +113,7 @@ def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
                  "train.alpha_warmup_steps=2")  # fmt: skip
     ranks = Ranks(run_dir, dataset, *overrides)
     assert ranks.wait() == [0, 0], ranks.output
-    before, after = (
-        read_weights(run_dir / f"checkpoints/step-000000{step}")[0] for step in (11, 12)
-    )
+    before, after = (read_weights(run_dir / f"checkpoints/step-000000{step}") for step in (11, 12))
     squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name in after:
         old, new = (weights[name].detach().double() for weights in (before, after))
