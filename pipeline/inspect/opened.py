@@ -75,8 +75,9 @@ class OpenedRun:
 
     def record(self, batch: int) -> BatchRecord | None:
         """What the run logged about a batch; None if it did not, or not yet."""
-        found = [record for record in self.records if record.batch == batch]
-        return found[-1] if found else None
+        # Lines of the log follow one another without a gap.
+        place = batch - self.records[0].batch if self.records else -1
+        return self.records[place] if 0 <= place < len(self.records) else None
 
     def num_batches(self) -> int:
         """Batches of the whole run, if none is skipped but those that were."""

@@ -31,7 +31,7 @@ from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
 from pipeline.train.engine import Engine
 from pipeline.train.state import TrainState
-from pipeline.train.state_files import expected_files
+from pipeline.train.state_files import expected_files, state_paths
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +65,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """path below the checkpoint -> {"bytes", "sha256"}."""
     elapsed_s: float = 0.0
-    """Time of training as a time budget counts it; older checkpoints do not have it."""
-
-
-# Older checkpoints do not name these fields: their runs were made with, and go on with, these.
-_LATER_DEFAULTS = {
-    "mask_selection": "bernoulli",
-    "mask_prob_end": None,
-    "mask_prob_steps": 0,
-    "at_least_one": False,
-    "mix": (),
-    "optimizer": "adamw",
-}.items()
+    """Time of training as a time budget counts it; an earlier version's manifests lack it."""
 
 
 _HOW_DATA_IS_READ = (
@@ -90,17 +79,15 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     Steps, learning rate, schedules, intervals and paths may change.
     """
     tree = asdict(config)
-    data = {name: value for name, value in tree["data"].items()
-            if name not in _HOW_DATA_IS_READ
-            and (name, value) not in _LATER_DEFAULTS}  # fmt: skip
-    train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")
-             if (name, tree["train"][name]) not in _LATER_DEFAULTS}  # fmt: skip
-    found = {"seed": config.seed, "model": tree["model"], "data": data, "train": train}
-    if tree["phases"]:
-        found["phases"] = [
-            {name: value for name, value in phase.items() if name != "micro_batch"}
-            for phase in tree["phases"]
-        ]
+    data = {name: value for name, value in tree["data"].items() if name not in _HOW_DATA_IS_READ}
+    train = {name: tree["train"][name] for name in ("global_batch", "precision", "optimizer")}
+    phases = [
+        {name: value for name, value in phase.items() if name != "micro_batch"}
+        for phase in tree["phases"]
+    ]
+    found = {
+        "seed": config.seed, "model": tree["model"], "data": data, "train": train, "phases": phases
+    }  # fmt: skip
     # As a manifest gives it back: JSON has no tuples.
     as_read: dict[str, Any] = json.loads(json.dumps(found))
     return as_read
@@ -181,8 +168,8 @@ class CheckpointStore:
         """The newest checkpoint that verifies; None if there is none at all.
 
         Raises:
-            CheckpointError: checkpoints exist but none verifies, or the newest good one belongs to
-                other data or another model.
+            CheckpointError: checkpoints exist but none verifies, or the newest good one is an
+                earlier version's, or belongs to other data or another model.
         """
         path = self._on_first(self._choose)
         if path is not None:
@@ -229,6 +216,8 @@ class CheckpointStore:
                 f"none of the {len(rejected)} checkpoints in {self.folder} verifies: "
                 f"{'; '.join(rejected)}. Restore one, or move the folder away to start afresh"
             )
+        if good is not None:
+            state_paths(good)  # before the data is opened: an earlier version's cannot be loaded
         return good
 
     def _require_space(self, unfinished: Path) -> None:
@@ -272,18 +261,11 @@ class CheckpointStore:
                 f"dataset fingerprint: checkpoint {manifest.fingerprint}, data.dir "
                 f"{self._config.data.dir} has {self._index.fingerprint}"
             )
-            if INDEX_FILE in manifest.files:  # older checkpoints have none
-                saved = json.loads((path / INDEX_FILE).read_bytes())
-                problems += dataset_differences(saved, json.loads(self._index.content))
-                remedy = (
-                    f"Restore the data that {path / INDEX_FILE} lists, or correct data.dir, and "
-                    "continue with the values of the checkpoint"
-                )
-        weights = {source.weight for source in self._index.sources}
-        if INDEX_FILE not in manifest.files and len(weights) > 1:
-            problems.append(
-                "weights of sources: the checkpoint is of a version that did not mix by them, and "
-                "what it would see next is not what it would have seen"
+            saved = json.loads((path / INDEX_FILE).read_bytes())
+            problems += dataset_differences(saved, json.loads(self._index.content))
+            remedy = (
+                f"Restore the data that {path / INDEX_FILE} lists, or correct data.dir, and "
+                "continue with the values of the checkpoint"
             )
         problems += value_differences(manifest.identity, identity(self._config))
         if problems:

@@ -102,7 +102,7 @@ class SavedState:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stretches: dict[str, list[_Stretch]] = {}
         self.counters: dict[str, int] = {}
-        for which, path in enumerate(_files(folder)):
+        for which, path in enumerate(state_paths(folder)):
             file = SlicedFile(path)
             table = _table(file)
             if which and table["counters"] != self.counters:
@@ -191,7 +191,12 @@ def _file_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-def _files(folder: Path) -> list[Path]:
+def state_paths(folder: Path) -> list[Path]:
+    """The files of a checkpoint's state, in rank order.
+
+    Raises:
+        CheckpointError: there are none, which an earlier version wrote, or not all.
+    """
     paths = sorted((folder / _FOLDER).glob("rank-*.safetensors"))
     if not paths:
         raise CheckpointError(
