@@ -181,6 +181,9 @@ def run_tasks(stage: Stage, workers: int, rank: int = 0, world: int = 1) -> list
         remove_abandoned(folder)
     records = [finished(task) for task in tasks]
     waiting = [i for i, record in enumerate(records) if record is None]
+    for task, record in zip(tasks, records, strict=True):
+        if record:  # its process may have been killed between the record and the end
+            task.path(".running.json").unlink(missing_ok=True)
     bar = tqdm(
         total=len(tasks), initial=len(tasks) - len(waiting), desc=stage.name, unit="task",
         mininterval=0.1 if sys.stderr.isatty() else 30,

@@ -1,12 +1,17 @@
-"""Workers end when the process that started them is killed."""
+"""What a killed stage leaves: no workers, and no word that outlives the task."""
 
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
+from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
 from pipeline.runtime.files import is_alive
 
 
@@ -25,3 +30,40 @@ def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [worker for worker in workers if is_alive(worker)]
+
+
+def test_word_of_a_task_killed_after_its_record_is_removed(tmp_path: Path) -> None:
+    task = Task("0", tmp_path, make_key("a"), None)
+    process = multiprocessing.get_context("spawn").Process(target=_die_after_record, args=(task,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert task.path(".running.json").exists()
+    assert state_of(task).name == "done"
+    run_tasks(Stage("stage", [task], _no_work), workers=1)
+    assert not task.path(".running.json").exists()
+
+
+def _no_work(task: Task[None]) -> tuple[dict[str, Any], list[Path]]:
+    del task
+    return {}, []
+
+
+def _die_after_record(task: Task[None]) -> None:
+    record = task.marker
+
+    class DiesWhenDone:
+        """In place of the thread that touches the file; joined once the record is written."""
+
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def start(self) -> None:
+            pass
+
+        def join(self) -> None:
+            if record.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread = DiesWhenDone  # type: ignore[assignment,misc]
+    run_tasks(Stage("stage", [task], _no_work), workers=1)
