@@ -7,6 +7,7 @@ from pipeline.config.batches import BatchPlan, PhaseConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.spikes import SpikeConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, TrainConfig
 from pipeline.errors import ConfigError
 
@@ -27,6 +28,7 @@ class PretrainConfig:
         (), "what comes first, with other lengths of sequences or batches; train and data hold for "
         "the rest"
     )  # fmt: skip
+    spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
 

@@ -19,6 +19,21 @@ class SchedulePoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchRange:
+    """Batches by their numbers from 0, as `batches.tsv` and `pipeline inspect` count them."""
+
+    first: int = param(REQUIRED, "first batch", ge=0)
+    last: int = param(REQUIRED, "last batch, included", ge=0)
+
+    def __post_init__(self) -> None:
+        if self.last < self.first:
+            raise ConfigError(
+                f"train.skip_batches: first={self.first}, last={self.last}; expected last to be "
+                "first or later"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Optimisation: batch, schedules, optimizer, precision."""
 
@@ -84,6 +99,9 @@ class TrainConfig:
     )  # fmt: skip
     max_skipped_in_a_row: int = param(
         10, "give up after this many non-finite steps in a row", unit="steps", ge=1
+    )
+    skip_batches: tuple[BatchRange, ...] = param(
+        (), "batches that are read but not trained on; schedules stand still meanwhile"
     )
 
     def __post_init__(self) -> None:

@@ -1,12 +1,14 @@
 """`python -m pipeline inspect RUN --find ID`: the steps in which a document was or will be seen."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.errors import DataError
 from pipeline.inspect.opened import OpenedRun
 
@@ -96,6 +98,7 @@ def skipped_text(run: OpenedRun) -> Iterator[str]:
     """
     if not run.records:
         raise DataError(f"{run.folder} has logged no batches, so what was skipped is not known")
+    ledger = read_ledger(run.folder)
     skipped = [record for record in run.records if record.step is None]
     for record in skipped:
         places = run.steps.order.segment(record.cursor).locate(record.cursor, record.sequences)
@@ -107,7 +110,30 @@ def skipped_text(run: OpenedRun) -> Iterator[str]:
         )
         yield (
             f"batch {record.batch}: sequences {record.cursor:,} to "
-            f"{record.cursor + record.sequences - 1:,}, hash {record.hash:016x}; epoch/sample "
-            f"{samples}"
+            f"{record.cursor + record.sequences - 1:,}, hash {record.hash:016x}; "
+            f"{_why_skipped(run, ledger, record.batch)}; epoch/sample {samples}"
+        )
+    for each in ledger.rewinds:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.unix_s))
+        yield (
+            f"loss spike, {when}: up to {each.loss:.4f}, above {each.limit:.4f} in batches "
+            f"{each.high_batches[0]} to {each.high_batches[-1]}; back from step {each.from_step:,} "
+            f"to {each.to_step:,}, without batches {each.first_batch} to {each.last_batch}"
         )
     yield f"{len(skipped)} of {len(run.records):,} batches were skipped"
+    if ledger.rewinds:
+        ranges = ", ".join(
+            f"{{first: {each.first_batch}, last: {each.last_batch}}}" for each in ledger.rewinds
+        )
+        yield f"a run with 'train.skip_batches=[{ranges}]' leaves out what the spikes did"
+
+
+def _why_skipped(run: OpenedRun, ledger: Ledger, batch: int) -> str:
+    if any(each.first_batch <= batch <= each.last_batch for each in ledger.rewinds):
+        return "left out after a loss spike"
+    if any(each.first <= batch <= each.last for each in run.config.train.skip_batches):
+        return "left out by train.skip_batches"
+    if found := ledger.non_finite.get(batch):
+        ranks = ", ".join(found.ranks) or "none"
+        return f"gradient norm {found.grad_norm}, ranks whose loss is no number: {ranks}"
+    return "not finite, of a version without a ledger"

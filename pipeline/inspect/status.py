@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
+from pipeline.data.ledger import read_ledger
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,
@@ -190,12 +191,15 @@ def _is_locked(folder: Path) -> bool:
 def _starts(folder: Path, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:
     """How each start ended, by the exit codes written between it and the next."""
     ends = [*(line["unix_s"] for line in attempts[1:]), math.inf]
+    went_back = [*(line.get("rewound", False) for line in attempts[1:]), False]
     found = []
-    for line, next_s in zip(attempts, ends, strict=True):
+    for line, next_s, rewound in zip(attempts, ends, went_back, strict=True):
         codes = _exit_codes(folder / EXIT_FOLDER / line["job"], line["unix_s"], next_s)
         state, end = _end_of(codes, line["world_size"])
         if next_s == math.inf and is_alive and len(codes) < line["world_size"]:
             state, end = RUNNING, RUNNING
+        if rewound:
+            state, end = STOPPED, "went back after a loss spike"
         found.append(
             Start(
                 line["attempt"], line["unix_s"], line["resumed_from_step"], line["world_size"],
@@ -252,6 +256,13 @@ def _warnings(
             f"{skips[-1]['total']:.0f} steps were skipped, their gradient was not finite, the last "
             f"after step {skips[-1]['step']}: `python -m pipeline inspect {folder} --skip` shows "
             "the batches"
+        )
+    rewinds = read_ledger(folder).rewinds
+    if rewinds:
+        found.append(
+            f"the loss jumped {len(rewinds)} times, the last up to {rewinds[-1].loss:.4f}: the run "
+            f"went back to step {rewinds[-1].to_step} without batches {rewinds[-1].first_batch} "
+            f"to {rewinds[-1].last_batch}"
         )
     if any(line["loss"] is None for line in train):
         found.append("a loss is NaN in the last log lines: see skipped steps; lower train.lr")

@@ -18,13 +18,15 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.data.batch_records import BATCHES_FILE
 from pipeline.data.fast_tokenizer import FastTokenizer
+from pipeline.data.ledger import LEDGER_FILE, Rewind, read_ledger
+from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import Share
 from pipeline.data.wordpiece import difference_of_ids
-from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError
+from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, DataError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import log
+from pipeline.runtime import dist, log
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
@@ -40,8 +42,10 @@ from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
+from pipeline.train.rescue import Rescue
 from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
+from pipeline.train.spikes import LeftOut
 from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
 from pipeline.train.watch import Watch
@@ -128,53 +132,129 @@ def _run(
     train_loader, eval_loader = open_data(config, index, share)
     if initial is not None and resumed_from is None:
         _start_from(model, initial(), config, index)
-    engine = Engine(model, config.train, process, device)
-    state = store.load(engine, resumed_from) if resumed_from else TrainState()
+    logger.info(
+        "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch",
+        run_dir, f"{num_parameters:,}", process.world_size, device.type,
+        f"{train_loader.steps.split.counts[config.data.seq_len].sum():,}", config.data.seq_len,
+    )  # fmt: skip
+    opened = _Opened(
+        config=config,
+        process=process,
+        index=index,
+        model=model,
+        engine=Engine(model, config.train, process, device),
+        objective=MaskedLanguageModeling(device),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
+        store=store,
+        stop=stop,
+    )
+    code = _attempt(opened, resumed_from, rewound=False)
+    while code is None:
+        code = _attempt(opened, store.newest(), rewound=True)
+    return code
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What lasts as long as the process."""
+
+    config: PretrainConfig
+    process: ProcessInfo
+    index: DatasetIndex
+    model: MaskedLanguageModel
+    engine: Engine
+    objective: MaskedLanguageModeling
+    train_loader: TrainLoader
+    eval_loader: EvalLoader
+    store: CheckpointStore
+    stop: StopRequest
+
+
+def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> int | None:
+    """Trains from a checkpoint or from scratch; see `train` for what it returns and raises."""
+    config, process, engine = opened.config, opened.process, opened.engine
+    run_dir = Path(config.run_dir)
+    state = opened.store.load(engine, resumed_from) if resumed_from else TrainState()
+    resumed_step = state.step if resumed_from else None
+    logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from scratch")
     if resumed_from is None and process.is_first:
         # What an attempt without a checkpoint did is gone; its config may have been another one.
         (run_dir / BATCHES_FILE).unlink(missing_ok=True)
+        (run_dir / LEDGER_FILE).unlink(missing_ok=True)
+    rewinds = _rewinds(run_dir, state, process)
+    state.rewinds = len(rewinds)
     batch_log = BatchLog(run_dir, state.cursor, process.is_first)
-    logger.info(
-        "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch, %s",
-        run_dir, f"{num_parameters:,}", process.world_size, device.type,
-        f"{train_loader.steps.split.counts[config.data.seq_len].sum():,}", config.data.seq_len,
-        f"resumed from {resumed_from}" if resumed_from else "from scratch",
-    )  # fmt: skip
     sinks = None
     if process.is_first:
         if not is_over(state.step, config.train, state.elapsed_s):
             (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
         write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
         attempt = _record_attempt(
-            run_dir, process, index.fingerprint, state.step if resumed_from else None
+            run_dir, process, opened.index.fingerprint, resumed_step, rewound=rewound
         )
-        sinks = Sinks(run_dir, attempt, state.step if resumed_from else None)
-    objective = MaskedLanguageModeling(device)
+        sinks = Sinks(run_dir, attempt, resumed_step)
+    watch = Watch(
+        config, opened.index, opened.model, engine, opened.objective, opened.train_loader,
+        opened.eval_loader, sinks,
+    )  # fmt: skip
     parts = Parts(
         config=config,
         process=process,
         engine=engine,
-        objective=objective,
-        train_loader=train_loader,
-        store=store,
+        objective=opened.objective,
+        train_loader=opened.train_loader,
+        store=opened.store,
         batch_log=batch_log,
-        stop=stop,
-        watch=Watch(config, index, model, engine, objective, train_loader, eval_loader, sinks),
+        stop=opened.stop,
+        watch=watch,
+        left_out=LeftOut(config, rewinds),
+        rescue=Rescue(config, process, opened.train_loader.steps.order, batch_log, watch),
     )
     code = train(parts, state)
     if sinks:
         sinks.close()
         if code == EXIT_FINISHED:
-            write_json_atomic(run_dir / DONE_FILE, {"step": state.step, "unix_s": time.time()})
-            logger.info("finished at step %d", state.step)
-            reached = alpha(state.step, config.train.alpha_warmup_steps)
-            if reached < 1:
-                logger.warning(
-                    "the time budget ended the run at alpha %.3f: the model is of use only at that "
-                    "alpha; continue with a larger train.budget_hours, or start again with a "
-                    "shorter train.alpha_warmup_steps", reached,
-                )  # fmt: skip
+            _finish(config, state)
     return code
+
+
+def _rewinds(run_dir: Path, state: TrainState, process: ProcessInfo) -> list[Rewind]:
+    """How the run went back so far, as rank 0 reads it. Collective.
+
+    Raises:
+        DataError: the ledger is damaged, or is not that of the state.
+    """
+    found: list[Rewind] | DataError | None = None
+    if process.is_first:
+        try:
+            found = read_ledger(run_dir).rewinds
+            if len(found) < state.rewinds:
+                raise DataError(
+                    f"{run_dir / LEDGER_FILE} has {len(found)} rewinds, the checkpoint of step "
+                    f"{state.step} was saved after {state.rewinds}: which batches are left out is "
+                    "not known; restore the file from a copy"
+                )
+        except DataError as error:
+            found = error
+    found = dist.from_first(found)
+    if isinstance(found, DataError):
+        raise found
+    assert found is not None
+    return found
+
+
+def _finish(config: PretrainConfig, state: TrainState) -> None:
+    """Marks the run as done, on rank 0."""
+    write_json_atomic(Path(config.run_dir) / DONE_FILE, {"step": state.step, "unix_s": time.time()})
+    logger.info("finished at step %d", state.step)
+    reached = alpha(state.step, config.train.alpha_warmup_steps)
+    if reached < 1:
+        logger.warning(
+            "the time budget ended the run at alpha %.3f: the model is of use only at that "
+            "alpha; continue with a larger train.budget_hours, or start again with a "
+            "shorter train.alpha_warmup_steps", reached,
+        )  # fmt: skip
 
 
 # Upper case, an accent, Chinese: what BERT's options decide.
@@ -231,7 +311,12 @@ def _tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[li
 
 
 def _record_attempt(
-    run_dir: Path, process: ProcessInfo, fingerprint: str, resumed_step: int | None
+    run_dir: Path,
+    process: ProcessInfo,
+    fingerprint: str,
+    resumed_step: int | None,
+    *,
+    rewound: bool,
 ) -> int:
     """Adds a line to attempts.jsonl and returns this attempt's number, 1 for the first."""
     path = run_dir / ATTEMPTS_FILE
@@ -239,6 +324,7 @@ def _record_attempt(
     record = {
         "attempt": attempt,
         "resumed_from_step": resumed_step,
+        "rewound": rewound,
         "unix_s": time.time(),
         "world_size": process.world_size,
         "fingerprint": fingerprint,

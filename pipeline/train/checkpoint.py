@@ -17,19 +17,21 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.load import digest, provenance
 from pipeline.config.run import PretrainConfig
 from pipeline.data.difference import dataset_differences, value_differences
+from pipeline.data.ledger import read_ledger
 from pipeline.data.shards import INDEX_FILE, DatasetIndex
-from pipeline.errors import CheckpointError, DataError
+from pipeline.errors import CheckpointError, DataError, PostnormError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
 from pipeline.train.engine import Engine
+from pipeline.train.spikes import LossHistory
 from pipeline.train.state import TrainState
 from pipeline.train.state_files import expected_files, state_paths
 
@@ -66,6 +68,12 @@ class Manifest:
     """path below the checkpoint -> {"bytes", "sha256"}."""
     elapsed_s: float = 0.0
     """Time of training as a time budget counts it; an earlier version's manifests lack it."""
+    left_out: int = 0
+    """Batches left out, like the following unknown to earlier versions."""
+    rewinds: int = 0
+    """How often the run had gone back because of a loss spike."""
+    losses: dict[str, Any] = field(default_factory=dict)
+    """`LossHistory`: what the next decision about a spike needs."""
 
 
 _HOW_DATA_IS_READ = (
@@ -160,6 +168,9 @@ class CheckpointStore:
             provenance=provenance(),
             files=dict(sorted(files.items())),
             elapsed_s=state.elapsed_s,
+            left_out=state.left_out,
+            rewinds=state.rewinds,
+            losses=asdict(state.losses),
         )
         self._on_first(lambda: self._publish(unfinished, final, manifest))
         return final
@@ -191,23 +202,30 @@ class CheckpointStore:
                 self._process.world_size,
             )  # fmt: skip
         return TrainState(
-            manifest.step, manifest.cursor, manifest.skipped, elapsed_s=manifest.elapsed_s
+            manifest.step,
+            manifest.cursor,
+            manifest.skipped,
+            left_out=manifest.left_out,
+            rewinds=manifest.rewinds,
+            losses=LossHistory.read(manifest.losses),
+            elapsed_s=manifest.elapsed_s,
         )
 
     def _on_first(self, function: Callable[[], Path | None]) -> Path | None:
         """Runs on rank 0 only and gives every rank the result, or raises its error on all."""
-        outcome: Path | CheckpointError | None = None
+        outcome: Path | PostnormError | None = None
         if self._process.is_first:
             try:
                 outcome = function()
-            except CheckpointError as error:
+            except PostnormError as error:
                 outcome = error
-        shared: Path | CheckpointError | None = dist.from_first(outcome)
-        if isinstance(shared, CheckpointError):
+        shared: Path | PostnormError | None = dist.from_first(outcome)
+        if isinstance(shared, PostnormError):
             raise shared
         return shared
 
     def _choose(self) -> Path | None:
+        self._remove_spoiled()
         good, rejected = newest_good(self.folder)
         for text in rejected:
             logger.warning("checkpoint rejected: %s", text)
@@ -223,7 +241,7 @@ class CheckpointStore:
     def _require_space(self, unfinished: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         needed = self._least_bytes
-        for path in _published(self.folder)[:1]:
+        for path in published(self.folder)[:1]:
             sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
             needed = max(needed, sum(sizes))
         if shutil.disk_usage(self.folder).free < needed:
@@ -251,8 +269,23 @@ class CheckpointStore:
                 f"checkpoint {final.name} could not be published in {self.folder}: {error}; "
                 f"{_free_text(self.folder)}; earlier checkpoints are untouched"
             ) from error
-        for old in _published(self.folder)[self._config.checkpoint.keep :]:
+        for old in published(self.folder)[self._config.checkpoint.keep :]:
             shutil.rmtree(old)
+
+    def _remove_spoiled(self) -> None:
+        """Removes checkpoints that were trained on batches which the run left out later.
+
+        Here and not when that is decided: a run can be killed before it goes back.
+        """
+        ledger = read_ledger(self.folder.parent)
+        for path in published(self.folder):
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError:
+                continue  # nobody loads it
+            if ledger.is_spoiled(manifest.cursor, manifest.rewinds):
+                logger.warning("removing %s: it is from a spike of the loss, see the ledger", path)
+                shutil.rmtree(path)
 
     def _require_fit(self, path: Path, manifest: Manifest) -> None:
         problems, remedy = [], "Continue with the values of the checkpoint"
@@ -312,7 +345,7 @@ def verify(path: Path) -> None:
 def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and why newer ones do not. Not collective."""
     rejected = []
-    for path in _published(folder):
+    for path in published(folder):
         try:
             verify(path)
         except CheckpointError as error:
@@ -330,8 +363,8 @@ def _read_tokenizer(index: DatasetIndex) -> bytes:
     return data
 
 
-def _published(folder: Path) -> list[Path]:
-    """Checkpoints, newest first."""
+def published(folder: Path) -> list[Path]:
+    """Checkpoints below a run's folder of them, newest first."""
     return sorted(folder.glob(f"{_PREFIX}*"), reverse=True)
 
 

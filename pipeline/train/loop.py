@@ -11,14 +11,16 @@ from pipeline.config.run import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.batch_records import BatchRecord
 from pipeline.data.loader import TrainLoader
-from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, TrainingError
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train import schedule
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.checkpoint import CheckpointStore
-from pipeline.train.engine import Engine, StepResult
+from pipeline.train.engine import Engine
 from pipeline.train.metrics import Meter
+from pipeline.train.rescue import Rescue
+from pipeline.train.spikes import LeftOut
 from pipeline.train.state import Clock, TrainState
 from pipeline.train.stop import StopRequest
 from pipeline.train.watch import StepNumbers, Watch
@@ -39,16 +41,20 @@ class Parts:
     batch_log: BatchLog
     stop: StopRequest
     watch: Watch
+    left_out: LeftOut
+    rescue: Rescue
 
 
-def train(parts: Parts, state: TrainState) -> int:
+def train(parts: Parts, state: TrainState) -> int | None:
     """Trains from `state` to the end of the run, or until asked to stop.
 
     Returns:
-        An exit code of `pipeline.errors`.
+        An exit code of `pipeline.errors`; None if the loss jumped and the run has to go back: the
+        ledger says which batches are left out then, and checkpoints that saw them are gone.
 
     Raises:
-        TrainingError: too many steps in a row had no finite gradient.
+        TrainingError: too many steps in a row had no finite gradient, or the loss jumps whatever
+            is left out.
         CheckpointError: a save failed.
         DataError: a shard is damaged.
     """
@@ -61,23 +67,29 @@ def train(parts: Parts, state: TrainState) -> int:
         parts.watch.evaluate(state)
     steps = parts.train_loader.steps_from(state.cursor)
     while not schedule.is_over(state.step, config, state.elapsed_s):
+        place = parts.config.batches.at(state.cursor)
+        if place.number in parts.left_out:
+            _leave_out(parts, state, place, next(steps))
+            continue
         next_step = state.step + 1
-        log = next_step % intervals.log_every_steps == 0 or next_step == config.num_steps
+        regular = next_step % intervals.log_every_steps == 0
+        save = next_step % parts.config.checkpoint.every_steps == 0
+        # A checkpoint holds the losses of all steps before it.
+        log = regular or save or next_step == config.num_steps
         meter.begin_step()
         batches = next(steps)
         meter.have_data(measure_layers=log)
 
-        place = parts.config.batches.at(state.cursor)
         alpha = schedule.alpha(state.step, config.alpha_warmup_steps)
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
         parts.objective.set_alpha(alpha)
         _seed_dropout(parts, state)
         result = engine.train_step(batches, parts.objective, lr)
         state.advance(place.size, applied=result.applied)
-        meter.end_step(result, batches)
+        meter.end_step(result, place.number, batches)
         _log_batch(parts, place, batches, state.step if result.applied else None)
         if not result.applied:
-            _report_skip(parts, state, result, place)
+            parts.rescue.report_skip(state, result, place)
             continue
 
         last = stopping = False
@@ -93,10 +105,11 @@ def train(parts: Parts, state: TrainState) -> int:
             stopping = interval.stop_requested and not last
             numbers = StepNumbers(alpha, lr, result.grad_norm)
             parts.watch.interval(state, place, interval, numbers)
+            if parts.rescue.must_go_back(state, interval, decide=regular):
+                return None
         if state.step % intervals.eval_every_steps == 0 or last:
             parts.watch.evaluate(state)
-        due = state.step % parts.config.checkpoint.every_steps == 0 or last or stopping
-        if due and state.step != saved_step:
+        if (save or last or stopping) and state.step != saved_step:
             _save(parts, state)
             saved_step = state.step
         if stopping:
@@ -118,6 +131,15 @@ def _seed_dropout(parts: Parts, state: TrainState) -> None:
     torch.manual_seed(mixed >> 1)
 
 
+def _leave_out(
+    parts: Parts, state: TrainState, place: BatchPlace, batches: list[MicroBatch]
+) -> None:
+    """Passes over a batch: it is read and logged, so that its hash tells what it was."""
+    logger.info("batch %d is left out", place.number)
+    state.leave_out(place.size)
+    _log_batch(parts, place, batches, None)
+
+
 def _log_batch(
     parts: Parts, place: BatchPlace, batches: list[MicroBatch], step: int | None
 ) -> None:
@@ -127,22 +149,6 @@ def _log_batch(
             step=step, hash=sum(batch.hash for batch in batches) % 2**64,
         )
     )  # fmt: skip
-
-
-def _report_skip(parts: Parts, state: TrainState, result: StepResult, place: BatchPlace) -> None:
-    logger.warning(
-        "step %d skipped on all ranks: gradient norm %s; sequences %d to %d are not trained on, "
-        "schedules stand still",
-        state.step + 1, result.grad_norm, place.cursor, state.cursor - 1,
-    )  # fmt: skip
-    parts.watch.skipped(state)
-    limit = parts.config.train.max_skipped_in_a_row
-    if state.skipped_in_a_row >= limit:
-        parts.batch_log.flush()
-        raise TrainingError(
-            f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
-            "newest checkpoint is from before; lower train.lr, or lengthen the warm-ups"
-        )
 
 
 def _save(parts: Parts, state: TrainState) -> None:

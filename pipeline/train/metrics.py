@@ -25,6 +25,8 @@ class Interval:
     Its time is that of the steps, waiting for data included: not that of evaluations and saves.
     """
 
+    losses: list[tuple[int, float]]
+    """(batch, mean cross-entropy of masked tokens) of each applied step."""
     loss: float
     """Mean cross-entropy of masked tokens, nats; NaN if no step was applied."""
     accuracy: float
@@ -65,7 +67,8 @@ class Meter:
         self._reset()
 
     def _reset(self) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._sums: list[torch.Tensor] = []
+        self._batches: list[int] = []
         self._tokens = self._slots = self._masked = self._squares = self._unmasked_documents = 0
         self._wait_s = 0.0
         self._step_s: list[float] = []
@@ -80,11 +83,12 @@ class Meter:
         if measure_layers:
             self._layers.measure()
 
-    def end_step(self, result: StepResult, batches: list[MicroBatch]) -> None:
+    def end_step(self, result: StepResult, number: int, batches: list[MicroBatch]) -> None:
         """Counts a step; the loss of a skipped one is no number and is left out.
 
         Args:
             result: of the step.
+            number: of its batch.
             batches: this rank's, on the host.
         """
         self._layers.done()
@@ -96,7 +100,8 @@ class Meter:
         self._squares += sum(2 * int(batch.positions.sum()) + batch.num_tokens for batch in batches)
         self._unmasked_documents += sum(batch.unmasked_documents for batch in batches)
         if result.applied:
-            self._sums += _stacked(result.sums)
+            self._sums.append(_stacked(result.sums))
+            self._batches.append(number)
 
     def close_interval(self, grad_norm: float, *, stop_requested: bool, clock_s: float) -> Interval:
         """Adds up all ranks and starts the next interval. Collective; synchronises.
@@ -117,16 +122,21 @@ class Meter:
         peaks = [size / 1e9 for size in memory_peaks(self._device)]
         rows[self._process.rank] = torch.tensor([*peaks, *self._step_s], dtype=torch.float64)
         host = torch.cat((torch.tensor(own, dtype=torch.float64), rows.flatten()))
-        vector = torch.cat((self._sums, self._layers.sums.flatten(), host.to(self._device)))
+        on_device = [*self._sums, self._layers.sums.flatten()]
+        vector = torch.cat((*on_device, host.to(self._device)))
         values = dist.sum_over_ranks(vector).cpu()  # sync
-        sizes = [3, self._layers.sums.numel(), len(own), rows.numel()]
+        sizes = [3 * len(self._sums), self._layers.sums.numel(), len(own), rows.numel()]
         sums, squares, own_sums, table = torch.split(values, sizes)
-        loss, correct, weight = sums.tolist()
+        of_steps = sums.view(-1, 3)
+        loss, correct, weight = of_steps.sum(0).tolist()
+        losses = (of_steps[:, 0] / of_steps[:, 2]).tolist()
+        batches = self._batches
         tokens, slots, masked, squared, unmasked, wait, stops, clock = own_sums.tolist()
         by_rank = table.view(rows.shape).numpy()
         most = dict(zip(_PEAKS, by_rank.max(0)[: len(_PEAKS)].tolist(), strict=True))
         self._reset()
         return Interval(
+            losses=list(zip(batches, losses, strict=True)),
             loss=loss / weight if weight else float("nan"),
             accuracy=correct / weight if weight else float("nan"),
             elapsed_s=elapsed_s,

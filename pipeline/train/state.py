@@ -1,7 +1,9 @@
 """All that a run must remember besides weights and optimizer state."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pipeline.train.spikes import LossHistory
 
 
 @dataclass
@@ -11,13 +13,24 @@ class TrainState:
     step: int = 0
     """Optimizer steps applied."""
     cursor: int = 0
-    """Sequences consumed, by applied and skipped steps: the position in the data order."""
+    """Sequences consumed, those of skipped steps and of batches left out too: the position in the
+    data order."""
     skipped: int = 0
     """Steps skipped because a gradient was not finite."""
     skipped_in_a_row: int = 0
     """Of those, the ones since the last applied step."""
+    left_out: int = 0
+    """Batches left out by `train.skip_batches` and after loss spikes."""
+    rewinds: int = 0
+    """Rewinds of the run that this state comes after."""
+    losses: LossHistory = field(default_factory=LossHistory)
     elapsed_s: float = 0.0
     """Time of training until the last log line on rank 0's clock, all attempts: see `Clock`."""
+
+    def leave_out(self, num_sequences: int) -> None:
+        """Counts a batch that is not trained on."""
+        self.cursor += num_sequences
+        self.left_out += 1
 
     def advance(self, num_sequences: int, *, applied: bool) -> None:
         """Counts one step."""

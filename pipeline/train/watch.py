@@ -141,6 +141,7 @@ class Watch:
             "unmasked_documents": float(interval.unmasked_documents),
             "data_wait": interval.data_wait,
             "skipped_steps": float(state.skipped),
+            "left_out_batches": float(state.left_out),
             "batch": float(place.size),
             "seq_len": float(place.seq_len),
             "elapsed_s": state.elapsed_s,

@@ -1,0 +1,147 @@
+"""A loss that jumps: the run goes back, leaves batches out, and is the run that never saw them."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.data.batch_records import read_batches
+from pipeline.data.ledger import Rewind, read_ledger
+from pipeline.data.loader import TrainLoader
+from pipeline.data.shards import DatasetIndex
+from pipeline.data.steps import Share
+from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
+
+pytestmark = pytest.mark.dist
+
+SPIKING = ("-m", "tests.distributed.spiking_main")
+OVERRIDES = (
+    "train.num_steps=45", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
+    "checkpoint.keep=5", "spikes.window_steps=10", "spikes.steps_in_a_row=3",
+    "spikes.skip_before_steps=2", "spikes.deviations=3", "spikes.rise_nats=0.3",
+)  # fmt: skip
+FIRST_BAD = 23
+
+
+def _hashes(dataset: DatasetIndex, folder: Path, batches: range) -> str:
+    """Hashes of the first rank's micro-batches."""
+    path = folder / "hashes.yaml"
+    path.write_text(CONFIG)
+    config = load(PretrainConfig, path, [f"data.dir={dataset.folder}"]).config
+    loader = TrainLoader(dataset, config, Share(0, 2))
+    found = [loader.step_batches(config.batches.number(batch).cursor) for batch in batches]
+    return ",".join(str(each.hash) for step in found for each in step)
+
+
+@pytest.fixture(scope="module")
+def spiking(dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went back once, without another interruption."""
+    folder = tmp_path_factory.mktemp("rewind")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPIKE_HASHES", _hashes(dataset, folder, range(FIRST_BAD, FIRST_BAD + 1)))
+        ranks = Ranks(folder / "run", dataset, *OVERRIDES, module=SPIKING)
+        assert ranks.wait() == [0, 0], ranks.output
+    return folder / "run"
+
+
+def _rewind(run_dir: Path) -> Rewind:
+    [rewind] = read_ledger(run_dir).rewinds
+    return rewind
+
+
+def test_run_goes_back_and_leaves_the_batches_out(spiking: Path) -> None:
+    rewind = _rewind(spiking)
+    # The bad update is seen in the loss of the batch after it; two more come before that.
+    assert rewind.high_batches[0] == FIRST_BAD + 1
+    assert rewind.first_batch == FIRST_BAD - 1
+    assert rewind.loss > rewind.limit
+    # Looked at in steps that are multiples of 5; by then three in a row were high.
+    assert rewind.from_step == 30
+    assert (rewind.last_batch, rewind.to_step) == (29, 20)
+    output = spiking.with_suffix(".out").read_text()
+    assert "back to the checkpoint of step 20, batches 22 to 29 are left out" in output
+    logged = read_batches(spiking)
+    assert [record.batch for record in logged if record.step is None] == list(range(22, 30))
+    assert [record.step for record in logged if record.step] == list(range(1, 46))
+    # No checkpoint that saw them is left, and TensorBoard's and other readers see an attempt.
+    starts = [json.loads(line) for line in (spiking / "attempts.jsonl").read_text().splitlines()]
+    assert [start["resumed_from_step"] for start in starts] == [None, 20]
+    assert records(spiking)[-1]["left_out_batches"] == 8
+    assert losses(spiking)[45] < rewind.limit
+
+
+def test_commands_tell_what_was_left_out(spiking: Path) -> None:
+    lines = _pipeline("inspect", spiking, "--skip").splitlines()
+    assert [line.split(":")[0] for line in lines[:8]] == [f"batch {n}" for n in range(22, 30)]
+    assert all("; left out after a loss spike; epoch/sample 0/" in line for line in lines[:8])
+    assert "back from step 30 to 20, without batches 22 to 29" in lines[8]
+    assert "'train.skip_batches=[{first: 22, last: 29}]'" in lines[-1]
+    text = _pipeline("status", spiking)
+    assert "went back after a loss spike" in text
+    assert "the loss jumped 1 times" in text
+
+
+def _pipeline(*arguments: object) -> str:
+    command = [sys.executable, "-m", "pipeline", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_run_that_left_them_out_from_the_start_is_the_same(
+    spiking: Path, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    rewind = _rewind(spiking)
+    left_out = f"train.skip_batches=[{{first: {rewind.first_batch}, last: {rewind.last_batch}}}]"
+    ranks = Ranks(tmp_path / "run", dataset, *OVERRIDES, left_out)
+    assert ranks.wait() == [0, 0], ranks.output
+    assert (tmp_path / "run/batches.tsv").read_bytes() == (spiking / "batches.tsv").read_bytes()
+    _require_equal(newest_state(tmp_path / "run"), newest_state(spiking))
+    assert losses(tmp_path / "run")[45] == losses(spiking)[45]
+
+
+def test_killed_before_it_goes_back(
+    spiking: Path, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPIKE_HASHES", _hashes(dataset, tmp_path, range(FIRST_BAD, FIRST_BAD + 1)))
+    run_dir = tmp_path / "run"
+    # This attempt ends in the middle of the spike, with a checkpoint that is in it.
+    ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
+    ranks.wait_for_step(26)
+    ranks.kill()
+    assert not read_ledger(run_dir).rewinds
+    ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
+    deadline = time.monotonic() + 120
+    while not read_ledger(run_dir).rewinds and time.monotonic() < deadline:
+        time.sleep(0.001)
+    ranks.kill()
+    spoiled = run_dir / "checkpoints/step-00000026"
+    killed_first = spoiled.exists()
+    ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
+    assert ranks.wait() == [0, 0], ranks.output
+    if killed_first:
+        assert f"removing {spoiled}: it is from a spike of the loss" in ranks.output
+    assert _rewind(run_dir).to_step == 13
+    left_out = {record.batch for record in read_batches(run_dir) if record.step is None}
+    assert left_out == set(range(22, 30))
+    _require_equal(newest_state(run_dir), newest_state(spiking))
+
+
+def test_a_loss_that_always_jumps_ends_the_run(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPIKE_HASHES", _hashes(dataset, tmp_path, range(FIRST_BAD, 80)))
+    ranks = Ranks(tmp_path / "run", dataset, *OVERRIDES, "spikes.max_rewinds=1", module=SPIKING)
+    assert ranks.wait() == [2, 2]
+    assert "the run went back to step 20 1 times before (spikes.max_rewinds)" in ranks.output
+    assert (tmp_path / "run/checkpoints/step-00000020").exists()
+
+
+def _require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
