@@ -13,9 +13,11 @@ from pipeline.config import schema
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.config.strict_yaml import Node
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED
 from pipeline.runtime import cli
 
 _EXAMPLES = """\
+  python -m launch plan train.yaml --cluster configs/cluster/example.yaml train.micro_batch=64
   python -m launch render configs/train/roformer_v2-base.yaml --cluster configs/cluster/example.yaml
   python -m launch render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh
   python -m launch submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml
@@ -36,6 +38,16 @@ def _render(arguments: argparse.Namespace) -> int:
     )
     print(text, end="")
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from launch.plan import plan, plan_json, plan_text
+
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    cluster = _cluster(arguments)
+    found = plan(config, cluster)
+    print(plan_json(found) if arguments.json else "\n".join(plan_text(found, config, cluster)))
+    return EXIT_FAILED_DO_NOT_RETRY if found.problems else EXIT_FINISHED
 
 
 def _submit(arguments: argparse.Namespace) -> int:
@@ -81,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_config_arguments(render_)
     render_.add_argument("--cluster", help="YAML file of the cluster; default: one GPU")
     render_.set_defaults(run=_render)
+    plan_ = commands.add_parser(
+        "plan", help="what a run will take: days, jobs, memory, checkpoints, disk; needs no SLURM"
+    )
+    cli.add_config_arguments(plan_)
+    plan_.add_argument("--cluster", help="YAML file of the cluster; default: one GPU")
+    plan_.add_argument("--json", action="store_true", help="for programs")
+    plan_.set_defaults(run=_plan)
     submit_ = commands.add_parser(
         "submit", help="hand a data preparation to SLURM, a job array for each stage"
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.config.schema import param, section
 from pipeline.errors import ConfigError
+from pipeline.model.devices import KNOWN, limits
 
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:...].
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -59,6 +60,54 @@ class PrepJobsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """What `python -m launch plan` reckons with; jobs do not read it."""
+
+    gpu: str = param("", "such as H100, H200 or A100 80GB; gives tflops and memory_gib")
+    tflops: float | None = param(
+        None, "dense bf16 peak of a rank; null takes the GPU's", unit="TFLOP/s", gt=0
+    )
+    memory_gib: float | None = param(
+        None, "memory of a rank; null takes the GPU's", unit="GiB", gt=0
+    )
+    utilisation: float = param(
+        0.4, "share of the peak that training reaches: a guess until a run has measured its MFU",
+        gt=0, le=1,
+    )  # fmt: skip
+    node_mtbf_hours: float = param(
+        6000.0, "mean time between failures of one node; the default is what Llama 3's 16,384 GPUs "
+        "had, 419 interruptions in 54 days (arXiv 2407.21783, section 3.3.4), on nodes of 8",
+        unit="hours", gt=0,
+    )  # fmt: skip
+    write_gb_per_s: float = param(
+        1.0, "at which all ranks together write a checkpoint; `train/save_s` of a run tells",
+        unit="GB/s", gt=0,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.gpu and limits(self.gpu) is None:
+            raise ConfigError(
+                f"hardware.gpu={self.gpu!r} is not known; expected one of {', '.join(KNOWN)}, or "
+                "leave it out and give hardware.tflops and hardware.memory_gib"
+            )
+
+    @property
+    def flops_per_rank(self) -> float:
+        """Peak FLOP/s; 0 if nothing is known."""
+        if self.tflops is not None:
+            return self.tflops * 1e12
+        found = limits(self.gpu)
+        return found.bf16_flops if found else 0.0
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Of one rank; None if nothing is known."""
+        found = limits(self.gpu)
+        gib = self.memory_gib or (found.memory_gib if found else None)
+        return gib * 2**30 if gib else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """A cluster profile; files are in `configs/cluster/`. The default is one GPU."""
 
@@ -89,6 +138,7 @@ class ClusterConfig:
     setup: tuple[str, ...] = param(
         (), "shell lines before the start, such as `module load cuda/13.0`"
     )
+    hardware: HardwareConfig = section(HardwareConfig, "what plans reckon with")
     prep: PrepJobsConfig = section(PrepJobsConfig, "job arrays of data preparation")
 
     def __post_init__(self) -> None:

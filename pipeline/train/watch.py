@@ -14,10 +14,11 @@ from pipeline.config.schema import walk
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import DatasetIndex
 from pipeline.model.cost import flops_per_token
+from pipeline.model.devices import limits
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.train import schedule
-from pipeline.train.device import device_name, peak_flops
+from pipeline.train.device import device_name
 from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
 from pipeline.train.heat_map import heat_map
@@ -61,8 +62,8 @@ class Watch:
         self._sinks = sinks
         self._observer = Observer(model, objective, eval_loader, index, engine.device)
         self._doctor = PlateauDoctor(config, index.unigram_entropy_nats)
-        bf16 = config.train.precision == "bf16"
-        self._peak_flops = peak_flops(device_name(engine.device)) if bf16 else None
+        known = limits(device_name(engine.device)) if config.train.precision == "bf16" else None
+        self._peak_flops = known.bf16_flops if known else None
         self._eta: _Eta | None = None
         if sinks:
             sinks.write_text(0, "config", _as_code(resolved_text(config)))

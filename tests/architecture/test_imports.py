@@ -31,6 +31,7 @@ TORCH_FREE = {
     "pipeline.runtime.cli",
     "pipeline.model.cost",
     "pipeline.model.describe",
+    "pipeline.model.devices",
     "pipeline.data.shards",
     "pipeline.data.difference",
     "pipeline.data.workers",

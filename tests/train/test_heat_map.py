@@ -1,9 +1,7 @@
-"""Images of arrays, and the table of devices."""
+"""Images of arrays."""
 
 import numpy as np
-import pytest
 
-from pipeline.train.device import peak_flops
 from pipeline.train.heat_map import heat_map
 
 
@@ -18,13 +16,3 @@ def test_cells_lie_as_in_the_array_and_brighten() -> None:
     assert grey[0, 0] < grey[0, 1] < grey[0, 2] < grey[1, 0] == grey[1, 1]
     assert cells[0, 0].tolist() == [68, 1, 84]
     assert cells[1, 2].tolist() == [160, 160, 160]
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
-     ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", None), ("cpu", None),
-     ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None), ("Tesla V100-SXM2-32GB", None)],
-)  # fmt: skip
-def test_peak_flops(name: str, tera: float | None) -> None:
-    assert peak_flops(name) == (None if tera is None else tera * 1e12)

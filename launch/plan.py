@@ -1,0 +1,309 @@
+"""`python -m launch plan`: what a run will take, before it takes it. Pure; needs no SLURM.
+
+Time and memory come from the closed forms of `pipeline.model.cost`; what the cluster does is what
+its profile's `hardware` says, and the text names each assumption.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from launch.cluster import ClusterConfig
+from pipeline.config.run import PretrainConfig
+from pipeline.data.shards import INDEX_FILE, read_index
+from pipeline.errors import ConfigError
+from pipeline.model import cost
+
+_CHECKPOINT_BYTES = 12
+"""A parameter: fp32 master weights and two fp32 averages."""
+_MEMORY_SHARE = 0.9
+"""Of a GPU's memory; CUDA, NCCL's buffers and fragments take the rest."""
+_FREE_SHARE = 1.05
+_START_S = 300
+"""From the start of a job to its first step: node set-up, imports, opening the data."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run takes. Sizes in bytes, times in seconds; None: not known without more facts."""
+
+    parameters: int
+    ranks: int
+    steps: int
+    slots: float
+    flops: float
+    step_s: float | None
+    """Mean over the run, without evaluations and saves."""
+    train_s: float | None
+    jobs: int | None
+    """Jobs of the time limit, one after the other."""
+    sequences_per_rank: int
+    """Of the last stretch of batches."""
+    micro_batch: int
+    accumulation: int
+    largest_micro_batch: int | None
+    """Of those that divide a rank's share, the largest that fits."""
+    state_bytes: int
+    activation_bytes: int
+    gpu_bytes: float | None
+    checkpoint_bytes: int
+    save_s: float
+    every_s: float | None
+    """Between checkpoints, as configured."""
+    best_every_s: float
+    best_every_steps: int | None
+    lost_share: float | None
+    """Of the time, to saves and to work that failures undo, as configured."""
+    checkpoints_bytes: int
+    """Of all that are kept, and the one that is being written."""
+    shards_bytes: int | None
+    free_bytes: int | None
+    """Of the file system of run_dir."""
+    problems: tuple[str, ...]
+    """Why the run cannot be as it is; each says what to change."""
+
+
+def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
+    """Works it out.
+
+    Args:
+        config: of the run; `model.vocab_size` or a prepared dataset must be there.
+        cluster: where it is to run.
+
+    Raises:
+        ConfigError: the vocabulary is not known, or a batch does not split over the ranks.
+    """
+    ranks, hardware = cluster.nodes * cluster.num_ranks_per_node, cluster.hardware
+    config.batches.require_split(ranks)
+    has_data = (Path(config.data.dir) / INDEX_FILE).is_file()
+    index = read_index(config.data.dir) if has_data else None
+    vocab_size = config.model.vocab_size or (index.vocab_size if index else None)
+    if vocab_size is None:
+        raise ConfigError(
+            f"model.vocab_size is null and data.dir={config.data.dir} has no {INDEX_FILE} to take "
+            "it from; prepare the data first, or add model.vocab_size=N to the command"
+        )
+    model = _with_vocabulary(config, vocab_size).model
+    slots, flops = _work(config, vocab_size)
+    steps = config.train.num_steps
+    speed = hardware.flops_per_rank
+    train_s = flops / (speed * hardware.utilisation * ranks) if speed else None
+    step_s = train_s / steps if train_s is not None else None
+    usable_s = cluster.time_limit_s - cluster.stop_before_end_s - _START_S
+    last = config.batches.stretches[-1]
+    share = last.size // ranks
+    state = cost.state_bytes(model, ranks)["total"]
+    parameters = cost.parameters(model)["total"]
+    checkpoint = _CHECKPOINT_BYTES * parameters
+    save_s = checkpoint / (hardware.write_gb_per_s * 1e9)
+    failure_s = hardware.node_mtbf_hours * 3600 / cluster.nodes
+    best_s = best_interval_s(save_s, failure_s)
+    every_s = config.checkpoint.every_steps * step_s if step_s is not None else None
+    gpu_bytes = hardware.memory_bytes
+    found = RunPlan(
+        parameters=parameters,
+        ranks=ranks,
+        steps=steps,
+        slots=slots,
+        flops=flops,
+        step_s=step_s,
+        train_s=train_s,
+        jobs=math.ceil(train_s / usable_s) if train_s is not None and usable_s > 0 else None,
+        sequences_per_rank=share,
+        micro_batch=last.micro_batch,
+        accumulation=share // last.micro_batch,
+        largest_micro_batch=_largest_micro_batch(config, vocab_size, share, state, gpu_bytes),
+        state_bytes=state,
+        activation_bytes=_activations(config, vocab_size, last.micro_batch, last.seq_len),
+        gpu_bytes=gpu_bytes,
+        checkpoint_bytes=checkpoint,
+        save_s=save_s,
+        every_s=every_s,
+        best_every_s=best_s,
+        best_every_steps=max(1, round(best_s / step_s)) if step_s else None,
+        lost_share=save_s / every_s + every_s / (2 * failure_s) if every_s else None,
+        checkpoints_bytes=checkpoint * (config.checkpoint.keep + 1),
+        shards_bytes=sum(shard.num_bytes for shard in index.shards) if index else None,
+        free_bytes=_free_bytes(Path(config.run_dir)),
+        problems=(),
+    )
+    problems = tuple(_problems(found, config, cluster, usable_s))
+    return RunPlan(**{**vars(found), "problems": problems})
+
+
+def best_interval_s(save_s: float, failure_s: float) -> float:
+    """Time between checkpoints that loses least to saves and to work that is done again.
+
+    Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", equation 37, https://doi.org/10.1016/j.future.2004.11.016; Young 1974 has its first
+    term.
+
+    Args:
+        save_s: in which training stands still.
+        failure_s: mean time between failures of the whole job.
+    """
+    if save_s >= 2 * failure_s:
+        return failure_s
+    ratio = math.sqrt(save_s / (2 * failure_s))
+    return math.sqrt(2 * save_s * failure_s) * (1 + ratio / 3 + ratio**2 / 9) - save_s
+
+
+def plan_text(found: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -> Iterator[str]:
+    """Lines for people."""
+    hardware = cluster.hardware
+    yield (
+        f"run          {config.run_dir}: {found.parameters / 1e6:,.1f} M parameters, "
+        f"{found.ranks} ranks on {cluster.nodes} nodes"
+    )
+    yield f"work         {found.flops:.3g} FLOP: {found.slots / 1e9:,.2f} G slots in " + (
+        f"{found.steps:,} steps"
+    )
+    if found.train_s is None or found.step_s is None:
+        yield "time         not known: name hardware.gpu or hardware.tflops in the profile"
+    else:
+        yield (
+            f"time         {_time(found.train_s)}, {1 / found.step_s:,.2f} steps/s, at "
+            f"{hardware.utilisation:.0%} of {hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank "
+            "(hardware.utilisation is assumed)"
+        )
+        yield f"jobs         {found.jobs} of {cluster.time_limit}, one requeued after the other"
+    largest = found.largest_micro_batch
+    yield (
+        f"batches      {found.sequences_per_rank} sequences a rank: {found.accumulation} forward "
+        f"passes of {found.micro_batch}"
+        + (f"; {largest} would fit" if largest and largest != found.micro_batch else "")
+    )
+    of = f" of {found.gpu_bytes / 2**30:,.0f}" if found.gpu_bytes else ""
+    needed = found.state_bytes + found.activation_bytes
+    yield (
+        f"memory       {needed / 2**30:,.1f}{of} GiB a rank: state "
+        f"{found.state_bytes / 2**30:,.1f}, activations {found.activation_bytes / 2**30:,.1f}"
+    )
+    every = f" ({_time(found.every_s)})" if found.every_s is not None else ""
+    yield (
+        f"checkpoints  {found.checkpoint_bytes / 1e9:,.2f} GB, {found.save_s:,.1f} s each at "
+        f"{hardware.write_gb_per_s:g} GB/s; every {config.checkpoint.every_steps:,} steps{every}"
+    )
+    best = f", {found.best_every_steps:,} steps" if found.best_every_steps else ""
+    lost = f"; as configured {found.lost_share:.2%} are lost" if found.lost_share else ""
+    yield (
+        f"             Young and Daly: every {_time(found.best_every_s)}{best}, if a node fails "
+        f"every {hardware.node_mtbf_hours:,.0f} h{lost}"
+    )
+    shards = (
+        f", shards {found.shards_bytes / 1e9:,.1f} GB" if found.shards_bytes is not None else ""
+    )
+    free = f"; {found.free_bytes / 1e9:,.1f} GB are free" if found.free_bytes is not None else ""
+    yield f"disk         checkpoints {found.checkpoints_bytes / 1e9:,.1f} GB{shards}{free}"
+    for problem in found.problems:
+        yield f"problem      {problem}"
+
+
+def plan_json(found: RunPlan) -> str:
+    """For programs."""
+    return json.dumps(asdict(found))
+
+
+def _problems(
+    found: RunPlan, config: PretrainConfig, cluster: ClusterConfig, usable_s: float
+) -> Iterator[str]:
+    if usable_s <= 0:
+        yield (
+            f"time_limit={cluster.time_limit} leaves nothing after {_START_S} s to start and "
+            f"stop_before_end_s={cluster.stop_before_end_s} to save: raise time_limit"
+        )
+    if found.save_s > cluster.stop_before_end_s / 2:
+        yield (
+            f"a save takes {found.save_s:,.0f} s, more than half of stop_before_end_s="
+            f"{cluster.stop_before_end_s}: raise it to {math.ceil(2 * found.save_s)}"
+        )
+    if found.jobs is not None and found.jobs > cluster.max_restarts + 1:
+        yield (
+            f"{found.jobs} jobs are more than max_restarts={cluster.max_restarts} allows: raise "
+            "it, or time_limit, or nodes"
+        )
+    if found.gpu_bytes is not None:
+        room = _MEMORY_SHARE * found.gpu_bytes
+        needed = found.state_bytes + found.activation_bytes
+        if needed > room:
+            remedy = (
+                f"set train.micro_batch={found.largest_micro_batch}"
+                if found.largest_micro_batch
+                else "no micro-batch fits: set train.zero_stage higher, use more ranks, or a "
+                "smaller model"
+            )
+            yield (
+                f"{needed / 2**30:,.1f} GiB a rank are more than {_MEMORY_SHARE:.0%} of the GPU's "
+                f"{found.gpu_bytes / 2**30:,.0f}: {remedy}"
+            )
+    if found.free_bytes is not None and found.checkpoints_bytes * _FREE_SHARE > found.free_bytes:
+        yield (
+            f"{config.checkpoint.keep + 1} checkpoints take {found.checkpoints_bytes / 1e9:,.1f} "
+            f"GB, {found.free_bytes / 1e9:,.1f} are free below {config.run_dir}: lower "
+            "checkpoint.keep, or choose another run_dir"
+        )
+    budget = config.train.budget_hours
+    if budget is not None and found.train_s is not None and found.train_s > budget * 3600:
+        yield (
+            f"train.budget_hours={budget:g} ends the run after {budget * 3600 / found.train_s:.0%} "
+            f"of its {_time(found.train_s)}: raise it, lower train.num_steps, or use more nodes"
+        )
+
+
+def _work(config: PretrainConfig, vocab_size: int) -> tuple[float, float]:
+    """Slots and FLOPs of the whole run; every token sees the whole row."""
+    model = _with_vocabulary(config, vocab_size).model
+    stretches = config.batches.stretches
+    ends = [place.number for place in stretches[1:]] + [config.train.num_steps]
+    slots = flops = 0.0
+    for place, end in zip(stretches, ends, strict=True):
+        count = max(0, min(end, config.train.num_steps) - place.number)
+        of_stretch = float(count * place.size * place.seq_len)
+        slots += of_stretch
+        each = cost.flops_per_token(model, place.seq_len, config.data.mask_prob)
+        flops += of_stretch * each.total
+    return slots, flops
+
+
+def _with_vocabulary(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))
+
+
+def _activations(config: PretrainConfig, vocab_size: int, micro_batch: int, seq_len: int) -> int:
+    model = _with_vocabulary(config, vocab_size).model
+    value = 2 if config.train.precision == "bf16" else 4
+    return cost.activation_bytes(
+        model, micro_batch * seq_len, seq_len, value, config.data.mask_prob
+    )["total"]
+
+
+def _largest_micro_batch(
+    config: PretrainConfig, vocab_size: int, share: int, state: int, gpu_bytes: float | None
+) -> int | None:
+    if gpu_bytes is None:
+        return None
+    seq_len = config.batches.stretches[-1].seq_len
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    fits = [
+        size for size in sizes
+        if state + _activations(config, vocab_size, size, seq_len) <= _MEMORY_SHARE * gpu_bytes
+    ]  # fmt: skip
+    return max(fits, default=None)
+
+
+def _free_bytes(run_dir: Path) -> int | None:
+    """Of the nearest folder that exists."""
+    for folder in (run_dir, *run_dir.absolute().parents):
+        if folder.is_dir():
+            return shutil.disk_usage(folder).free
+    return None
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.1f} s"

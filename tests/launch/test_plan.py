@@ -1,0 +1,130 @@
+"""What a run will take: the arithmetic against other ways to it, and every refusal."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.cluster import ClusterConfig, HardwareConfig
+from launch.plan import RunPlan, best_interval_s, plan, plan_text
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.data.shards import DatasetIndex
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs/train/roformer_v2-base.yaml"
+
+
+def _plan(*overrides: str, run_dir: Path, **cluster: object) -> tuple[RunPlan, str]:
+    config = load(
+        PretrainConfig, RECIPE, ["model.vocab_size=12000", f"run_dir={run_dir}", *overrides]
+    ).config
+    hardware = cluster.pop("hardware", HardwareConfig(gpu="H100"))
+    profile = ClusterConfig(**{"gpus_per_node": 8, "hardware": hardware, **cluster})  # type: ignore[arg-type]
+    found = plan(config, profile)
+    return found, "\n".join(plan_text(found, config, profile))
+
+
+@pytest.mark.parametrize("save_s", [1.0, 30.0, 600.0])
+@pytest.mark.parametrize("failure_h", [1.0, 20.0, 500.0])
+def test_interval_is_the_minimum_of_the_expected_time(save_s: float, failure_h: float) -> None:
+    # Daly 2006, equation 20: with exponential failures, whatever a restart takes.
+    failure_s = failure_h * 3600
+    tau = np.geomspace(1, 20 * failure_s, 400_000)
+    wall = failure_s * np.expm1(np.minimum((tau + save_s) / failure_s, 50)) / tau
+    found = best_interval_s(save_s, failure_s)
+    # The formula is a series: where saves are short against failures it is within a percent.
+    assert found == pytest.approx(tau[wall.argmin()], rel=0.01)
+
+
+def test_days_are_those_that_the_recipe_states(tmp_path: Path) -> None:
+    found, text = _plan(run_dir=tmp_path / "run")
+    assert found.problems == ()
+    # "H100 (989 TFLOP/s): ... 0.55 on 8" at 40% of the peak; a test computes that again.
+    assert found.train_s == pytest.approx(0.55 * 86400, rel=0.01)
+    assert (found.ranks, found.sequences_per_rank, found.accumulation) == (8, 64, 2)
+    assert found.slots == 1_000_000 * 512 * 512
+    assert found.jobs == 1
+    assert found.checkpoint_bytes == 12 * found.parameters
+    assert found.checkpoints_bytes == 6 * found.checkpoint_bytes
+    assert "hardware.utilisation is assumed" in text
+    more, _ = _plan(run_dir=tmp_path / "run", time_limit="2:00:00", nodes=2)
+    # 6.6 hours on two nodes; a job trains for two hours less 300 s to start and 300 to save.
+    assert more.jobs == 4
+    assert more.best_every_s == pytest.approx(found.best_every_s / 2**0.5, rel=0.01)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path: Path) -> None:
+    hardware = HardwareConfig(tflops=100, memory_gib=12)
+    found, text = _plan(run_dir=tmp_path / "run", hardware=hardware)
+    assert found.largest_micro_batch == 64
+    assert "; 64 would fit" in text
+    hardware = HardwareConfig(tflops=100, memory_gib=4)
+    found, _ = _plan(run_dir=tmp_path / "run", hardware=hardware)
+    assert found.largest_micro_batch == 16
+    [problem] = found.problems
+    assert "set train.micro_batch=16" in problem
+    found, _ = _plan("train.micro_batch=16", run_dir=tmp_path / "run", hardware=hardware)
+    assert found.problems == ()
+
+
+def test_without_facts_about_the_cluster_what_is_known_is_told(tmp_path: Path) -> None:
+    found, text = _plan(run_dir=tmp_path / "run", hardware=HardwareConfig())
+    assert found.train_s is found.gpu_bytes is found.jobs is None
+    assert "not known: name hardware.gpu or hardware.tflops" in text
+    assert found.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cluster", "problem"),
+    [
+        ((), {"time_limit": "10:00", "stop_before_end_s": 300}, "raise time_limit"),
+        ((), {"time_limit": "0:30:00", "max_restarts": 20}, "more than max_restarts=20 allows"),
+        ((), {"hardware": HardwareConfig(write_gb_per_s=0.005)}, "raise it to 452"),
+        ((), {"hardware": HardwareConfig(memory_gib=1)}, "no micro-batch fits"),
+        (("checkpoint.keep=100000000",), {}, "lower checkpoint.keep"),
+        (
+            ("train.schedule=time_budget", "train.budget_hours=6", "train.lr_points=[]"),
+            {}, "ends the run after 4",
+        ),
+    ],
+)  # fmt: skip
+def test_impossible_plans_say_why(
+    overrides: tuple[str, ...], cluster: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    found, text = _plan(*overrides, run_dir=tmp_path / "run", **cluster)
+    assert any(problem in each for each in found.problems), found.problems
+    assert f"problem      {found.problems[0]}" in text
+
+
+def test_vocabulary_and_shards_come_from_the_dataset(dataset: DatasetIndex, tmp_path: Path) -> None:
+    config = load(PretrainConfig, RECIPE, [f"data.dir={dataset.folder}"]).config
+    found = plan(config, ClusterConfig())
+    tars = (dataset.folder / "shards").glob("*.tar")
+    assert found.shards_bytes == sum(path.stat().st_size for path in tars)
+    config = load(PretrainConfig, RECIPE, [f"data.dir={tmp_path}"]).config
+    with pytest.raises(ConfigError, match=r"add model\.vocab_size=N"):
+        plan(config, ClusterConfig())
+
+
+def test_unknown_gpu_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"hardware\.gpu='V10' is not known; expected one of A100"
+    ):
+        HardwareConfig(gpu="V10")
+
+
+def test_command(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "launch", "plan", str(RECIPE), "model.vocab_size=12000", "--cluster",
+        str(ROOT / "configs/cluster/example.yaml"), f"run_dir={tmp_path}",
+    ]  # fmt: skip
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["ranks"] == 16
+    done = subprocess.run([*command, "checkpoint.keep=100000000"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1].startswith("problem ")
