@@ -40,6 +40,7 @@ from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
+from pipeline.train.saving import Saver
 from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
 from pipeline.train.state import TrainState
@@ -121,7 +122,8 @@ def _run(
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    store = CheckpointStore(config, index, process, num_parameters)
+    store = CheckpointStore(config, index, process)
+    saver = Saver(config, index, process, num_parameters)
     # Before the data is opened, which may take minutes: it may be another run's.
     resumed_from = store.newest()
     share = Share(process.rank, process.world_size)
@@ -156,7 +158,7 @@ def _run(
         engine=engine,
         objective=objective,
         train_loader=train_loader,
-        store=store,
+        saver=saver,
         batch_log=batch_log,
         stop=stop,
         watch=Watch(config, index, model, engine, objective, train_loader, eval_loader, sinks),

@@ -19,6 +19,11 @@ class TrainState:
     elapsed_s: float = 0.0
     """Time of training until the last log line on rank 0's clock, all attempts: see `Clock`."""
 
+    held_out_loss: float | None = None
+    """Of the newest evaluation, nats."""
+    held_out_step: int | None = None
+    """Where that was."""
+
     def advance(self, num_sequences: int, *, applied: bool) -> None:
         """Counts one step."""
         self.cursor += num_sequences

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.checkpoints.manifest import newest_good, read_manifest
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
-from pipeline.train.checkpoint import newest_good, read_manifest
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 pytestmark = pytest.mark.dist

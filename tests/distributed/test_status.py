@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import DataError
 from pipeline.inspect.status import run_status
 from pipeline.inspect.status_text import status_text
-from pipeline.train.checkpoint import FOLDER, MANIFEST_FILE
 from tests.support.ranks import Ranks, records
 
 
