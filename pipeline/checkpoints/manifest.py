@@ -25,6 +25,7 @@ LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 PREFIX = "step-"
 STATE_FOLDER = "state"
+REJECTED = ".rejected-"
 _NAME = re.compile(rf"{PREFIX}\d{{8,}}")
 _SIGNATURE = "manifest_sha256"
 

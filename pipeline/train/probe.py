@@ -7,14 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.checkpoints.manifest import LATEST_FILE, published
+from pipeline.checkpoints.manifest import LATEST_FILE, REJECTED, published
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, RejectedError
 from pipeline.runtime import env
 from pipeline.runtime.files import sync_path, write_atomic
 
 logger = logging.getLogger(__name__)
 
-REJECTED = ".rejected-"
 _PROGRAM = "pipeline.export.probe"
 
 
