@@ -1,5 +1,6 @@
 """`checkpoint diff`: what differs between two checkpoints, in words."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -95,8 +96,11 @@ def difference_text(one: Path, other: Path, found: CheckpointDifferences) -> Ite
 
 
 def as_json(found: CheckpointDifferences) -> dict[str, Any]:
-    """Plain values."""
-    return {**asdict(found), "is_equal": found.is_equal}
+    """Plain values; JSON has no infinity, so it is null."""
+    values = asdict(found)
+    for each in values["state"]["tensors"]:
+        each |= {name: None for name in ("max_abs", "relative") if not math.isfinite(each[name])}
+    return {**values, "is_equal": found.is_equal}
 
 
 def _values(a: Manifest, b: Manifest, names: tuple[str, ...]) -> Iterator[str]:

@@ -106,6 +106,7 @@ class Mirror:
                     if path.exists() and not self._is_there(path):
                         self._copy(path)
                 except (OSError, CheckpointError) as error:
+                    shutil.rmtree(self._unfinished(path), ignore_errors=True)
                     logger.warning(
                         "%s could not be copied to %s: %s; %s", path, self._folder, error, _LATER
                     )
@@ -120,7 +121,7 @@ class Mirror:
 
     def _copy(self, path: Path) -> None:
         final = self._folder / path.name
-        unfinished = self._folder / f"{_UNFINISHED}{path.name}"
+        unfinished = self._unfinished(path)
         for name, entry in read_manifest(path).files.items():
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             if _copy_file(path / name, unfinished / name) != entry["sha256"]:
@@ -134,6 +135,9 @@ class Mirror:
         newest = max(published(self._folder), key=step_of)
         write_atomic(self._folder / LATEST_FILE, f"{newest.name}\n".encode())
         logger.info("copied %s to %s", path.name, final)
+
+    def _unfinished(self, path: Path) -> Path:
+        return self._folder / f"{_UNFINISHED}{path.name}"
 
     def _owner(self) -> dict[str, str]:
         return {"run_dir": str(self._run_dir.absolute())}

@@ -35,6 +35,8 @@ class Probe:
         Raises:
             RejectedError: the checkpoint is unusable; it has another name now.
         """
+        if self._cancelled:
+            return None
         started = time.perf_counter()
         # Without a GPU, whose memory the run needs.
         variables = env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")

@@ -110,7 +110,7 @@ class Saver:
         Raises:
             CheckpointError: this save or the one before failed. Earlier checkpoints are untouched.
         """
-        self._advance(wait=True)
+        self._publish_if_written(wait=True)
         started = time.perf_counter()
         manifest = self._manifest(state, alpha)
         unfinished = self._unfinished(manifest.step)
@@ -136,7 +136,8 @@ class Saver:
         Raises:
             CheckpointError: a rank could not write, or (RejectedError) a probe failed.
         """
-        self._advance(wait=False)
+        self._publish_if_written(wait=False)
+        self._look_at_tidying(wait=False)
 
     def finish(self, *, stopping: bool = False) -> None:
         """Waits until the last save is published, probed and copied.
@@ -148,11 +149,10 @@ class Saver:
         Raises:
             CheckpointError: as `poll` does.
         """
-        if stopping:
-            self._publish_if_written(wait=True)
-            if self._process.is_first:
-                self._probe.cancel()
-        self._advance(wait=True)
+        if stopping and self._process.is_first:
+            self._probe.cancel()
+        self._publish_if_written(wait=True)
+        self._look_at_tidying(wait=True)
         if self._mirror is not None and not stopping:
             self._mirror.finish()
 
@@ -209,15 +209,14 @@ class Saver:
                 "the run again"
             )
 
-    def _advance(self, *, wait: bool) -> None:
-        self._publish_if_written(wait=wait)
-        self._look_at_tidying(wait=wait)
-
     def _publish_if_written(self, *, wait: bool) -> None:
         save = self._writing
         if save is None:
             return
         started = time.perf_counter()
+        self._look_at_tidying(wait=wait)
+        if self._tidying_step is not None:
+            return  # one after the other; so far nothing has waited
         done, error = save.task.is_done(wait=wait), save.task.error
         text = f"rank {self._process.rank}: {error!s}" if error else None
         if error is not None and not isinstance(error, (OSError, PostnormError)):

@@ -21,7 +21,7 @@ class TensorDifference:
     max_abs: float
     """Largest |a - b|."""
     relative: float
-    """Norm of a - b over the norm of a; infinite if a is zero."""
+    """Norm of a - b over the norm of a; infinite if a is zero, or a value is no number."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,11 @@ def _compare(
             differs = True
             difference = (one - other).masked_fill(same, 0.0)
             # Of a NaN against a number nothing smaller is to be said.
-            largest = max(largest, difference.abs().nan_to_num(nan=math.inf).max().item())
+            sizes = difference.abs()
+            largest = max(largest, sizes.masked_fill(sizes.isnan(), math.inf).max().item())
             of_difference += difference.square().sum().item()
         of_one += one.square().sum().item()
         on_elements(stop - start)
     if differs:
         relative = math.sqrt(of_difference / of_one) if of_one else math.inf
-        yield TensorDifference(name, kind, largest, relative)
+        yield TensorDifference(name, kind, largest, math.inf if math.isnan(relative) else relative)

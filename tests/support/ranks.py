@@ -78,6 +78,14 @@ class Ranks:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
+    def wait_for_checkpoint(self, timeout_s: float = 120) -> None:
+        """Waits until a checkpoint is published."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.run_dir / "checkpoints/latest").exists():
+            assert all(p.poll() is None for p in self.processes), self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
+
     def signal(self, number: signal.Signals, rank: int | None = None) -> None:
         """Sends a signal to one rank or to all."""
         for process in self.processes if rank is None else [self.processes[rank]]:
