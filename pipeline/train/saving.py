@@ -123,12 +123,11 @@ class Saver:
             unfinished, self._process.rank, self._process.world_size, parts, counters,
             others if self._process.is_first else {},
         )  # fmt: skip
-        self._writing = _Writing(manifest, Task(files.write), started - self._began_s, 0.0)
+        task, now_s = Task(files.write), time.perf_counter()
+        self._writing = _Writing(manifest, task, started - self._began_s, now_s - started)
         self._began_s = started
         if not self._config.checkpoint.background:
             self._publish_if_written(wait=True)
-        if self._writing is not None:
-            self._writing.stall_s += time.perf_counter() - started
 
     def poll(self) -> None:
         """Publishes what all ranks have written by now; costs nothing if there is no save.

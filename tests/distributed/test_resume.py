@@ -76,7 +76,7 @@ def test_killed_run_continues_bit_for_bit(
     run_dir = tmp_path / "run"
     ranks = Ranks(run_dir, dataset)
     ranks.wait_for_step(17)
-    ranks.wait_for_checkpoint()
+    ranks.wait_for_checkpoint(15)
     ranks.signal(signal.SIGKILL, killed_rank)
     codes = ranks.wait()
     assert codes[killed_rank] == -signal.SIGKILL

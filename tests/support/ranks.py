@@ -78,10 +78,11 @@ class Ranks:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
-    def wait_for_checkpoint(self, timeout_s: float = 120) -> None:
-        """Waits until a checkpoint is published."""
+    def wait_for_checkpoint(self, step: int, timeout_s: float = 120) -> None:
+        """Waits until that of a step, or a later one, is published, while training goes on."""
         deadline = time.monotonic() + timeout_s
-        while not (self.run_dir / "checkpoints/latest").exists():
+        latest = self.run_dir / "checkpoints/latest"
+        while not (latest.exists() and int(latest.read_text()[5:]) >= step):
             assert all(p.poll() is None for p in self.processes), self.output
             assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
