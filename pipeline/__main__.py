@@ -18,6 +18,7 @@ from pipeline.errors import (
     EXIT_FINISHED,
     PostnormError,
 )
+from pipeline.inspect.checkpoint_commands import add_checkpoint
 from pipeline.runtime import cli, env
 from pipeline.runtime.files import record_exit
 from pipeline.train.stop import StopRequest
@@ -27,6 +28,7 @@ _EXAMPLES = """\
   python -m pipeline model configs/model/roformer_v2-base.yaml --seq-len 128 vocab_size=21128
   torchrun --standalone --nproc-per-node 2 -m pipeline pretrain configs/demo.yaml
   python -m pipeline status runs/demo/train
+  python -m pipeline checkpoint list runs/demo/train
   python -m pipeline coverage configs/demo.yaml train.num_steps=2000
   python -m pipeline inspect runs/demo/train --step 12 --rank 1 | less
   python -m pipeline inspect runs/demo/train --find python/bisect.rst
@@ -215,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
     status.add_argument("--json", action="store_true", help="one JSON object")
     status.set_defaults(run=_status)
+    add_checkpoint(commands)
     _add_inspect(commands)
     fill = commands.add_parser("fill-mask", help="most likely tokens at each [MASK] of a text")
     fill.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, or an exported one")

@@ -32,6 +32,12 @@ class CheckpointError(PostnormError):
     """A checkpoint could not be written, or does not fit what it is loaded into."""
 
 
+class RejectedError(CheckpointError):
+    """A checkpoint that was just written cannot be read; the one before it can be gone on from."""
+
+    exit_code = EXIT_FAILED_RETRY
+
+
 class TrainingError(PostnormError):
     """Training cannot go on, such as too many skipped steps in a row."""
 

@@ -40,6 +40,13 @@ class PretrainConfig:
                 f"data.seq_len={longest} is longer than the {limit} learned positions of the "
                 "model; shorten it (phases have lengths, too), or raise model.max_positions"
             )
+        saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
+        if self.checkpoint.keep_best and saves % evaluations:
+            raise ConfigError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} compares held-out losses of "
+                f"checkpoints, but the one of step {saves} (checkpoint.every_steps) would have "
+                f"none: set monitor.eval_every_steps={evaluations} to {saves} or a divisor of it"
+            )
 
     @cached_property
     def batches(self) -> BatchPlan:

@@ -192,6 +192,35 @@ class CheckpointConfig:
 
     every_steps: int = param(1000, "save after this many optimizer steps", unit="steps", ge=1)
     keep: int = param(3, "newest checkpoints kept", unit="checkpoints", ge=1)
+    keep_every_steps: int | None = param(
+        None, "checkpoints at multiples of this are kept for ever", unit="steps", ge=1
+    )
+    keep_best: int = param(
+        0, "checkpoints of lowest held-out loss kept; those evaluated at their own step compete",
+        unit="checkpoints", ge=0,
+    )  # fmt: skip
+    background: bool = param(
+        True,
+        "training goes on while files are written, hashed and published, from a copy in host "
+        "memory: 12 bytes a parameter, divided by the number of ranks",
+    )
+    copy_to: str | None = param(
+        None, "folder that gets a copy of each checkpoint, such as on slower, safer storage; a "
+        "resume takes it from there if run_dir has none that verifies"
+    )  # fmt: skip
+    probe_every: int = param(
+        0, "each so many-th save is read back and checked by another process; 0: none",
+        unit="saves", ge=0,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        often = self.keep_every_steps
+        if often is not None and often % self.every_steps:
+            raise ConfigError(
+                f"checkpoint.keep_every_steps={often} must be a multiple of "
+                f"checkpoint.every_steps={self.every_steps}, or there is nothing to keep at "
+                f"step {often}; set {(often // self.every_steps + 1) * self.every_steps}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

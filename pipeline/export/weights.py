@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.checkpoints.manifest import FOLDER, Manifest, newest_good, read_manifest
 from pipeline.data.shards import NUM_SPECIAL
 from pipeline.errors import CheckpointError
 from pipeline.export.folder import (
@@ -31,7 +32,6 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
 from pipeline.runtime.files import METRICS_FILE
 from pipeline.train.build import InitialWeights
-from pipeline.train.checkpoint import FOLDER, Manifest, newest_good, read_manifest
 from pipeline.train.state_files import read_weights
 
 LARGEST_DIFFERENCE = 1e-3

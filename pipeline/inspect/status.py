@@ -1,7 +1,5 @@
 """How a run is doing, from the files of its folder alone: while it runs, and after it ended."""
 
-import fcntl
-import json
 import math
 import shutil
 import socket
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.manifest import FOLDER, Manifest, published, read_manifest
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.data.ledger import read_ledger
@@ -18,15 +17,16 @@ from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,
     EXIT_PREEMPTED,
+    CheckpointError,
     DataError,
 )
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
     DONE_FILE,
     EXIT_FOLDER,
-    LOCK_FILE,
     METRICS_FILE,
     RESOLVED_FILE,
+    is_locked,
     read_json_lines,
 )
 
@@ -120,7 +120,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     last_sign_s = max([attempts[-1]["unix_s"], *(line.get("unix_s", 0.0) for line in lines[-1:])])
     idle_s = now_s - last_sign_s
     is_here = attempts[-1]["host"] == socket.gethostname()
-    is_alive = _is_locked(folder) or (not is_here and idle_s < silence_s)
+    is_alive = is_locked(folder) or (not is_here and idle_s < silence_s)
     starts = _starts(folder, attempts, is_alive=is_alive)
     state = FINISHED if (folder / DONE_FILE).exists() else starts[-1].state
     step = max([line["step"] for line in train], default=attempts[-1]["resumed_from_step"] or 0)
@@ -139,9 +139,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         tokens_per_s=train[-1]["tokens_per_s"] if train else None,
         eta_s=step_s * (config.train.num_steps - step) if step_s else None,
         idle_s=idle_s,
-        checkpoint=Checkpoint(manifest["step"], now_s - manifest["created_unix_s"])
-        if manifest
-        else None,
+        checkpoint=Checkpoint(manifest.step, now_s - manifest.created_unix_s) if manifest else None,
         starts=starts,
         warnings=warnings,
     )
@@ -174,18 +172,6 @@ def _pace(lines: list[dict[str, Any]]) -> float | None:
     if len(timed) < 2 or timed[-1][0] == timed[0][0]:
         return None
     return float((timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]))
-
-
-def _is_locked(folder: Path) -> bool:
-    """Whether a process holds the run's lock. It is held here for a moment: starts wait longer."""
-    try:
-        with (folder / LOCK_FILE).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _starts(folder: Path, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:
@@ -229,19 +215,16 @@ def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
     return FAILED, f"failed, trying again may help{also}"
 
 
-def _newest_manifest(folder: Path) -> dict[str, Any] | None:
-    for path in sorted((folder / "checkpoints").glob("step-*/manifest.json"), reverse=True):
+def _newest_manifest(folder: Path) -> Manifest | None:
+    for path in published(folder / FOLDER):
         try:
-            found: dict[str, Any] = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+            return read_manifest(path)
+        except CheckpointError:
             continue  # just removed, or damaged
-        return found
     return None
 
 
-def _warnings(
-    lines: list[dict[str, Any]], manifest: dict[str, Any] | None, folder: Path
-) -> list[str]:
+def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Path) -> list[str]:
     train = [line for line in lines if line["kind"] == "train"][-_RECENT_LINES:]
     skips = [line for line in lines if line["kind"] == "skip"]
     found = []
@@ -267,7 +250,7 @@ def _warnings(
     if any(line["loss"] is None for line in train):
         found.append("a loss is NaN in the last log lines: see skipped steps; lower train.lr")
     space = shutil.disk_usage(folder)
-    needed = sum(file["bytes"] for file in manifest["files"].values()) if manifest else 0
+    needed = manifest.num_bytes if manifest else 0
     if space.free < 2 * needed or space.free < _LEAST_FREE * space.total:
         found.append(
             f"the disk is nearly full: {space.free / 1e9:.1f} GB free of {space.total / 1e9:.1f}, "

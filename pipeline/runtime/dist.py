@@ -1,9 +1,12 @@
 """Collectives in the few forms used here; the process group itself is opened by the engine."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from pipeline.errors import PostnormError
 
 T = TypeVar("T")
 
@@ -34,20 +37,25 @@ def barrier() -> None:
     dist.barrier()
 
 
-def is_lost_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone.
-
-    NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does,
-    but names its source file. A path of the user's may have "gloo" in it, too.
-    """
-    return isinstance(error, dist.DistError) or "third_party/gloo/" in str(error)
-
-
 def from_first(value: T) -> T:
     """Gives every rank rank 0's (picklable) value; that of other ranks is not looked at."""
     box: list[T] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_first(function: Callable[[], T]) -> T:
+    """Runs on rank 0 only and gives every rank the result, or raises its PostnormError on all."""
+    outcome: T | PostnormError | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = function()
+        except PostnormError as error:
+            outcome = error
+    shared = from_first(outcome)
+    if isinstance(shared, PostnormError):
+        raise shared
+    return shared  # type: ignore[return-value]
 
 
 def gather(value: T) -> list[T]:

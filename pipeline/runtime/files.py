@@ -1,5 +1,6 @@
 """Files that are either complete or absent, whatever kills the process in between."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -116,6 +117,27 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def forget_cached(path: Path) -> None:
+    """Lets the next read of a file come from the disk; what is not written yet stays in memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process holds a run's lock. It is held here for a moment: starts wait longer."""
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def sha256_file(path: Path) -> str:

@@ -43,6 +43,7 @@ from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
 from pipeline.train.rescue import Rescue
+from pipeline.train.saving import Saver
 from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
 from pipeline.train.spikes import LeftOut
@@ -125,9 +126,10 @@ def _run(
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    store = CheckpointStore(config, index, process, num_parameters)
+    store = CheckpointStore(config, index, process)
     # Before the data is opened, which may take minutes: it may be another run's.
     resumed_from = store.newest()
+    saver = Saver(config, index, process, num_parameters)
     share = Share(process.rank, process.world_size)
     train_loader, eval_loader = open_data(config, index, share)
     if initial is not None and resumed_from is None:
@@ -147,6 +149,7 @@ def _run(
         train_loader=train_loader,
         eval_loader=eval_loader,
         store=store,
+        saver=saver,
         stop=stop,
     )
     code = _attempt(opened, resumed_from, rewound=False)
@@ -168,6 +171,7 @@ class _Opened:
     train_loader: TrainLoader
     eval_loader: EvalLoader
     store: CheckpointStore
+    saver: Saver
     stop: StopRequest
 
 
@@ -204,12 +208,14 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
         engine=engine,
         objective=opened.objective,
         train_loader=opened.train_loader,
-        store=opened.store,
+        saver=opened.saver,
         batch_log=batch_log,
         stop=opened.stop,
         watch=watch,
         left_out=LeftOut(config, rewinds),
-        rescue=Rescue(config, process, opened.train_loader.steps.order, batch_log, watch),
+        rescue=Rescue(
+            config, process, opened.train_loader.steps.order, batch_log, opened.saver, watch
+        ),
     )
     code = train(parts, state)
     if sinks:

@@ -1,80 +1,37 @@
-"""Checkpoints that are complete and verified, or do not exist.
+"""What a run resumes from: the newest checkpoint that verifies and fits, whatever `latest` says.
 
-    RUN/checkpoints/step-00000040/state/*          weights and optimizer state: `state_files`
-    RUN/checkpoints/step-00000040/tokenizer.model  of the dataset, or tokenizer.json
-    RUN/checkpoints/step-00000040/index.json       of the dataset: what else it must be resumed on
-    RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file, its own
-    RUN/checkpoints/latest                         name of the newest, for people and scripts
-
-A save goes to `.saving-...`; when all ranks are done every file is listed, hashed and flushed, the
-manifest is written, and one rename publishes all of it. Resuming takes the newest checkpoint whose
-files have the hashes of its manifest, whatever `latest` says.
+`saving` writes them, `checkpoints.manifest` has the layout.
 """
 
 import hashlib
 import json
 import logging
-import shutil
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.load import digest, provenance
+from pipeline.checkpoints.manifest import (
+    FOLDER,
+    STATE_FOLDER,
+    Manifest,
+    newest_good,
+    published,
+    read_manifest,
+)
+from pipeline.checkpoints.retention import remove
 from pipeline.config.run import PretrainConfig
 from pipeline.data.difference import dataset_differences, value_differences
-from pipeline.data.ledger import read_ledger
+from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.data.shards import INDEX_FILE, DatasetIndex
-from pipeline.errors import CheckpointError, DataError, PostnormError
+from pipeline.errors import CheckpointError, DataError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
 from pipeline.train.engine import Engine
 from pipeline.train.spikes import LossHistory
 from pipeline.train.state import TrainState
-from pipeline.train.state_files import expected_files, state_paths
+from pipeline.train.state_files import SavedState, state_paths
 
 logger = logging.getLogger(__name__)
-
-FOLDER = "checkpoints"
-LATEST_FILE = "latest"
-MANIFEST_FILE = "manifest.json"
-_PREFIX = "step-"
-_UNFINISHED = ".saving-"
-_SIGNATURE = "manifest_sha256"
-# fp32 master weights and two fp32 averages.
-_BYTES_PER_PARAMETER = 12
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds, and what it fits."""
-
-    step: int
-    cursor: int
-    skipped: int
-    alpha: float
-    """The residual's alpha that the next step would use; below 1 in the warm-up."""
-    fingerprint: str
-    """Of the dataset."""
-    identity: dict[str, Any]
-    """Config values that a resumed run must share: see `identity`."""
-    config_sha256: str
-    world_size: int
-    created_unix_s: float
-    provenance: dict[str, str]
-    files: dict[str, dict[str, Any]]
-    """path below the checkpoint -> {"bytes", "sha256"}."""
-    elapsed_s: float = 0.0
-    """Time of training as a time budget counts it; an earlier version's manifests lack it."""
-    left_out: int = 0
-    """Batches left out, like the following unknown to earlier versions."""
-    rewinds: int = 0
-    """How often the run had gone back because of a loss spike."""
-    losses: dict[str, Any] = field(default_factory=dict)
-    """`LossHistory`: what the next decision about a spike needs."""
-
 
 _HOW_DATA_IS_READ = (
     "dir", "stage_dir", "verify_at_start_gib", "check_blocks", "workers", "prefetch_steps"
@@ -102,87 +59,26 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
 
 
 class CheckpointStore:
-    """Saves and restores the checkpoints of one run. Methods are collective unless said."""
+    """Finds and restores the checkpoints of one run. Methods are collective."""
 
-    def __init__(
-        self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo, num_parameters: int
-    ) -> None:
-        """Makes the folder and removes what killed saves left behind.
-
-        Raises:
-            DataError: the dataset's tokenizer is missing or damaged.
-        """
+    def __init__(self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo) -> None:
+        """Changes nothing."""
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
         self._index = index
-        # Read now: the dataset's folder may be replaced while the run goes on.
-        self._tokenizer = _read_tokenizer(index)
         self._process = process
-        self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
-        if process.is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob(f"{_UNFINISHED}*"):
-                logger.warning("removing %s: a save that was never finished", path)
-                shutil.rmtree(path)
-
-    def save(self, engine: Engine, state: TrainState, alpha: float) -> Path:
-        """Saves and publishes; older checkpoints beyond `keep` are removed afterwards.
-
-        Raises:
-            CheckpointError: a rank could not write. Earlier checkpoints are untouched.
-        """
-        final = self.folder / f"{_PREFIX}{state.step:08d}"
-        unfinished = self.folder / f"{_UNFINISHED}{final.name}"
-        self._on_first(lambda: self._require_space(unfinished))
-        try:
-            engine.save_files(unfinished)
-            if self._process.is_first:
-                (unfinished / self._index.tokenizer_file).write_bytes(self._tokenizer)
-                (unfinished / INDEX_FILE).write_bytes(self._index.content)
-            dist.barrier()
-            # So that a rank reads back the file that it wrote.
-            names = expected_files(unfinished, self._process.world_size)
-            mine = names[self._process.rank :: self._process.world_size]
-            parts = dist.gather({name: _flush_and_describe(unfinished / name) for name in mine})
-        except (OSError, RuntimeError) as error:
-            if dist.is_lost_rank(error):
-                raise  # trying again may help
-            # The other ranks are told by this process' end. The disk may be full: make room.
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint {final.name} could not be written to {self.folder}: {error}; "
-                f"{_free_text(self.folder)}; earlier checkpoints are untouched. Free space or set "
-                "checkpoint.keep lower, then start the run again"
-            ) from error
-        files = {name: entry for part in parts for name, entry in part.items()}
-        manifest = Manifest(
-            step=state.step,
-            cursor=state.cursor,
-            skipped=state.skipped,
-            alpha=alpha,
-            fingerprint=self._index.fingerprint,
-            identity=identity(self._config),
-            config_sha256=digest(self._config),
-            world_size=self._process.world_size,
-            created_unix_s=time.time(),
-            provenance=provenance(),
-            files=dict(sorted(files.items())),
-            elapsed_s=state.elapsed_s,
-            left_out=state.left_out,
-            rewinds=state.rewinds,
-            losses=asdict(state.losses),
-        )
-        self._on_first(lambda: self._publish(unfinished, final, manifest))
-        return final
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies; None if there is none at all.
 
+        If the run's folder has none, it is that of `checkpoint.copy_to`.
+
         Raises:
             CheckpointError: checkpoints exist but none verifies, or the newest good one is an
                 earlier version's, or belongs to other data or another model.
+            DataError: the run's ledger is damaged.
         """
-        path = self._on_first(self._choose)
+        path = dist.on_first(self._choose)
         if path is not None:
             self._require_fit(path, read_manifest(path))
         return path
@@ -209,83 +105,37 @@ class CheckpointStore:
             rewinds=manifest.rewinds,
             losses=LossHistory.read(manifest.losses),
             elapsed_s=manifest.elapsed_s,
+            held_out_loss=manifest.held_out_loss,
+            held_out_step=manifest.held_out_step,
         )
 
-    def _on_first(self, function: Callable[[], Path | None]) -> Path | None:
-        """Runs on rank 0 only and gives every rank the result, or raises its error on all."""
-        outcome: Path | PostnormError | None = None
-        if self._process.is_first:
-            try:
-                outcome = function()
-            except PostnormError as error:
-                outcome = error
-        shared: Path | PostnormError | None = dist.from_first(outcome)
-        if isinstance(shared, PostnormError):
-            raise shared
-        return shared
-
     def _choose(self) -> Path | None:
-        self._remove_spoiled()
-        good, rejected = newest_good(self.folder)
-        for text in rejected:
-            logger.warning("checkpoint rejected: %s", text)
-        if good is None and rejected:
-            raise CheckpointError(
-                f"none of the {len(rejected)} checkpoints in {self.folder} verifies: "
-                f"{'; '.join(rejected)}. Restore one, or move the folder away to start afresh"
-            )
-        if good is not None:
-            state_paths(good)  # before the data is opened: an earlier version's cannot be loaded
-        return good
-
-    def _require_space(self, unfinished: Path) -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        needed = self._least_bytes
-        for path in published(self.folder)[:1]:
-            sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-            needed = max(needed, sum(sizes))
-        if shutil.disk_usage(self.folder).free < needed:
-            raise CheckpointError(
-                f"no space for checkpoint {unfinished.name.removeprefix(_UNFINISHED)}: it needs "
-                f"about {needed / 1e9:.4f} GB, {_free_text(self.folder)}; earlier "
-                "checkpoints are untouched. Free space or set checkpoint.keep lower, then start "
-                "the run again"
-            )
-
-    def _publish(self, unfinished: Path, final: Path, manifest: Manifest) -> None:
-        try:
-            write_json_atomic(unfinished / MANIFEST_FILE, _signed(asdict(manifest)))
-            for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
-                sync_path(folder)
-            if final.exists():
-                # A damaged checkpoint of the same step, which this run did not resume from.
-                shutil.rmtree(final)
-            unfinished.rename(final)
-            sync_path(self.folder)
-            write_atomic(self.folder / LATEST_FILE, f"{final.name}\n".encode())
-        except OSError as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint {final.name} could not be published in {self.folder}: {error}; "
-                f"{_free_text(self.folder)}; earlier checkpoints are untouched"
-            ) from error
-        for old in published(self.folder)[self._config.checkpoint.keep :]:
-            shutil.rmtree(old)
-
-    def _remove_spoiled(self) -> None:
-        """Removes checkpoints that were trained on batches which the run left out later.
-
-        Here and not when that is decided: a run can be killed before it goes back.
-        """
+        folders = [self.folder]
+        if self._config.checkpoint.copy_to is not None:
+            folders.append(Path(self._config.checkpoint.copy_to) / FOLDER)
+        found: list[str] = []
         ledger = read_ledger(self.folder.parent)
-        for path in published(self.folder):
-            try:
-                manifest = read_manifest(path)
-            except CheckpointError:
-                continue  # nobody loads it
-            if ledger.is_spoiled(manifest.cursor, manifest.rewinds):
-                logger.warning("removing %s: it is from a spike of the loss, see the ledger", path)
-                shutil.rmtree(path)
+        for folder in folders:
+            _remove_spoiled(folder, ledger)
+            good, rejected = newest_good(folder, _require_complete)
+            for text in rejected:
+                logger.warning("checkpoint rejected: %s", text)
+            found += rejected
+            if good is not None:
+                if folder != self.folder:
+                    logger.warning(
+                        "%s has no checkpoint that verifies: %s, a copy, is used", self.folder, good
+                    )
+                # Before the data is opened: an earlier version's cannot be loaded.
+                state_paths(good)
+                return good
+        if found:
+            raise CheckpointError(
+                f"none of the {len(found)} checkpoints in {' and '.join(map(str, folders))} "
+                f"verifies: {'; '.join(found)}. Restore one, or move the folder away to start "
+                "afresh"
+            )
+        return None
 
     def _require_fit(self, path: Path, manifest: Manifest) -> None:
         problems, remedy = [], "Continue with the values of the checkpoint"
@@ -308,54 +158,27 @@ class CheckpointStore:
             )
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Reads a checkpoint's manifest.
+def _remove_spoiled(folder: Path, ledger: Ledger) -> None:
+    """Removes checkpoints that were trained on batches which the run left out later.
 
-    Raises:
-        CheckpointError: it is missing or damaged.
+    Here and not when that is decided: a run can be killed before it goes back.
     """
-    try:
-        body = json.loads((path / MANIFEST_FILE).read_bytes())
-        unsigned = {name: value for name, value in body.items() if name != _SIGNATURE}
-        if body != _signed(unsigned):
-            raise CheckpointError(f"{path}: {MANIFEST_FILE} is damaged, its own sha256 differs")
-        return Manifest(**unsigned)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
-
-
-def verify(path: Path) -> None:
-    """Compares all files of a checkpoint with its manifest. Not collective.
-
-    Raises:
-        CheckpointError: a file is missing or changed; names it.
-    """
-    for name, entry in read_manifest(path).files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path}: {name} is missing")
-        if file.stat().st_size != entry["bytes"]:
-            raise CheckpointError(
-                f"{path}: {name} has {file.stat().st_size} bytes, expected {entry['bytes']}"
-            )
-        if sha256_file(file) != entry["sha256"]:
-            raise CheckpointError(f"{path}: {name} is damaged, its sha256 differs")
-
-
-def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why newer ones do not. Not collective."""
-    rejected = []
     for path in published(folder):
         try:
-            verify(path)
-        except CheckpointError as error:
-            rejected.append(str(error))
-        else:
-            return path, rejected
-    return None, rejected
+            manifest = read_manifest(path)
+        except CheckpointError:
+            continue  # nobody loads it
+        if ledger.is_spoiled(manifest.cursor, manifest.rewinds):
+            logger.warning("removing %s: it is from a spike of the loss, see the ledger", path)
+            remove([path])
 
 
-def _read_tokenizer(index: DatasetIndex) -> bytes:
+def read_tokenizer(index: DatasetIndex) -> bytes:
+    """The file of a dataset's tokenizer.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
     path = index.folder / index.tokenizer_file
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:
@@ -363,21 +186,11 @@ def _read_tokenizer(index: DatasetIndex) -> bytes:
     return data
 
 
-def published(folder: Path) -> list[Path]:
-    """Checkpoints below a run's folder of them, newest first."""
-    return sorted(folder.glob(f"{_PREFIX}*"), reverse=True)
+def _require_complete(path: Path) -> None:
+    """Weights and optimizer state of every parameter are there, by the headers of the files.
 
-
-def _signed(body: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with a sha256 of itself: a flipped digit of the cursor must not pass."""
-    text = json.dumps(body, sort_keys=True)
-    return {**body, _SIGNATURE: hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _flush_and_describe(path: Path) -> dict[str, Any]:
-    sync_path(path)
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-
-
-def _free_text(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 1e9:.4f} GB are free there"
+    Raises:
+        CheckpointError: a part is missing; names it.
+    """
+    if any((path / STATE_FOLDER).glob("rank-*")):
+        SavedState(path)

@@ -147,12 +147,8 @@ class Engine:
         norm = self._engine.get_global_grad_norm()
         return StepResult(_sum(parts), bool(self._engine.was_step_applied()), float(norm))
 
-    def save_files(self, folder: Path) -> None:
-        """Writes master weights and optimizer state, each rank those that it holds. Collective.
-
-        Raises:
-            OSError: the disk failed.
-        """
+    def state_parts(self) -> tuple[list[Part], dict[str, int]]:
+        """This rank's master weights and optimizer state, as views, and counters. Collective."""
         updates = [int(self._state(slice_.partition)["step"]) for slice_ in self._slices()]
         assert len(set(updates)) <= 1, "parameters have seen different numbers of updates"
         counters = {
@@ -164,11 +160,20 @@ class Engine:
         parts = [
             Part(each.name, each.shape, each.start, self._tensors(each)) for each in self._slices()
         ]
+        return parts, counters
+
+    def save_files(self, folder: Path) -> None:
+        """Writes `state_parts`, for `load_files`. Collective.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        parts, counters = self.state_parts()
         write_part(folder, self._rank, self.world_size, parts, counters)
         dist.barrier()
 
     def load_files(self, folder: Path) -> None:
-        """Reads what `save_files` wrote on any number of ranks, at any ZeRO stage. Collective.
+        """Reads `state_parts` as any number of ranks wrote them, at any ZeRO stage. Collective.
 
         Raises:
             CheckpointError: files are missing, damaged, or of another model.

@@ -1,7 +1,6 @@
 """The training loop: restore, step, log, evaluate, save, stop."""
 
 import logging
-import time
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +15,10 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train import schedule
 from pipeline.train.batch_log import BatchLog
-from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.engine import Engine
 from pipeline.train.metrics import Meter
 from pipeline.train.rescue import Rescue
+from pipeline.train.saving import Saver
 from pipeline.train.spikes import LeftOut
 from pipeline.train.state import Clock, TrainState
 from pipeline.train.stop import StopRequest
@@ -37,7 +36,7 @@ class Parts:
     engine: Engine
     objective: MaskedLanguageModeling
     train_loader: TrainLoader
-    store: CheckpointStore
+    saver: Saver
     batch_log: BatchLog
     stop: StopRequest
     watch: Watch
@@ -105,6 +104,8 @@ def train(parts: Parts, state: TrainState) -> int | None:
             stopping = interval.stop_requested and not last
             numbers = StepNumbers(alpha, lr, result.grad_norm)
             parts.watch.interval(state, place, interval, numbers)
+            parts.saver.poll()
+            parts.watch.saves(parts.saver.take_numbers())
             if parts.rescue.must_go_back(state, interval, decide=regular):
                 return None
         if state.step % intervals.eval_every_steps == 0 or last:
@@ -113,11 +114,15 @@ def train(parts: Parts, state: TrainState) -> int | None:
             _save(parts, state)
             saved_step = state.step
         if stopping:
+            parts.saver.finish(stopping=True)
+            parts.watch.saves(parts.saver.take_numbers())
             logger.warning(
                 "stopped at step %d by %s; saved, start again to continue",
                 state.step, parts.stop.signal_name or "a signal to another rank",
             )  # fmt: skip
             return EXIT_PREEMPTED
+    parts.saver.finish()
+    parts.watch.saves(parts.saver.take_numbers())
     return EXIT_FINISHED
 
 
@@ -152,8 +157,6 @@ def _log_batch(
 
 
 def _save(parts: Parts, state: TrainState) -> None:
-    started = time.perf_counter()
     parts.batch_log.flush()  # it must reach to the checkpoint's cursor
     alpha = schedule.alpha(state.step, parts.config.train.alpha_warmup_steps)
-    path = parts.store.save(parts.engine, state, alpha)
-    logger.info("saved %s in %.1f s", path, time.perf_counter() - started)
+    parts.saver.save(parts.engine, state, alpha)

@@ -5,6 +5,7 @@ import math
 import time
 from pathlib import Path
 
+from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
 from pipeline.config.batches import BatchPlace
 from pipeline.config.run import PretrainConfig
 from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
@@ -13,9 +14,9 @@ from pipeline.errors import CheckpointError, StorageError, TrainingError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.batch_log import BatchLog
-from pipeline.train.checkpoint import FOLDER, published, read_manifest, verify
 from pipeline.train.engine import StepResult
 from pipeline.train.metrics import Interval
+from pipeline.train.saving import Saver
 from pipeline.train.state import TrainState
 from pipeline.train.watch import Watch
 
@@ -31,6 +32,7 @@ class Rescue:
         process: ProcessInfo,
         order: RunOrder,
         batch_log: BatchLog,
+        saver: Saver,
         watch: Watch,
     ) -> None:
         """Nothing was seen yet."""
@@ -39,6 +41,7 @@ class Rescue:
         self._process = process
         self._order = order
         self._batch_log = batch_log
+        self._saver = saver
         self._watch = watch
         self._warned = False
 
@@ -84,6 +87,7 @@ class Rescue:
         limit = self._config.train.max_skipped_in_a_row
         if state.skipped_in_a_row >= limit:
             self._batch_log.flush()
+            self._saver.finish()
             raise TrainingError(
                 f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
                 "newest checkpoint is from before; lower train.lr, or lengthen the warm-ups"
@@ -120,6 +124,8 @@ class Rescue:
             return False
         plan = self._config.batches
         start = plan.number(max(0, first - config.skip_before_steps))
+        # A save in flight makes room by removing what may be wanted.
+        self._saver.finish()
         to_step = self._way_back(start.cursor, text)
         # What was in flight is trained on, too: a batch log without holes.
         last = plan.at(state.cursor).number - 1

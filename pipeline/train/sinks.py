@@ -41,20 +41,23 @@ class Sinks:
             flush_secs=10,
         )
 
-    def write(self, step: int, kind: str, values: dict[str, float]) -> None:
+    def write(
+        self, step: int, kind: str, values: dict[str, float], section: str | None = None
+    ) -> None:
         """Records named numbers of a step.
 
         Args:
             step: applied optimizer steps.
-            kind: `train`, `eval` or `skip`; the TensorBoard section.
+            kind: `train`, `eval`, `skip` or `save`.
             values: JSON has no NaN, so it is written as null.
+            section: of TensorBoard; by default `kind`.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
         self._file.write(json.dumps(record | shown) + "\n")
         self._file.flush()
         for name, value in values.items():
-            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+            self._tensorboard.add_scalar(f"{section or kind}/{name}", value, step)
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
         """Shows a text in TensorBoard."""

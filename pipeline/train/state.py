@@ -27,6 +27,11 @@ class TrainState:
     elapsed_s: float = 0.0
     """Time of training until the last log line on rank 0's clock, all attempts: see `Clock`."""
 
+    held_out_loss: float | None = None
+    """Of the newest evaluation, nats."""
+    held_out_step: int | None = None
+    """Where that was."""
+
     def leave_out(self, num_sequences: int) -> None:
         """Counts a batch that is not trained on."""
         self.cursor += num_sequences

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.checkpoints.manifest import STATE_FOLDER, state_file
 from pipeline.errors import CheckpointError
 from pipeline.runtime.tensors import SlicedFile, write_file
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)
-_FOLDER = "state"
 _TABLE = "postnorm_state"
 _FORMAT = 1
 
@@ -65,7 +65,7 @@ def write_part(
         "counters": counters,
         "parts": {part.name: [part.start, list(part.shape)] for part in parts},
     }
-    path = folder / _FOLDER / _file_name(rank, world_size)
+    path = folder / state_file(rank, world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{kind}/{part.name}": part.tensors[kind] for part in parts for kind in KINDS}
     write_file(tensors, path, {_TABLE: json.dumps(table)})
@@ -78,7 +78,7 @@ def expected_files(folder: Path, world_size: int) -> list[str]:
         CheckpointError: the file of a rank is missing.
     """
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    of_ranks = [f"{_FOLDER}/{_file_name(rank, world_size)}" for rank in range(world_size)]
+    of_ranks = [state_file(rank, world_size) for rank in range(world_size)]
     missing = [name for name in of_ranks if name not in found]
     if missing:
         raise CheckpointError(
@@ -149,6 +149,12 @@ class SavedState:
     def _add(self, file: SlicedFile, name: str, start: int, shape: tuple[int, ...]) -> None:
         counts = {kind: file.shapes.get(f"{kind}/{name}") for kind in KINDS}
         sizes = set(counts.values())
+        missing = [f"{kind}/{name}" for kind, count in counts.items() if count is None]
+        if missing:
+            raise CheckpointError(
+                f"{file.path} lacks {', '.join(missing)}: without its optimizer state and weights "
+                f"{name} cannot go on as it would have"
+            )
         size = sizes.pop()
         if sizes or size is None or len(size) != 1:
             raise CheckpointError(f"{file.path}: {name} is not complete, its parts have {counts}")
@@ -187,25 +193,21 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: saved.read(MASTER, name).view(shape) for name, shape in saved.shapes.items()}
 
 
-def _file_name(rank: int, world_size: int) -> str:
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
 def state_paths(folder: Path) -> list[Path]:
     """The files of a checkpoint's state, in rank order.
 
     Raises:
         CheckpointError: there are none, which an earlier version wrote, or not all.
     """
-    paths = sorted((folder / _FOLDER).glob("rank-*.safetensors"))
+    paths = sorted((folder / STATE_FOLDER).glob("rank-*.safetensors"))
     if not paths:
         raise CheckpointError(
-            f"{folder} holds no {_FOLDER}/{_file_name(0, 1)} or the like: an earlier version wrote "
+            f"{folder} holds no {state_file(0, 1)} or the like: an earlier version wrote "
             "it. Export it with that version and start a new run with init_from, or choose another "
             "run_dir"
         )
     world_size = int(paths[0].stem.rpartition("-")[2])
-    expected = [folder / _FOLDER / _file_name(rank, world_size) for rank in range(world_size)]
+    expected = [folder / state_file(rank, world_size) for rank in range(world_size)]
     if paths != expected:
         differing = sorted(path.name for path in set(paths) ^ set(expected))
         raise CheckpointError(f"{folder} has missing or foreign files: {', '.join(differing)}")

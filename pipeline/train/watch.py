@@ -25,6 +25,7 @@ from pipeline.train.heat_map import heat_map
 from pipeline.train.metrics import Interval
 from pipeline.train.observe import Observer, examples_text
 from pipeline.train.plateau import LastStep, PlateauDoctor
+from pipeline.train.saving import SaveNumbers
 from pipeline.train.sinks import Sinks, console_line
 from pipeline.train.state import TrainState
 
@@ -104,12 +105,22 @@ class Watch:
         if self._sinks:
             self._sinks.write(state.step, "skip", {"total": float(state.skipped)})
 
+    def saves(self, found: list[SaveNumbers]) -> None:
+        """Shows what saves cost."""
+        if self._sinks:
+            for numbers in found:
+                self._sinks.write(numbers.step, "save", numbers.values, section="train")
+
     def evaluate(self, state: TrainState) -> None:
-        """Shows held-out text at the alpha the next step trains with. Collective."""
+        """Evaluates held-out text at the alpha the next step trains with. Collective.
+
+        The loss goes into `state` too, for checkpoints.
+        """
         alpha = schedule.alpha(state.step, self._config.train.alpha_warmup_steps)
         self._objective.set_alpha(alpha)
         result = evaluate(self._engine, self._objective, self._eval_loader)
         total = result.total
+        state.held_out_loss, state.held_out_step = total.loss, state.step
         logger.info(
             "step %d  held-out loss %.4f  acc %.3f  over %s masked tokens",
             state.step, total.loss, total.accuracy, f"{total.num_masked:,}",

@@ -14,6 +14,7 @@ PACKAGES = ("pipeline", "data_prep", "launch")
 LAYERS = [
     {"pipeline.errors"},
     {"pipeline.config", "pipeline.runtime"},
+    {"pipeline.checkpoints"},
     {"pipeline.kernels"},
     {"pipeline.model", "pipeline.data"},
     {"pipeline.objectives"},
@@ -25,6 +26,7 @@ LAYERS = [
 TORCH_FREE = {
     "pipeline.errors",
     "pipeline.config",
+    "pipeline.checkpoints",
     "pipeline.runtime.files",
     "pipeline.runtime.log",
     "pipeline.runtime.env",

@@ -1,21 +1,25 @@
-"""`python -m tests.distributed.dying_in_save_main pretrain ...`: rank 1 dies when it saves."""
+"""`python -m tests.distributed.dying_in_save_main pretrain ...`: rank 1 dies when it saves.
+
+Its file is written by then, and it has trained on; nothing is published.
+"""
 
 import os
 import runpy
 import signal
-from pathlib import Path
 
-from pipeline.train.engine import Engine
+from pipeline.train import save_job
+from pipeline.train.save_job import RankFiles
 
-_original = Engine.save_files
+_original = save_job._flush_and_describe
 
 
-def _dying(engine: Engine, folder: Path) -> None:
+def _dying(path: object) -> object:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    _original(engine, folder)
+    return _original(path)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    Engine.save_files = _dying  # type: ignore[method-assign]
+    assert RankFiles.write.__globals__["_flush_and_describe"] is _original
+    save_job._flush_and_describe = _dying  # type: ignore[assignment]
     runpy.run_module("pipeline", run_name="__main__")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.checkpoints.manifest import newest_good, read_manifest, verify
 from pipeline.data.shards import DatasetIndex
-from pipeline.train.checkpoint import newest_good, read_manifest, verify
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 pytestmark = pytest.mark.dist
@@ -122,7 +122,8 @@ def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Pa
     run_dir = tmp_path / "small" / "run"
     code = (
         "import sys; from pathlib import Path; from tests.support.ranks import Ranks;"
-        "from pipeline.data.shards import read_index; from pipeline.train.checkpoint import verify;"
+        "from pipeline.data.shards import read_index;"
+        "from pipeline.checkpoints.manifest import verify;"
         f"r = Ranks(Path({str(run_dir)!r}), read_index({str(dataset.folder)!r}));"
         "codes = r.wait(); print(codes, r.output);"
         f"verify(Path({str(run_dir / 'checkpoints' / 'step-00000015')!r})); print('survived')"

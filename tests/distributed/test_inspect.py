@@ -85,6 +85,7 @@ def test_killed_with_its_workers_it_sees_the_same(
     poisoned = ("-m", "tests.distributed.poisoned_main")
     ranks = Ranks(run_dir, two_sources, *COMMON, module=poisoned)
     ranks.wait_for_step(36)
+    ranks.wait_for_checkpoint(30)
     ranks.signal(signal.SIGKILL)
     ranks.wait()
     ranks = Ranks(run_dir, two_sources, *COMMON, "data.workers=0")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoints.manifest import MANIFEST_FILE, read_manifest, signed, verify
 from pipeline.data.shards import INDEX_FILE, DatasetIndex
 from pipeline.runtime.files import sha256_file
-from pipeline.train.checkpoint import MANIFEST_FILE, _signed, read_manifest, verify
 from tests.support.ranks import Ranks
 from tests.support.variants import Variants
 
@@ -152,6 +152,6 @@ def test_checkpoint_of_an_earlier_version_is_refused_before_the_data_is_opened(
         for name in [name for name in body["files"] if name.startswith("state/")]:
             del body["files"][name]
             (path / name).rename(path / "state/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-        (path / MANIFEST_FILE).write_text(json.dumps(_signed(body)))
+        (path / MANIFEST_FILE).write_text(json.dumps(signed(body)))
     refusal = _resume(older, tmp_path / "refused", variants["base"]).refusal()
     assert "an earlier version wrote it. Export it with that version" in refusal

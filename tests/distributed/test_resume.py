@@ -9,9 +9,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.checkpoints.manifest import newest_good, read_manifest
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
-from pipeline.train.checkpoint import newest_good, read_manifest
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 pytestmark = pytest.mark.dist
@@ -76,6 +76,7 @@ def test_killed_run_continues_bit_for_bit(
     run_dir = tmp_path / "run"
     ranks = Ranks(run_dir, dataset)
     ranks.wait_for_step(17)
+    ranks.wait_for_checkpoint(15)
     ranks.signal(signal.SIGKILL, killed_rank)
     codes = ranks.wait()
     assert codes[killed_rank] == -signal.SIGKILL
@@ -124,6 +125,7 @@ def test_rank_that_dies_in_a_save_lets_the_run_be_tried_again(
     ranks = Ranks(run_dir, dataset, module=("-m", "tests.distributed.dying_in_save_main"))
     assert ranks.wait() == [1, -signal.SIGKILL], ranks.output
     assert (run_dir / "exit/local/rank-00000").read_text() == "1\n"
+    assert _checkpoints(run_dir) == [".saving-step-00000015"]
     again = Ranks(run_dir, dataset)
     assert again.wait() == [0, 0], again.output
     assert losses(run_dir) == losses(straight_run)

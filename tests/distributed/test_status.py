@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import DataError
 from pipeline.inspect.status import run_status
 from pipeline.inspect.status_text import status_text
-from pipeline.train.checkpoint import FOLDER, MANIFEST_FILE
 from tests.support.ranks import Ranks, records
 
 
@@ -54,6 +54,7 @@ def test_running_then_killed_then_stopped(dataset: DatasetIndex, tmp_path: Path)
     overrides = ("train.num_steps=100000", "checkpoint.every_steps=10")
     ranks = Ranks(run_dir, dataset, *overrides)
     ranks.wait_for_step(14)
+    ranks.wait_for_checkpoint(10)
     running = run_status(run_dir)
     assert (running.state, [start.state for start in running.starts]) == ("running", ["running"])
     assert 14 <= running.step < 10_000

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoints.manifest import read_manifest
 from pipeline.config.train import TrainConfig
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.train import schedule
-from pipeline.train.checkpoint import read_manifest
 from tests.support.ranks import Ranks, records
 
 pytestmark = pytest.mark.dist

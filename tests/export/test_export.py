@@ -126,6 +126,7 @@ def test_export_before_alpha_reached_one_is_refused(dataset: DatasetIndex, tmp_p
     overrides = ("train.alpha_warmup_steps=39", "checkpoint.every_steps=4")
     ranks = Ranks(tmp_path / "run", dataset, *overrides)
     ranks.wait_for_step(9)
+    ranks.wait_for_checkpoint(4)
     ranks.kill()
     with pytest.raises(CheckpointError, match=r"alpha is 0\.\d+, and an exported"):
         export(tmp_path / "run", tmp_path / "out")

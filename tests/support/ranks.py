@@ -78,6 +78,15 @@ class Ranks:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
+    def wait_for_checkpoint(self, step: int, timeout_s: float = 120) -> None:
+        """Waits until that of a step, or a later one, is published, while training goes on."""
+        deadline = time.monotonic() + timeout_s
+        latest = self.run_dir / "checkpoints/latest"
+        while not (latest.exists() and int(latest.read_text()[5:]) >= step):
+            assert all(p.poll() is None for p in self.processes), self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
+
     def signal(self, number: signal.Signals, rank: int | None = None) -> None:
         """Sends a signal to one rank or to all."""
         for process in self.processes if rank is None else [self.processes[rank]]:

@@ -1,0 +1,203 @@
+"""What a checkpoint consists of, and whether it is whole. Never imports torch.
+
+RUN/checkpoints/step-00000040/state/*          weights and optimizer state: `train.state_files`
+RUN/checkpoints/step-00000040/tokenizer.model  of the dataset, or tokenizer.json
+RUN/checkpoints/step-00000040/index.json       of the dataset: what else it must be resumed on
+RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file, its own
+RUN/checkpoints/latest                         name of the newest, for people and scripts
+RUN/checkpoints/.saving-*, .removing-*         unfinished, of a process that was killed or works
+RUN/checkpoints/.rejected-*                    a probe found it unusable (`train.probe`)
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+from pipeline.runtime.files import sha256_file
+
+FOLDER = "checkpoints"
+LATEST_FILE = "latest"
+MANIFEST_FILE = "manifest.json"
+PREFIX = "step-"
+STATE_FOLDER = "state"
+REJECTED = ".rejected-"
+_NAME = re.compile(rf"{PREFIX}\d{{8,}}")
+_SIGNATURE = "manifest_sha256"
+
+CONTENTS = {
+    "weights": "master, fp32",
+    "moments": "exp_avg, exp_avg_sq, fp32",
+    "counters": "updates, global_steps, skipped_steps",
+    "dropout": "a function of (seed, cursor, rank): no random state",
+}
+"""What a run's state consists of; a checkpoint of anything else cannot be resumed."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, and what it fits."""
+
+    step: int
+    cursor: int
+    skipped: int
+    alpha: float
+    """The residual's alpha that the next step would use; below 1 in the warm-up."""
+    fingerprint: str
+    """Of the dataset."""
+    identity: dict[str, Any]
+    """Config values that a resumed run must share: see `train.checkpoint.identity`."""
+    config_sha256: str
+    world_size: int
+    created_unix_s: float
+    provenance: dict[str, str]
+    files: dict[str, dict[str, Any]]
+    """path below the checkpoint -> {"bytes", "sha256"}."""
+    # Manifests of earlier versions lack what follows.
+    elapsed_s: float = 0.0
+    """Time of training as a time budget counts it."""
+    zero_stage: int | None = None
+    """That saved it; any stage can load it."""
+    held_out_loss: float | None = None
+    """Of the newest evaluation, nats."""
+    held_out_step: int | None = None
+    """Where that was."""
+    left_out: int = 0
+    """Batches left out by `train.skip_batches` and after loss spikes."""
+    rewinds: int = 0
+    """How often the run had gone back because of a loss spike."""
+    losses: dict[str, Any] = field(default_factory=dict)
+    """`train.spikes.LossHistory`: what the next decision about a spike needs."""
+    contents: dict[str, str] | None = None
+    """`CONTENTS` of the version that wrote it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its files, without the manifest."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+    @property
+    def own_held_out_loss(self) -> float | None:
+        """Held-out loss of exactly these weights; None if they were not evaluated."""
+        return self.held_out_loss if self.held_out_step == self.step else None
+
+
+def signed(body: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with a sha256 of itself: a flipped digit of the cursor must not pass."""
+    text = json.dumps(body, sort_keys=True)
+    return {**body, _SIGNATURE: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another step than the folder's name says.
+    """
+    try:
+        body = json.loads((path / MANIFEST_FILE).read_bytes())
+        unsigned = {name: value for name, value in body.items() if name != _SIGNATURE}
+        if body != signed(unsigned):
+            raise CheckpointError(f"{path}: {MANIFEST_FILE} is damaged, its own sha256 differs")
+        manifest = Manifest(**unsigned)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
+    if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
+        raise CheckpointError(
+            f"{path}: {MANIFEST_FILE} is that of step {manifest.step}, expected {step_of(path)}"
+        )
+    return manifest
+
+
+def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[str]:
+    """All that is wrong with a checkpoint, file by file; nothing if it is good. Not collective.
+
+    Args:
+        path: the checkpoint.
+        on_bytes: called with the size of each file that was looked at.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    yield from (f"{path}: {text}" for text in _listing_problems(manifest))
+    for name, entry in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            yield f"{path}: {name} is missing"
+        elif file.stat().st_size != entry["bytes"]:
+            yield f"{path}: {name} has {file.stat().st_size} bytes, expected {entry['bytes']}"
+        elif sha256_file(file) != entry["sha256"]:
+            yield f"{path}: {name} is damaged, its sha256 differs"
+        on_bytes(entry["bytes"])
+
+
+def verify(path: Path) -> None:
+    """Compares all files of a checkpoint with its manifest. Not collective.
+
+    Raises:
+        CheckpointError: a file is missing or changed; names the first.
+    """
+    for text in problems(path):
+        raise CheckpointError(text)
+
+
+def published(folder: Path) -> list[Path]:
+    """Checkpoints in a run's `FOLDER`, newest first, as their names say."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_good(
+    folder: Path, also: Callable[[Path], object] = lambda _: None
+) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and why newer ones do not. Not collective.
+
+    Args:
+        folder: a run's `FOLDER`.
+        also: a further check, which raises CheckpointError.
+    """
+    rejected = []
+    for path in published(folder):
+        try:
+            verify(path)
+            also(path)
+        except CheckpointError as error:
+            rejected.append(str(error))
+        else:
+            return path, rejected
+    return None, rejected
+
+
+def name_of(step: int) -> str:
+    """A checkpoint's folder."""
+    return f"{PREFIX}{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def state_file(rank: int, world_size: int) -> str:
+    """Name of a rank's file of state, below a checkpoint."""
+    return f"{STATE_FOLDER}/rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def _listing_problems(manifest: Manifest) -> Iterator[str]:
+    """Files of state that the manifest lists but should not, or the other way round."""
+    listed = {name for name in manifest.files if name.startswith(f"{STATE_FOLDER}/rank-")}
+    if not listed and manifest.contents is None:
+        return  # an earlier version wrote it, and is named when it is loaded
+    expected = {state_file(rank, manifest.world_size) for rank in range(manifest.world_size)}
+    for name in sorted(expected - listed):
+        yield f"{MANIFEST_FILE} of {manifest.world_size} ranks does not list {name}"
+    for name in sorted(listed - expected):
+        yield f"{MANIFEST_FILE} of {manifest.world_size} ranks lists {name}"
+    if manifest.contents not in (None, CONTENTS):
+        yield f"its state consists of {manifest.contents}, expected {CONTENTS}"

@@ -1,0 +1,164 @@
+"""The checkpoints of a run as rows: what each holds, whether it is good, why it stays."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from pipeline.checkpoints.manifest import (
+    FOLDER,
+    Manifest,
+    name_of,
+    problems,
+    published,
+    read_manifest,
+    step_of,
+)
+from pipeline.checkpoints.retention import Retention
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.errors import CheckpointError
+from pipeline.runtime.files import RESOLVED_FILE
+from pipeline.runtime.log import duration_text
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint. None: not known."""
+
+    path: str
+    step: int
+    manifest: Manifest | None
+    """None if it cannot be read."""
+    problems: list[str]
+    """What is wrong with it, as far as it was looked at."""
+    is_verified: bool
+    """Whether all files were compared with their hashes."""
+    would_resume: bool
+    """Whether a start would go on from it, as far as that is known without comparing files."""
+    kept: list[str] | None
+    """Why the run's retention keeps it; empty: it does not."""
+
+
+def folder_of(run: Path) -> Path:
+    """A run's folder of checkpoints.
+
+    Raises:
+        CheckpointError: there is none, or it is empty.
+    """
+    if not published(run / FOLDER):
+        raise CheckpointError(
+            f"{run} has no checkpoints: {run / FOLDER} has no {name_of(0)[:-8]}N; expected the "
+            "run_dir of a config that `python -m pipeline pretrain` has started and that has "
+            "saved, or its checkpoint.copy_to"
+        )
+    return run / FOLDER
+
+
+def at_step(run: Path, step: int) -> Path:
+    """A checkpoint of a run.
+
+    Raises:
+        CheckpointError: there is none of that step; says which there are.
+    """
+    found = {step_of(path): path for path in published(folder_of(run))}
+    if step not in found:
+        steps = ", ".join(map(str, sorted(found)))
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of {steps}")
+    return found[step]
+
+
+def retention_of(run: Path) -> Retention | None:
+    """The rule of a run's config; None if the folder has none, as one of copies."""
+    path = run / RESOLVED_FILE
+    return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
+
+
+def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
+    """Compares the files of checkpoints with their hashes, with a progress bar over bytes."""
+    sizes = [manifest.num_bytes for path in paths if (manifest := _manifest(path)[0])]
+    with tqdm(
+        total=sum(sizes), unit="B", unit_scale=True, desc="verify", disable=None, leave=False
+    ) as progress:
+        for path in paths:
+            found = list(problems(path, progress.update))
+            yield path, found
+
+
+def rows(run: Path, *, verify: bool = False) -> list[Row]:
+    """All checkpoints of a run, oldest first.
+
+    Args:
+        run: a run folder, or one with copies.
+        verify: compare files with their hashes, too; else only manifests are looked at.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    paths = published(folder_of(run))
+    found = {path: _manifest(path) for path in paths}
+    wrong = {path: [text] if text else [] for path, (_, text) in found.items()}
+    if verify:
+        wrong |= dict(all_problems(paths))
+    resumed = next((path for path in paths if not wrong[path]), None)
+    rule = retention_of(run)
+    # As `retention.superseded` has it: what is newer than the newest good one is not counted.
+    counted = {
+        step_of(path): manifest.own_held_out_loss if (manifest := found[path][0]) else None
+        for path in paths
+        if resumed is not None and step_of(path) <= step_of(resumed)
+    }
+    reasons = rule.reasons(counted) if rule else {}
+    return [
+        Row(
+            str(path), step_of(path), found[path][0], wrong[path], verify, path == resumed,
+            reasons.get(step_of(path), ["damaged, newer"]) if rule else None,
+        )
+        for path in reversed(paths)
+    ]  # fmt: skip
+
+
+_COLUMNS = ("step", "cursor", "skipped", "alpha", "age", "MB", "ranks", "zero", "held-out",
+            "checked", "resume", "kept")  # fmt: skip
+
+
+def table(found: list[Row], now_s: float | None = None) -> Iterator[str]:
+    """Rows as lines, and what is wrong below them."""
+    now_s = time.time() if now_s is None else now_s
+    cells = [_COLUMNS, *(tuple(_cells(row, now_s)) for row in found)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(
+            text.ljust(width) if name == "kept" else text.rjust(width)
+            for name, text, width in zip(_COLUMNS, line, widths, strict=True)
+        ).rstrip()
+    yield from (f"bad: {text}" for row in found for text in row.problems)
+
+
+def _cells(row: Row, now_s: float) -> Iterator[str]:
+    manifest = row.manifest
+    yield f"{row.step:,}"
+    if manifest is None:
+        yield from ["?"] * 8
+    else:
+        yield f"{manifest.cursor:,}"
+        yield f"{manifest.skipped:,}"
+        yield f"{manifest.alpha:.3f}"
+        yield duration_text(max(0.0, now_s - manifest.created_unix_s))
+        yield f"{manifest.num_bytes / 1e6:,.1f}"
+        yield str(manifest.world_size)
+        yield "?" if manifest.zero_stage is None else str(manifest.zero_stage)
+        loss = manifest.own_held_out_loss
+        yield "-" if loss is None else f"{loss:.4f}"
+    yield "BAD" if row.problems else "files" if row.is_verified else "manifest"
+    yield "<-" if row.would_resume else ""
+    yield "?" if row.kept is None else ", ".join(row.kept) or "no"
+
+
+def _manifest(path: Path) -> tuple[Manifest | None, str]:
+    try:
+        return read_manifest(path), ""
+    except CheckpointError as error:
+        return None, str(error)

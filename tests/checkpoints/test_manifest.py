@@ -1,0 +1,128 @@
+"""Damaged checkpoints are rejected by name, and the one before them is used."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoints.manifest import (
+    FOLDER,
+    MANIFEST_FILE,
+    newest_good,
+    problems,
+    published,
+    signed,
+    state_file,
+)
+from pipeline.errors import CheckpointError
+from pipeline.runtime.tensors import SlicedFile, write_file
+from pipeline.train.checkpoint import _require_complete
+from tests.support.checkpoints import make_checkpoint, write_manifest
+
+FILE = state_file(1, 2)
+
+
+def _missing(path: Path, _: Path) -> None:
+    (path / FILE).unlink()
+
+
+def _truncated(path: Path, _: Path) -> None:
+    content = (path / FILE).read_bytes()
+    (path / FILE).write_bytes(content[:-1])
+
+
+def _flipped(path: Path, _: Path) -> None:
+    content = bytearray((path / FILE).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / FILE).write_bytes(content)
+
+
+def _of_another_run(path: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", 40, world_size=2, seed=5)
+    shutil.copy(other / MANIFEST_FILE, path / MANIFEST_FILE)
+
+
+def _of_another_step(path: Path, _: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step-00000030"), path)
+
+
+def _no_manifest(path: Path, _: Path) -> None:
+    (path / MANIFEST_FILE).unlink()
+
+
+def _changed_manifest(path: Path, **values: object) -> None:
+    body = json.loads((path / MANIFEST_FILE).read_bytes())
+    body.pop("manifest_sha256")
+    (path / MANIFEST_FILE).write_text(json.dumps(signed({**body, **values})))
+
+
+def _list_of_other_ranks(path: Path, _: Path) -> None:
+    _changed_manifest(path, world_size=3)
+
+
+def _no_random_scheme(path: Path, _: Path) -> None:
+    _changed_manifest(path, contents={"weights": "master, fp32"})
+
+
+def _no_moment(path: Path, _: Path) -> None:
+    """Weights alone, with a manifest that fits them."""
+    file = SlicedFile(path / FILE)
+    tensors = {name: file.read(name, 0, shape[0]) for name, shape in file.shapes.items()}
+    del tensors["exp_avg_sq/gain"]
+    write_file(tensors, path / FILE, file.metadata)
+    write_manifest(path, 40, 2, None, {"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_missing, "rank-00001-of-00002.safetensors is missing"),
+        (_truncated, "rank-00001-of-00002.safetensors has"),
+        (_flipped, "rank-00001-of-00002.safetensors is damaged, its sha256 differs"),
+        (_of_another_run, "rank-00000-of-00002.safetensors is damaged, its sha256 differs"),
+        (_of_another_step, "manifest.json is that of step 30, expected 40"),
+        (_no_manifest, "no readable manifest.json"),
+        (_list_of_other_ranks, "of 3 ranks does not list state/rank-00000-of-00003.safetensors"),
+        (_no_random_scheme, "its state consists of {'weights': 'master, fp32'}, expected"),
+        (_no_moment, "rank-00001-of-00002.safetensors lacks exp_avg_sq/gain"),
+    ],
+)
+def test_damage_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, damage: Callable[[Path, Path], None], message: str
+) -> None:
+    earlier = make_checkpoint(tmp_path / "run", 30, world_size=2, seed=3)
+    newest = make_checkpoint(tmp_path / "run", 40, world_size=2, seed=4)
+    folder = tmp_path / "run" / FOLDER
+    assert newest_good(folder, _require_complete) == (newest, [])
+    damage(newest, tmp_path)
+    good, [rejected] = newest_good(folder, _require_complete)
+    assert good == earlier
+    assert str(newest) in rejected
+    assert message in rejected
+
+
+def test_all_that_is_wrong_is_told_and_all_bytes_are_counted(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 40, world_size=3)
+    total = sum(file.stat().st_size for file in (path / "state").iterdir())
+    (path / state_file(0, 3)).unlink()
+    (path / state_file(2, 3)).write_bytes(b"")
+    seen: list[int] = []
+    found = list(problems(path, seen.append))
+    assert [text.split(": ")[1].split(" ")[0] for text in found] == [
+        state_file(0, 3), state_file(2, 3)
+    ]  # fmt: skip
+    assert sum(seen) == total
+
+
+def test_only_finished_checkpoints_are_published_and_steps_are_numbers(tmp_path: Path) -> None:
+    for name in ("step-00000009", "step-100000000", "step-99999999", "step-00000009.bak",
+                 ".saving-step-00000010", ".rejected-step-00000011-1", "latest"):  # fmt: skip
+        (tmp_path / name).mkdir()
+    assert [path.name for path in published(tmp_path)] == [
+        "step-100000000", "step-99999999", "step-00000009"
+    ]  # fmt: skip
+    with pytest.raises(CheckpointError, match="has no readable manifest"):
+        raise CheckpointError(next(problems(tmp_path / "step-00000009")))

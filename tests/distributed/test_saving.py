@@ -1,0 +1,113 @@
+"""Saves in the background, their retention, copies and probes, with real ranks."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipeline.checkpoints.manifest import FOLDER, newest_good, published, read_manifest, verify
+from pipeline.data.shards import DatasetIndex
+from pipeline.errors import EXIT_PREEMPTED
+from tests.support.ranks import Ranks, losses, records, state_of
+
+pytestmark = pytest.mark.dist
+
+MODULE = ("-m", "tests.distributed.saving_main")
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / FOLDER).iterdir())
+
+
+def test_retention_probe_and_copy_and_a_resume_from_the_copy(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    run_dir, copies = tmp_path / "run", tmp_path / "copies"
+    overrides = (
+        "train.num_steps=20", "monitor.eval_every_steps=5", "checkpoint.every_steps=5",
+        "checkpoint.keep=1", "checkpoint.keep_every_steps=10", "checkpoint.keep_best=1",
+        "checkpoint.probe_every=4", f"checkpoint.copy_to={copies}", "train.lr=0.3",
+    )  # fmt: skip
+    ranks = Ranks(run_dir, dataset, *overrides)
+    assert ranks.wait(300) == [0, 0], ranks.output
+    # At that learning rate the loss soon rises, so the best is not the newest.
+    held_out = {record["step"]: record["loss"] for record in records(run_dir, "eval")}
+    best = min((5, 10, 15, 20), key=lambda step: (held_out[step], -step))
+    expected = ["latest", *(f"step-{step:08d}" for step in sorted({best, 10, 20}))]
+    assert _names(run_dir) == _names(copies) == expected
+    for path in [*published(run_dir / FOLDER), *published(copies / FOLDER)]:
+        verify(path)
+        manifest = read_manifest(path)
+        assert manifest.held_out_step == manifest.step
+        assert manifest.held_out_loss == held_out[manifest.step]
+        assert manifest.zero_stage == 1
+    saves = records(run_dir, "save")
+    assert [record["step"] for record in saves if "save_s" in record] == [5, 10, 15, 20]
+    assert all(0 < record["save_share"] <= 1 for record in saves if "save_s" in record)
+    assert [record["step"] for record in saves if "probe_s" in record] == [20]
+    assert ranks.output.count("and their optimizer state, read by another process") == 1
+    assert ranks.output.count("saved ") == 4
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/save_s")] == [5, 10, 15, 20]
+
+    for path in published(run_dir / FOLDER):
+        (path / "index.json").unlink()
+    again = Ranks(run_dir, dataset, *overrides, "train.num_steps=21", world_size=1)
+    assert again.wait(300) == [0], again.output
+    assert f"{copies}/checkpoints/step-00000020, a copy, is used" in again.output
+    assert "index.json is missing" in again.output
+    assert max(losses(run_dir)) == 21
+    assert newest_good(copies / FOLDER)[0] == copies / FOLDER / "step-00000021"
+
+
+def test_training_goes_on_while_a_save_is_written_and_a_stop_waits_for_it(
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, gate = tmp_path / "run", tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    ranks = Ranks(run_dir, dataset, "checkpoint.every_steps=30", module=MODULE)
+    try:
+        ranks.wait_for_step(34)
+        assert _names(run_dir) == [".saving-step-00000030"]
+        # To one rank, which has written nothing for good; the other has long done its part.
+        ranks.signal(signal.SIGTERM, 1)
+        gate.touch()
+        codes = ranks.wait(300)
+    finally:
+        ranks.kill()
+    # If the signal comes in the last steps, the run ends in the usual way.
+    assert codes in ([EXIT_PREEMPTED] * 2, [0, 0]), ranks.output
+    last = max(losses(run_dir))
+    assert _names(run_dir) == ["latest", "step-00000030", f"step-{last:08d}"]
+    assert last > 33
+    saved, expected = state_of(run_dir / FOLDER / "step-00000030"), state_of(
+        straight_run / FOLDER / "step-00000030"
+    )  # fmt: skip
+    # Steps 31 to 34 came after the copy and before the end of the write.
+    assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+    for path in published(run_dir / FOLDER):
+        verify(path)
+
+
+def test_rejected_checkpoint_stops_the_run_and_those_before_stay(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("SPOILED", "10")
+    ranks = Ranks(run_dir, dataset, "train.num_steps=100000", "checkpoint.every_steps=5",
+                  "checkpoint.keep=1", "checkpoint.probe_every=2", module=MODULE)  # fmt: skip
+    assert ranks.wait(300) == [1, 1], ranks.output
+    assert "checkpoint step-00000010 was read back and rejected: " in ranks.output
+    assert "exp_avg/encoder" in ranks.output
+    assert "is nan" in ranks.output
+    # The next save may have begun; a start removes what it left.
+    found = [name for name in _names(run_dir) if name != ".saving-step-00000015"]
+    [rejected, latest, before] = found
+    assert rejected.startswith(".rejected-step-00000010-")
+    assert (latest, before) == ("latest", "step-00000005")
+    assert (run_dir / FOLDER / "latest").read_text() == "step-00000005\n"
+    verify(run_dir / FOLDER / before)
+    assert "Traceback" not in ranks.output

@@ -1,0 +1,68 @@
+"""Checkpoints made without training: real files of state, a real manifest."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoints.manifest import (
+    CONTENTS,
+    FOLDER,
+    MANIFEST_FILE,
+    Manifest,
+    name_of,
+    signed,
+    state_file,
+)
+from pipeline.runtime.files import sha256_file
+from pipeline.train.state_files import KINDS, Part, write_part
+
+SHAPES = {"matrix": (3, 4), "gain": (5,)}
+
+
+def make_checkpoint(
+    run: Path, step: int, *, world_size: int = 1, seed: int = 0, held_out_loss: float | None = None,
+    identity: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Writes one; ranks hold equal stretches, as far as they go."""
+    folder = run / FOLDER / name_of(step)
+    generator = torch.Generator().manual_seed(seed)
+    whole = {
+        (kind, name): torch.rand(shape, generator=generator).flatten()
+        for kind in KINDS
+        for name, shape in SHAPES.items()
+    }
+    counters = {"updates": step, "global_steps": step, "skipped_steps": 0}
+    for rank in range(world_size):
+        parts = []
+        for name, shape in SHAPES.items():
+            numel = len(whole[KINDS[0], name])
+            start, stop = rank * numel // world_size, (rank + 1) * numel // world_size
+            tensors = {kind: whole[kind, name][start:stop] for kind in KINDS}
+            parts.append(Part(name, shape, start, tensors))
+        write_part(folder, rank, world_size, parts, counters)
+    write_manifest(folder, step, world_size, held_out_loss, identity or {"seed": 1})
+    return folder
+
+
+def write_manifest(
+    folder: Path, step: int, world_size: int, held_out_loss: float | None,
+    identity: dict[str, Any],
+) -> None:  # fmt: skip
+    """Of the files that are there."""
+    files = {
+        state_file(rank, world_size): {
+            "bytes": (folder / state_file(rank, world_size)).stat().st_size,
+            "sha256": sha256_file(folder / state_file(rank, world_size)),
+        }
+        for rank in range(world_size)
+    }
+    manifest = Manifest(
+        step=step, cursor=8 * step, skipped=0, alpha=1.0, fingerprint="f", identity=identity,
+        config_sha256="c", world_size=world_size, created_unix_s=1e9 + step, provenance={},
+        files=files, zero_stage=world_size, held_out_loss=held_out_loss,
+        held_out_step=None if held_out_loss is None else step, contents=CONTENTS,
+    )  # fmt: skip
+    (folder / MANIFEST_FILE).write_text(json.dumps(signed(asdict(manifest))))
