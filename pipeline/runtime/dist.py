@@ -1,11 +1,21 @@
 """Collectives in the few forms used here; the process group itself is opened by the engine."""
 
+import itertools
+import time
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from pipeline.runtime import watchdog
+
 T = TypeVar("T")
+_LOOK_EVERY_S = 0.5
+_REPORT_EVERY_S = 5.0
+_PROGRESS = "postnorm/progress"
+_waits = itertools.count()
+_reported_s = float("-inf")
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,6 +42,45 @@ def sum_modulo_2_64(values: list[int]) -> list[int]:
 def barrier() -> None:
     """Waits for all ranks."""
     dist.barrier()
+
+
+def wait_for(ranks: Collection[int], what: str) -> None:
+    """Waits until `ranks` have come here, too; each of them only until the others have.
+
+    For what may take longer than `train.collective_timeout_s`: a collective would end by it, even
+    though the other ranks work. This asks the store of the process group, which has no timeout, and
+    counts for this rank's watchdog as long as any rank calls `get_on`. All ranks call it together
+    or not at all.
+
+    Args:
+        ranks: that have something to do before.
+        what: they do, such as `staging shards`.
+
+    Raises:
+        DistError: rank 0, which keeps the store, is gone.
+    """
+    watchdog.beat(f"waiting for other ranks: {what}")
+    store = dist.distributed_c10d._get_default_store()
+    key = f"postnorm/wait-{next(_waits)}"
+    here = dist.get_rank() in ranks
+    arrived, progress, pause_s = store.add(key, int(here)), 0, 0.001
+    while arrived < len(ranks):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_EVERY_S)
+        arrived = store.add(key, 0)
+        seen = store.add(_PROGRESS, 0)
+        if seen != progress:
+            watchdog.beat(f"waiting for other ranks: {what}")
+        progress = seen
+
+
+def get_on(phase: str) -> None:
+    """A beat for this rank's watchdog, and for those of the ranks that `wait_for` it."""
+    global _reported_s
+    watchdog.beat(phase)
+    if time.monotonic() - _reported_s > _REPORT_EVERY_S:
+        _reported_s = time.monotonic()
+        dist.distributed_c10d._get_default_store().add(_PROGRESS, 1)
 
 
 def is_lost_rank(error: Exception) -> bool:

@@ -21,14 +21,15 @@ from pipeline.data.fast_tokenizer import FastTokenizer
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import Share
 from pipeline.data.wordpiece import difference_of_ids
-from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, ConfigError, LostRankError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import log
+from pipeline.runtime import dist, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
     DONE_FILE,
+    HANGS_FOLDER,
     LOCK_FILE,
     RESOLVED_FILE,
     sha256_file,
@@ -40,6 +41,7 @@ from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
+from pipeline.train.requests import Requests
 from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
 from pipeline.train.state import TrainState
@@ -87,10 +89,24 @@ def pretrain(
     config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
     log.to_run(run_dir, process.rank)
-    with _exclusive(run_dir, process):
-        device = init_process_group(process)
-        code = _run(config, process, index, device, stop, initial)
-        close_process_group()
+    requests = Requests(stop, run_dir, is_first=process.is_first)
+    hang_timeout_s = config.train.hang_timeout_s
+    with _exclusive(run_dir, process), watchdog.watching(run_dir, process, hang_timeout_s):
+        try:
+            device = init_process_group(process, config.train.collective_timeout_s)
+            code = _run(config, process, index, device, requests, initial)
+            close_process_group()
+        except RuntimeError as error:
+            if not dist.is_lost_rank(error):
+                raise
+            logging.getLogger("collectives").info("where it was:", exc_info=error)
+            first_line = str(error).splitlines()[0]
+            raise LostRankError(
+                f"rank {process.rank} lost another rank: {first_line}. That rank died, or hung for "
+                f"train.collective_timeout_s={config.train.collective_timeout_s:g}; its log in "
+                f"{run_dir}/logs and {run_dir}/{HANGS_FOLDER} say more. The run continues from its "
+                "newest checkpoint when it is started again"
+            ) from error
     return code
 
 
@@ -114,9 +130,10 @@ def _run(
     process: ProcessInfo,
     index: DatasetIndex,
     device: torch.device,
-    stop: StopRequest,
+    requests: Requests,
     initial: Callable[[], InitialWeights] | None,
 ) -> int:
+    requests.refuse_if_stopped()
     run_dir = Path(config.run_dir)
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
@@ -124,8 +141,13 @@ def _run(
     store = CheckpointStore(config, index, process, num_parameters)
     # Before the data is opened, which may take minutes: it may be another run's.
     resumed_from = store.newest()
+    if requests.ends_before_training():
+        return EXIT_PREEMPTED
     share = Share(process.rank, process.world_size)
     train_loader, eval_loader = open_data(config, index, share)
+    if requests.ends_before_training():
+        return EXIT_PREEMPTED
+    watchdog.beat("making the model and its optimizer")
     if initial is not None and resumed_from is None:
         _start_from(model, initial(), config, index)
     engine = Engine(model, config.train, process, device)
@@ -158,7 +180,7 @@ def _run(
         train_loader=train_loader,
         store=store,
         batch_log=batch_log,
-        stop=stop,
+        requests=requests,
         watch=Watch(config, index, model, engine, objective, train_loader, eval_loader, sinks),
     )
     code = train(parts, state)

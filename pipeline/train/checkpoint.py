@@ -26,7 +26,7 @@ from pipeline.config.run import PretrainConfig
 from pipeline.data.difference import dataset_differences, value_differences
 from pipeline.data.shards import INDEX_FILE, DatasetIndex
 from pipeline.errors import CheckpointError, DataError
-from pipeline.runtime import dist
+from pipeline.runtime import dist, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
 from pipeline.train.engine import Engine
@@ -202,6 +202,7 @@ class CheckpointStore:
                 outcome = function()
             except CheckpointError as error:
                 outcome = error
+        dist.wait_for([0], "work on checkpoints")  # hashing may take long
         shared: Path | CheckpointError | None = dist.from_first(outcome)
         if isinstance(shared, CheckpointError):
             raise shared
@@ -298,6 +299,7 @@ def verify(path: Path) -> None:
         CheckpointError: a file is missing or changed; names it.
     """
     for name, entry in read_manifest(path).files.items():
+        watchdog.beat("verifying a checkpoint")
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path}: {name} is missing")
@@ -342,6 +344,7 @@ def _signed(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flush_and_describe(path: Path) -> dict[str, Any]:
+    watchdog.beat("hashing what was saved")
     sync_path(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 

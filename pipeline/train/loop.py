@@ -11,16 +11,17 @@ from pipeline.config.run import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.batch_records import BatchRecord
 from pipeline.data.loader import TrainLoader
-from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, TrainingError
+from pipeline.errors import EXIT_FINISHED, TrainingError
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime import watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train import schedule
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.engine import Engine, StepResult
 from pipeline.train.metrics import Meter
+from pipeline.train.requests import Requests, Wanted
 from pipeline.train.state import Clock, TrainState
-from pipeline.train.stop import StopRequest
 from pipeline.train.watch import StepNumbers, Watch
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Parts:
     train_loader: TrainLoader
     store: CheckpointStore
     batch_log: BatchLog
-    stop: StopRequest
+    requests: Requests
     watch: Watch
 
 
@@ -64,6 +65,7 @@ def train(parts: Parts, state: TrainState) -> int:
         next_step = state.step + 1
         log = next_step % intervals.log_every_steps == 0 or next_step == config.num_steps
         meter.begin_step()
+        watchdog.beat("waiting for data", next_step)
         batches = next(steps)
         meter.have_data(measure_layers=log)
 
@@ -72,7 +74,8 @@ def train(parts: Parts, state: TrainState) -> int:
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
         parts.objective.set_alpha(alpha)
         _seed_dropout(parts, state)
-        result = engine.train_step(batches, parts.objective, lr)
+        result = engine.train_step(batches, parts.objective, lr, parts.requests.own())
+        wanted = Wanted(*map(bool, result.notes))
         state.advance(place.size, applied=result.applied)
         meter.end_step(result, batches)
         _log_batch(parts, place, batches, state.step if result.applied else None)
@@ -80,31 +83,28 @@ def train(parts: Parts, state: TrainState) -> int:
             _report_skip(parts, state, result, place)
             continue
 
-        last = stopping = False
-        if log:
+        last = False
+        if log or wanted.ends:
+            watchdog.beat("logging")
             parts.batch_log.flush()
             interval = meter.close_interval(
-                result.grad_norm,
-                stop_requested=parts.stop.requested,
-                clock_s=clock.read_s() if parts.process.is_first else 0.0,
+                result.grad_norm, clock_s=clock.read_s() if parts.process.is_first else 0.0
             )
             state.elapsed_s = interval.clock_s
             last = schedule.is_over(state.step, config, state.elapsed_s)
-            stopping = interval.stop_requested and not last
             numbers = StepNumbers(alpha, lr, result.grad_norm)
             parts.watch.interval(state, place, interval, numbers)
         if state.step % intervals.eval_every_steps == 0 or last:
             parts.watch.evaluate(state)
-        due = state.step % parts.config.checkpoint.every_steps == 0 or last or stopping
-        if due and state.step != saved_step:
+        ending = wanted.ends and not last
+        due = state.step % parts.config.checkpoint.every_steps == 0 or last
+        if (due or ending or wanted.save) and state.step != saved_step:
             _save(parts, state)
             saved_step = state.step
-        if stopping:
-            logger.warning(
-                "stopped at step %d by %s; saved, start again to continue",
-                state.step, parts.stop.signal_name or "a signal to another rank",
-            )  # fmt: skip
-            return EXIT_PREEMPTED
+        if wanted.save:
+            parts.requests.saved()
+        if ending:
+            return parts.requests.end(wanted, state.step)
     return EXIT_FINISHED
 
 
@@ -147,6 +147,7 @@ def _report_skip(parts: Parts, state: TrainState, result: StepResult, place: Bat
 
 def _save(parts: Parts, state: TrainState) -> None:
     started = time.perf_counter()
+    watchdog.beat("saving")
     parts.batch_log.flush()  # it must reach to the checkpoint's cursor
     alpha = schedule.alpha(state.step, parts.config.train.alpha_warmup_steps)
     path = parts.store.save(parts.engine, state, alpha)
