@@ -17,15 +17,18 @@ from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,
     EXIT_PREEMPTED,
+    EXIT_STOPPED,
     DataError,
 )
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
     DONE_FILE,
     EXIT_FOLDER,
+    HANGS_FOLDER,
     LOCK_FILE,
     METRICS_FILE,
     RESOLVED_FILE,
+    STOP_FILE,
     read_json_lines,
 )
 
@@ -220,6 +223,8 @@ def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
         return FAILED, f"failed, trying again changes nothing{also}"
     if missing == 0 and set(codes) == {EXIT_FINISHED}:
         return FINISHED, "finished"
+    if EXIT_STOPPED in codes:
+        return STOPPED, f"stopped by the {STOP_FILE} file{also}"
     if missing == 0 and set(codes) == {EXIT_PREEMPTED}:
         return STOPPED, "stopped on request, saved"
     return FAILED, f"failed, trying again may help{also}"
@@ -253,8 +258,11 @@ def _warnings(
             f"after step {skips[-1]['step']}: `python -m pipeline inspect {folder} --skip` shows "
             "the batches"
         )
+    found += _of_ranks(lines, folder)
     if any(line["loss"] is None for line in train):
         found.append("a loss is NaN in the last log lines: see skipped steps; lower train.lr")
+    if (folder / STOP_FILE).exists():
+        found.append(f"{folder / STOP_FILE} exists: the run does not start before it is removed")
     space = shutil.disk_usage(folder)
     needed = sum(file["bytes"] for file in manifest["files"].values()) if manifest else 0
     if space.free < 2 * needed or space.free < _LEAST_FREE * space.total:
@@ -262,4 +270,20 @@ def _warnings(
             f"the disk is nearly full: {space.free / 1e9:.1f} GB free of {space.total / 1e9:.1f}, "
             f"a checkpoint takes {needed / 1e9:.1f}: free space, or lower checkpoint.keep"
         )
+    return found
+
+
+def _of_ranks(lines: list[dict[str, Any]], folder: Path) -> list[str]:
+    """The newest rank that was slow, and the newest that hung."""
+    found = []
+    slow = [line for line in lines if line["kind"] == "straggler"]
+    if slow:
+        found.append(
+            f"rank {slow[-1]['rank']:.0f} needed {slow[-1]['factor']:.2f} times as long as the "
+            f"other ranks at step {slow[-1]['step']}: the log says on which host"
+        )
+    hangs = sorted((folder / HANGS_FOLDER).glob("*.txt"), key=lambda path: path.stat().st_mtime)
+    if hangs:
+        with hangs[-1].open(encoding="utf-8") as file:
+            found.append(f"{file.readline().strip()}: {len(hangs)} files in {hangs[-1].parent}")
     return found

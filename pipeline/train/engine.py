@@ -324,7 +324,7 @@ class _Fetched:
         if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
         else:
             self._host = tensor

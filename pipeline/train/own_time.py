@@ -39,10 +39,10 @@ class OwnTime:
             last.synchronize()
         found = self._sum_s + sum(a.elapsed_time(b) for a, b in self._events) / 1e3
         self._sum_s, self._events = 0.0, []
-        return found
+        return float(found)
 
 
 def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
