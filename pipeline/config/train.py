@@ -88,7 +88,7 @@ class TrainConfig:
     hang_timeout_s: float = param(
         1800.0,
         "a rank that has not got on for so long writes its stacks to RUN/hangs and ends with exit "
-        "code 1; longer than any save or pause of the storage",
+        "code 1, in its start after 600 s at least; longer than a save or a pause of the storage",
         unit="s", gt=0,
     )  # fmt: skip
     collective_timeout_s: float = param(

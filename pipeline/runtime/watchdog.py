@@ -31,14 +31,20 @@ _WRITING_TAKES_S = 10.0
 """After which the process ends, even if what hangs is the file system of the run's folder."""
 
 
+_STARTING_TAKES_S = 600.0
+"""Until a step is done, a phase may take this long whatever the limit: import, compilation."""
+
+
 @dataclass(frozen=True)
 class _Beat:
     phase: str
     step: int | None
     at_s: float
+    steps_begun: int
+    """Of this process."""
 
 
-_last = _Beat("starting", None, time.monotonic())
+_last = _Beat("starting", None, time.monotonic(), 0)
 
 
 def beat(phase: str, step: int | None = None) -> None:
@@ -46,11 +52,12 @@ def beat(phase: str, step: int | None = None) -> None:
 
     Args:
         phase: what it does from now on, such as `waiting for data`.
-        step: optimizer step it works on; None: that of the last beat.
+        step: optimizer step that begins; None: it is that of the last beat.
     """
     # The process has one main thread, so one last beat.
     global _last
-    _last = _Beat(phase, _last.step if step is None else step, time.monotonic())
+    begun = _last.steps_begun + (step is not None)
+    _last = _Beat(phase, _last.step if step is None else step, time.monotonic(), begun)
 
 
 @contextmanager
@@ -60,7 +67,7 @@ def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[
     Args:
         run_dir: folder of the run.
         process: this rank.
-        timeout_s: longest time between two beats.
+        timeout_s: longest time between two beats, once a step is done.
     """
     ended = threading.Event()
     beat("starting")
@@ -83,10 +90,11 @@ def _watch(
     rank_log: IO[bytes],
 ) -> None:  # fmt: skip
     while not ended.wait(min(_LOOK_EVERY_S, timeout_s / 4)):
-        faulthandler.dump_traceback_later(timeout_s, exit=True, file=rank_log)
         last = _last
         idle_s = time.monotonic() - last.at_s
-        if idle_s > timeout_s:
+        limit_s = timeout_s if last.steps_begun > 1 else max(timeout_s, _STARTING_TAKES_S)
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=rank_log)
+        if idle_s > limit_s:
             # What is written to may be what hangs.
             writer = threading.Thread(
                 target=_leave_record, args=(run_dir, process, timeout_s, last, idle_s),

@@ -147,10 +147,11 @@ def _run(
     train_loader, eval_loader = open_data(config, index, share)
     if requests.ends_before_training():
         return EXIT_PREEMPTED
-    watchdog.beat("making the model and its optimizer")
     if initial is not None and resumed_from is None:
         _start_from(model, initial(), config, index)
+    watchdog.beat("making the engine")
     engine = Engine(model, config.train, process, device)
+    watchdog.beat("loading the state")
     state = store.load(engine, resumed_from) if resumed_from else TrainState()
     if resumed_from is None and process.is_first:
         # What an attempt without a checkpoint did is gone; its config may have been another one.

@@ -66,7 +66,9 @@ def init_process_group(
     # Both are torch 2.13's defaults; older ones differ. Without the first a timeout hangs.
     env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     env.set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    watchdog.beat("importing DeepSpeed")
     deepspeed = _import_deepspeed()
+    watchdog.beat("waiting for all ranks to start")
     _give_groups_a_timeout(timedelta(seconds=timeout_s))
     if has_gpu:
         torch.cuda.set_device(process.local_rank)
@@ -181,10 +183,14 @@ class Engine:
         # DeepSpeed averages over ranks; this undoes it.
         scale = self.world_size / summed[0].clamp(min=1.0)
         watchdog.beat("forward and backward")
-        self.own_time.begin()
+        stage = self._engine.zero_optimization_stage()
+        if stage < 3:  # which gathers weights in the forward pass
+            self.own_time.begin()
         parts = []
         for batch in batches:
             sums = objective(self._engine, batch.to(self.device))
+            if stage == 2:  # which adds gradients over the ranks in the backward pass
+                self.own_time.end()
             self._engine.backward(sums.loss * scale)
             parts.append(LossSums(sums.loss.detach(), sums.correct, sums.weight))
         self.own_time.end()

@@ -1,7 +1,9 @@
 """How long a rank works by itself, between the moments when it waits for others.
 
 A step ends on all ranks together, so its time is the slowest rank's everywhere and says nothing of
-who that is. What a rank does between two collectives is its own.
+who that is. What a rank does between two collectives is its own: at ZeRO stage 1 the forward and
+backward passes of a step, at stage 2 the first forward pass, at stage 3 nothing but the wait for
+data, since every layer's pass begins with a collective.
 """
 
 import time
@@ -15,23 +17,21 @@ class OwnTime:
     def __init__(self, device: torch.device) -> None:
         """Nothing was measured yet."""
         self._on_gpu = device.type == "cuda"
-        self._began_s = self._sum_s = 0.0
+        self._sum_s = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._began: torch.cuda.Event | None = None
+        self._began: torch.cuda.Event | float | None = None
 
     def begin(self) -> None:
         """A stretch begins behind what was given to the device so far, a collective."""
-        if self._on_gpu:
-            self._began = _event()
-        self._began_s = time.perf_counter()
+        self._began = _event() if self._on_gpu else time.perf_counter()
 
     def end(self) -> None:
-        """It ends, with what the device was given since."""
-        if self._began is not None:
+        """It ends, with what the device was given since; nothing happens if none has begun."""
+        if isinstance(self._began, float):
+            self._sum_s += time.perf_counter() - self._began
+        elif self._began is not None:
             self._events.append((self._began, _event()))
-            self._began = None
-        elif not self._on_gpu:
-            self._sum_s += time.perf_counter() - self._began_s
+        self._began = None
 
     def take_s(self) -> float:
         """Seconds of all stretches since the last call. Synchronises."""
