@@ -11,6 +11,7 @@ up again and again, writes the stacks to the rank's log and ends the process.
 import faulthandler
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -113,6 +114,20 @@ def _leave_record(
         f"rank {process.rank} of {process.world_size} (process {os.getpid()} on {process.host}) "
         f"has not got on for {idle_s:.1f} s, {where}; train.hang_timeout_s={timeout_s:g}"
     )
+    try:
+        where = f"The stacks of its threads are in {_write_stacks(run_dir, process, text)}"
+        record_exit(run_dir, process, EXIT_FAILED_RETRY)
+    except OSError as error:
+        faulthandler.dump_traceback(sys.__stderr__)
+        where = f"The stacks of its threads could not be written, they are above ({error})"
+    logger.error(
+        "error: %s. %s; look at those of the other ranks, too: what all wait for is a rank that "
+        "has no file, or one in another phase. The process ends and can be started again",
+        text, where,
+    )  # fmt: skip
+
+
+def _write_stacks(run_dir: Path, process: ProcessInfo, text: str) -> Path:
     now = time.gmtime()
     name = f"rank-{process.rank:05d}-{time.strftime('%Y%m%d-%H%M%S', now)}-{os.getpid()}.txt"
     path = run_dir / HANGS_FOLDER / name
@@ -124,9 +139,4 @@ def _leave_record(
         )
         file.flush()
         faulthandler.dump_traceback(file)
-    record_exit(run_dir, process, EXIT_FAILED_RETRY)
-    logger.error(
-        "error: %s. The stacks of its threads are in %s; look at those of the other ranks, too: "
-        "what all wait for is a rank that has no file, or one in another phase. The process ends "
-        "and can be started again", text, path,
-    )  # fmt: skip
+    return path
