@@ -11,7 +11,6 @@ up again and again, writes the stacks to the rank's log and ends the process.
 import faulthandler
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -118,7 +117,7 @@ def _leave_record(
         where = f"The stacks of its threads are in {_write_stacks(run_dir, process, text)}"
         record_exit(run_dir, process, EXIT_FAILED_RETRY)
     except OSError as error:
-        faulthandler.dump_traceback(sys.__stderr__)
+        faulthandler.dump_traceback()
         where = f"The stacks of its threads could not be written, they are above ({error})"
     logger.error(
         "error: %s. %s; look at those of the other ranks, too: what all wait for is a rank that "
