@@ -16,6 +16,7 @@ from pipeline.errors import (
     EXIT_FAILED_RETRY,
     EXIT_FINISHED,
     EXIT_PREEMPTED,
+    EXIT_STOPPED,
 )
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 
@@ -74,6 +75,8 @@ def _attempt(config_path: str, overrides: list[str], run_dir: Path, num_ranks: i
     codes = [int(path.read_text()) for path in records.glob("rank-*")]
     if EXIT_FAILED_DO_NOT_RETRY in codes:
         return EXIT_FAILED_DO_NOT_RETRY
+    if EXIT_STOPPED in codes:
+        return EXIT_STOPPED
     for code in (EXIT_FINISHED, EXIT_PREEMPTED):
         if codes == [code] * num_ranks:
             return code

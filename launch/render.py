@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.cluster import ClusterConfig
 from launch.script import REQUEUE, sbatch_lines, slurm_path
 from pipeline.config.run import PretrainConfig
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_STOPPED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 
 _SECONDS_TO_REQUEUE = 20
@@ -58,6 +58,7 @@ def render(
             max_attempts=cluster.max_attempts_without_progress,
             finished=EXIT_FINISHED,
             do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+            stopped=EXIT_STOPPED,
             patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
             inner=shlex.quote(_RANK_COMMAND.format(command=command)),
         )
@@ -85,9 +86,9 @@ def _options(config: PretrainConfig, cluster: ClusterConfig, work_dir: str) -> d
 
 
 # One task: SLURM's names to those of the process group, then the trainer in its place.
-# USR1 is ignored until Python has its handler: by default it would kill the task.
+# Signals are ignored until Python has its handlers: by default they would kill the task.
 _RANK_COMMAND = (
-    "trap '' USR1; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+    "trap '' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
     "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}} exec {command}"
 )
 
@@ -151,6 +152,9 @@ if [ -e "$run_dir/done.json" ] && grep -qsx {finished} "$exits/rank-00000"; then
 elif grep -qsx {do_not_retry} "$exits"/*; then
   echo "end: a rank says that trying again is no use, see its message above; $state"
   exit {do_not_retry}
+elif grep -qsx {stopped} "$exits"/*; then
+  echo "end: stopped by $run_dir/STOP; remove it and submit again to continue; $state"
+  exit {stopped}
 elif [ "$restarts" -ge {max_restarts} ]; then
   echo "end: not done after $restarts restarts (max_restarts); $state"; exit 1
 elif [ "$misses" -ge {max_attempts} ]; then

@@ -10,6 +10,8 @@ EXIT_FAILED_RETRY = 1
 """An unforeseen failure (also what an uncaught exception gives): trying again may help."""
 EXIT_FAILED_DO_NOT_RETRY = 2
 """The input is wrong (also what argparse gives): trying again changes nothing."""
+EXIT_STOPPED = 3
+"""Stopped by a person's STOP file: not to be started again until it is removed."""
 EXIT_PREEMPTED = 75
 """Stopped on request after saving (EX_TEMPFAIL in sysexits.h): start again to continue."""
 
@@ -40,6 +42,18 @@ class RejectedError(CheckpointError):
 
 class TrainingError(PostnormError):
     """Training cannot go on, such as too many skipped steps in a row."""
+
+
+class StoppedError(PostnormError):
+    """A person wants the run to stand still."""
+
+    exit_code = EXIT_STOPPED
+
+
+class LostRankError(PostnormError):
+    """Another rank died, or did not answer in time."""
+
+    exit_code = EXIT_FAILED_RETRY
 
 
 class BusyError(PostnormError):

@@ -137,13 +137,17 @@ def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> 
         on_bytes(entry["bytes"])
 
 
-def verify(path: Path) -> None:
+def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> None:
     """Compares all files of a checkpoint with its manifest. Not collective.
+
+    Args:
+        path: the checkpoint.
+        on_bytes: called with the size of each file that was looked at.
 
     Raises:
         CheckpointError: a file is missing or changed; names the first.
     """
-    for text in problems(path):
+    for text in problems(path, on_bytes):
         raise CheckpointError(text)
 
 
@@ -154,18 +158,21 @@ def published(folder: Path) -> list[Path]:
 
 
 def newest_good(
-    folder: Path, also: Callable[[Path], object] = lambda _: None
+    folder: Path,
+    also: Callable[[Path], object] = lambda _: None,
+    on_bytes: Callable[[int], object] = lambda _: None,
 ) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and why newer ones do not. Not collective.
 
     Args:
         folder: a run's `FOLDER`.
         also: a further check, which raises CheckpointError.
+        on_bytes: called with the size of each file that was looked at.
     """
     rejected = []
     for path in published(folder):
         try:
-            verify(path)
+            verify(path, on_bytes)
             also(path)
         except CheckpointError as error:
             rejected.append(str(error))

@@ -103,6 +103,18 @@ class TrainConfig:
     skip_batches: tuple[BatchRange, ...] = param(
         (), "batches that are read but not trained on; schedules stand still meanwhile"
     )
+    hang_timeout_s: float = param(
+        1800.0,
+        "a rank that has not got on for so long writes its stacks to RUN/hangs and ends with exit "
+        "code 1, in its start after 600 s at least; longer than a save or a pause of the storage",
+        unit="s", gt=0,
+    )  # fmt: skip
+    collective_timeout_s: float = param(
+        2400.0,
+        "a rank that waits for others for so long fails; above hang_timeout_s, so that all ranks "
+        "leave their stacks before",
+        unit="s", gt=0,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.zero_stage == 0:
@@ -227,11 +239,14 @@ class CheckpointConfig:
 class MonitorConfig:
     """What is logged and how often the held-out text is evaluated."""
 
-    log_every_steps: int = param(
-        10, "console, metrics.jsonl and TensorBoard; also how often a stop signal is looked at",
-        unit="steps", ge=1,
-    )  # fmt: skip
+    log_every_steps: int = param(10, "console, metrics.jsonl and TensorBoard", unit="steps", ge=1)
     eval_every_steps: int = param(1000, "held-out evaluation", unit="steps", ge=1)
     eval_sequences: int = param(
         2048, "at most this many held-out sequences", unit="sequences", ge=1
+    )
+    straggler_factor: float = param(
+        1.25,
+        "warn of a rank whose own work took so many times as long as the other ranks' median in "
+        "each of three log intervals",
+        gt=1,
     )

@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.data.packing import RULE_VERSION, SPECIALS_PER_PIECE, Ints, pack
 from pipeline.data.reader import BlockReader
 from pipeline.data.shards import DatasetIndex
+from pipeline.runtime import watchdog
 from pipeline.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def _count(index: DatasetIndex, seq_len: int) -> Counts:
         try:
             for row, found in enumerate(pool.map(count, range(total))):
                 counts.sequences[row], counts.pieces[row] = found
+                watchdog.beat("counting sequences")
                 if time.monotonic() - reported > _PROGRESS_EVERY_S:
                     reported = time.monotonic()
                     logger.info("counted %s of %s blocks", f"{row + 1:,}", f"{total:,}")

@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,12 +39,15 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
-def stage(index: DatasetIndex, stage_dir: str | Path) -> DatasetIndex:
+def stage(
+    index: DatasetIndex, stage_dir: str | Path, get_on: Callable[[], None] = lambda: None
+) -> DatasetIndex:
     """Copies what is missing of all shards (a run reads both splits), together with other ranks.
 
     Args:
         index: of the dataset.
         stage_dir: folder of this node.
+        get_on: called after each part of the work: it may take hours.
 
     Returns:
         The index with shards read from there.
@@ -54,7 +57,7 @@ def stage(index: DatasetIndex, stage_dir: str | Path) -> DatasetIndex:
         ConfigError: the folder cannot be used, or has not enough space.
         StorageError: a shard cannot be read or written at the moment.
     """
-    staging = _Staging(index, Path(stage_dir))
+    staging = _Staging(index, Path(stage_dir), get_on)
     staging.run()
     return staging.staged
 
@@ -63,6 +66,7 @@ def stage(index: DatasetIndex, stage_dir: str | Path) -> DatasetIndex:
 class _Staging:
     index: DatasetIndex
     stage_dir: Path
+    get_on: Callable[[], None]
 
     @property
     def staged(self) -> DatasetIndex:
@@ -90,6 +94,7 @@ class _Staging:
             # From the front each time: a shard that cannot be copied then stops all who copy, not
             # only the one that came to it first.
             while missing := self._incomplete(missing):
+                self.get_on()
                 # Nobody may be left to copy the first: its lock is waited for, then looked at.
                 copied += any(self._copy(shard) for shard in missing) or self._copy(
                     missing[0], wait=True
@@ -132,6 +137,7 @@ class _Staging:
             hasher.update(chunk)
             while chunk:
                 chunk = chunk[file.write(chunk) :]
+            self.get_on()
         if hasher.hexdigest() != info.sha256:
             raise DataError(
                 f"shard {self.index.shard_path(shard)} is damaged: its sha256 is "

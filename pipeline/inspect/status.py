@@ -17,6 +17,7 @@ from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,
     EXIT_PREEMPTED,
+    EXIT_STOPPED,
     CheckpointError,
     DataError,
 )
@@ -24,8 +25,10 @@ from pipeline.runtime.files import (
     ATTEMPTS_FILE,
     DONE_FILE,
     EXIT_FOLDER,
+    HANGS_FOLDER,
     METRICS_FILE,
     RESOLVED_FILE,
+    STOP_FILE,
     is_locked,
     read_json_lines,
 )
@@ -210,6 +213,8 @@ def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
         return FAILED, f"failed, trying again changes nothing{also}"
     if missing == 0 and set(codes) == {EXIT_FINISHED}:
         return FINISHED, "finished"
+    if EXIT_STOPPED in codes:
+        return STOPPED, f"stopped by the {STOP_FILE} file{also}"
     if missing == 0 and set(codes) == {EXIT_PREEMPTED}:
         return STOPPED, "stopped on request, saved"
     return FAILED, f"failed, trying again may help{also}"
@@ -240,6 +245,7 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Pa
             f"after step {skips[-1]['step']}: `python -m pipeline inspect {folder} --skip` shows "
             "the batches"
         )
+    found += _of_ranks(lines, folder)
     rewinds = read_ledger(folder).rewinds
     if rewinds:
         found.append(
@@ -249,6 +255,8 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Pa
         )
     if any(line["loss"] is None for line in train):
         found.append("a loss is NaN in the last log lines: see skipped steps; lower train.lr")
+    if (folder / STOP_FILE).exists():
+        found.append(f"{folder / STOP_FILE} exists: the run does not start before it is removed")
     space = shutil.disk_usage(folder)
     needed = manifest.num_bytes if manifest else 0
     if space.free < 2 * needed or space.free < _LEAST_FREE * space.total:
@@ -256,4 +264,20 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Pa
             f"the disk is nearly full: {space.free / 1e9:.1f} GB free of {space.total / 1e9:.1f}, "
             f"a checkpoint takes {needed / 1e9:.1f}: free space, or lower checkpoint.keep"
         )
+    return found
+
+
+def _of_ranks(lines: list[dict[str, Any]], folder: Path) -> list[str]:
+    """The newest rank that was slow, and the newest that hung."""
+    found = []
+    slow = [line for line in lines if line["kind"] == "straggler"]
+    if slow:
+        found.append(
+            f"rank {slow[-1]['rank']:.0f} needed {slow[-1]['factor']:.2f} times as long as the "
+            f"other ranks at step {slow[-1]['step']}: the log says on which host"
+        )
+    hangs = sorted((folder / HANGS_FOLDER).glob("*.txt"), key=lambda path: path.stat().st_mtime)
+    if hangs:
+        with hangs[-1].open(encoding="utf-8") as file:
+            found.append(f"{file.readline().strip()}: {len(hangs)} files in {hangs[-1].parent}")
     return found

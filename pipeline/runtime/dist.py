@@ -1,14 +1,22 @@
 """Collectives in the few forms used here; the process group itself is opened by the engine."""
 
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipeline.errors import PostnormError
+from pipeline.runtime import watchdog
 
 T = TypeVar("T")
+_LOOK_EVERY_S = 0.5
+_REPORT_EVERY_S = 5.0
+_PROGRESS = "postnorm/progress"
+_waits = itertools.count()
+_reported_s = float("-inf")
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +45,54 @@ def barrier() -> None:
     dist.barrier()
 
 
+def wait_for(ranks: Collection[int], what: str) -> None:
+    """Waits until `ranks` have come here, too; each of them only until the others have.
+
+    For what may take longer than `train.collective_timeout_s`: a collective would end by it, even
+    though the other ranks work. This asks the store of the process group, which has no timeout, and
+    counts for this rank's watchdog as long as any rank calls `get_on`. All ranks call it together
+    or not at all.
+
+    Args:
+        ranks: that have something to do before.
+        what: they do, such as `staging shards`.
+
+    Raises:
+        DistError: rank 0, which keeps the store, is gone.
+    """
+    watchdog.beat(f"waiting for other ranks: {what}")
+    store = dist.distributed_c10d._get_default_store()
+    key = f"postnorm/wait-{next(_waits)}"
+    here = dist.get_rank() in ranks
+    arrived, progress, pause_s = store.add(key, int(here)), 0, 0.001
+    while arrived < len(ranks):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_EVERY_S)
+        arrived = store.add(key, 0)
+        seen = store.add(_PROGRESS, 0)
+        if seen != progress:
+            watchdog.beat(f"waiting for other ranks: {what}")
+        progress = seen
+
+
+def get_on(phase: str) -> None:
+    """A beat for this rank's watchdog, and for those of the ranks that `wait_for` it."""
+    global _reported_s
+    watchdog.beat(phase)
+    if time.monotonic() - _reported_s > _REPORT_EVERY_S:
+        _reported_s = time.monotonic()
+        dist.distributed_c10d._get_default_store().add(_PROGRESS, 1)
+
+
+def is_lost_rank(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone.
+
+    NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does,
+    but names its source file. A path of the user's may have "gloo" in it, too.
+    """
+    return isinstance(error, dist.DistError) or "third_party/gloo/" in str(error)
+
+
 def from_first(value: T) -> T:
     """Gives every rank rank 0's (picklable) value; that of other ranks is not looked at."""
     box: list[T] = [value]
@@ -44,14 +100,20 @@ def from_first(value: T) -> T:
     return box[0]
 
 
-def on_first(function: Callable[[], T]) -> T:
-    """Runs on rank 0 only and gives every rank the result, or raises its PostnormError on all."""
+def on_first(function: Callable[[], T], what: str) -> T:
+    """Runs on rank 0 only and gives every rank the result, or raises its PostnormError on all.
+
+    Args:
+        function: may take long, if it calls `get_on`.
+        what: it does, such as `verifying checkpoints`.
+    """
     outcome: T | PostnormError | None = None
     if dist.get_rank() == 0:
         try:
             outcome = function()
         except PostnormError as error:
             outcome = error
+    wait_for([0], what)
     shared = from_first(outcome)
     if isinstance(shared, PostnormError):
         raise shared

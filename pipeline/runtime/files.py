@@ -23,6 +23,12 @@ LOCK_FILE = "lock"
 """In a run's folder: locked while the run's first rank lives."""
 EXIT_FOLDER = "exit"
 """In a run's folder: `JOB/rank-NNNNN`, the exit code of each rank."""
+HANGS_FOLDER = "hangs"
+"""In a run's folder: stacks of ranks that the watchdog ended."""
+STOP_FILE = "STOP"
+"""In a run's folder, put there by a person: the run is saved and ends, and does not start."""
+SAVE_FILE = "SAVE"
+"""In a run's folder, put there by a person: the run is saved, then the file is removed."""
 _CHUNK_BYTES = 1 << 22
 _ABANDONED_AFTER_S = 3600
 

@@ -25,9 +25,9 @@ def to_run(run_dir: Path, rank: int) -> None:
 
     Files are appended to, so that the attempts of a requeued job follow each other.
     """
-    folder = run_dir / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    file_handler = logging.FileHandler(folder / f"rank-{rank:05d}.log", encoding="utf-8")
+    path = log_path(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file_handler = logging.FileHandler(path, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
     handlers: list[logging.Handler] = [file_handler]
     if rank == 0:
@@ -36,6 +36,11 @@ def to_run(run_dir: Path, rank: int) -> None:
         console.addFilter(_ours_or_warning)
         handlers.append(console)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """The log of a rank."""
+    return run_dir / "logs" / f"rank-{rank:05d}.log"
 
 
 def duration_text(seconds: float) -> str:

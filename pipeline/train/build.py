@@ -23,14 +23,22 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import Share
 from pipeline.data.wordpiece import difference_of_ids
-from pipeline.errors import EXIT_FINISHED, BusyError, ConfigError, DataError
+from pipeline.errors import (
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    BusyError,
+    ConfigError,
+    DataError,
+    LostRankError,
+)
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist, log
+from pipeline.runtime import dist, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import (
     ATTEMPTS_FILE,
     DONE_FILE,
+    HANGS_FOLDER,
     LOCK_FILE,
     RESOLVED_FILE,
     sha256_file,
@@ -42,6 +50,7 @@ from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
+from pipeline.train.requests import Requests
 from pipeline.train.rescue import Rescue
 from pipeline.train.saving import Saver
 from pipeline.train.schedule import alpha, is_over
@@ -92,10 +101,24 @@ def pretrain(
     config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
     log.to_run(run_dir, process.rank)
-    with _exclusive(run_dir, process):
-        device = init_process_group(process)
-        code = _run(config, process, index, device, stop, initial)
-        close_process_group()
+    requests = Requests(stop, run_dir, is_first=process.is_first)
+    hang_timeout_s = config.train.hang_timeout_s
+    with _exclusive(run_dir, process), watchdog.watching(run_dir, process, hang_timeout_s):
+        try:
+            device = init_process_group(process, config.train.collective_timeout_s)
+            code = _run(config, process, index, device, requests, initial)
+            close_process_group()
+        except RuntimeError as error:
+            if not dist.is_lost_rank(error):
+                raise
+            logging.getLogger("collectives").info("where it was:", exc_info=error)
+            first_line = str(error).splitlines()[0]
+            raise LostRankError(
+                f"rank {process.rank} lost another rank: {first_line}. That rank died, or hung for "
+                f"train.collective_timeout_s={config.train.collective_timeout_s:g}; its log in "
+                f"{run_dir}/logs and {run_dir}/{HANGS_FOLDER} say more. The run continues from its "
+                "newest checkpoint when it is started again"
+            ) from error
     return code
 
 
@@ -119,9 +142,10 @@ def _run(
     process: ProcessInfo,
     index: DatasetIndex,
     device: torch.device,
-    stop: StopRequest,
+    requests: Requests,
     initial: Callable[[], InitialWeights] | None,
 ) -> int:
+    requests.refuse_if_stopped()
     run_dir = Path(config.run_dir)
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
@@ -129,9 +153,13 @@ def _run(
     store = CheckpointStore(config, index, process)
     # Before the data is opened, which may take minutes: it may be another run's.
     resumed_from = store.newest()
+    if requests.ends_before_training():
+        return EXIT_PREEMPTED
     saver = Saver(config, index, process, num_parameters)
     share = Share(process.rank, process.world_size)
     train_loader, eval_loader = open_data(config, index, share)
+    if requests.ends_before_training():
+        return EXIT_PREEMPTED
     if initial is not None and resumed_from is None:
         _start_from(model, initial(), config, index)
     logger.info(
@@ -139,6 +167,7 @@ def _run(
         run_dir, f"{num_parameters:,}", process.world_size, device.type,
         f"{train_loader.steps.split.counts[config.data.seq_len].sum():,}", config.data.seq_len,
     )  # fmt: skip
+    watchdog.beat("making the engine")
     opened = _Opened(
         config=config,
         process=process,
@@ -150,7 +179,7 @@ def _run(
         eval_loader=eval_loader,
         store=store,
         saver=saver,
-        stop=stop,
+        requests=requests,
     )
     code = _attempt(opened, resumed_from, rewound=False)
     while code is None:
@@ -172,13 +201,14 @@ class _Opened:
     eval_loader: EvalLoader
     store: CheckpointStore
     saver: Saver
-    stop: StopRequest
+    requests: Requests
 
 
 def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> int | None:
     """Trains from a checkpoint or from scratch; see `train` for what it returns and raises."""
     config, process, engine = opened.config, opened.process, opened.engine
     run_dir = Path(config.run_dir)
+    watchdog.beat("loading the state")
     state = opened.store.load(engine, resumed_from) if resumed_from else TrainState()
     resumed_step = state.step if resumed_from else None
     logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from scratch")
@@ -210,7 +240,7 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
         train_loader=opened.train_loader,
         saver=opened.saver,
         batch_log=batch_log,
-        stop=opened.stop,
+        requests=opened.requests,
         watch=watch,
         left_out=LeftOut(config, rewinds),
         rescue=Rescue(

@@ -24,7 +24,7 @@ from pipeline.data.difference import dataset_differences, value_differences
 from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.data.shards import INDEX_FILE, DatasetIndex
 from pipeline.errors import CheckpointError, DataError
-from pipeline.runtime import dist
+from pipeline.runtime import dist, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine
 from pipeline.train.spikes import LossHistory
@@ -78,7 +78,7 @@ class CheckpointStore:
                 earlier version's, or belongs to other data or another model.
             DataError: the run's ledger is damaged.
         """
-        path = dist.on_first(self._choose)
+        path = dist.on_first(self._choose, "verifying checkpoints")
         if path is not None:
             self._require_fit(path, read_manifest(path))
         return path
@@ -117,7 +117,9 @@ class CheckpointStore:
         ledger = read_ledger(self.folder.parent)
         for folder in folders:
             _remove_spoiled(folder, ledger)
-            good, rejected = newest_good(folder, _require_complete)
+            good, rejected = newest_good(
+                folder, _require_complete, lambda _: dist.get_on("verifying checkpoints")
+            )
             for text in rejected:
                 logger.warning("checkpoint rejected: %s", text)
             found += rejected

@@ -11,7 +11,7 @@ from pipeline.data.shards import DatasetIndex
 from pipeline.data.staging import stage
 from pipeline.data.steps import Share
 from pipeline.errors import PostnormError
-from pipeline.runtime import dist, env
+from pipeline.runtime import dist, env, watchdog
 
 
 def open_data(
@@ -24,6 +24,7 @@ def open_data(
     """
     index = _where_shards_are_read(config, index, share)
     counts = _counts(config, index, share)
+    watchdog.beat("opening the data")
     error: PostnormError | None = None
     try:
         loaders = (
@@ -49,9 +50,12 @@ def _where_shards_are_read(
         if share.rank == 0:
             refuse_unlisted(index)
         if config.data.stage_dir is not None:
-            index = stage(index, env.expand(config.data.stage_dir, "data.stage_dir"))
+            folder = env.expand(config.data.stage_dir, "data.stage_dir")
+            index = stage(index, folder, lambda: dist.get_on("staging shards"))
     except PostnormError as found:
         error = found
+    if config.data.stage_dir is not None:
+        dist.wait_for(range(share.world_size), "staging shards")
     _raise_together(error)
     return index
 
@@ -73,6 +77,7 @@ def _counts(
             found = sequences_at(index, config.batches.seq_lens, config.run_dir)
         except PostnormError as error:
             found = error
+    dist.wait_for([0], "counting sequences")
     found = dist.from_first(found)
     if isinstance(found, PostnormError):
         raise found

@@ -9,9 +9,10 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from torch import Tensor, nn
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.objectives.mlm import LossSums
-from pipeline.runtime import dist, env
+from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.lamb import Lamb
 from pipeline.train.optimizer import make_optimizer, matrix_slices
+from pipeline.train.own_time import OwnTime
 from pipeline.train.state_files import MASTER, MOMENTS, Part, SavedState, write_part
 from pipeline.train.tensor_slice import TensorSlice
-
-_TIMEOUT = timedelta(minutes=30)
 
 Objective = Callable[[nn.Module, MicroBatch], LossSums]
 
@@ -43,21 +43,55 @@ class StepResult:
     """False if the gradient was not finite on some rank: then no rank changed its weights."""
     grad_norm: float
     """Global gradient norm before clipping; infinite or NaN if not applied."""
+    notes: tuple[float, ...]
+    """What the ranks noted, added up."""
 
 
-def init_process_group(process: ProcessInfo) -> torch.device:
-    """Joins the process group and returns this rank's device: its GPU, or the CPU over gloo."""
+def init_process_group(
+    process: ProcessInfo, timeout_s: float = TrainConfig.collective_timeout_s
+) -> torch.device:
+    """Joins the process group and returns this rank's device: its GPU, or the CPU over gloo.
+
+    A collective that other ranks do not join fails after `timeout_s` in every group, those that
+    DeepSpeed makes included. gloo raises RuntimeError in the rank that waits. Under NCCL the host
+    seldom waits in the collective itself: torch's own watchdog thread aborts the process (SIGABRT)
+    once the kernel is that old, because TORCH_NCCL_ASYNC_ERROR_HANDLING is on, and writes its
+    flight recorder. See torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+
+    Args:
+        process: this rank.
+        timeout_s: also of the wait for all ranks to start.
+    """
     has_gpu = torch.cuda.is_available()
+    # Both are torch 2.13's defaults; older ones differ. Without the first a timeout hangs.
+    env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    env.set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    watchdog.beat("importing DeepSpeed")
     deepspeed = _import_deepspeed()
+    watchdog.beat("waiting for all ranks to start")
+    _give_groups_a_timeout(timedelta(seconds=timeout_s))
     if has_gpu:
         torch.cuda.set_device(process.local_rank)
     deepspeed.init_distributed(
         dist_backend="nccl" if has_gpu else "gloo",
         auto_mpi_discovery=False,
-        timeout=_TIMEOUT,
+        timeout=timedelta(seconds=timeout_s),
         verbose=False,
     )
     return torch.device("cuda", process.local_rank) if has_gpu else torch.device("cpu")
+
+
+def _give_groups_a_timeout(timeout: timedelta) -> None:
+    """Makes it the default of new groups: DeepSpeed gives its own none, which means 30 minutes."""
+    original = getattr(torch.distributed.new_group, "__wrapped__", torch.distributed.new_group)
+
+    @wraps(original)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 2:  # the timeout is the second
+            kwargs = {"timeout": timeout, **kwargs}
+        return original(*args, **kwargs)
+
+    torch.distributed.new_group = new_group
 
 
 def close_process_group() -> None:
@@ -75,6 +109,8 @@ class Engine:
         """Wraps a model; every rank must pass the same weights (rank 0's are sent to all)."""
         self.device = device
         self.world_size = process.world_size
+        self.own_time = OwnTime(device)
+        """Of this rank's passes, up to the first collective."""
         self._rank = process.rank
         # Stage 3 empties the parameters.
         self._shapes = {
@@ -117,7 +153,13 @@ class Engine:
             places[each.name] = each.offset, each.offset + each.numel
         return list(found.items())
 
-    def train_step(self, batches: list[MicroBatch], objective: Objective, lr: float) -> StepResult:
+    def train_step(
+        self,
+        batches: list[MicroBatch],
+        objective: Objective,
+        lr: float,
+        notes: Sequence[float] = (),
+    ) -> StepResult:
         """Forward, backward and one update over this rank's micro-batches of one step. Collective.
 
         The loss is the sum over all masked tokens of the global batch, over their number: the split
@@ -128,24 +170,37 @@ class Engine:
             batches: at least one.
             objective: called on each of them, on the device.
             lr: learning rate of this update.
+            notes: numbers that are added over the ranks on the way, as many on every rank.
         """
         assert batches, "a step needs at least one micro-batch on every rank"
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._engine.train()
         count = sum(len(batch.targets) for batch in batches)
-        weight = dist.sum_over_ranks(torch.tensor(float(count), device=self.device))
+        watchdog.beat("first collective of the step")
+        summed = dist.sum_over_ranks(torch.tensor([float(count), *notes], device=self.device))
+        noted = _Fetched(summed[1:])
         # DeepSpeed averages over ranks; this undoes it.
-        scale = self.world_size / weight.clamp(min=1.0)
+        scale = self.world_size / summed[0].clamp(min=1.0)
+        watchdog.beat("forward and backward")
+        stage = self._engine.zero_optimization_stage()
+        if stage < 3:  # which gathers weights in the forward pass
+            self.own_time.begin()
         parts = []
         for batch in batches:
             sums = objective(self._engine, batch.to(self.device))
+            if stage == 2:  # which adds gradients over the ranks in the backward pass
+                self.own_time.end()
             self._engine.backward(sums.loss * scale)
             parts.append(LossSums(sums.loss.detach(), sums.correct, sums.weight))
+        self.own_time.end()
+        watchdog.beat("gradient collectives and update")
         self._engine.step()
         # DeepSpeed has compared the norm with infinity on the host by now: no further sync.
         norm = self._engine.get_global_grad_norm()
-        return StepResult(_sum(parts), bool(self._engine.was_step_applied()), float(norm))
+        return StepResult(
+            _sum(parts), bool(self._engine.was_step_applied()), float(norm), noted.values()
+        )
 
     def state_parts(self) -> tuple[list[Part], dict[str, int]]:
         """This rank's master weights and optimizer state, as views, and counters. Collective."""
@@ -270,6 +325,25 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         "timers": {"throughput": {"enabled": False}},
         "steps_per_print": 1 << 62,
     }
+
+
+class _Fetched:
+    """A few numbers on their way from the device; asked for after a later sync, they are there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+        else:
+            self._host = tensor
+
+    def values(self) -> tuple[float, ...]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return tuple(self._host.tolist())
 
 
 def _sum(parts: list[LossSums]) -> LossSums:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.data.loader import EvalLoader
-from pipeline.runtime import dist
+from pipeline.runtime import dist, watchdog
 from pipeline.train.engine import Engine, Objective
 
 
@@ -47,6 +47,7 @@ def evaluate(engine: Engine, objective: Objective, loader: EvalLoader) -> EvalRe
     engine.model.eval()
     with torch.no_grad():
         for source, batch in loader.batches():
+            watchdog.beat("evaluating")
             part = objective(engine.model, batch.to(engine.device))
             sums[source] += torch.stack((part.loss, part.correct, part.weight)).double()
     rows = dist.sum_over_ranks(sums).tolist()  # sync

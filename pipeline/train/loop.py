@@ -10,18 +10,19 @@ from pipeline.config.run import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.batch_records import BatchRecord
 from pipeline.data.loader import TrainLoader
-from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED
+from pipeline.errors import EXIT_FINISHED
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime import watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train import schedule
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import Engine
-from pipeline.train.metrics import Meter
+from pipeline.train.metrics import Interval, Meter
+from pipeline.train.requests import Requests, Wanted
 from pipeline.train.rescue import Rescue
 from pipeline.train.saving import Saver
 from pipeline.train.spikes import LeftOut
 from pipeline.train.state import Clock, TrainState
-from pipeline.train.stop import StopRequest
 from pipeline.train.watch import StepNumbers, Watch
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Parts:
     train_loader: TrainLoader
     saver: Saver
     batch_log: BatchLog
-    stop: StopRequest
+    requests: Requests
     watch: Watch
     left_out: LeftOut
     rescue: Rescue
@@ -49,7 +50,7 @@ def train(parts: Parts, state: TrainState) -> int | None:
 
     Returns:
         An exit code of `pipeline.errors`; None if the loss jumped and the run has to go back: the
-        ledger says which batches are left out then, and checkpoints that saw them are gone.
+        ledger says which batches are left out then.
 
     Raises:
         TrainingError: too many steps in a row had no finite gradient, or the loss jumps whatever
@@ -76,6 +77,7 @@ def train(parts: Parts, state: TrainState) -> int | None:
         # A checkpoint holds the losses of all steps before it.
         log = regular or save or next_step == config.num_steps
         meter.begin_step()
+        watchdog.beat("waiting for data", next_step)
         batches = next(steps)
         meter.have_data(measure_layers=log)
 
@@ -83,7 +85,8 @@ def train(parts: Parts, state: TrainState) -> int | None:
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
         parts.objective.set_alpha(alpha)
         _seed_dropout(parts, state)
-        result = engine.train_step(batches, parts.objective, lr)
+        result = engine.train_step(batches, parts.objective, lr, parts.requests.own())
+        wanted = Wanted(*map(bool, result.notes))
         state.advance(place.size, applied=result.applied)
         meter.end_step(result, place.number, batches)
         _log_batch(parts, place, batches, state.step if result.applied else None)
@@ -91,38 +94,24 @@ def train(parts: Parts, state: TrainState) -> int | None:
             parts.rescue.report_skip(state, result, place)
             continue
 
-        last = stopping = False
-        if log:
-            parts.batch_log.flush()
-            interval = meter.close_interval(
-                result.grad_norm,
-                stop_requested=parts.stop.requested,
-                clock_s=clock.read_s() if parts.process.is_first else 0.0,
-            )
-            state.elapsed_s = interval.clock_s
-            last = schedule.is_over(state.step, config, state.elapsed_s)
-            stopping = interval.stop_requested and not last
+        last = False
+        if log or wanted.saves:
             numbers = StepNumbers(alpha, lr, result.grad_norm)
-            parts.watch.interval(state, place, interval, numbers)
-            parts.saver.poll()
-            parts.watch.saves(parts.saver.take_numbers())
+            interval = _close_interval(parts, state, place, numbers, meter, clock)
             if parts.rescue.must_go_back(state, interval, decide=regular):
                 return None
+            last = schedule.is_over(state.step, config, state.elapsed_s)
         if state.step % intervals.eval_every_steps == 0 or last:
             parts.watch.evaluate(state)
-        if (save or last or stopping) and state.step != saved_step:
+        if (save or last or wanted.saves) and state.step != saved_step:
             _save(parts, state)
             saved_step = state.step
-        if stopping:
-            parts.saver.finish(stopping=True)
-            parts.watch.saves(parts.saver.take_numbers())
-            logger.warning(
-                "stopped at step %d by %s; saved, start again to continue",
-                state.step, parts.stop.signal_name or "a signal to another rank",
-            )  # fmt: skip
-            return EXIT_PREEMPTED
-    parts.saver.finish()
-    parts.watch.saves(parts.saver.take_numbers())
+        if wanted.save:
+            parts.requests.saved()
+        if wanted.ends and not last:
+            _finish_saves(parts, stopping=True)
+            return parts.requests.end(wanted, state.step)
+    _finish_saves(parts, stopping=False)
     return EXIT_FINISHED
 
 
@@ -140,6 +129,7 @@ def _leave_out(
     parts: Parts, state: TrainState, place: BatchPlace, batches: list[MicroBatch]
 ) -> None:
     """Passes over a batch: it is read and logged, so that its hash tells what it was."""
+    watchdog.beat("leaving out a batch")
     logger.info("batch %d is left out", place.number)
     state.leave_out(place.size)
     _log_batch(parts, place, batches, None)
@@ -156,7 +146,35 @@ def _log_batch(
     )  # fmt: skip
 
 
+def _close_interval(
+    parts: Parts,
+    state: TrainState,
+    place: BatchPlace,
+    numbers: StepNumbers,
+    meter: Meter,
+    clock: Clock,
+) -> Interval:
+    """Writes down what happened since the last time, and publishes saves that are written."""
+    watchdog.beat("logging")
+    parts.batch_log.flush()
+    interval = meter.close_interval(
+        numbers.grad_norm, clock_s=clock.read_s() if parts.process.is_first else 0.0
+    )
+    state.elapsed_s = interval.clock_s
+    parts.watch.interval(state, place, interval, numbers)
+    parts.saver.poll()
+    parts.watch.saves(parts.saver.take_numbers())
+    return interval
+
+
 def _save(parts: Parts, state: TrainState) -> None:
+    watchdog.beat("saving")
     parts.batch_log.flush()  # it must reach to the checkpoint's cursor
     alpha = schedule.alpha(state.step, parts.config.train.alpha_warmup_steps)
     parts.saver.save(parts.engine, state, alpha)
+
+
+def _finish_saves(parts: Parts, *, stopping: bool) -> None:
+    watchdog.beat("waiting for saves")
+    parts.saver.finish(stopping=stopping)
+    parts.watch.saves(parts.saver.take_numbers())

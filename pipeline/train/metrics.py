@@ -44,12 +44,14 @@ class Interval:
     """Pieces of documents of which nothing was to be predicted."""
     data_wait: float
     """Share of the time in which ranks waited for data, their mean."""
-    stop_requested: bool
-    """Whether any rank was asked to stop."""
+    wait_s: npt.NDArray[np.float64]
+    """(ranks,) waiting for data in a step, mean of the interval."""
+    compute_s: npt.NDArray[np.float64]
+    """(ranks,) forward and backward passes of a step until the first collective, likewise."""
     clock_s: float
     """Time of training on rank 0's clock, all attempts together."""
     step_s: npt.NDArray[np.float64]
-    """(ranks, steps) time of each step."""
+    """(ranks, steps) time of each step: the slowest rank's on all of them."""
     peak_gb: dict[str, float]
     """Memory of the rank that held most; the GPU's only where there is one."""
     layers: dict[str, GroupNorms]
@@ -62,6 +64,7 @@ class Meter:
     def __init__(self, engine: Engine, process: ProcessInfo, grad_clip: float) -> None:
         """Starts the first interval."""
         self._device = engine.device
+        self._own_time = engine.own_time
         self._process = process
         self._layers = LayerNorms(engine, grad_clip)
         self._reset()
@@ -80,6 +83,7 @@ class Meter:
     def have_data(self, *, measure_layers: bool) -> None:
         """Counts the time since `begin_step` as waiting; says whether the update is measured."""
         self._wait_s += time.perf_counter() - self._began_s
+        self._layers_measured = measure_layers
         if measure_layers:
             self._layers.measure()
 
@@ -103,24 +107,26 @@ class Meter:
             self._sums.append(_stacked(result.sums))
             self._batches.append(number)
 
-    def close_interval(self, grad_norm: float, *, stop_requested: bool, clock_s: float) -> Interval:
+    def close_interval(self, grad_norm: float, *, clock_s: float) -> Interval:
         """Adds up all ranks and starts the next interval. Collective; synchronises.
 
         Args:
-            grad_norm: of the step that was measured, before clipping.
-            stop_requested: whether this rank was asked to stop.
+            grad_norm: of the last step, before clipping.
             clock_s: time of training on rank 0, 0 on other ranks.
         """
         elapsed_s = sum(self._step_s)
         own = [
             self._tokens, self._slots, self._masked, self._squares, self._unmasked_documents,
-            self._wait_s / elapsed_s, float(stop_requested), clock_s,
+            self._wait_s / elapsed_s, clock_s,
         ]  # fmt: skip
+        steps = len(self._step_s)
+        work = [self._wait_s / steps, self._own_time.take_s() / steps]
         # A row a rank, zeros but for its own: their sum has everyone's.
-        rows = torch.zeros(self._process.world_size, len(_PEAKS) + len(self._step_s))
+        rows = torch.zeros(self._process.world_size, len(_PEAKS) + len(work) + steps)
         rows = rows.double()
         peaks = [size / 1e9 for size in memory_peaks(self._device)]
-        rows[self._process.rank] = torch.tensor([*peaks, *self._step_s], dtype=torch.float64)
+        mine = [*peaks, *work, *self._step_s]
+        rows[self._process.rank] = torch.tensor(mine, dtype=torch.float64)
         host = torch.cat((torch.tensor(own, dtype=torch.float64), rows.flatten()))
         on_device = [*self._sums, self._layers.sums.flatten()]
         vector = torch.cat((*on_device, host.to(self._device)))
@@ -131,9 +137,12 @@ class Meter:
         loss, correct, weight = of_steps.sum(0).tolist()
         losses = (of_steps[:, 0] / of_steps[:, 2]).tolist()
         batches = self._batches
-        tokens, slots, masked, squared, unmasked, wait, stops, clock = own_sums.tolist()
+        tokens, slots, masked, squared, unmasked, wait, clock = own_sums.tolist()
         by_rank = table.view(rows.shape).numpy()
         most = dict(zip(_PEAKS, by_rank.max(0)[: len(_PEAKS)].tolist(), strict=True))
+        layers: dict[str, GroupNorms] = {}
+        if self._layers_measured:
+            layers = self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm)
         self._reset()
         return Interval(
             losses=list(zip(batches, losses, strict=True)),
@@ -146,11 +155,12 @@ class Meter:
             squared_lengths=int(squared),
             unmasked_documents=int(unmasked),
             data_wait=wait / self._process.world_size,
-            stop_requested=stops > 0,
+            wait_s=by_rank[:, len(_PEAKS)],
+            compute_s=by_rank[:, len(_PEAKS) + 1],
             clock_s=clock,
-            step_s=by_rank[:, len(_PEAKS) :],
+            step_s=by_rank[:, len(_PEAKS) + len(work) :],
             peak_gb={name: size for name, size in most.items() if size},
-            layers=self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm),
+            layers=layers,
         )
 
 

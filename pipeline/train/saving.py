@@ -100,7 +100,7 @@ class Saver:
         self._numbers: list[SaveNumbers] = []
         self._began_s = time.perf_counter()
         self._mirror: Mirror | None = None
-        dist.on_first(self._prepare)
+        dist.on_first(self._prepare, "tidying up")
 
     def save(self, engine: Engine, state: TrainState, alpha: float) -> None:
         """Begins a save; without `checkpoint.background`, it is published on return.
@@ -114,7 +114,7 @@ class Saver:
         started = time.perf_counter()
         manifest = self._manifest(state, alpha)
         unfinished = self._unfinished(manifest.step)
-        dist.on_first(lambda: self._require_space(unfinished))
+        dist.on_first(lambda: self._require_space(unfinished), "making space for a save")
         parts, counters = engine.state_parts()
         if self._config.checkpoint.background:
             parts = self._host.take(parts)
@@ -232,7 +232,7 @@ class Saver:
             return
         files = {name: entry for _, _, part in outcomes for name, entry in (part or {}).items()}
         manifest = replace(save.manifest, files=dict(sorted(files.items())))
-        dist.on_first(lambda: self._publish(manifest))
+        dist.on_first(lambda: self._publish(manifest), "publishing a checkpoint")
         self._writing = None
         self._num_saves += 1
         self._report(save, save.stall_s + time.perf_counter() - started)

@@ -1,45 +1,54 @@
-"""Where numbers go: console, metrics.jsonl and TensorBoard (its only door). Rank 0 writes."""
+"""Where numbers go: console, metrics.jsonl and TensorBoard (its only door). Rank 0 writes.
 
+A run does not end because its numbers cannot be written: they are lost, the log says how many, and
+writing is tried again each time. torch's SummaryWriter is not used: it writes from a thread of its
+own, whose errors come up in whatever call follows, and it never writes again after one.
+"""
+
+import io
 import json
 import logging
 import math
+import os
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import summary
 
+from pipeline.runtime.append import AppendedFile
 from pipeline.runtime.files import METRICS_FILE
 from pipeline.runtime.log import duration_text
 
 logger = logging.getLogger(__name__)
 
 TENSORBOARD_FOLDER = "tensorboard"
+_TELL_EVERY_S = 600.0
 
 
 class Sinks:
     """Writers of one attempt of a run."""
 
     def __init__(self, run_dir: Path, attempt: int, resumed_step: int | None) -> None:
-        """Opens the files to append.
+        """Nothing is written yet.
 
         Steps that an earlier attempt logged and this one computes again stand twice in
         metrics.jsonl, told apart by "attempt"; TensorBoard shows the later ones.
         """
         self._attempt = attempt
-        path = run_dir / METRICS_FILE
-        # A killed attempt may have left half a line.
-        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
-        self._tensorboard = SummaryWriter(
-            str(run_dir / TENSORBOARD_FOLDER),
-            purge_step=0 if resumed_step is None else resumed_step + 1,
-            flush_secs=10,
+        self._lines = _Lossy(run_dir / METRICS_FILE)
+        # As torch's SummaryWriter names it; TensorBoard reads the files in this order.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        purge_step = 0 if resumed_step is None else resumed_step + 1
+        beginning = _event(file_version="brain.Event:2") + _event(
+            session_log=SessionLog(status=SessionLog.START), step=purge_step
         )
+        self._events = _Lossy(run_dir / TENSORBOARD_FOLDER / name, beginning)
 
     def write(
         self, step: int, kind: str, values: dict[str, float], section: str | None = None
@@ -48,35 +57,81 @@ class Sinks:
 
         Args:
             step: applied optimizer steps.
-            kind: `train`, `eval`, `skip` or `save`.
+            kind: `train`, `eval`, `skip`, `save` or `straggler`.
             values: JSON has no NaN, so it is written as null.
             section: of TensorBoard; by default `kind`.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
-        self._file.write(json.dumps(record | shown) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._tensorboard.add_scalar(f"{section or kind}/{name}", value, step)
+        self._lines.append((json.dumps(record | shown) + "\n").encode(), b"\n")
+        scalars = [summary.scalar(f"{section or kind}/{name}", value) for name, value in values.items()]
+        self._show(step, *scalars)
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
         """Shows a text in TensorBoard."""
-        self._tensorboard.add_text(name, markdown, step)
+        self._show(step, summary.text(name, markdown))
 
     def write_image(self, step: int, name: str, pixels: npt.NDArray[np.uint8]) -> None:
         """Shows an image of (height, width, 3) in TensorBoard."""
-        self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
+        self._show(step, summary.image(name, pixels, dataformats="HWC"))
 
     def write_settings(self, settings: dict[str, bool | str | float]) -> None:
         """Lists the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
         # SummaryWriter.add_hparams would open a second folder, a run of its own.
-        for summary in hparams(settings, {"eval/loss": 0.0}):
-            self._tensorboard._get_file_writer().add_summary(summary)
+        self._show(0, *summary.hparams(settings, {"eval/loss": 0.0}))
+
+    def _show(self, step: int, *summaries: Any) -> None:
+        self._events.append(b"".join(_event(summary=each, step=step) for each in summaries))
 
     def close(self) -> None:
-        """Flushes and closes the files."""
-        self._file.close()
-        self._tensorboard.close()
+        """Says what was lost."""
+        self._lines.tell()
+        self._events.tell()
+
+
+class _Lossy:
+    """A file of records that are left out while it cannot be written."""
+
+    def __init__(self, path: Path, beginning: bytes = b"") -> None:
+        self._path, self._beginning = path, beginning
+        self._file = AppendedFile(path)
+        self._lost = self._told_of = 0
+        self._told_s = float("-inf")
+        self._error: OSError | None = None
+
+    def append(self, record: bytes, end: bytes = b"") -> None:
+        try:
+            self._file.append(record, self._beginning, end)
+        except OSError as error:
+            self._error = error
+            self._lost += 1
+            if time.monotonic() - self._told_s >= _TELL_EVERY_S:
+                self.tell()
+            return
+        if self._error is not None:
+            logger.warning(
+                "%s is written again; %d records were lost in between", self._path, self._lost
+            )
+            self._error, self._lost, self._told_of = None, 0, 0
+            self._told_s = float("-inf")
+
+    def tell(self) -> None:
+        """Warns if there is something lost that was not told."""
+        if self._lost > self._told_of:
+            logger.warning(
+                "%s cannot be written: %s; %d records are lost so far, training goes on. Free "
+                "space or mend the folder: writing is tried again each time",
+                self._path, self._error, self._lost,
+            )  # fmt: skip
+            self._told_of, self._told_s = self._lost, time.monotonic()
+
+
+def _event(**content: Any) -> bytes:
+    """A record of an event file."""
+    buffer = io.BytesIO()
+    event = Event(wall_time=time.time(), **content)
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
 
 
 def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: float) -> str:

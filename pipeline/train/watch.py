@@ -1,6 +1,7 @@
 """What a run shows: the numbers of each interval and evaluation, and what to make of them."""
 
 import logging
+import socket
 import time
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from pipeline.model.cost import flops_per_token
 from pipeline.model.devices import limits
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime import dist
 from pipeline.train import schedule
 from pipeline.train.device import device_name
 from pipeline.train.engine import Engine
@@ -28,6 +30,7 @@ from pipeline.train.plateau import LastStep, PlateauDoctor
 from pipeline.train.saving import SaveNumbers
 from pipeline.train.sinks import Sinks, console_line
 from pipeline.train.state import TrainState
+from pipeline.train.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class Watch:
         eval_loader: EvalLoader,
         sinks: Sinks | None,
     ) -> None:
-        """Shows the config at once."""
+        """Shows the config at once. Collective."""
         self._config = config
         self._engine = engine
         self._objective = objective
@@ -63,6 +66,8 @@ class Watch:
         self._sinks = sinks
         self._observer = Observer(model, objective, eval_loader, index, engine.device)
         self._doctor = PlateauDoctor(config, index.unigram_entropy_nats)
+        hosts = dist.gather(socket.gethostname())
+        self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
         known = limits(device_name(engine.device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
         self._eta: _Eta | None = None
@@ -91,6 +96,7 @@ class Watch:
             max(0.0, schedule.budget_left_s(self._config.train, state.elapsed_s)),
         )
         logger.info("%s", console_line(state.step, num_steps, values, left_s))
+        self._tell_stragglers(state, interval)
         tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
         advice = self._doctor.look(
             interval.loss, LastStep(state.step, *step, interval.layers, tokens_per_step)
@@ -99,6 +105,15 @@ class Watch:
             logger.warning("plateau: %s", advice)
             if self._sinks:
                 self._sinks.write_text(state.step, "plateau", advice)
+
+    def _tell_stragglers(self, state: TrainState, interval: Interval) -> None:
+        step_s = float(interval.step_s.mean())
+        found = self._stragglers.look(interval.wait_s, interval.compute_s, step_s)
+        for rank, factor, text in found:
+            logger.warning("straggler: %s", text)
+            if self._sinks:
+                values = {"rank": float(rank), "factor": factor}
+                self._sinks.write(state.step, "straggler", values)
 
     def skipped(self, state: TrainState) -> None:
         """Shows that a step was skipped."""
@@ -177,7 +192,7 @@ class Watch:
         """Rates of all ranks, the model's FLOP/s of one, and seconds a step."""
         flops = model_flops(self._config, interval)
         per_device = flops / interval.elapsed_s / self._engine.world_size
-        means = interval.step_s.mean(1)
+        own_s = interval.wait_s + interval.compute_s
         values = {
             "tokens": float(interval.num_tokens),
             "slots_per_s": interval.num_slots / interval.elapsed_s,
@@ -185,7 +200,10 @@ class Watch:
             "model_tflops_per_device": per_device / 1e12,
             "step_s_median": float(np.median(interval.step_s)),
             "step_s_p95": float(np.quantile(interval.step_s, 0.95)),
-            "step_s_slowest_rank": float(means.max()),
+            "own_s_median": float(np.median(own_s)),
+            "own_s_p95": float(np.quantile(own_s, 0.95)),
+            "own_s_max": float(own_s.max()),
+            "slowest_rank": float(own_s.argmax()),
         }
         return values | ({"mfu": per_device / self._peak_flops} if self._peak_flops else {})
 

@@ -1,0 +1,118 @@
+"""What is asked of a run from outside, by signals and by files in its folder; all ranks agree.
+
+    touch RUN/STOP      the run is saved and ends with exit code 3, which is not started again
+    touch RUN/SAVE      the run is saved and goes on; the file is removed when the save is done
+
+Each rank's wishes travel with a sum that every step makes anyway (`Engine.train_step`), so all know
+them at the end of the step and nothing is sent or waited for in addition.
+"""
+
+import logging
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED, StoppedError
+from pipeline.runtime import dist
+from pipeline.runtime.files import SAVE_FILE, STOP_FILE
+from pipeline.train.stop import StopRequest
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 2.0
+"""A look may cost milliseconds on a file system that many use."""
+
+
+class Wanted(NamedTuple):
+    """What one rank wants at the end of the step, or any of them."""
+
+    stop: bool
+    """Save and end with exit code 75: a signal came."""
+    halt: bool
+    """Save and end with exit code 3: there is a STOP file."""
+    save: bool
+    """Save and go on: there is a SAVE file."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end."""
+        return self.stop or self.halt
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is to be made at this step."""
+        return self.ends or self.save
+
+
+class Requests:
+    """Looks for requests on this rank; rank 0 looks at the files."""
+
+    def __init__(self, signals: StopRequest, run_dir: Path, *, is_first: bool) -> None:
+        """Looks at the files at the first step."""
+        self._signals = signals
+        self._stop_file, self._save_file = run_dir / STOP_FILE, run_dir / SAVE_FILE
+        self._is_first = is_first
+        self._looked_s = float("-inf")
+        self._halt = self._save = False
+        self._saved_ns: int | None = None
+
+    def refuse_if_stopped(self) -> None:
+        """Does not let a run start that a person has stopped. Collective.
+
+        Raises:
+            StoppedError: there is a STOP file.
+        """
+        if dist.from_first(self._stop_file.exists()):
+            raise StoppedError(
+                f"{self._stop_file} exists, so the run does not train; expected no such file: "
+                f"remove it (rm {self._stop_file}) and start again"
+            )
+
+    def ends_before_training(self) -> bool:
+        """Whether any rank has had a signal by now. Collective."""
+        names = [name for name in dist.gather(self._signals.signal_name) if name]
+        if names:
+            logger.warning("stopped by %s before the first step; nothing is to be saved", names[0])
+        return bool(names)
+
+    def own(self) -> Wanted:
+        """What this rank knows of; looks at the files every few seconds."""
+        now_s = time.monotonic()
+        if self._is_first and now_s - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._halt = self._stop_file.exists()
+            self._save = self._modified_ns() not in (None, self._saved_ns)
+        return Wanted(self._signals.requested, self._halt, self._save)
+
+    def saved(self) -> None:
+        """Removes the SAVE file, which was honoured."""
+        if not self._is_first:
+            return
+        self._save, self._saved_ns = False, self._modified_ns()
+        try:
+            self._save_file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning(
+                "saved, but %s cannot be removed: %s; touch it again to save again",
+                self._save_file, error,
+            )  # fmt: skip
+
+    def end(self, wanted: Wanted, step: int) -> int:
+        """Says why the run ends, after its save, and returns the exit code."""
+        if wanted.halt:
+            logger.warning(
+                "stopped at step %d by %s; saved. Remove the file and start again to continue",
+                step, self._stop_file,
+            )  # fmt: skip
+            return EXIT_STOPPED
+        logger.warning(
+            "stopped at step %d by %s; saved, start again to continue",
+            step, self._signals.signal_name or "a signal to another rank",
+        )  # fmt: skip
+        return EXIT_PREEMPTED
+
+    def _modified_ns(self) -> int | None:
+        try:
+            return self._save_file.stat().st_mtime_ns
+        except OSError:
+            return None

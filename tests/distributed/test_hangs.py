@@ -1,0 +1,95 @@
+"""A rank that is frozen with SIGSTOP ends no run in a hang: watchdog, and collectives' timeouts."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.shards import DatasetIndex
+from pipeline.inspect.status import run_status
+from tests.support.ranks import Ranks
+
+FROZEN = ("-m", "tests.distributed.frozen_main")
+
+
+@pytest.mark.dist
+def test_no_rank_waits_for_ever_for_one_that_is_frozen(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    # Both at once: most of the time goes by waiting. Groups time out in a slow start, too.
+    watched = Ranks(tmp_path / "watched", dataset, "train.hang_timeout_s=10", module=FROZEN)
+    timed = Ranks(tmp_path / "timed", dataset, "train.collective_timeout_s=30", module=FROZEN)
+    try:
+        for ranks in (watched, timed):
+            assert ranks.processes[0].wait(180) == 1, ranks.output
+            assert ranks.processes[1].poll() is None
+            ranks.signal(signal.SIGCONT, 1)
+            assert ranks.processes[1].wait(60) == 1, ranks.output
+            assert (ranks.run_dir / "exit/local/rank-00000").read_text() == "1\n"
+    finally:
+        watched.kill()
+        timed.kill()
+    _check_stacks(watched)
+    assert "error: rank 0 lost another rank" in timed.output
+    assert "Timed out waiting 30000ms" in timed.output
+    assert "Traceback" not in timed.output
+    log = (timed.run_dir / "logs/rank-00000.log").read_text()
+    assert "in train_step" in log, "where it was is not in the log"
+    timeouts = json.loads((tmp_path / "timeouts-timed-0").read_text())
+    assert len(timeouts) > 1, "DeepSpeed made no group of its own"
+    assert set(timeouts) == {30.0}
+
+
+def _check_stacks(ranks: Ranks) -> None:
+    [path] = (ranks.run_dir / "hangs").glob("rank-00000-*.txt")
+    text = path.read_text()
+    assert re.match(r"rank 0 of 2 \(process \d+ on .*\) has not got on for 1[0-9]\.\d s, ", text)
+    assert "in phase 'gradient collectives and update' of step 3; " in text
+    thread = re.search("main thread: (0x[0-9a-f]+)", text)
+    assert thread
+    main = text.split(f"hread {thread[1]} ")[1]
+    assert "in all_reduce" in main
+    assert "engine.py" in main
+    assert "error: rank 0 of 2" in ranks.output
+    assert any("has not got on" in text for text in run_status(ranks.run_dir).warnings)
+
+
+_WATCHED = """
+import sys, time, ctypes
+from pathlib import Path
+from pipeline.runtime import log, watchdog
+from pipeline.runtime.env import ProcessInfo
+run_dir, how = Path(sys.argv[1]), sys.argv[2]
+log.to_run(run_dir, 0)
+with watchdog.watching(run_dir, ProcessInfo(0, 0, 1, "here", "local"), 1.0):
+    for step in range(15):
+        watchdog.beat("working", step)
+        time.sleep(0.1)
+    watchdog.beat("asleep")
+    # PyDLL keeps the interpreter's lock, CDLL gives it back.
+    (ctypes.PyDLL if how == "locked" else ctypes.CDLL)(None).sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["free", "locked"])
+def test_watchdog_ends_a_process_that_sleeps_in_c(tmp_path: Path, how: str) -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _WATCHED, str(tmp_path), how], capture_output=True, text=True,
+        timeout=60, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert time.monotonic() - started > 2.5, "it was ended although it got on"
+    found = list(tmp_path.glob("hangs/*.txt"))
+    if how == "free":
+        assert "in phase 'asleep' of step 14" in found[0].read_text()
+    else:
+        assert not found
+        log = (tmp_path / "logs/rank-00000.log").read_text()
+        assert "Timeout (0:00:01)!" in log
+        assert 'File "<string>", line' in log

@@ -1,0 +1,43 @@
+"""When a rank is told to be slow."""
+
+import numpy as np
+
+from pipeline.train.stragglers import Stragglers
+
+_STEP_S = 1.0
+
+
+def _look(stragglers: Stragglers, *own_s: float, wait_s: float = 0.0) -> list[tuple[int, float]]:
+    found = stragglers.look(np.full(len(own_s), wait_s), np.array(own_s), _STEP_S)
+    return [(rank, factor) for rank, factor, _ in found]
+
+
+def test_slow_in_three_intervals_in_a_row_is_told_once() -> None:
+    stragglers = Stragglers(["a", "a", "b", "b"], 1.25)
+    slow = (0.5, 0.5, 0.5, 0.7)
+    assert [_look(stragglers, *slow) for _ in range(5)] == [[], [], [(3, 1.4)], [], []]
+    assert _look(stragglers, 0.5, 0.5, 0.5, 0.6) == []  # as fast as the others again
+    assert [_look(stragglers, *slow) for _ in range(3)] == [[], [], [(3, 1.4)]]
+
+
+def test_text_names_host_cause_and_cost() -> None:
+    stragglers = Stragglers(["a", "b"], 1.25)
+    waits, computes = np.array([0.01, 0.41]), np.array([0.39, 0.19])
+    [[], [], [(rank, factor, text)]] = [
+        stragglers.look(waits, computes, _STEP_S) for _ in range(3)
+    ]  # fmt: skip
+    assert (rank, round(factor, 6)) == (1, 1.5)
+    assert text.startswith(
+        "rank 1 on b needs 1.50 times as long as the median of the other ranks, most of it waiting "
+        "for data: 600.0 ms a step against 400.0 ms, 3 log intervals in a row. The others wait for "
+        "it: about 20% of the run's time."
+    )
+
+
+def test_what_costs_nothing_or_has_no_others_is_not_told() -> None:
+    trifle = Stragglers(["a", "b"], 1.25)
+    assert not any(_look(trifle, 0.001, 0.009) for _ in range(9))
+    alone = Stragglers(["a"], 1.25)
+    assert not any(_look(alone, 0.9) for _ in range(9))
+    together = Stragglers(["a", "b", "c"], 1.25)
+    assert not any(_look(together, 0.9, 0.95, 0.9) for _ in range(9))
