@@ -160,6 +160,9 @@ def own_values(config: TrainConfig, world_size: int) -> dict[str, tuple[Any, str
         "disable_allgather": (False, engine),
         "timers.throughput.enabled": (False, engine),
     }
+    if config.zero_stage == 1:
+        # DeepSpeed refuses it where steps may have any number of micro-batches.
+        found[f"{_ZERO}.overlap_comm"] = (False, f"train.zero_stage={config.zero_stage}")
     return found | _optimizer(config) | _scheduler(config)
 
 
