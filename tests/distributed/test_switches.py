@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "tests.distributed.switches_main", str(folder)]
     processes = start(command, 2, folder / "output")
     try:
-        codes = [process.wait(240) for process in processes]
+        codes = [process.wait(400) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -53,8 +53,8 @@ def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
     found, expected = _results(folder, case), _results(folder, case.without)
     for of_rank, wanted in zip(found, expected, strict=True):
         for pair, numbers in zip(of_rank, wanted, strict=True):
-            assert pair == pytest.approx(numbers, rel=1e-5)
-            print(pair, numbers)
+            # Largest found: 2e-7.
+            assert pair == pytest.approx(numbers, rel=5e-6)
     state, reference = (state_of(folder / each.name) for each in (case, case.without))
     assert state.keys() == reference.keys(), "names have changed"
 
@@ -64,5 +64,5 @@ def test_a_layer_is_compiled_once_for_all_layers_steps_and_numbers_of_sequences(
 ) -> None:
     for rank in range(2):
         graphs = json.loads((folder / f"graphs-{rank}.json").read_text())
-        # The first layer has no carried scores; a second length makes lengths symbolic.
-        assert graphs == [2, 2, 4, 4]
+        # The first layer has no carried scores; alpha and rate differ from step to step.
+        assert graphs == [2, 2, 2]
