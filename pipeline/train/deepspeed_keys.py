@@ -27,7 +27,6 @@ TUNING: dict[str, type] = {
     f"{_ZERO}.stage3_module_granularity_threshold": int,
     f"{_ZERO}.stage3_use_all_reduce_for_fetch_params": bool,
     f"{_ZERO}.stage3_allgather_sequential": bool,
-    f"{_ZERO}.zero_hpz_partition_size": int,
     f"{_ZERO}.memory_efficient_linear": bool,
     f"{_ZERO}.log_trace_cache_warnings": bool,
     f"{_ZERO}.enable_sanity_checks": bool,
@@ -77,6 +76,8 @@ REFUSED: dict[str, str] = {
     f"{_ZERO}.legacy_stage1": _LAYOUT,
     f"{_ZERO}.round_robin_gradients": _LAYOUT,
     f"{_ZERO}.parameter_alignment": _LAYOUT,
+    f"{_ZERO}.zero_hpz_partition_size": "its second copy of the weights is not renewed when a "
+    "checkpoint is loaded, and the run would go on from wrong weights",
     f"{_ZERO}.zero_quantized_weights": _ROUNDS,
     f"{_ZERO}.zero_quantized_nontrainable_weights": _ROUNDS,
     f"{_ZERO}.zero_quantized_gradients": _ROUNDS,

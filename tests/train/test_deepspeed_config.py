@@ -1,6 +1,7 @@
 """A user's DeepSpeed config: what is handed on, what contradicts the run, and what is refused."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}}},
          r"pin_memory = true is not supported: checkpoints read weights"),
         ({"zero_optimization": {"elastic_checkpoint": True}}, r"elastic_checkpoint = true is not"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, r"would go on from wrong weights"),
         ({"flops_profiler": {"enabled": True}}, r"it patches torch's functions"),
         ({"zero_optimization": {"overlap_com": True}},
          r"unknown key 'zero_optimization\.overlap_com', which DeepSpeed 0\.19\.8 would ignore; "
@@ -104,7 +106,7 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
         ("{]", r"is no JSON"),
         ("[1]", r"expected an object \{\.\.\.\}, got \[1\]"),
     ],
-    ids=range(26),
+    ids=range(27),
 )  # fmt: skip
 def test_what_cannot_stand_is_named(
     tmp_path: Path, text: str | dict[str, Any], message: str
@@ -189,3 +191,19 @@ def test_stage_zero_takes_no_deepspeed_config() -> None:
 def test_compiling_at_stage_three_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.zero_stage=3 with train\.compile=true"):
         replace(CONFIG, zero_stage=3, compile=True)
+
+
+def test_compiling_without_a_compiler_is_refused() -> None:
+    code = (
+        "import torch; from pipeline.errors import ConfigError; "
+        "from pipeline.model.compiled import require_compiler\n"
+        "try: require_compiler(torch.device('cpu'))\n"
+        "except ConfigError as error: print(error)"
+    )
+    for compiler, said in (("g++", ""), ("no-such-compiler", "needs a C++ compiler, and none")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "CXX": compiler},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert said in done.stdout
+        assert bool(done.stdout) == bool(said)
