@@ -232,7 +232,7 @@ def _problems(
             remedy = (
                 f"set train.micro_batch={found.largest_micro_batch}"
                 if found.largest_micro_batch
-                else "no micro-batch fits: set train.zero_stage higher, use more ranks, or a "
+                else "no micro-batch fits: set train.activation_checkpoint_layers=1, or take a "
                 "smaller model"
             )
             yield (
@@ -276,7 +276,12 @@ def _activations(config: PretrainConfig, vocab_size: int, micro_batch: int, seq_
     model = _with_vocabulary(config, vocab_size).model
     value = 2 if config.train.precision == "bf16" else 4
     return cost.activation_bytes(
-        model, micro_batch * seq_len, seq_len, value, config.data.mask_prob
+        model,
+        micro_batch * seq_len,
+        seq_len,
+        value,
+        config.data.mask_prob,
+        checkpoint_layers=config.train.activation_checkpoint_layers,
     )["total"]
 
 

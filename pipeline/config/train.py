@@ -94,9 +94,23 @@ class TrainConfig:
         "bf16", "of forward and backward; master weights and accumulation are fp32 either way"
     )
     zero_stage: int = param(
-        1, "what is split over the ranks: 1 optimizer state, 2 gradients too, 3 weights too", ge=0,
-        le=3,
+        1, "what is split over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights "
+        "too", ge=0, le=3,
     )  # fmt: skip
+    deepspeed_config: str | None = param(
+        None, "DeepSpeed config as JSON, for what tunes it alone: sizes of buckets, overlap, what "
+        "it logs; values that contradict the run's are errors",
+    )  # fmt: skip
+    activation_checkpoint_layers: int | None = param(
+        None,
+        "activation checkpointing: keep the inputs of groups of this many layers, and compute what "
+        "is inside again in the backward pass; null keeps all",
+        unit="layers",
+        ge=1,
+    )
+    compile: bool = param(
+        False, "compile the layers with torch.compile, in the first steps; not at zero_stage 3"
+    )
     max_skipped_in_a_row: int = param(
         10, "give up after this many non-finite steps in a row", unit="steps", ge=1
     )
@@ -117,16 +131,22 @@ class TrainConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.zero_stage == 0:
+        if self.zero_stage == 0 and self.deepspeed_config is not None:
             raise ConfigError(
-                "train.zero_stage=0: DeepSpeed 0.19.8 has no fp32 accumulation for bf16 there, "
-                "takes a step before the first, and lets non-finite gradients into fp32 weights; "
-                "set 1, which computes the same with less memory"
+                f"train.deepspeed_config={self.deepspeed_config} has no meaning with "
+                "train.zero_stage=0, whose engine is not DeepSpeed's; leave it out, or set "
+                "train.zero_stage=1, which computes the same with less memory"
+            )
+        if self.zero_stage == 3 and self.compile:
+            raise ConfigError(
+                "train.zero_stage=3 with train.compile=true is not supported: DeepSpeed 0.19.8 "
+                "gathers a layer's weights when the layer is called, and compiled code sees the "
+                "empty ones; set train.compile=false, or train.zero_stage=2"
             )
         if self.zero_stage == 3 and self.optimizer == "lamb":
             raise ConfigError(
                 "train.zero_stage=3 with train.optimizer=lamb is not supported: trust ratios are "
-                "tested at stages 1 and 2; set train.zero_stage=2, or train.optimizer=adamw"
+                "tested at stages 0 to 2; set train.zero_stage=2, or train.optimizer=adamw"
             )
         if self.warmup_steps >= self.num_steps:
             raise ConfigError(

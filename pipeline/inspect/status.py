@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.checkpoints.manifest import FOLDER, Manifest, published, read_manifest
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
+from pipeline.config.train import TrainConfig
 from pipeline.data.ledger import read_ledger
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -32,6 +33,7 @@ from pipeline.runtime.files import (
     is_locked,
     read_json_lines,
 )
+from pipeline.train.schedule import budget_left_s
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 _SLOW_DATA = 0.05
@@ -83,7 +85,8 @@ class RunStatus:
     tokens_per_s: float | None
     """Of the last log line: of the steps, without evaluations and saves."""
     eta_s: float | None
-    """At the pace of the last log lines, with what stood between them."""
+    """At the pace of the last log lines, with what stood between them, or less: until the end of
+    the run's time budget."""
     idle_s: float | None
     """Since the last log line."""
     checkpoint: Checkpoint | None
@@ -140,7 +143,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         held_out_step=held_out[-1]["step"] if held_out else None,
         tokens=_tokens(train),
         tokens_per_s=train[-1]["tokens_per_s"] if train else None,
-        eta_s=step_s * (config.train.num_steps - step) if step_s else None,
+        eta_s=_eta_s(config.train, step, step_s, train),
         idle_s=idle_s,
         checkpoint=Checkpoint(manifest.step, now_s - manifest.created_unix_s) if manifest else None,
         starts=starts,
@@ -175,6 +178,15 @@ def _pace(lines: list[dict[str, Any]]) -> float | None:
     if len(timed) < 2 or timed[-1][0] == timed[0][0]:
         return None
     return float((timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]))
+
+
+def _eta_s(
+    config: TrainConfig, step: int, step_s: float | None, train: list[dict[str, Any]]
+) -> float | None:
+    left_s = math.inf if step_s is None else step_s * (config.num_steps - step)
+    if train and "elapsed_s" in train[-1]:  # an older version had no time budget
+        left_s = min(left_s, max(0.0, budget_left_s(config, train[-1]["elapsed_s"])))
+    return None if left_s == math.inf else left_s
 
 
 def _starts(folder: Path, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:

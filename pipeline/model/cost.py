@@ -132,6 +132,7 @@ def activation_bytes(
     bytes_per_value: int = 2,
     masked_share: float = 0.15,
     dropout_mask_bytes: int = 1,
+    checkpoint_layers: int | None = None,
 ) -> dict[str, int]:
     """Bytes that autograd keeps from one forward pass and its loss to the backward pass, by group.
 
@@ -145,6 +146,10 @@ def activation_bytes(
     * bytes_per_value, which is not in it; a CPU with attention dropout has no fused kernel. Carried
     scores are those of the plain PyTorch of `pipeline/kernels/attention.py`.
 
+    With activation checkpointing the inputs of groups of layers are kept, and one group's insides
+    at a time, once the backward pass has computed them again: the total is a little above the peak,
+    because head and loss are gone by then.
+
     Not in it either: what backward holds for a moment, the gradient of the carried scores most of
     all (T * N * S fp32 values), and the allocator's rounding.
 
@@ -156,16 +161,23 @@ def activation_bytes(
         masked_share: M / T.
         dropout_mask_bytes: what dropout keeps of each value: a bool on a GPU; PyTorch on a CPU
             keeps a factor in the dtype of the activations.
+        checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
 
     Returns:
-        Bytes of `embeddings`, `attention` (with the linear layers around it), `carried scores`,
-        `feed-forward`, `norms and residuals`, `head`, `loss`, and their `total`.
+        Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
+        layers around it), `carried scores`, `feed-forward`, `norms and residuals`, `head`, `loss`,
+        and their `total`.
     """
     kept = _Kept(config, tokens, seq_len, bytes_per_value, dropout_mask_bytes)
     masked = masked_share * tokens
     layers, carries = config.num_layers, config.score_residual != "none"
+    inputs = 0
+    if checkpoint_layers is not None:
+        inputs = kept.group_inputs(-(-layers // checkpoint_layers))
+        layers = min(layers, checkpoint_layers)
     groups = {
         "embeddings": kept.embeddings(),
+        "layer inputs": inputs,
         "attention": layers * kept.attention() + kept.shared_by_layers(),
         "carried scores": layers * kept.scores() if carries else 0,
         "feed-forward": layers * kept.feed_forward(),
@@ -200,6 +212,13 @@ class _Kept:
         tables = 2 * self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
         scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
         return self.tokens * (tables + scale)
+
+    def group_inputs(self, num_groups: int) -> int:
+        """Hidden states, and the carried fp32 scores of all groups but the first."""
+        hidden = self.tokens * self.config.hidden_size * self.value
+        carries = self.config.score_residual != "none"
+        scores = self.tokens * self.seq_len * self.config.num_heads * _FP32 if carries else 0
+        return num_groups * hidden + (num_groups - 1) * scores
 
     def attention(self) -> int:
         """Inputs of both linear layers, queries, keys and values; no scores."""

@@ -33,6 +33,8 @@ class Plan:
     masked_share: float = 0.15
     document_len: int | None = None
     """Tokens that a token sees where attention leaves out other documents; None: all of the row."""
+    checkpoint_layers: int | None = None
+    """Layers of a group whose inputs alone are kept for the backward pass; None: all is kept."""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -69,8 +71,9 @@ def read_plan(
     if _is_run(Path(path), ()):
         run = load(PretrainConfig, path, overrides).config
         plan = Plan(
-            run.model, run.data.seq_len, run.train.micro_batch, masked_share=run.data.mask_prob
-        )
+            run.model, run.data.seq_len, run.train.micro_batch, masked_share=run.data.mask_prob,
+            checkpoint_layers=run.train.activation_checkpoint_layers,
+        )  # fmt: skip
     else:
         plan = Plan(load(ModelConfig, path, overrides).config)
     return replace(
@@ -165,7 +168,13 @@ def _flops(plan: Plan, configs: list[ModelConfig]) -> list[str]:
 def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
     tokens = plan.micro_batch * plan.seq_len
     kept = [
-        cost.activation_bytes(config, tokens, plan.seq_len, masked_share=plan.masked_share)
+        cost.activation_bytes(
+            config,
+            tokens,
+            plan.seq_len,
+            masked_share=plan.masked_share,
+            checkpoint_layers=plan.checkpoint_layers,
+        )
         for config in configs
     ]
     states = [cost.state_bytes(config, plan.num_ranks) for config in configs]
@@ -174,6 +183,8 @@ def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
         for activations, state in zip(kept, states, strict=True)
     ]
     batch = f"micro-batch of {plan.micro_batch:,} x {plan.seq_len:,} tokens"
+    if plan.checkpoint_layers is not None:
+        batch += f", {_count(plan.checkpoint_layers, 'layer')} of them at a time"
     return [
         "",
         f"MiB of activations kept for backward, bf16, {batch}",

@@ -10,8 +10,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
+from pipeline.model.compiled import CompiledLayer, run_layer
 from pipeline.model.initialise import initialise
 from pipeline.model.layers import Layer, SharedInputs, Trace, activate, make_norm
 from pipeline.model.layout import Layout
@@ -45,6 +47,25 @@ class Encoder(nn.Module):
         if config.pooler:
             self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         initialise(self, config)
+        self._group_size: int | None = None
+        self._compiled: CompiledLayer | None = None
+
+    def checkpoint_activations(self, group_size: int) -> None:
+        """From now on, training passes keep the inputs of groups of layers and not what is inside.
+
+        The backward pass computes a group again, dropout included, so that gradients stay the same
+        to the bit. The input of a group is x, and the scores if they are carried.
+
+        Args:
+            group_size: layers of a group; the last group may have fewer.
+
+        Source: Chen et al. 2016 (arXiv 1604.06174), section 4.
+        """
+        self._group_size = group_size
+
+    def compile_layers(self) -> None:
+        """From now on, passes without a trace run layers as torch compiles them."""
+        self._compiled = CompiledLayer()
 
     def forward(
         self,
@@ -71,12 +92,16 @@ class Encoder(nn.Module):
         shared = SharedInputs(
             layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace
         )
-        carry_BNSS = None
-        for index in range(self.config.num_layers):
-            if trace is not None:
-                trace.hidden.append(x)
-            layer = self.layers[0 if self.config.share_layers else index]
-            x, carry_BNSS = layer(x, shared, carry_BNSS, index)
+        indices = range(self.config.num_layers)
+        if self._group_size is None or trace is not None or not torch.is_grad_enabled():
+            x, _ = self._run_layers(x, shared, None, indices)
+        else:
+            carry_BNSS = None
+            for first in indices[:: self._group_size]:
+                group = indices[first : first + self._group_size]
+                x, carry_BNSS = checkpoint(
+                    self._run_layers, x, shared, carry_BNSS, group, use_reentrant=False
+                )
         if self.config.norm_placement == "pre":
             x = self.final_norm(x)
         if trace is not None:
@@ -86,6 +111,18 @@ class Encoder(nn.Module):
     def pool(self, x_BD: Tensor) -> Tensor:
         """BERT's pooled output of first tokens' (B, D) hidden states; needs `config.pooler`."""
         return torch.tanh(self.pooler(x_BD))
+
+    def _run_layers(
+        self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, which: range
+    ) -> tuple[Tensor, Tensor | None]:
+        """Some layers, one after another; as `SelfAttention.forward`."""
+        run = self._compiled if self._compiled and shared.trace is None else run_layer
+        for index in which:
+            if shared.trace is not None:
+                shared.trace.hidden.append(x)
+            layer = self.layers[0 if self.config.share_layers else index]
+            x, carry_BNSS = run(layer, x, shared, carry_BNSS, index)
+        return x, carry_BNSS
 
     def _embed(self, input_ids: Tensor, layout: Layout, segments: Tensor | None) -> Tensor:
         x = self.token_embedding(input_ids) + (

@@ -120,6 +120,12 @@ def on_first(function: Callable[[], T], what: str) -> T:
     return shared  # type: ignore[return-value]
 
 
+def tensor_from_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Overwrites a tensor with rank 0's, in place. No host synchronisation."""
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
 def gather(value: T) -> list[T]:
     """Gives every rank the list of all ranks' (picklable) values, in rank order."""
     box: list[Any] = [None] * dist.get_world_size()

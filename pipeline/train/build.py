@@ -31,6 +31,7 @@ from pipeline.errors import (
     DataError,
     LostRankError,
 )
+from pipeline.model.compiled import require_compiler
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log, watchdog
@@ -48,6 +49,7 @@ from pipeline.runtime.files import (
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
+from pipeline.train.deepspeed_config import DEEPSPEED_FILE, deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.loop import Parts, train
 from pipeline.train.requests import Requests
@@ -97,6 +99,7 @@ def pretrain(
     """
     run_dir = Path(config.run_dir)
     config.batches.require_split(process.world_size)
+    deepspeed_config(config.train, process.world_size)  # its file is read before anything is made
     index = read_index(config.data.dir)
     config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -149,6 +152,11 @@ def _run(
     run_dir = Path(config.run_dir)
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
+    if config.train.activation_checkpoint_layers is not None:
+        model.encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
+    if config.train.compile:
+        require_compiler(device)
+        model.encoder.compile_layers()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     store = CheckpointStore(config, index, process)
     # Before the data is opened, which may take minutes: it may be another run's.
@@ -224,6 +232,7 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
         if not is_over(state.step, config.train, state.elapsed_s):
             (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
         write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
+        _write_deepspeed_config(config, process)
         attempt = _record_attempt(
             run_dir, process, opened.index.fingerprint, resumed_step, rewound=rewound
         )
@@ -344,6 +353,14 @@ def _tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[li
         [f"split {text!r} into other ones: check lowercase, strip_accents and split_chinese of "
          f"{theirs} and {path}"] if text else [],
     )  # fmt: skip
+
+
+def _write_deepspeed_config(config: PretrainConfig, process: ProcessInfo) -> None:
+    path = Path(config.run_dir) / DEEPSPEED_FILE
+    if config.train.zero_stage == 0:
+        path.unlink(missing_ok=True)
+    else:
+        write_json_atomic(path, deepspeed_config(config.train, process.world_size))
 
 
 def _record_attempt(

@@ -24,7 +24,7 @@ from pipeline.data.difference import dataset_differences, value_differences
 from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.data.shards import INDEX_FILE, DatasetIndex
 from pipeline.errors import CheckpointError, DataError
-from pipeline.runtime import dist, watchdog
+from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine
 from pipeline.train.spikes import LossHistory

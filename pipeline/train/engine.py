@@ -1,8 +1,9 @@
-"""The only door to DeepSpeed: process group, ZeRO stages 1 to 3, optimizer step, who holds what.
+"""The only door to DeepSpeed: process group, ZeRO stages, optimizer step, who holds what.
 
 What DeepSpeed does by itself and is not used: its checkpoints (they fit one number of ranks), its
-schedulers (they are not ours), stage 0 (in bf16 it takes a hidden optimizer step), its counting of
-micro-batches (one number for a whole run, and a count that its checkpoints do not hold).
+schedulers (they are not ours), stage 0 (in bf16 it takes a hidden optimizer step; `replicated` is
+in its place), its counting of micro-batches (one number for a whole run, and a count that its
+checkpoints do not hold).
 """
 
 import contextlib
@@ -24,11 +25,13 @@ from pipeline.data.batch import MicroBatch
 from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
+from pipeline.train.deepspeed_config import deepspeed_config
 from pipeline.train.lamb import Lamb
 from pipeline.train.optimizer import make_optimizer, matrix_slices
 from pipeline.train.own_time import OwnTime
+from pipeline.train.replicated import Replicated
 from pipeline.train.state_files import MASTER, MOMENTS, Part, SavedState, write_part
-from pipeline.train.tensor_slice import TensorSlice
+from pipeline.train.tensor_slice import TensorSlice, share_of_rank
 
 Objective = Callable[[nn.Module, MicroBatch], LossSums]
 
@@ -117,18 +120,16 @@ class Engine:
             name: tuple(parameter.shape) for name, parameter in model.named_parameters()
         }
         self._optimizer = make_optimizer(model, config)
-        deepspeed = _import_deepspeed()
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            self._engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=self._optimizer,
-                config=deepspeed_config(config),
-                dist_init_required=False,
-            )
-        logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
+        self._engine: Any
+        if config.zero_stage == 0:
+            self._engine = Replicated(model, self._optimizer, config, self.world_size, device)
+        else:
+            self._engine = _deepspeed_engine(model, self._optimizer, config, self.world_size)
         if isinstance(self._optimizer, Lamb):
             pieces = matrix_slices(model, self._shapes, self._slices())
-            self._optimizer.bind(*pieces, dist.sum_over_ranks)
+            # At stage 0 each rank has the sum already.
+            whole = config.zero_stage == 0
+            self._optimizer.bind(*pieces, (lambda sums: sums) if whole else dist.sum_over_ranks)
 
     @property
     def model(self) -> nn.Module:
@@ -143,12 +144,12 @@ class Engine:
     def partitions(self) -> list[tuple[Tensor, dict[str, tuple[int, int]]]]:
         """This rank's flat fp32 master weights, each with (start, stop) of the parameters in it.
 
-        They are parameters of `optimizer`; empty at stage 3.
+        They are parameters of `optimizer`; empty at stage 3. No element is another rank's, too.
         """
         if self._engine.zero_optimization_stage() == 3:
             return []
         found: dict[Tensor, dict[str, tuple[int, int]]] = {}
-        for each in self._slices():
+        for each in self._own_slices():
             places = found.setdefault(each.partition, {})
             places[each.name] = each.offset, each.offset + each.numel
         return list(found.items())
@@ -213,7 +214,8 @@ class Engine:
             "skipped_steps": self._engine.skipped_steps,
         }
         parts = [
-            Part(each.name, each.shape, each.start, self._tensors(each)) for each in self._slices()
+            Part(each.name, each.shape, each.start, self._tensors(each))
+            for each in self._own_slices()
         ]
         return parts, counters
 
@@ -244,7 +246,15 @@ class Engine:
         self._spread_masters()
 
     def _slices(self) -> list[TensorSlice]:
+        if self._engine.zero_optimization_stage() == 0:
+            return self._engine.slices(self._shapes)  # type: ignore[no-any-return]
         return tensor_slices(self._engine, self._shapes)
+
+    def _own_slices(self) -> list[TensorSlice]:
+        """Of what this rank holds, what it answers for: each element is of one rank."""
+        if self._engine.zero_optimization_stage() == 0:
+            return share_of_rank(self._slices(), self._rank, self.world_size)
+        return self._slices()
 
     def _tensors(self, each: TensorSlice) -> dict[str, Tensor]:
         """The master weights of a slice and Adam's averages of it, as views."""
@@ -264,8 +274,11 @@ class Engine:
 
     def _spread_masters(self) -> None:
         """Gives all ranks the weights of forward passes anew: the master weights, rounded."""
-        optimizer = self._engine.optimizer
-        if self._engine.zero_optimization_stage() < 3:
+        stage, optimizer = self._engine.zero_optimization_stage(), self._engine.optimizer
+        if stage == 0:
+            self._engine.round_masters()
+            return
+        if stage < 3:
             optimizer.update_lp_params()
             return
         # Small parameters are whole on every rank after an update; they need not be.
@@ -303,28 +316,19 @@ def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[Tenso
     return found
 
 
-def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """The DeepSpeed config of a run; it is written by us alone, since unknown keys are ignored."""
-    return {
-        # backward() only adds to this rank's gradients; step() sums them over ranks and updates.
-        "managed_gradient_accumulation": False,
-        # Then no divisor of the loss. The micro-batch size only feeds a count of samples that
-        # nothing reads, but it must be given: with 1 that is a count of micro-batches.
-        "gradient_accumulation_steps": 1,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": config.grad_clip,
-        "zero_optimization": {"stage": config.zero_stage},
-        # It knows AdamW. Our LAMB is told what the partitions hold.
-        "zero_allow_untested_optimizer": config.optimizer == "lamb",
-        "bf16": {"enabled": config.precision == "bf16"},
-        # A bf16 sum over micro-batches would round after each of them.
-        "data_types": {"grad_accum_dtype": "fp32"},
-        # By default that sum would be rounded to bf16, and added over the ranks in bf16.
-        "communication_data_type": "fp32",
-        # Its throughput timer waits for the GPU before and after micro-batches.
-        "timers": {"throughput": {"enabled": False}},
-        "steps_per_print": 1 << 62,
-    }
+def _deepspeed_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, world_size: int
+) -> Any:
+    deepspeed = _import_deepspeed()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(config, world_size),
+            dist_init_required=False,
+        )
+    logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
+    return engine
 
 
 class _Fetched:

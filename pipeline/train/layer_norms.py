@@ -101,6 +101,6 @@ class LayerNorms:
 
     @torch.no_grad()
     def _add(self, column: int, flat: Tensor, values: Tensor) -> None:
-        for group, start, stop in self._spans[id(flat)]:
+        for group, start, stop in self._spans.get(id(flat), []):
             norm = torch.linalg.vector_norm(values[start:stop])
             self.sums[group, column] += norm.double().square()

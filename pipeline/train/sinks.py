@@ -64,7 +64,9 @@ class Sinks:
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
         self._lines.append((json.dumps(record | shown) + "\n").encode(), b"\n")
-        scalars = [summary.scalar(f"{section or kind}/{name}", value) for name, value in values.items()]
+        scalars = [
+            summary.scalar(f"{section or kind}/{name}", value) for name, value in values.items()
+        ]
         self._show(step, *scalars)
 
     def write_text(self, step: int, name: str, markdown: str) -> None:

@@ -72,7 +72,6 @@ def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
         ("model.score_residual=summ", r"expected one of none, sum, mean; did you mean 'sum'"),
         ("model.num_heads=7", r"model\.hidden_size=384 must be a multiple of model\.num_heads=7"),
         ("train.warmup_steps=1000", r"train\.warmup_steps=1000 must be below"),
-        ("train.zero_stage=0", r"train\.zero_stage=0: DeepSpeed 0\.19\.8 has no .*; set 1"),
         ("train.zero_stage=4", r"train\.zero_stage"),
         ("train.alpha_warmup_steps=1000", r"never saw alpha = 1"),
         ("train.micro_batch=3", r"train\.global_batch=512 must be a multiple"),

@@ -66,20 +66,21 @@ def micro_batches(step: int, world_size: int) -> list[MicroBatch]:
     ]
 
 
-def micro_batch(step: int, number: int, rows: int) -> MicroBatch:
+def micro_batch(step: int, number: int, rows: int, length: int | None = None) -> MicroBatch:
     """`rows` sequences of which some slots are masked; other ones for each step and number."""
     generator = torch.Generator().manual_seed(1000 * step + number)
-    slots = rows * LENGTHS[step]
+    length = LENGTHS[step] if length is None else length
+    slots = rows * length
     ids = torch.randint(MODEL.vocab_size or 0, (slots,), generator=generator)
     num_masked = 0 if (step, number) == (1, 0) else 1 + (3 * step + 5 * number) % (slots // 2)
     masked = torch.randperm(slots, generator=generator)[:num_masked].sort().values
     # Few targets, so that there is something to learn.
     targets = ids[masked] % 7
-    shape = (rows, LENGTHS[step])
+    shape = (rows, length)
     return MicroBatch(
         input_ids=ids.view(shape),
         documents=torch.ones(shape, dtype=torch.int32),
-        positions=torch.arange(LENGTHS[step]).expand(shape).contiguous(),
+        positions=torch.arange(length).expand(shape).contiguous(),
         masked_index=masked,
         targets=targets,
         num_tokens=slots,

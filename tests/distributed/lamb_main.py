@@ -45,7 +45,8 @@ class Case:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.precision}-{'corrected' if self.bias_correction else 'plain'}"
+        kind = "corrected" if self.bias_correction else "plain"
+        return f"{self.precision}-{kind}-stage-{self.zero_stage}"
 
     def config(self) -> TrainConfig:
         """Nothing of it but the optimizer matters."""
@@ -60,6 +61,7 @@ class Case:
 CASES = [
     Case("fp32", bias_correction=True), Case("bf16", bias_correction=True),
     Case("bf16", bias_correction=False, zero_stage=2),
+    Case("bf16", bias_correction=True, zero_stage=0),
 ]  # fmt: skip
 
 

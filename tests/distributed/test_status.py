@@ -85,6 +85,37 @@ def test_running_then_killed_then_stopped(dataset: DatasetIndex, tmp_path: Path)
     assert stopped.tokens == sum(lines.values())
 
 
+@pytest.mark.dist
+def test_time_left_is_that_of_the_steps_or_of_the_budget(
+    straight_run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(straight_run, folder)
+    last = records(straight_run)[-1]
+    seconds = (1.0, 2.0, 3.0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for number, elapsed_s in enumerate(seconds, start=1):
+            line = {**last, "step": 40 + number, "elapsed_s": 100 * elapsed_s, "attempt": 1}
+            file.write(json.dumps(line | {"unix_s": last["unix_s"] + 100 * number}) + "\n")
+    resolved = (folder / "resolved.yaml").read_text()
+
+    def left_s(num_steps: int, **budget: float) -> float | None:
+        text = resolved.replace("num_steps: 40", f"num_steps: {num_steps}")
+        if budget:
+            text = text.replace("schedule: linear", "schedule: time_budget")
+            text = text.replace("budget_hours: null", f"budget_hours: {budget['hours']}")
+        assert text != resolved
+        (folder / "resolved.yaml").write_text(text)
+        return run_status(folder).eta_s
+
+    by_steps = left_s(1000)
+    assert by_steps is not None
+    assert by_steps > 1000
+    assert left_s(1000, hours=1000.0) == by_steps
+    assert left_s(1000, hours=0.1) == pytest.approx(360 - 300)
+    assert left_s(1000, hours=0.05) == 0
+
+
 @pytest.fixture
 def changed(straight_run: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """Warnings after values of the last log line were changed in a copy of the run."""

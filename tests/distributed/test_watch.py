@@ -104,12 +104,13 @@ def test_times_and_memory(straight_run: Path) -> None:
         assert "gpu_allocated_gb" not in record
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 0), ("bf16", 1), ("fp32", 1)])
 def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
-    dataset: DatasetIndex, tmp_path: Path, precision: str
+    dataset: DatasetIndex, tmp_path: Path, precision: str, stage: int
 ) -> None:
     run_dir = tmp_path / "run"
     overrides = ("train.num_steps=12", f"train.precision={precision}", "train.grad_clip=0.5",
+                 f"train.zero_stage={stage}",
                  "checkpoint.every_steps=11", "monitor.log_every_steps=3",
                  "monitor.eval_sequences=4", "model.mlm_head=bert",
                  "train.alpha_warmup_steps=2")  # fmt: skip

@@ -261,6 +261,16 @@ def test_command_on_a_run() -> None:
     assert read_plan(ROOT / "configs" / "demo.yaml", seq_len=64).seq_len == 64
 
 
+def test_command_on_a_run_that_checkpoints_activations() -> None:
+    overrides = ["model.vocab_size=21128", "train.activation_checkpoint_layers=2"]
+    texts = [describe(read_plan(ROOT / "configs" / "demo.yaml", overrides[:n])) for n in (1, 2)]
+    everything, some = (float(_numbers(text, "carried scores")[0]) for text in texts)
+    assert some == everything / 2  # of four layers
+    assert float(_numbers(texts[1], "layer inputs")[0]) > 0
+    assert "2 layers of them at a time" in texts[1]
+    assert "layer inputs" not in texts[0]
+
+
 def test_an_included_run_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"from: {ROOT / 'configs' / 'demo.yaml'}\n")
     (tmp_path / "model.yaml").write_text(f"from: {ROOT / 'configs/model/bert-base.yaml'}\n")

@@ -1,0 +1,76 @@
+"""Layers as torch.compile makes them: compiled once for all layers of a model.
+
+One graph holds one layer, whose weights are inputs of it, so that the time to compile does not grow
+with the depth. The model's modules are not wrapped: parameters keep their names. Alpha is a tensor
+and an input, too. The first dimension of activations, sequences or tokens, is symbolic from the
+start; the second length of sequences that comes makes lengths symbolic.
+"""
+
+import shutil
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError
+from pipeline.model.layers import SharedInputs
+
+_MOST_GRAPHS = 64
+"""Above what can come: first or later layer, training or evaluation, one sequence or more, one
+length or more, alpha or none. torch's own limit, 8, is not, and what is above it is an error."""
+
+
+def run_layer(
+    layer: nn.Module, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a layer; as `Layer.forward`."""
+    return layer(x, shared, carry_BNSS, index)  # type: ignore[no-any-return]
+
+
+class CompiledLayer:
+    """`run_layer`, compiled when it is first called, and for another mode when that comes."""
+
+    def __init__(self) -> None:
+        """Compiles nothing yet."""
+        torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+        self._run = torch.compile(run_layer, fullgraph=True)
+
+    def __call__(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        shared: SharedInputs,
+        carry_BNSS: Tensor | None,
+        index: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Layer.forward`."""
+        inputs = [x, carry_BNSS, *shared.layout, *(shared.tables or ()), shared.query_scale]
+        for each in inputs:
+            if isinstance(each, Tensor):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        return self._run(layer, x, shared, carry_BNSS, index)
+
+
+def require_compiler(device: torch.device) -> None:
+    """Checks that there is what torch.compile needs on a device, before minutes are spent.
+
+    Raises:
+        ConfigError: there is no C++ compiler, or no Triton for a GPU.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda" and not has_triton():
+        raise ConfigError(
+            "train.compile=true needs Triton, which does not import here or does not know this "
+            "GPU; install the triton that belongs to this torch, or set train.compile=false"
+        )
+    try:
+        path = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        path = ""
+    if not shutil.which(path):
+        raise ConfigError(
+            "train.compile=true needs a C++ compiler, and none was found: torch looks for the "
+            "program that CXX names, or g++; install one on every node, or set train.compile=false"
+        )

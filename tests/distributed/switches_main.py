@@ -1,0 +1,124 @@
+"""`python -m tests.distributed.switches_main FOLDER`: steps with switches that may change nothing.
+
+Leaves in FOLDER/CASE, by the name of each case in `CASES`, what `Engine.save_files` writes after
+the last step, and results-RANK.json: loss and gradient norm of each step. FOLDER/graphs-RANK.json
+has the number of graphs that the compiled case had made after each step. Stage 3 comes last, see
+`zero_main`.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from pipeline.config.train import TrainConfig
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime.env import ProcessInfo, process_info
+from pipeline.train.engine import Engine, close_process_group, init_process_group
+from tests.distributed import engine_main
+
+# Sequences of a micro-batch and their length.
+SHAPES = ((2, 16), (3, 16), (4, 40))
+# Each length takes seconds to compile.
+COMPILED_SHAPES = ((2, 16), (3, 16), (4, 16))
+# What a user's file may tune: buckets of a few parameters.
+TUNING = {
+    "zero_optimization": {
+        "stage": "auto", "overlap_comm": True, "contiguous_gradients": True,
+        "reduce_bucket_size": 2000, "allgather_bucket_size": 3000, "reduce_scatter": True,
+        "stage3_prefetch_bucket_size": 1e3, "stage3_param_persistence_threshold": 64,
+        "stage3_max_live_parameters": 9000, "sub_group_size": 5000,
+    },
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": 3.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of run."""
+
+    stage: int
+    precision: str
+    switch: str = "plain"
+    """`plain`, `checkpointed` (groups of two of three layers), `tuned` or `compiled`."""
+    dropout: float = 0.1
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.switch}-{self.precision}-stage-{self.stage}-dropout-{self.dropout}"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of each step's micro-batches."""
+        return SHAPES if self.dropout else COMPILED_SHAPES
+
+    @property
+    def without(self) -> "Case":
+        """The same without its switch."""
+        return replace(self, switch="plain")
+
+
+SWITCHED = [
+    *(
+        Case(stage, precision, "checkpointed")
+        for stage in range(4)
+        for precision in ("fp32", "bf16")
+    ),
+    *(Case(stage, "bf16", "tuned") for stage in (1, 2, 3)),
+    # Compiled code draws other random numbers.
+    Case(2, "fp32", "compiled", dropout=0.0),
+]
+CASES = sorted({*SWITCHED, *(case.without for case in SWITCHED)}, key=lambda c: (c.stage, c.name))
+
+
+def main(folder: Path, case: Case, process: ProcessInfo) -> None:
+    """Runs a case."""
+    tuning = folder / f"tuning-{process.rank}.json"
+    overlap = {"overlap_comm": case.stage > 1}  # DeepSpeed has none at stage 1
+    zero = TUNING["zero_optimization"] | overlap  # type: ignore[operator]
+    tuning.write_text(json.dumps(TUNING | {"zero_optimization": zero}))
+    config = TrainConfig(
+        num_steps=len(SHAPES), warmup_steps=1, grad_clip=3.0, zero_stage=case.stage,
+        precision=case.precision,  # type: ignore[arg-type]
+        deepspeed_config=str(tuning) if case.switch == "tuned" else None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    shape = replace(
+        engine_main.MODEL, num_layers=3, dropout=case.dropout, attention_dropout=case.dropout
+    )
+    model = MaskedLanguageModel(shape)
+    if case.switch in ("checkpointed", "compiled"):
+        model.encoder.checkpoint_activations(2)
+    if case.switch == "compiled":
+        model.encoder.compile_layers()
+    device = torch.device("cpu")
+    engine, objective = Engine(model, config, process, device), MaskedLanguageModeling(device)
+    results, graphs = [], []
+    for step, (rows, length) in enumerate(case.shapes):
+        numbers = range(process.rank, 4, process.world_size)
+        batches = [engine_main.micro_batch(step, number, rows, length) for number in numbers]
+        torch.manual_seed(100 * step + process.rank)
+        objective.set_alpha(0.5 + step / 10)
+        result = engine.train_step(batches, objective, 1e-3 * (1 + step))
+        results.append([result.sums.loss.item(), result.grad_norm])
+        graphs.append(counters["stats"]["unique_graphs"])
+    engine.save_files(folder / case.name)
+    (folder / case.name / f"results-{process.rank}.json").write_text(json.dumps(results))
+    if case.switch == "compiled":
+        (folder / f"graphs-{process.rank}.json").write_text(json.dumps(graphs))
+
+
+if __name__ == "__main__":
+    this = process_info()
+    init_process_group(this)
+    gc.freeze()  # see zero_main
+    for each in CASES:
+        main(Path(sys.argv[1]), each, this)
+    close_process_group()

@@ -1,0 +1,132 @@
+"""Activation checkpointing: the same gradients to the bit, from less memory, as `cost` says."""
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.config.model import ModelConfig
+from pipeline.model import cost
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.layers import Trace
+from pipeline.model.layout import rows
+from pipeline.objectives.mlm import masked_lm_loss
+
+CONFIG = ModelConfig(
+    vocab_size=300, num_layers=5, hidden_size=40, num_heads=4, ffn_size=96, dropout=0.1,
+    attention_dropout=0.1,
+)  # fmt: skip
+BATCH, SEQ_LEN, NUM_MASKED = 3, 24, 10
+
+
+def _model(config: ModelConfig, dtype: torch.dtype, group_size: int | None) -> MaskedLanguageModel:
+    torch.manual_seed(1)
+    model = MaskedLanguageModel(config).to(dtype).train()
+    if group_size is not None:
+        model.encoder.checkpoint_activations(group_size)
+    return model
+
+
+def _loss(model: MaskedLanguageModel) -> torch.Tensor:
+    """Of the same tokens, with the same dropout, each time."""
+    torch.manual_seed(2)
+    ids = torch.randint(0, 300, (BATCH, SEQ_LEN))
+    documents = (torch.arange(SEQ_LEN) >= SEQ_LEN // 2).int().expand(BATCH, -1)
+    layout = rows(documents, torch.arange(SEQ_LEN).expand(BATCH, -1))
+    masked = torch.randperm(BATCH * SEQ_LEN)[:NUM_MASKED].clone()
+    logits = model(ids, layout, masked, torch.full((), 0.7))
+    return masked_lm_loss(logits, torch.zeros(NUM_MASKED, dtype=torch.int64)).loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("group_size", [1, 2, 9])
+@pytest.mark.parametrize("score_residual", ["none", "sum", "mean"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_placement": "pre", "share_layers": True, "residual": "rezero"}],
+    ids=["post", "pre"],
+)  # fmt: skip
+def test_losses_and_gradients_are_the_same_bits(
+    changes: dict[str, Any], score_residual: str, group_size: int, dtype: torch.dtype
+) -> None:
+    config = replace(CONFIG, **changes, score_residual=score_residual)  # type: ignore[arg-type]
+    plain, checkpointed = _model(config, dtype, None), _model(config, dtype, group_size)
+    losses = _loss(plain), _loss(checkpointed)
+    assert torch.equal(*losses)
+    after = torch.rand(3)
+    for loss in losses:
+        loss.backward()
+    assert not torch.equal(torch.rand(3), after)
+    for (name, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+
+
+def test_dropout_of_what_comes_after_is_not_changed() -> None:
+    drawn = []
+    for group_size in (None, 2):
+        _loss(_model(CONFIG, torch.float32, group_size)).backward()
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+class _Storages(TorchDispatchMode):
+    """Remembers what operators made, without keeping it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata not in self._own:
+                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive_bytes(self) -> int:
+        gc.collect()
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+def _alive(config: ModelConfig, dtype: torch.dtype, group_size: int | None) -> int:
+    """Bytes that live on between forward and backward pass, besides weights."""
+    model = _model(config, dtype, group_size)
+    with _Storages(model) as storages:
+        loss = _loss(model)
+        found = storages.alive_bytes()
+    loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("score_residual", ["none", "sum"])
+def test_memory_is_what_cost_says(score_residual: str, group_size: int, dtype: torch.dtype) -> None:
+    config = replace(CONFIG, score_residual=score_residual)  # type: ignore[arg-type]
+    formula = cost.activation_bytes(
+        config, BATCH * SEQ_LEN, SEQ_LEN, dtype.itemsize, NUM_MASKED / (BATCH * SEQ_LEN),
+        dtype.itemsize, group_size,
+    )  # fmt: skip
+    lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))
+    # What all layers share: the rotary tables in fp32, and the mask.
+    shared = BATCH * SEQ_LEN * (2 * config.head_size * 4 + SEQ_LEN)
+    assert _alive(config, dtype, group_size) == pytest.approx(lasting + shared, abs=300)
+    everything = cost.activation_bytes(config, BATCH * SEQ_LEN, SEQ_LEN, dtype.itemsize)["total"]
+    assert formula["total"] < everything
+
+
+def test_a_trace_is_filled_once() -> None:
+    model, trace = _model(CONFIG, torch.float32, 2), Trace()
+    layout = rows(torch.ones(1, 8, dtype=torch.int32), torch.arange(8)[None])
+    hidden = model.encoder(torch.arange(8)[None], layout, trace=trace)
+    hidden.sum().backward()
+    assert len(trace.probabilities) == CONFIG.num_layers
+    assert len(trace.hidden) == CONFIG.num_layers + 1
