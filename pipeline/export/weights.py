@@ -31,7 +31,7 @@ from pipeline.export.folder import (
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
 from pipeline.runtime.files import METRICS_FILE
-from pipeline.train.build import InitialWeights
+from pipeline.train.initial import InitialWeights
 from pipeline.train.state_files import read_weights
 
 LARGEST_DIFFERENCE = 1e-3

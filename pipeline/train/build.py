@@ -6,23 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 import torch
-from torch import Tensor
 
 from pipeline.config.load import provenance, resolved_text
-from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.data.batch_records import BATCHES_FILE
-from pipeline.data.fast_tokenizer import FastTokenizer
 from pipeline.data.ledger import LEDGER_FILE, Rewind, read_ledger
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import Share
-from pipeline.data.wordpiece import difference_of_ids
 from pipeline.errors import (
     EXIT_FINISHED,
     EXIT_PREEMPTED,
@@ -42,7 +38,6 @@ from pipeline.runtime.files import (
     HANGS_FOLDER,
     LOCK_FILE,
     RESOLVED_FILE,
-    sha256_file,
     write_atomic,
     write_json_atomic,
 )
@@ -51,6 +46,7 @@ from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
 from pipeline.train.deepspeed_config import DEEPSPEED_FILE, deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Parts, train
 from pipeline.train.requests import Requests
 from pipeline.train.rescue import Rescue
@@ -65,16 +61,6 @@ from pipeline.train.watch import Watch
 logger = logging.getLogger(__name__)
 
 _LOCK_PATIENCE_S = 15.0
-
-
-@dataclass(frozen=True)
-class InitialWeights:
-    """What a new run starts from in place of random numbers."""
-
-    config: ModelConfig
-    weights: dict[str, Tensor]
-    tokenizer: Path | None
-    """Its tokenizer's file; None if it has none."""
 
 
 def pretrain(
@@ -169,7 +155,7 @@ def _run(
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     if initial is not None and resumed_from is None:
-        _start_from(model, initial(), config, index)
+        start_from(model, initial(), config, index)
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch",
         run_dir, f"{num_parameters:,}", process.world_size, device.type,
@@ -300,59 +286,6 @@ def _finish(config: PretrainConfig, state: TrainState) -> None:
             "alpha; continue with a larger train.budget_hours, or start again with a "
             "shorter train.alpha_warmup_steps", reached,
         )  # fmt: skip
-
-
-# Upper case, an accent, Chinese: what BERT's options decide.
-_PROBE_TEXT = "Tokenizers É 中文 of two"
-# Differences that change no parameter's place or meaning.
-_FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init"}
-
-
-def _start_from(
-    model: MaskedLanguageModel, initial: InitialWeights, config: PretrainConfig, index: DatasetIndex
-) -> None:
-    """Loads initial weights.
-
-    Raises:
-        ConfigError: they are of another architecture, or of another tokenizer's ids.
-    """
-    theirs, ours = asdict(initial.config), asdict(config.model)
-    problems = [
-        f"model.{name}: {theirs[name]} there, {value} here"
-        for name, value in ours.items()
-        if theirs[name] != value and name not in _FREE_TO_DIFFER
-    ]
-    other_ids, other_text = _tokenizer_differences(initial.tokenizer, index)
-    problems += [f"tokenizer: {text}" for text in other_ids]
-    if problems:
-        raise ConfigError(
-            f"init_from={config.init_from} does not fit this run: {'; '.join(problems)}. Give the "
-            "model the values that it has there, and use data made with its tokenizer"
-        )
-    for text in other_text:
-        logger.warning("the tokenizers of %s and of the dataset give the same ids to the same "
-                       "pieces, but %s", config.init_from, text)  # fmt: skip
-    model.load_state_dict(initial.weights)
-    logger.info("weights are those of %s", config.init_from)
-
-
-def _tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
-    """Why ids mean other tokens, and why the same text may get other ids."""
-    path = index.folder / index.tokenizer_file
-    if theirs is None:
-        return [f"none there, {path.name} in {index.folder}"], []
-    if sha256_file(theirs) == index.tokenizer_sha256:
-        return [], []
-    if theirs.suffix != ".json" or path.suffix != ".json":
-        return [f"{theirs} there, {path} here, which are not the same"], []
-    pair = FastTokenizer(theirs), FastTokenizer(path)
-    other_ids = difference_of_ids(*pair)
-    text = _PROBE_TEXT if pair[0].encode(_PROBE_TEXT) != pair[1].encode(_PROBE_TEXT) else ""
-    return (
-        [f"{other_ids} ({theirs}, {path})"] if other_ids else [],
-        [f"split {text!r} into other ones: check lowercase, strip_accents and split_chinese of "
-         f"{theirs} and {path}"] if text else [],
-    )  # fmt: skip
 
 
 def _write_deepspeed_config(config: PretrainConfig, process: ProcessInfo) -> None:

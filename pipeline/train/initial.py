@@ -1,0 +1,81 @@
+"""What a new run starts from in place of random numbers: `init_from`."""
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.run import PretrainConfig
+from pipeline.data.fast_tokenizer import FastTokenizer
+from pipeline.data.shards import DatasetIndex
+from pipeline.data.wordpiece import difference_of_ids
+from pipeline.errors import ConfigError
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime.files import sha256_file
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """What a new run starts from in place of random numbers."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokenizer: Path | None
+    """Its tokenizer's file; None if it has none."""
+
+
+# Upper case, an accent, Chinese: what BERT's options decide.
+_PROBE_TEXT = "Tokenizers É 中文 of two"
+# Differences that change no parameter's place or meaning.
+_FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init"}
+
+
+def start_from(
+    model: MaskedLanguageModel, initial: InitialWeights, config: PretrainConfig, index: DatasetIndex
+) -> None:
+    """Loads initial weights.
+
+    Raises:
+        ConfigError: they are of another architecture, or of another tokenizer's ids.
+    """
+    theirs, ours = asdict(initial.config), asdict(config.model)
+    problems = [
+        f"model.{name}: {theirs[name]} there, {value} here"
+        for name, value in ours.items()
+        if theirs[name] != value and name not in _FREE_TO_DIFFER
+    ]
+    other_ids, other_text = _tokenizer_differences(initial.tokenizer, index)
+    problems += [f"tokenizer: {text}" for text in other_ids]
+    if problems:
+        raise ConfigError(
+            f"init_from={config.init_from} does not fit this run: {'; '.join(problems)}. Give the "
+            "model the values that it has there, and use data made with its tokenizer"
+        )
+    for text in other_text:
+        logger.warning("the tokenizers of %s and of the dataset give the same ids to the same "
+                       "pieces, but %s", config.init_from, text)  # fmt: skip
+    model.load_state_dict(initial.weights)
+    logger.info("weights are those of %s", config.init_from)
+
+
+def _tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
+    """Why ids mean other tokens, and why the same text may get other ids."""
+    path = index.folder / index.tokenizer_file
+    if theirs is None:
+        return [f"none there, {path.name} in {index.folder}"], []
+    if sha256_file(theirs) == index.tokenizer_sha256:
+        return [], []
+    if theirs.suffix != ".json" or path.suffix != ".json":
+        return [f"{theirs} there, {path} here, which are not the same"], []
+    pair = FastTokenizer(theirs), FastTokenizer(path)
+    other_ids = difference_of_ids(*pair)
+    text = _PROBE_TEXT if pair[0].encode(_PROBE_TEXT) != pair[1].encode(_PROBE_TEXT) else ""
+    return (
+        [f"{other_ids} ({theirs}, {path})"] if other_ids else [],
+        [f"split {text!r} into other ones: check lowercase, strip_accents and split_chinese of "
+         f"{theirs} and {path}"] if text else [],
+    )  # fmt: skip
