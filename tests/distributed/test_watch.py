@@ -30,11 +30,11 @@ def _tensorboard(run_dir: Path) -> EventAccumulator:
 def test_tensorboard_and_metrics_have_the_same_numbers(straight_run: Path) -> None:
     events = _tensorboard(straight_run)
     expected: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for kind in ("train", "eval"):
+    for kind, section in (("train", "train"), ("eval", "eval"), ("save", "train")):
         for record in records(straight_run, kind):
             for name, value in record.items():
                 if name not in ("step", "kind", "attempt", "unix_s"):
-                    expected[f"{kind}/{name}"][record["step"]] = value
+                    expected[f"{section}/{name}"][record["step"]] = value
     assert set(events.Tags()["scalars"]) == set(expected)
     for name, points in expected.items():
         found = {event.step: event.value for event in events.Scalars(name)}
