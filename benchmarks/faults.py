@@ -126,7 +126,7 @@ class Campaign:
                 continue
             rank = self._random.randrange(world_size)
             self._wait_for_step(ranks, part * (number + 1) - self._random.randrange(3))
-            self._kill_rank(ranks, rank, f"step, {world_size} ranks at ZeRO stage {stage}")
+            self._kill_rank(ranks, rank, f"step, world of {world_size} at ZeRO stage {stage}")
         self._require_same_batches(straight, run_dir)
         expected, found = losses(straight), losses(run_dir)
         if expected.keys() != found.keys():
@@ -283,7 +283,7 @@ def table(result: dict[str, Any]) -> str:
         "# Faults", "",
         f"`python -m benchmarks.faults --kills {result['kills']} --seed {result['seed']}`, "
         f"{versions}; what is done and compared is said in `benchmarks/faults.py`. "
-        f"{result['kills']} kills in {result['runs']} runs of {_STEPS} steps, "
+        f"{result['kills']} kills in {result['runs']} run(s) of {_STEPS} steps, "
         f"{result['in_save']} of them left an unfinished save; {result['starts']} starts in "
         f"{result['wall_s']:.0f} s. Other worlds: largest difference of a loss "
         f"{result['losses_apart_nats']:.5f} nats.", "",
