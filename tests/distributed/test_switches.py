@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "tests.distributed.switches_main", str(folder)]
     processes = start(command, 2, folder / "output")
     try:
-        codes = [process.wait(400) for process in processes]
+        codes = [process.wait(600) for process in processes]
     finally:
         for process in processes:
             process.kill()
