@@ -1,0 +1,157 @@
+"""What `benchmarks.stability` found, as tables and curves."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.carry_forms import FORMS
+from benchmarks.curves import Line, Panel, draw
+
+_STUCK_NATS = 0.1
+"""A model this little below the unigram entropy has learnt frequencies and no more."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished trial; `found` has the fields of `stability_trial.Found`."""
+
+    size: str
+    method: str
+    carry: str
+    seed: int
+    found: dict[str, Any]
+
+    @property
+    def loss(self) -> float:
+        """Held-out, nats a masked token."""
+        return float(self.found["eval_loss"])
+
+
+def _order(trials: Sequence[Finished], field: str) -> list[str]:
+    return list(dict.fromkeys(getattr(trial, field) for trial in trials))
+
+
+def _of(trials: Sequence[Finished], **wanted: str) -> list[Finished]:
+    return [t for t in trials if all(getattr(t, name) == value for name, value in wanted.items())]
+
+
+def summary(trials: Sequence[Finished]) -> dict[str, Any]:
+    """Held-out losses by arm and seed."""
+    found: dict[str, Any] = {}
+    for trial in trials:
+        arm = f"{trial.size} {trial.method} {trial.carry}"
+        found.setdefault(arm, {})[str(trial.seed)] = round(trial.loss, 4)
+    return found
+
+
+def curves(trials: Sequence[Finished], size: str) -> str:
+    """Training losses of one size as SVG: a panel for each carry, a colour for each method."""
+    mine = _of(trials, size=size)
+    panels = [
+        Panel(
+            f"score residual: {carry}",
+            [Line(trial.method, trial.found["curve"]) for trial in _of(mine, carry=carry)],
+        )
+        for carry in _order(mine, "carry")
+    ]
+    return draw(
+        panels, x_name="updates", y_name="training loss, nats",
+        dotted={"unigram entropy": mine[0].found["unigram_entropy"]},
+    )  # fmt: skip
+
+
+def table(trials: Sequence[Finished], heading: str) -> str:
+    """All figures as Markdown."""
+    lines = ["# Stability of deep Post-LN", "", heading, ""]
+    for size in _order(trials, "size"):
+        mine = _of(trials, size=size)
+        lines += [f"## {size}", "", *_losses(mine), "", *_differences(mine), *_layers(mine)]
+    return "\n".join(lines) + "\n"
+
+
+def _losses(trials: Sequence[Finished]) -> list[str]:
+    entropy = trials[0].found["unigram_entropy"]
+    limit = entropy - _STUCK_NATS
+    carries = [carry for carry in _order(trials, "carry") if carry not in FORMS]
+    lines = [
+        f"Held-out loss, nats; mean +- standard deviation (seeds). The unigram entropy is "
+        f"{entropy:.2f}; *italics*: above {limit:.2f}, stuck.", "",
+        f"| method | {' | '.join(carries)} |", "|---" * (len(carries) + 1) + "|",
+    ]  # fmt: skip
+    for method in _order(trials, "method"):
+        cells = [_cell(_of(trials, method=method, carry=carry), limit) for carry in carries]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    forms = [t for t in trials if t.carry in FORMS]
+    if forms:
+        lines += ["", "Forms that the model does not have (`benchmarks/carry_forms.py`):", "",
+                  "| form | method | loss |", "|---" * 3 + "|"]  # fmt: skip
+    for form in _order(forms, "carry"):
+        for method in _order(_of(forms, carry=form), "method"):
+            cell = _cell(_of(forms, carry=form, method=method), limit)
+            lines.append(f"| {form}: {FORMS[form].meaning} | {method} | {cell} |")
+    return lines
+
+
+def _cell(trials: Sequence[Finished], limit: float) -> str:
+    if not trials:
+        return ""
+    losses = [trial.loss for trial in trials]
+    mean = statistics.mean(losses)
+    text = f"{mean:.3f}"
+    if len(losses) > 1:
+        text += f" +- {statistics.stdev(losses):.3f} ({len(losses)})"
+    return f"*{text}*" if mean > limit else text
+
+
+def _differences(trials: Sequence[Finished]) -> list[str]:
+    """Carried minus not carried, seed by seed, where there are several seeds."""
+    lines = []
+    for method in _order(trials, "method"):
+        plain = {t.seed: t.loss for t in _of(trials, method=method, carry="none")}
+        for carry in _order(trials, "carry"):
+            pairs = [
+                t.loss - plain[t.seed]
+                for t in _of(trials, method=method, carry=carry) if t.seed in plain
+            ]  # fmt: skip
+            if carry != "none" and len(pairs) > 1:
+                each = ", ".join(f"{pair:+.3f}" for pair in pairs)
+                lines.append(f"| {method} | {carry} | {statistics.mean(pairs):+.3f} | {each} |")
+    if not lines:
+        return []
+    head = "| method | carry | mean | by seed |"
+    return ["Loss minus that of `none` with the same seed, so with the same text and masks:", "",
+            head, "|---" * 4 + "|", *lines, ""]  # fmt: skip
+
+
+def _layers(trials: Sequence[Finished]) -> list[str]:
+    """Lowest, middle and highest layer at the start, in the middle and at the end; first seeds."""
+    columns: list[tuple[str, Callable[[dict[str, Any]], list[float]]]] = [
+        ("logit std", lambda look: look["logit_std"]),
+        ("attention entropy", lambda look: look["entropy"]),
+        ("cosine of tokens", lambda look: look["cosine"][1:]),
+        ("gradient q, k", lambda look: look["gradient_query_key"]),
+        ("gradient others", lambda look: look["gradient_other"]),
+    ]
+    names = " | ".join(name for name, _ in columns)
+    lines = [
+        "Layers: lowest / middle / highest. Deviation of the softmax's input over a row's keys; "
+        "entropy over log(keys); cosine between the hidden states of two tokens; gradient norms.",
+        "", f"| arm | updates | {names} |", "|---" * (len(columns) + 2) + "|",
+    ]  # fmt: skip
+    for trial in trials:
+        if trial.seed != min(t.seed for t in trials):
+            continue
+        looks = trial.found["looks"]
+        for look in (looks[0], looks[len(looks) // 2], looks[-1]):
+            cells = [_three(value(look)) for _, value in columns]
+            lines.append(
+                f"| {trial.method}, {trial.carry} | {look['step']} | {' | '.join(cells)} |"
+            )
+    return [*lines, ""]
+
+
+def _three(values: list[float]) -> str:
+    if not values:
+        return ""
+    return " / ".join(f"{values[at]:.2g}" for at in (0, len(values) // 2, -1))
