@@ -109,7 +109,7 @@ class Arm:
 def arms() -> Iterator[tuple[Arm, int]]:
     """Arms and how many seeds each has, what matters most first."""
     deep = Size(24, 48, 400)
-    first = ("alpha 50%", "rsqrt_depth", "plain")
+    first = ("rsqrt_depth", "alpha 50%", "plain")
     for method in first:
         for carry in CARRIES:
             yield Arm(deep, method, carry), 3
@@ -121,7 +121,7 @@ def arms() -> Iterator[tuple[Arm, int]]:
                 yield Arm(deep, method, carry), 1
     for layers in (12, 4):
         for carry in CARRIES:
-            yield Arm(Size(layers, 48, 400), "alpha 50%", carry), 3
+            yield Arm(Size(layers, 48, 400), "rsqrt_depth", carry), 3
 
 
 def _quick() -> Iterator[tuple[Arm, int]]:
