@@ -43,7 +43,7 @@ FORMS = {
         own=lambda layer, layers: (layer + 1) ** -0.5,
         keep=lambda layer, layers: math.sqrt(layer / (layer + 1)),
     ),
-    "sum / N": Form("sum / N in all layers", own=lambda layer, layers: 1 / layers),
+    "sum by N": Form("sum / N in all layers", own=lambda layer, layers: 1 / layers),
     "gate": Form("own scores + g times the carried, g learned by layer from 0", gated=True),
     "alpha": Form("own scores + alpha times the carried", warmed=True),
     "detached": Form("sum, carried without its gradient", detached=True),

@@ -37,6 +37,7 @@ from benchmarks.stability_report import Finished, curves, summary, table
 from benchmarks.stability_trial import Trial
 
 ROOT = Path(__file__).parents[1]
+_STEPS = 400
 CARRIES = ("none", "mean", "sum")
 
 
@@ -56,8 +57,9 @@ class Size:
 
     @property
     def name(self) -> str:
-        """Layers and width."""
-        return f"{self.layers}x{self.width}"
+        """Layers, width, and updates where they are not the usual number."""
+        updates = "" if self.steps == _STEPS else f" {self.steps} updates"
+        return f"{self.layers}x{self.width}{updates}"
 
 
 def methods(size: Size) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -108,7 +110,7 @@ class Arm:
 
 def arms() -> Iterator[tuple[Arm, int]]:
     """Arms and how many seeds each has, what matters most first."""
-    deep = Size(24, 48, 400)
+    deep = Size(24, 48, _STEPS)
     first = ("rsqrt_depth", "alpha 50%", "plain")
     for method in first:
         for carry in CARRIES:
@@ -119,9 +121,11 @@ def arms() -> Iterator[tuple[Arm, int]]:
         if method not in first:
             for carry in CARRIES:
                 yield Arm(deep, method, carry), 1
+    for carry in CARRIES:
+        yield Arm(Size(24, 48, 3 * _STEPS), "rsqrt_depth", carry), 1
     for layers in (12, 4):
         for carry in CARRIES:
-            yield Arm(Size(layers, 48, 400), "rsqrt_depth", carry), 3
+            yield Arm(Size(layers, 48, _STEPS), "rsqrt_depth", carry), 3
 
 
 def _quick() -> Iterator[tuple[Arm, int]]:

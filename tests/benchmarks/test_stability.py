@@ -58,7 +58,7 @@ def test_forms_are_what_they_are_called(form: str) -> None:
             0.3 * 0.7 ** (n - k) * own[k] for k in range(1, n + 1)
         ),
         "rsqrt": lambda n: sums[n] / np.sqrt(n + 1),
-        "sum / N": lambda n: sums[n] / _LAYERS,
+        "sum by N": lambda n: sums[n] / _LAYERS,
         "gate": lambda n: sum(0.25 ** (n - k) * own[k] for k in range(n + 1)),
         "alpha": lambda n: sum(0.4 ** (n - k) * own[k] for k in range(n + 1)),
         "detached": lambda n: sums[n],
