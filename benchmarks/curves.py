@@ -9,7 +9,7 @@ _COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999",
 )  # fmt: skip
 _WIDTH, _HEIGHT = 330, 240
-_LEFT, _TOP, _GAP = 56, 34, 18
+_LEFT, _TOP, _GAP = 56, 34, 40
 _ROW = 18
 
 
@@ -29,7 +29,9 @@ class Panel:
     lines: Sequence[Line]
 
 
-def draw(panels: Sequence[Panel], *, x_name: str, y_name: str, dotted: dict[str, float]) -> str:
+def draw(
+    panels: Sequence[Panel], *, x_name: str, y_name: str, dotted: dict[str, float], top: float
+) -> str:
     """An SVG document; all panels have the same axes.
 
     Args:
@@ -37,10 +39,20 @@ def draw(panels: Sequence[Panel], *, x_name: str, y_name: str, dotted: dict[str,
         x_name: below each panel.
         y_name: beside each row.
         dotted: horizontal lines with their names.
+        top: points above it are left out.
     """
+    panels = [
+        Panel(
+            panel.title,
+            [Line(line.name, [at for at in line.points if at[1] <= top]) for line in panel.lines],
+        )
+        for panel in panels
+    ]
     lines = [line for panel in panels for line in panel.lines]
     names = list(dict.fromkeys(line.name for line in lines))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    count = len(_COLOURS)
+    # Beyond the colours there are dashes.
+    styles = {name: (_COLOURS[i % count], "5 3" * (i // count)) for i, name in enumerate(names)}
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + list(dotted.values())
     axes = _Axes(0.0, max(xs), min(ys) - 0.1, max(ys) + 0.1)
@@ -62,13 +74,14 @@ def draw(panels: Sequence[Panel], *, x_name: str, y_name: str, dotted: dict[str,
             parts.append(axes.path([(axes.x_low, y), (axes.x_high, y)], "#555555", "4 3"))
             parts.append(f'<text x="{_WIDTH - 4}" y="{axes.y(y) - 4:.1f}" text-anchor="end" '
                          f'fill="#555555" font-size="10">{escape(name)}</text>')  # fmt: skip
-        parts += [axes.path(line.points, colours[line.name]) for line in panel.lines]
+        parts += [axes.path(line.points, *styles[line.name]) for line in panel.lines]
         parts.append("</g>")
     for number, name in enumerate(names):
         x = _LEFT + number % columns * (_WIDTH + _GAP)
         y = legend_top + number // columns * _ROW
         parts.append(
-            f'<path d="M{x} {y}h24" stroke="{colours[name]}" stroke-width="3"/>'
+            f'<path d="M{x} {y}h24" stroke="{styles[name][0]}" stroke-width="3" '
+            f'stroke-dasharray="{styles[name][1] or "none"}"/>'
             f'<text x="{x + 30}" y="{y + 4}">{escape(name)}</text>'
         )
     return "\n".join([*parts, "</svg>\n"])

@@ -121,8 +121,9 @@ def arms() -> Iterator[tuple[Arm, int]]:
         if method not in first:
             for carry in CARRIES:
                 yield Arm(deep, method, carry), 1
-    for carry in CARRIES:
-        yield Arm(Size(24, 48, 3 * _STEPS), "rsqrt_depth", carry), 1
+    for method in first[:2]:
+        for carry in CARRIES:
+            yield Arm(Size(24, 48, 3 * _STEPS), method, carry), 1
     for layers in (12, 4):
         for carry in CARRIES:
             yield Arm(Size(layers, 48, _STEPS), "rsqrt_depth", carry), 3

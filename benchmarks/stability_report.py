@@ -11,6 +11,9 @@ from benchmarks.curves import Line, Panel, draw
 _STUCK_NATS = 0.1
 """A model this little below the unigram entropy has learnt frequencies and no more."""
 
+_SHOWN_NATS = 0.5
+"""Curves begin this much above the unigram entropy."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -48,16 +51,22 @@ def summary(trials: Sequence[Finished]) -> dict[str, Any]:
 def curves(trials: Sequence[Finished], size: str) -> str:
     """Training losses of one size as SVG: a panel for each carry, a colour for each method."""
     mine = _of(trials, size=size)
+    entropy = mine[0].found["unigram_entropy"]
+    carries = [carry for carry in _order(mine, "carry") if carry not in FORMS]
     panels = [
         Panel(
             f"score residual: {carry}",
             [Line(trial.method, trial.found["curve"]) for trial in _of(mine, carry=carry)],
         )
-        for carry in _order(mine, "carry")
+        for carry in carries
     ]
+    forms = [trial for trial in mine if trial.carry in FORMS]
+    if forms:
+        lines = [Line(f"{t.carry}, {t.method}", t.found["curve"]) for t in forms]
+        panels.append(Panel("other forms", lines))
     return draw(
-        panels, x_name="updates", y_name="training loss, nats",
-        dotted={"unigram entropy": mine[0].found["unigram_entropy"]},
+        panels, x_name="updates", y_name="training loss, nats", top=entropy + _SHOWN_NATS,
+        dotted={"unigram entropy": entropy},
     )  # fmt: skip
 
 

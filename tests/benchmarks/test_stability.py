@@ -161,10 +161,13 @@ def test_table_has_means_pairs_and_marks_what_is_stuck() -> None:
 
 
 def test_curves_lie_where_their_numbers_are() -> None:
-    panel = curves.Panel("a < b", [curves.Line("one", [(0, 1.0), (10, 3.0)])])
-    root = ET.fromstring(curves.draw([panel, panel], x_name="x", y_name="y", dotted={"limit": 2.0}))
+    panel = curves.Panel("a < b", [curves.Line("one", [(0, 9.0), (0, 1.0), (10, 3.0)])])
+    root = ET.fromstring(
+        curves.draw([panel, panel], x_name="x", y_name="y", dotted={"limit": 2.0}, top=5.0)
+    )
     lines = [node.get("points") for node in root.iter() if node.tag.endswith("polyline")]
     assert len(lines) == 4
+    assert len(lines[1].split()) == 2  # what is above the top is left out
     limit, curve = (
         [tuple(map(float, place.split(","))) for place in line.split()] for line in lines[:2]
     )
