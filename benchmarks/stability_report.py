@@ -1,7 +1,7 @@
 """What `benchmarks.stability` found, as tables and curves."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,33 +134,27 @@ def _differences(trials: Sequence[Finished]) -> list[str]:
 
 
 def _layers(trials: Sequence[Finished]) -> list[str]:
-    """Lowest, middle and highest layer at the start, in the middle and at the end; first seeds."""
-    columns: list[tuple[str, Callable[[dict[str, Any]], list[float]]]] = [
-        ("logit std", lambda look: look["logit_std"]),
-        ("attention entropy", lambda look: look["entropy"]),
-        ("cosine of tokens", lambda look: look["cosine"][1:]),
-        ("gradient q, k", lambda look: look["gradient_query_key"]),
-        ("gradient others", lambda look: look["gradient_other"]),
-    ]
-    names = " | ".join(name for name, _ in columns)
+    """Lowest and highest layer of each arm's first seed."""
     lines = [
-        "Layers: lowest / middle / highest. Deviation of the softmax's input over a row's keys; "
-        "entropy over log(keys); cosine between the hidden states of two tokens; gradient norms.",
-        "", f"| arm | updates | {names} |", "|---" * (len(columns) + 2) + "|",
+        "Lowest .. highest layer, at the start -> at the end (of gradients: in the last tenth). "
+        "Deviation of the softmax's input over a row's keys; entropy over log(keys); cosine "
+        "between the hidden states of two tokens, first after the embeddings; gradient norm of the "
+        "query and key matrices, and of the layer's others.", "",
+        "| method | carry | logit std | attention entropy | cosine of tokens | gradient: q, k "
+        "| others |", "|---" * 7 + "|",
     ]  # fmt: skip
     for trial in trials:
         if trial.seed != min(t.seed for t in trials):
             continue
         looks = trial.found["looks"]
-        for look in (looks[0], looks[len(looks) // 2], looks[-1]):
-            cells = [_three(value(look)) for _, value in columns]
-            lines.append(
-                f"| {trial.method}, {trial.carry} | {look['step']} | {' | '.join(cells)} |"
-            )
+        cells = [
+            f"{_ends(looks[0][name])} -> {_ends(looks[-1][name])}"
+            for name in ("logit_std", "entropy", "cosine")
+        ]
+        cells += [_ends(looks[-2][name]) for name in ("gradient_query_key", "gradient_other")]
+        lines.append(f"| {trial.method} | {trial.carry} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
-def _three(values: list[float]) -> str:
-    if not values:
-        return ""
-    return " / ".join(f"{values[at]:.2g}" for at in (0, len(values) // 2, -1))
+def _ends(values: list[float]) -> str:
+    return f"{values[0]:.2g} .. {values[-1]:.2g}"

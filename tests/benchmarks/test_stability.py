@@ -141,10 +141,15 @@ def test_every_arm_has_a_name_of_its_own() -> None:
 
 def _finished(carry: str, seed: int, loss: float) -> Finished:
     look = {
-        "step": 0, "logit_std": [1.0, 2.0, 3.0], "entropy": [0.9, 0.8, 0.7],
-        "cosine": [0.1, 0.2, 0.3, 0.4], "gradient_query_key": [1.0], "gradient_other": [2.0],
+        "logit_std": [1.0, 2.0, 3.0], "entropy": [0.9, 0.8, 0.7], "cosine": [0.1, 0.2, 0.3, 0.4],
+        "gradient_query_key": [1.0, 4.0], "gradient_other": [2.0, 5.0],
     }  # fmt: skip
-    found = {"eval_loss": loss, "unigram_entropy": 6.0, "looks": [look], "curve": [[1, 8], [2, 6]]}
+    found = {
+        "eval_loss": loss,
+        "unigram_entropy": 6.0,
+        "looks": [look, look],
+        "curve": [[1, 8], [2, 6]],
+    }
     return Finished("24x48", "alpha 50%", carry, seed, found)
 
 
@@ -157,7 +162,10 @@ def test_table_has_means_pairs_and_marks_what_is_stuck() -> None:
     assert "| alpha 50% | 5.100 +- 0.141 (2) | 5.100 +- 0.283 (2) | *5.950* |" in text
     assert "| alpha 50% | mean | +0.000 | -0.100, +0.100 |" in text
     assert "learned by layer from 0 | alpha 50% | 5.500 |" in text
-    assert "| alpha 50%, none | 0 | 1 / 2 / 3 | 0.9 / 0.8 / 0.7 | 0.2 / 0.3 / 0.4 |" in text
+    assert (
+        "| none | 1 .. 3 -> 1 .. 3 | 0.9 .. 0.7 -> 0.9 .. 0.7 | 0.1 .. 0.4 -> 0.1 .. 0.4 "
+        "| 1 .. 4 | 2 .. 5 |"
+    ) in text
 
 
 def test_curves_lie_where_their_numbers_are() -> None:
