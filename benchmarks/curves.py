@@ -41,6 +41,7 @@ def draw(
         dotted: horizontal lines with their names.
         top: points above it are left out.
     """
+    x_high = max(x for panel in panels for line in panel.lines for x, _ in line.points)
     panels = [
         Panel(
             panel.title,
@@ -53,9 +54,8 @@ def draw(
     count = len(_COLOURS)
     # Beyond the colours there are dashes.
     styles = {name: (_COLOURS[i % count], "5 3" * (i // count)) for i, name in enumerate(names)}
-    xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + list(dotted.values())
-    axes = _Axes(0.0, max(xs), min(ys) - 0.1, max(ys) + 0.1)
+    axes = _Axes(0.0, x_high, min(ys) - 0.1, max(ys) + 0.1)
     columns = min(3, len(panels))
     num_rows = -(-len(panels) // columns)
     width = _LEFT + columns * (_WIDTH + _GAP)

@@ -14,6 +14,12 @@ _STUCK_NATS = 0.1
 _SHOWN_NATS = 0.5
 """Curves begin this much above the unigram entropy."""
 
+_LIMITS = """\
+What this cannot say: the models are narrow, the text is 9 M tokens of documentation, and a trial
+ends after a few hundred updates, when the models have begun to use context. It tells which arms
+converge and which stay at the unigram entropy; differences of a few hundredths of a nat between
+converging arms are within what another seed changes."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -72,7 +78,7 @@ def curves(trials: Sequence[Finished], size: str) -> str:
 
 def table(trials: Sequence[Finished], heading: str) -> str:
     """All figures as Markdown."""
-    lines = ["# Stability of deep Post-LN", "", heading, ""]
+    lines = ["# Stability of deep Post-LN", "", heading, "", _LIMITS, ""]
     for size in _order(trials, "size"):
         mine = _of(trials, size=size)
         lines += [f"## {size}", "", *_losses(mine), "", *_differences(mine), *_layers(mine)]
