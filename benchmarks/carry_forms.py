@@ -27,6 +27,8 @@ class Form(NamedTuple):
     """`keep` is times a learned number of the layer, 0 at first."""
     warmed: bool = False
     """`keep` is times the residual's alpha."""
+    branches_warmed: bool = True
+    """Whether alpha scales the residual branches, too."""
     detached: bool = False
     """The scores are carried without their gradient."""
 
@@ -46,6 +48,10 @@ FORMS = {
     "sum by N": Form("sum / N in all layers", own=lambda layer, layers: 1 / layers),
     "gate": Form("own scores + g times the carried, g learned by layer from 0", gated=True),
     "alpha": Form("own scores + alpha times the carried", warmed=True),
+    "alpha alone": Form(
+        "own scores + alpha times the carried; branches have alpha 1", warmed=True,
+        branches_warmed=False,
+    ),
     "detached": Form("sum, carried without its gradient", detached=True),
 }  # fmt: skip
 
@@ -63,6 +69,8 @@ def use_form(model: MaskedLanguageModel, name: str, alpha: Tensor) -> None:
         if FORMS[name].gated:
             layer.attention.gate = nn.Parameter(torch.zeros(1))
         layer.attention.register_forward_pre_hook(_hook(FORMS[name], len(layers), alpha))
+        if not FORMS[name].branches_warmed:
+            layer.register_forward_pre_hook(_without_alpha)
 
 
 def _hook(form: Form, layers: int, alpha: Tensor) -> Callable[[nn.Module, Any], Any]:
@@ -76,3 +84,8 @@ def _hook(form: Form, layers: int, alpha: Tensor) -> Callable[[nn.Module, Any], 
         return x, shared, carry_BNSS, index
 
     return scale
+
+
+def _without_alpha(layer: nn.Module, inputs: Any) -> Any:
+    x, shared, carry_BNSS, index = inputs
+    return x, shared._replace(alpha=None), carry_BNSS, index

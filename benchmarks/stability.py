@@ -115,9 +115,12 @@ def arms() -> Iterator[tuple[Arm, int]]:
     for method in first:
         for carry in CARRIES:
             yield Arm(deep, method, carry), 3
-    for method in first[:2]:
-        for form in FORMS:
-            yield Arm(deep, method, form), 1
+    yield Arm(deep, "rsqrt_depth, alpha 50%", "alpha alone"), 3
+    for form in FORMS:
+        if not FORMS[form].warmed:
+            yield Arm(deep, "rsqrt_depth", form), 1
+        if FORMS[form].branches_warmed:
+            yield Arm(deep, "alpha 50%", form), 1
     for method in methods(deep):
         if method not in first:
             for carry in CARRIES:
@@ -126,8 +129,10 @@ def arms() -> Iterator[tuple[Arm, int]]:
         for carry in CARRIES:
             yield Arm(Size(24, 48, 3 * _STEPS), method, carry), 1
     for layers in (12, 4):
+        size = Size(layers, 48, _STEPS)
         for carry in CARRIES:
-            yield Arm(Size(layers, 48, _STEPS), "rsqrt_depth", carry), 3
+            yield Arm(size, "rsqrt_depth", carry), 3
+        yield Arm(size, "rsqrt_depth, alpha 50%", "alpha alone"), 3
 
 
 def _quick() -> Iterator[tuple[Arm, int]]:

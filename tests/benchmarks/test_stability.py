@@ -26,8 +26,7 @@ _LAYOUT = padded(torch.tensor([7, 7]), 7)
 
 
 def _logits(score_residual: str, form: str | None, alpha: float) -> list[np.ndarray]:
-    """Softmax inputs by layer, centred; every layer sees the same x, so that own scores differ by
-    weights alone."""
+    """Softmax inputs by layer, centred; all layers see the same x."""
     torch.manual_seed(0)
     config = ModelConfig(
         vocab_size=20, num_layers=_LAYERS, hidden_size=8, num_heads=2, ffn_size=8, init="unit",
@@ -40,9 +39,11 @@ def _logits(score_residual: str, form: str | None, alpha: float) -> list[np.ndar
         for layer in model.encoder.layers:
             if FORMS[form].gated:
                 layer.attention.gate.data.fill_(0.25)
+    for layer in model.encoder.layers:
+        layer.attention.output.weight.data.zero_()
+        layer.feed_forward.output.weight.data.zero_()
     trace = Trace()
-    # The residual's alpha of 0 leaves x as it is in every layer.
-    model.encoder(_IDS, _LAYOUT, alpha=torch.zeros((), dtype=torch.float64), trace=trace)
+    model.encoder(_IDS, _LAYOUT, alpha=warming, trace=trace)
     found = [share.detach().log().numpy() for share in trace.probabilities]
     return [scores - scores.mean(-1, keepdims=True) for scores in found]
 
@@ -61,11 +62,28 @@ def test_forms_are_what_they_are_called(form: str) -> None:
         "sum by N": lambda n: sums[n] / _LAYERS,
         "gate": lambda n: sum(0.25 ** (n - k) * own[k] for k in range(n + 1)),
         "alpha": lambda n: sum(0.4 ** (n - k) * own[k] for k in range(n + 1)),
+        "alpha alone": lambda n: sum(0.4 ** (n - k) * own[k] for k in range(n + 1)),
         "detached": lambda n: sums[n],
     }[form]  # fmt: skip
     found = _logits("sum", form, 0.4)
     for number, logits in enumerate(found):
-        np.testing.assert_allclose(logits, expected(number), atol=1e-12)
+        np.testing.assert_allclose(logits, expected(number), atol=1e-10)
+
+
+def test_alpha_alone_leaves_the_branches_at_one() -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=20, num_layers=3, hidden_size=8, num_heads=2, ffn_size=8, init="unit",
+        score_residual="sum", dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    model = MaskedLanguageModel(config)
+    full = model.encoder(_IDS, _LAYOUT)
+    alpha = torch.tensor(0.3)
+    use_form(model, "alpha alone", alpha)
+    assert not torch.equal(model.encoder(_IDS, _LAYOUT, alpha=alpha), full)
+    alpha.fill_(1.0)
+    for of_branches in (0.0, 0.5):
+        assert torch.equal(model.encoder(_IDS, _LAYOUT, alpha=torch.tensor(of_branches)), full)
 
 
 def test_a_detached_carry_has_no_gradient() -> None:
