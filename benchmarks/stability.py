@@ -115,7 +115,7 @@ def arms() -> Iterator[tuple[Arm, int]]:
     for method in first:
         for carry in CARRIES:
             yield Arm(deep, method, carry), 3
-    yield Arm(deep, "rsqrt_depth, alpha 50%", "alpha alone"), 1
+    yield Arm(deep, "rsqrt_depth, alpha 50%", "alpha alone"), 3
     for form in FORMS:
         if not FORMS[form].warmed:
             yield Arm(deep, "rsqrt_depth", form), 1
