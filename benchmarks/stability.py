@@ -241,7 +241,9 @@ def _write(arguments: argparse.Namespace, trials: list[Finished], result: dict[s
         pictures.append(f"![{size}]({picture.name})")
     heading = (
         f"`python -m benchmarks.stability OUT --table ...`; {versions}. What is compared is said "
-        f"in `benchmarks/stability.py` and `benchmarks/carry_forms.py`.\n\n" + "\n".join(pictures)
+        "in `benchmarks/stability.py` and `benchmarks/carry_forms.py`. "
+        f"{result['trials']} of {result['trials_wanted']} trials are done; an empty cell has none, "
+        "one without a number of seeds has one.\n\n" + "\n".join(pictures)
     )
     file.write_text(table(trials, heading), encoding="utf-8")
 
@@ -266,7 +268,7 @@ def main() -> None:
         jobs=arguments.jobs, only=arguments.only, seeds=arguments.seeds,
     )  # fmt: skip
     result = {
-        "trials": len(trials), "held_out_loss": summary(trials),
+        "trials": len(trials), "trials_wanted": sum(number for _, number in wanted), "held_out_loss": summary(trials),
         "versions": {
             "python": platform.python_version(), "machine": platform.machine(),
             **(trials[0].found["versions"] if trials else {}),

@@ -99,7 +99,8 @@ def _losses(trials: Sequence[Finished]) -> list[str]:
     ]  # fmt: skip
     for method in _order(trials, "method"):
         cells = [_cell(_of(trials, method=method, carry=carry), limit) for carry in carries]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
+        if any(cells):
+            lines.append(f"| {method} | {' | '.join(cells)} |")
     forms = [t for t in trials if t.carry in FORMS]
     if forms:
         lines += ["", "Forms that the model does not have (`benchmarks/carry_forms.py`):", "",
