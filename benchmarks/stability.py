@@ -268,7 +268,8 @@ def main() -> None:
         jobs=arguments.jobs, only=arguments.only, seeds=arguments.seeds,
     )  # fmt: skip
     result = {
-        "trials": len(trials), "trials_wanted": sum(number for _, number in wanted), "held_out_loss": summary(trials),
+        "trials": len(trials), "trials_wanted": sum(number for _, number in wanted),
+        "held_out_loss": summary(trials),
         "versions": {
             "python": platform.python_version(), "machine": platform.machine(),
             **(trials[0].found["versions"] if trials else {}),
