@@ -83,6 +83,7 @@ class PlateauDoctor:
                     else "1 from the start (train.alpha_warmup_steps=0)"
                 )
                 + "; a deeper model may need it slower: lengthen train.alpha_warmup_steps",
+                *self._start(),
                 f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
                 "a noisy gradient: raise train.global_batch",
                 f"- gradient norm {last.grad_norm:.3g}, by layer: {_by_layer(last.layers)}; "
@@ -90,6 +91,18 @@ class PlateauDoctor:
                 f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
             ]
         )
+
+    def _start(self) -> list[str]:
+        """The initialisation, where it is one that deep models fail with."""
+        model = self._config.model
+        if model.init != "unit" or model.residual != "plain":
+            return []
+        return [
+            f"- initialisation: model.init=unit with {model.num_layers} layers and "
+            f"model.score_residual={model.score_residual}; sub-layers then add as much as there "
+            "is, and deep models make all tokens alike, with carried scores even through an alpha "
+            "warm-up: set model.init=rsqrt_depth, and start afresh",
+        ]
 
 
 def _by_layer(layers: dict[str, GroupNorms]) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.shards import DatasetIndex
@@ -14,9 +15,10 @@ from pipeline.train.plateau import LastStep, PlateauDoctor
 ENTROPY = 6.0
 
 
-def _doctor(data: str, num_steps: int = 2000) -> PlateauDoctor:
+def _doctor(data: str, num_steps: int = 2000, **model: str) -> PlateauDoctor:
     config = PretrainConfig(
         run_dir="unused",
+        model=ModelConfig(**model),  # type: ignore[arg-type]
         data=DataConfig(dir=data),
         train=TrainConfig(num_steps=num_steps, lr=7e-4, warmup_steps=50, alpha_warmup_steps=200),
         monitor=MonitorConfig(log_every_steps=10),
@@ -69,3 +71,12 @@ def test_the_text_names_causes_with_numbers(dataset: DatasetIndex, tmp_path: Pat
         assert part in text
     elsewhere = _told(_doctor(str(tmp_path)), losses)[410]
     assert f"unknown, {tmp_path / 'report.json'} is missing" in elsewhere
+
+
+def test_the_initialisation_is_named_where_it_may_be_the_cause(tmp_path: Path) -> None:
+    losses = dict.fromkeys(range(10, 420, 10), 6.1)
+    text = _told(_doctor(str(tmp_path), init="unit", score_residual="sum"), losses)[410]
+    assert "model.init=unit with 6 layers and model.score_residual=sum" in text
+    assert "set model.init=rsqrt_depth" in text
+    for other in ({}, {"init": "unit", "residual": "rezero"}):
+        assert "model.init" not in _told(_doctor(str(tmp_path), **other), losses)[410]
