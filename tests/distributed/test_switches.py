@@ -53,7 +53,6 @@ def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
     found, expected = _results(folder, case), _results(folder, case.without)
     for of_rank, wanted in zip(found, expected, strict=True):
         for pair, numbers in zip(of_rank, wanted, strict=True):
-        
             assert pair == pytest.approx(numbers, rel=5e-6)
     state, reference = (state_of(folder / each.name) for each in (case, case.without))
     assert state.keys() == reference.keys(), "names have changed"
