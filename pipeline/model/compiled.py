@@ -12,18 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.model.layers import SharedInputs
+from pipeline.model.layers import SharedInputs, run_layer
 
 _MOST_GRAPHS = 64
 """Above what can come: first or later layer, training or evaluation, one sequence or more, one
 length or more, alpha or none. torch's own limit, 8, is not, and what is above it is an error."""
-
-
-def run_layer(
-    layer: nn.Module, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
-) -> tuple[Tensor, Tensor | None]:
-    """Calls a layer; as `Layer.forward`."""
-    return layer(x, shared, carry_BNSS, index)  # type: ignore[no-any-return]
 
 
 class CompiledLayer:

@@ -6,6 +6,7 @@ M masked positions, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
-from pipeline.model.compiled import CompiledLayer, run_layer
 from pipeline.model.initialise import initialise
-from pipeline.model.layers import Layer, SharedInputs, Trace, activate, make_norm
+from pipeline.model.layers import (
+    Layer,
+    SharedInputs,
+    Trace,
+    activate,
+    make_norm,
+    run_layer,
+)
 from pipeline.model.layout import Layout
 from pipeline.model.rotary import rotary_tables
+
+LayerRunner = Callable[
+    [nn.Module, Tensor, SharedInputs, Tensor | None, int], tuple[Tensor, Tensor | None]
+]
+"""As `run_layer`."""
 
 
 class Encoder(nn.Module):
@@ -48,7 +60,7 @@ class Encoder(nn.Module):
             self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         initialise(self, config)
         self._group_size: int | None = None
-        self._compiled: CompiledLayer | None = None
+        self._runner: LayerRunner = run_layer
 
     def checkpoint_activations(self, group_size: int) -> None:
         """From now on, training passes keep the inputs of groups of layers and not what is inside.
@@ -63,9 +75,9 @@ class Encoder(nn.Module):
         """
         self._group_size = group_size
 
-    def compile_layers(self) -> None:
-        """From now on, passes without a trace run layers as torch compiles them."""
-        self._compiled = CompiledLayer()
+    def run_layers_by(self, runner: LayerRunner) -> None:
+        """From now on, passes without a trace call layers in another way, such as compiled."""
+        self._runner = runner
 
     def forward(
         self,
@@ -116,7 +128,7 @@ class Encoder(nn.Module):
         self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, which: range
     ) -> tuple[Tensor, Tensor | None]:
         """Some layers, one after another; as `SelfAttention.forward`."""
-        run = self._compiled if self._compiled and shared.trace is None else run_layer
+        run = self._runner if shared.trace is None else run_layer
         for index in which:
             if shared.trace is not None:
                 shared.trace.hidden.append(x)

@@ -207,3 +207,10 @@ class Layer(nn.Module):
 def _unless_zero(alpha: Tensor | None, x: Tensor, normed: Tensor) -> Tensor:
     """x itself where alpha is 0: normed again it would differ by eps and by rounding."""
     return normed if alpha is None else torch.where(alpha == 0, x, normed)
+
+
+def run_layer(
+    layer: nn.Module, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
+) -> tuple[Tensor, Tensor | None]:
+    """Calls a layer; as `Layer.forward`."""
+    return layer(x, shared, carry_BNSS, index)  # type: ignore[no-any-return]

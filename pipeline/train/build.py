@@ -27,7 +27,7 @@ from pipeline.errors import (
     DataError,
     LostRankError,
 )
-from pipeline.model.compiled import require_compiler
+from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log, watchdog
@@ -142,7 +142,7 @@ def _run(
         model.encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
     if config.train.compile:
         require_compiler(device)
-        model.encoder.compile_layers()
+        model.encoder.run_layers_by(CompiledLayer())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     store = CheckpointStore(config, index, process)
     # Before the data is opened, which may take minutes: it may be another run's.

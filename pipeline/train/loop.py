@@ -62,7 +62,6 @@ def train(parts: Parts, state: TrainState) -> int | None:
     intervals = parts.config.monitor
     meter = Meter(engine, parts.process, config.grad_clip)
     clock = Clock(state.elapsed_s)
-    saved_step = state.step
     if state.step == 0:
         parts.watch.evaluate(state)
     steps = parts.train_loader.steps_from(state.cursor)
@@ -103,10 +102,10 @@ def train(parts: Parts, state: TrainState) -> int | None:
             last = schedule.is_over(state.step, config, state.elapsed_s)
         if state.step % intervals.eval_every_steps == 0 or last:
             parts.watch.evaluate(state)
-        if (save or last or wanted.saves) and state.step != saved_step:
+        if save or last or wanted.saves:
             _save(parts, state)
-            saved_step = state.step
         if wanted.save:
+            parts.saver.publish()
             parts.requests.saved()
         if wanted.ends and not last:
             _finish_saves(parts, stopping=True)

@@ -138,6 +138,14 @@ class Saver:
         self._publish_if_written(wait=False)
         self._look_at_tidying(wait=False)
 
+    def publish(self) -> None:
+        """Waits until the last save is published.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._publish_if_written(wait=True)
+
     def finish(self, *, stopping: bool = False) -> None:
         """Waits until the last save is published, probed and copied.
 

@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from pipeline.config.train import TrainConfig
+from pipeline.model.compiled import CompiledLayer
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
@@ -97,7 +98,7 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
     if case.switch in ("checkpointed", "compiled"):
         model.encoder.checkpoint_activations(2)
     if case.switch == "compiled":
-        model.encoder.compile_layers()
+        model.encoder.run_layers_by(CompiledLayer())
     device = torch.device("cpu")
     engine, objective = Engine(model, config, process, device), MaskedLanguageModeling(device)
     results, graphs = [], []

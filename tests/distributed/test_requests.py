@@ -120,7 +120,7 @@ def test_files_that_ask_and_metrics_that_cannot_be_written(
     assert all(json.loads(line) for line in metrics.read_text().splitlines())
     steps = sorted(losses(run_dir))
     assert steps[-1] == read_manifest(stopped).step
-    assert len(steps) < steps[-1] // 2, "nothing was lost"
+    assert set(range(2, steps[-1], 2)) - set(steps), "nothing was lost"
     found = EventAccumulator(str(events), size_guidance={"scalars": 0})
     found.Reload()
     assert {event.step for event in found.Scalars("train/loss")} >= {2, 4, 6, 8, steps[-1]}

@@ -134,8 +134,10 @@ def changed(straight_run: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.mark.dist
 def test_warnings(changed: Callable[..., list[str]]) -> None:
-    [warning] = [text for text in changed("train", data_wait=5.0) if "disk" not in text]
-    assert "of the time goes by waiting for data" in warning
+    # On a busy machine a rank may be slow, and a disk nearly full.
+    found = [text for text in changed("train", data_wait=5.0) if "waiting for data" in text]
+    assert len(found) == 1
+    assert "of the time goes by waiting for data" in found[0]
 
 
 @pytest.mark.dist
