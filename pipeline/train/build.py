@@ -210,7 +210,7 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
         # What an attempt without a checkpoint did is gone; its config may have been another one.
         (run_dir / BATCHES_FILE).unlink(missing_ok=True)
         (run_dir / LEDGER_FILE).unlink(missing_ok=True)
-    rewinds = _rewinds(run_dir, state, process)
+    rewinds = dist.on_first(lambda: _rewinds(run_dir, state), "reading the ledger")
     state.rewinds = len(rewinds)
     batch_log = BatchLog(run_dir, state.cursor, process.is_first)
     sinks = None
@@ -238,9 +238,7 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
         requests=opened.requests,
         watch=watch,
         left_out=LeftOut(config, rewinds),
-        rescue=Rescue(
-            config, process, opened.train_loader.steps.order, batch_log, opened.saver, watch
-        ),
+        rescue=Rescue(config, opened.train_loader.steps.order, batch_log, opened.saver, watch),
     )
     code = train(parts, state)
     if sinks:
@@ -250,28 +248,19 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
     return code
 
 
-def _rewinds(run_dir: Path, state: TrainState, process: ProcessInfo) -> list[Rewind]:
-    """How the run went back so far, as rank 0 reads it. Collective.
+def _rewinds(run_dir: Path, state: TrainState) -> list[Rewind]:
+    """How the run went back so far; for rank 0.
 
     Raises:
         DataError: the ledger is damaged, or is not that of the state.
     """
-    found: list[Rewind] | DataError | None = None
-    if process.is_first:
-        try:
-            found = read_ledger(run_dir).rewinds
-            if len(found) < state.rewinds:
-                raise DataError(
-                    f"{run_dir / LEDGER_FILE} has {len(found)} rewinds, the checkpoint of step "
-                    f"{state.step} was saved after {state.rewinds}: which batches are left out is "
-                    "not known; restore the file from a copy"
-                )
-        except DataError as error:
-            found = error
-    found = dist.from_first(found)
-    if isinstance(found, DataError):
-        raise found
-    assert found is not None
+    found = read_ledger(run_dir).rewinds
+    if len(found) < state.rewinds:
+        raise DataError(
+            f"{run_dir / LEDGER_FILE} has {len(found)} rewinds, the checkpoint of step "
+            f"{state.step} was saved after {state.rewinds}: which batches are left out is not "
+            "known; restore the file from a copy"
+        )
     return found
 
 

@@ -12,7 +12,6 @@ from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.data.run_order import RunOrder
 from pipeline.errors import CheckpointError, StorageError, TrainingError
 from pipeline.runtime import dist
-from pipeline.runtime.env import ProcessInfo
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.metrics import Interval
@@ -29,7 +28,6 @@ class Rescue:
     def __init__(
         self,
         config: PretrainConfig,
-        process: ProcessInfo,
         order: RunOrder,
         batch_log: BatchLog,
         saver: Saver,
@@ -38,7 +36,6 @@ class Rescue:
         """Nothing was seen yet."""
         self._config = config
         self._run_dir = Path(config.run_dir)
-        self._process = process
         self._order = order
         self._batch_log = batch_log
         self._saver = saver
@@ -126,7 +123,9 @@ class Rescue:
         start = plan.number(max(0, first - config.skip_before_steps))
         # A save in flight makes room by removing what may be wanted.
         self._saver.finish()
-        to_step = self._way_back(start.cursor, text)
+        to_step = dist.on_first(
+            lambda: self._step_before(start.cursor, text), "looking for a checkpoint to go back to"
+        )
         # What was in flight is trained on, too: a batch log without holes.
         last = plan.at(state.cursor).number - 1
         record = Rewind(
@@ -148,28 +147,15 @@ class Rescue:
         )  # fmt: skip
         return True
 
-    def _way_back(self, cursor: int, text: str) -> int:
-        """Step of the newest good checkpoint that did not see sequences from `cursor` on."""
-        found: int | TrainingError | None = None
-        if self._process.is_first:
-            try:
-                found = self._step_before(cursor, text)
-            except TrainingError as error:
-                found = error
-        found = dist.from_first(found)
-        if isinstance(found, TrainingError):
-            raise found
-        assert found is not None
-        return found
-
     def _step_before(self, cursor: int, text: str) -> int:
+        """Step of the newest good checkpoint that did not see sequences from `cursor` on."""
         rewinds = read_ledger(self._run_dir).rewinds
         for path in published(self._run_dir / FOLDER):
             try:
                 manifest = read_manifest(path)
                 if manifest.cursor > cursor:
                     continue
-                verify(path)
+                verify(path, lambda _: dist.get_on("verifying checkpoints"))
             except CheckpointError as error:
                 logger.warning("checkpoint rejected: %s", error)
                 continue
@@ -188,16 +174,15 @@ class Rescue:
         )
 
     def _record(self, record: NonFinite | Rewind) -> None:
-        """Writes to the ledger on rank 0; all ranks have it when this returns. Collective."""
-        error: StorageError | None = None
-        if self._process.is_first:
+        """Writes to the ledger on rank 0; it is there when this returns. Collective."""
+
+        def write() -> None:
             try:
                 add_to_ledger(self._run_dir, record)
-            except OSError as found:
-                error = StorageError(
-                    f"the ledger of {self._run_dir} cannot be written: {found}; it is as it was. "
+            except OSError as error:
+                raise StorageError(
+                    f"the ledger of {self._run_dir} cannot be written: {error}; it is as it was. "
                     "Free space, then start the run again"
-                )
-        error = dist.from_first(error)
-        if error is not None:
-            raise error
+                ) from error
+
+        dist.on_first(write, "writing the ledger")
