@@ -47,7 +47,8 @@ _COMMON = (
     "checkpoint.every_steps=8", "monitor.eval_every_steps=40", "train.global_batch=24",
     "train.collective_timeout_s=240", "train.hang_timeout_s=300",
 )  # fmt: skip
-_STEPS, _OTHER_STEPS = 120, 48
+# Long enough for a STOP file near the end, which is looked for every 2 s, to be seen.
+_STEPS, _OTHER_STEPS = 400, 48
 _NO_DROPOUT = ("model.dropout=0", "model.attention_dropout=0", f"train.num_steps={_OTHER_STEPS}")
 _WORLDS = ((2, 1), (1, 2), (4, 3), (3, 1))
 _TOLERANCE_NATS = 0.02
