@@ -156,9 +156,9 @@ def plan_text(found: RunPlan, config: PretrainConfig, cluster: ClusterConfig) ->
     hardware = cluster.hardware
     yield (
         f"run          {config.run_dir}: {found.parameters / 1e6:,.1f} M parameters, "
-        f"{found.ranks} ranks on {cluster.nodes} nodes"
+        f"{_count(found.ranks, 'rank')} on {_count(cluster.nodes, 'node')}"
     )
-    yield f"work         {found.flops:.3g} FLOP: {found.slots / 1e9:,.2f} G slots in " + (
+    yield f"work         {found.flops:.3g} FLOP: {found.slots:,.0f} slots in " + (
         f"{found.steps:,} steps"
     )
     if found.train_s is None or found.step_s is None:
@@ -172,8 +172,8 @@ def plan_text(found: RunPlan, config: PretrainConfig, cluster: ClusterConfig) ->
         yield f"jobs         {found.jobs} of {cluster.time_limit}, one requeued after the other"
     largest = found.largest_micro_batch
     yield (
-        f"batches      {found.sequences_per_rank} sequences a rank: {found.accumulation} forward "
-        f"passes of {found.micro_batch}"
+        f"batches      {found.sequences_per_rank} sequences a rank: {found.accumulation} x "
+        f"{found.micro_batch} in a forward pass"
         + (f"; {largest} would fit" if largest and largest != found.micro_batch else "")
     )
     of = f" of {found.gpu_bytes / 2**30:,.0f}" if found.gpu_bytes else ""
@@ -305,6 +305,10 @@ def _free_bytes(run_dir: Path) -> int | None:
         if folder.is_dir():
             return shutil.disk_usage(folder).free
     return None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _time(seconds: float) -> str:

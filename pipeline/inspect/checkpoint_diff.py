@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 # How and when a state was saved does not make it another one.
 _CIRCUMSTANCES = ("world_size", "zero_stage", "created_unix_s", "elapsed_s", "config_sha256",
-                  "held_out_loss", "held_out_step", "contents")  # fmt: skip
-_STATE = ("step", "cursor", "skipped", "alpha", "fingerprint")
+                  "held_out_loss", "held_out_step", "contents", "left_out", "rewinds")  # fmt: skip
+# Losses decide about a spike to come.
+_STATE = ("step", "cursor", "skipped", "alpha", "fingerprint", "losses")
 
 
 @dataclass(frozen=True)
@@ -122,4 +123,7 @@ def _tree(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[str]:
 def _shown(name: str, value: Any) -> str:
     if name == "created_unix_s":
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if name == "losses":
+        usual, high = value.get("usual", []), value.get("high", [])
+        return f"{len(usual)} up to {usual[-1]:.4f}, {len(high)} high" if usual else "none"
     return str(value)

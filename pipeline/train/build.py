@@ -14,7 +14,7 @@ import torch
 
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.run import PretrainConfig
-from pipeline.data.batch_records import BATCHES_FILE
+from pipeline.data.batch_records import BATCHES_FILE, read_batches
 from pipeline.data.ledger import LEDGER_FILE, Rewind, read_ledger
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.shards import DatasetIndex, read_index
@@ -53,7 +53,7 @@ from pipeline.train.rescue import Rescue
 from pipeline.train.saving import Saver
 from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
-from pipeline.train.spikes import LeftOut
+from pipeline.train.spikes import LeftOut, trained_in_spite
 from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
 from pipeline.train.watch import Watch
@@ -213,6 +213,8 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
     rewinds = dist.on_first(lambda: _rewinds(run_dir, state), "reading the ledger")
     state.rewinds = len(rewinds)
     batch_log = BatchLog(run_dir, state.cursor, process.is_first)
+    if process.is_first and config.train.skip_batches:
+        _warn_of_trained(config, state)
     sinks = None
     if process.is_first:
         if not is_over(state.step, config.train, state.elapsed_s):
@@ -262,6 +264,17 @@ def _rewinds(run_dir: Path, state: TrainState) -> list[Rewind]:
             "known; restore the file from a copy"
         )
     return found
+
+
+def _warn_of_trained(config: PretrainConfig, state: TrainState) -> None:
+    """Tells what cannot be left out any more, on rank 0."""
+    following = config.batches.at(state.cursor).number
+    trained = trained_in_spite(config, read_batches(Path(config.run_dir)), following)
+    if trained:
+        logger.warning(
+            "train.skip_batches: %d batches, such as %d, were trained on before; to leave them out "
+            "resume from a checkpoint before them, or start a new run", len(trained), trained[0],
+        )  # fmt: skip
 
 
 def _finish(config: PretrainConfig, state: TrainState) -> None:

@@ -23,7 +23,7 @@ def open_data(
         PostnormError: on all ranks, if one finds damage.
     """
     index = _where_shards_are_read(config, index, share)
-    counts = _counts(config, index, share)
+    counts = _counts(config, index)
     watchdog.beat("opening the data")
     error: PostnormError | None = None
     try:
@@ -67,19 +67,8 @@ def _raise_together(error: PostnormError | None) -> None:
             raise found
 
 
-def _counts(
-    config: PretrainConfig, index: DatasetIndex, share: Share
-) -> dict[int, npt.NDArray[np.int64]]:
+def _counts(config: PretrainConfig, index: DatasetIndex) -> dict[int, npt.NDArray[np.int64]]:
     """Sequences of every block at every length; only the first rank reads or counts. Collective."""
-    found: dict[int, npt.NDArray[np.int64]] | PostnormError | None = None
-    if share.rank == 0:
-        try:
-            found = sequences_at(index, config.batches.seq_lens, config.run_dir)
-        except PostnormError as error:
-            found = error
-    dist.wait_for([0], "counting sequences")
-    found = dist.from_first(found)
-    if isinstance(found, PostnormError):
-        raise found
-    assert found is not None
-    return found
+    return dist.on_first(
+        lambda: sequences_at(index, config.batches.seq_lens, config.run_dir), "counting sequences"
+    )

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.config.run import PretrainConfig
 from pipeline.config.spikes import SpikeConfig
+from pipeline.data.batch_records import BatchRecord
 from pipeline.data.ledger import Rewind
 
 # Of normal noise this times the median distance from the median is the standard deviation.
@@ -58,6 +59,21 @@ class LossHistory:
     def is_spike(self, config: SpikeConfig) -> bool:
         """Whether the last steps are a spike."""
         return len(self.high) >= config.steps_in_a_row
+
+
+def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before: int) -> list[int]:
+    """Batches of `train.skip_batches` that a run was trained on before it was told to skip them.
+
+    Args:
+        config: of the run.
+        records: what it has logged.
+        before: number of its next batch.
+    """
+    skipped = LeftOut(config, [])
+    return [
+        record.batch for record in records
+        if record.batch < before and record.step is not None and record.batch in skipped
+    ]  # fmt: skip
 
 
 class LeftOut:

@@ -3,12 +3,16 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
 from pipeline.config.spikes import SpikeConfig
-from pipeline.train.spikes import LossHistory
+from pipeline.data.batch_records import BatchRecord
+from pipeline.train.spikes import LeftOut, LossHistory, trained_in_spite
 
 CONFIG = SpikeConfig()
 
@@ -88,3 +92,14 @@ def test_a_history_goes_on_as_it_was_when_it_is_saved_at_any_step() -> None:
                 history = LossHistory.read(json.loads(json.dumps(asdict(history))))
             history.add(batch, loss, config)
         assert history == straight
+
+
+def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run_dir: r\ndata: {dir: d}\n")
+    ranges = "train.skip_batches=[{first: 2, last: 3}, {first: 6, last: 9}]"
+    config = load(PretrainConfig, path, [ranges]).config
+    assert [batch for batch in range(12) if batch in LeftOut(config, [])] == [2, 3, 6, 7, 8, 9]
+    # Batch 3 was left out; the lines of 7 and later are of an attempt that is repeated.
+    records = [BatchRecord(n, 8 * n, 8, 64, None if n == 3 else n + 1, 0) for n in range(10)]
+    assert trained_in_spite(config, records, before=7) == [2, 6]
