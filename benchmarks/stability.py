@@ -111,7 +111,7 @@ class Arm:
 def arms() -> Iterator[tuple[Arm, int]]:
     """Arms and how many seeds each has, what matters most first."""
     deep = Size(24, 48, _STEPS)
-    first = ("rsqrt_depth", "alpha 50%", "plain")
+    first = ("rsqrt_depth", "alpha 50%", "plain", "deepnorm")
     for method in first:
         for carry in CARRIES:
             yield Arm(deep, method, carry), 3

@@ -85,7 +85,7 @@ def _step(title: str, arguments: list[str]) -> None:
 def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
     """Trains with two ranks, kills one half-way, and returns the step it had logged by then."""
     arguments = [
-        "-m", "launch", "local", _RUN_CONFIG, f"--ranks={_NUM_RANKS}", *overrides,
+        "-m", "launch", "submit", _RUN_CONFIG, "--local", f"--ranks={_NUM_RANKS}", *overrides,
     ]  # fmt: skip
     print(f"\n== pre-train: python {' '.join(arguments)}", flush=True)
     process = subprocess.Popen([sys.executable, *arguments])

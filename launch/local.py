@@ -1,4 +1,4 @@
-"""`python -m launch local`: a run on this machine, started again when a rank dies.
+"""`python -m launch submit --local`: a run on this machine, started again when a rank dies.
 
 Each attempt is a torchrun of its own. torchrun's own `--max-restarts` is not used: with torch 2.13
 and gloo, restarted ranks find the dead ranks' addresses in the store and fail to connect.
@@ -7,61 +7,62 @@ and gloo, restarted ranks find the dead ranks' addresses in the store and fail t
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FAILED_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-)
+from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, newest_checkpoint
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
+from pipeline.runtime.files import EXIT_FOLDER
 
 logger = logging.getLogger(__name__)
 
-_MAX_ATTEMPTS_WITHOUT_PROGRESS = 2
+_JOB = "local"
 
 
-def run_local(config_path: str, overrides: list[str], run_dir: Path, num_ranks: int) -> int:
+def run_local(words: list[str], run_dir: Path, num_ranks: int, limits: Limits) -> int:
     """Runs to the end, or until an attempt cannot help.
 
     Args:
-        config_path: YAML file, for the trainer.
-        overrides: `section.key=value` texts, for the trainer.
+        words: module of the ranks and its arguments.
         run_dir: the run's folder, as the config has it.
         num_ranks: processes on this machine.
+        limits: when to give up.
 
     Returns:
         An exit code of `pipeline.errors`.
     """
-    misses = 0
+    # Attempts of an earlier call do not count: a person may have mended what stopped it.
+    job, restart = f"{_JOB}-{time.time_ns()}", 0
     while True:
-        before = _newest_checkpoint(run_dir)
-        code = _attempt(config_path, overrides, run_dir, num_ranks)
-        if code != EXIT_FAILED_RETRY:
-            return code
-        after = _newest_checkpoint(run_dir)
-        misses = misses + 1 if after == before else 0
-        if misses >= _MAX_ATTEMPTS_WITHOUT_PROGRESS:
-            logger.error(
-                "error: %d attempts in a row without a new checkpoint (newest: %s); see %s/logs",
-                misses, after or "none", run_dir,
-            )  # fmt: skip
-            return EXIT_FAILED_RETRY
-        logger.warning("a rank failed; starting again from checkpoint %s", after or "none")
+        before = newest_checkpoint(run_dir)
+        _run_ranks(words, run_dir, num_ranks)
+        attempt = Attempt(
+            job=job, restart=restart, nodes=(socket.gethostname(),), before=before,
+            after=newest_checkpoint(run_dir), codes=exit_codes(run_dir, _JOB), ranks=num_ranks,
+            is_done=is_done(run_dir),
+        )  # fmt: skip
+        decision = end_attempt(attempt, limits, run_dir)
+        if attempt.codes == (EXIT_PREEMPTED,) * num_ranks:
+            return EXIT_PREEMPTED  # whoever asked the ranks to stop wants them to
+        if decision.word != "requeue":
+            quiet = decision.exit_code in (EXIT_FINISHED, EXIT_STOPPED)
+            logger.log(logging.INFO if quiet else logging.ERROR, "end: %s", decision.reason)
+            return decision.exit_code
+        logger.warning("starting again: %s", decision.reason)
+        restart += 1
 
 
-def _attempt(config_path: str, overrides: list[str], run_dir: Path, num_ranks: int) -> int:
+def _run_ranks(words: list[str], run_dir: Path, num_ranks: int) -> None:
     """One start of all ranks; their own records tell how it ended, torchrun's code does not."""
-    records = run_dir / "exit" / "local"
-    shutil.rmtree(records, ignore_errors=True)
+    shutil.rmtree(run_dir / EXIT_FOLDER / _JOB, ignore_errors=True)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={num_ranks}", "-m", "pipeline", "pretrain", config_path, *overrides,
+        f"--nproc-per-node={num_ranks}", "-m", *words,
     ]  # fmt: skip
     variables = {"OMP_NUM_THREADS": str(threads), **os.environ, RUN_DIR_VARIABLE: str(run_dir)}
     process = subprocess.Popen(command, env=variables)
@@ -72,17 +73,3 @@ def _attempt(config_path: str, overrides: list[str], run_dir: Path, num_ranks: i
         process.terminate()
         process.wait()
         raise
-    codes = [int(path.read_text()) for path in records.glob("rank-*")]
-    if EXIT_FAILED_DO_NOT_RETRY in codes:
-        return EXIT_FAILED_DO_NOT_RETRY
-    if EXIT_STOPPED in codes:
-        return EXIT_STOPPED
-    for code in (EXIT_FINISHED, EXIT_PREEMPTED):
-        if codes == [code] * num_ranks:
-            return code
-    return EXIT_FAILED_RETRY
-
-
-def _newest_checkpoint(run_dir: Path) -> str:
-    path = run_dir / "checkpoints" / "latest"
-    return path.read_text().strip() if path.exists() else ""

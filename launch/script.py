@@ -32,15 +32,24 @@ def slurm_path(folder: str) -> str:
 
 
 REQUEUE = """\
+# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
+# does not run: the script lives on until it has named them.
+ended=
+trap 'ended=1' TERM
 # The controller may be restarting.
 for try in 1 2 3 4 5 6 7 8 9 10; do
-  if scontrol requeue "$job"; then
-    # SLURM ends this script; leaving early would count as the end of the job.
-    sleep 300
-    break
+  if scontrol requeue "$job" || [ -n "$ended" ]; then
+    # Leaving before SLURM says so would count as the end of the job.
+    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
+    for ((left = 10; left > 0; left--)); do
+      [ -n "${without:-}" ] || break
+      scontrol update jobid="$job" excnodelist="$without" && break
+      sleep 1
+    done
+    exit 0
   fi
   sleep 30
 done
 echo "end: the job could not be requeued, submit it again"; exit 1
 """
-"""Last lines of a script: starts job `$job` again from the queue."""
+"""Last lines of a script: starts job `$job` again from the queue, not on the nodes `$without`."""

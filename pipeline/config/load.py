@@ -24,6 +24,9 @@ _RECORDED_PACKAGES = (
     "postnorm", "torch", "deepspeed", "numpy", "webdataset", "sentencepiece", "tensorboard",
 )  # fmt: skip
 
+REVISION_FILE = "REVISION"
+"""Beside the packages of a copy of the code: the git revision of what was copied."""
+
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
@@ -77,7 +80,7 @@ def digest(config: Any) -> str:
 
 def provenance() -> dict[str, str]:
     """Git revision of the code, Python and package versions, for records beside results."""
-    record = {"git_revision": _git_revision(), "python": platform.python_version()}
+    record = {"git_revision": git_revision(), "python": platform.python_version()}
     for name in _RECORDED_PACKAGES:
         try:
             record[name] = metadata.version(name)
@@ -92,8 +95,11 @@ def resolved_text(config: Any) -> str:
     return head + to_yaml(config)
 
 
-def _git_revision() -> str:
-    checkout = Path(__file__).resolve().parent
+def git_revision() -> str:
+    """Revision of this code, `-dirty` behind it if files were changed since."""
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / REVISION_FILE).is_file():
+        return (checkout / REVISION_FILE).read_text(encoding="utf-8").strip()
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -2,8 +2,10 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from string import Template
 
 from pipeline.errors import ConfigError
@@ -98,6 +100,11 @@ def launched_run_dir() -> str | None:
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with changes, for a child process."""
     return {**os.environ, **changes}
+
+
+def module_command(name: str) -> list[str]:
+    """Words that run a module of this code in another process, whatever its current folder."""
+    return [sys.executable, str(Path(__file__).with_name("start.py")), name]
 
 
 def set_default(name: str, value: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import logging
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class Probe:
         # Without a GPU, whose memory the run needs.
         variables = env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM, str(path)],
+            [*env.module_command(_PROGRAM), str(path)],
             env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         if self._cancelled:

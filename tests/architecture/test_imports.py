@@ -27,6 +27,7 @@ TORCH_FREE = {
     "pipeline.errors",
     "pipeline.config",
     "pipeline.checkpoints",
+    "pipeline.runtime.append",
     "pipeline.runtime.files",
     "pipeline.runtime.log",
     "pipeline.runtime.env",

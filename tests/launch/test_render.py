@@ -9,6 +9,7 @@ import pytest
 
 from launch.cluster import ClusterConfig
 from launch.render import render
+from launch.submission import checkout_job
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.errors import ConfigError
@@ -18,13 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> str:
     config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
-    return render(
-        config,
-        ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster}),  # type: ignore[arg-type]
-        config_path="configs/demo.yaml",
-        overrides=list(overrides),
-        work_dir=work_dir,
-    )
+    profile = ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster})  # type: ignore[arg-type]
+    job = checkout_job("pretrain", "configs/demo.yaml", overrides, config.run_dir, work_dir)
+    return render(job, profile)
 
 
 def _options(text: str) -> dict[str, str]:

@@ -1,0 +1,188 @@
+"""The commands that start runs: render, submit, resume, and decide, which job scripts call."""
+
+import argparse
+import os
+from pathlib import Path
+
+from launch.cluster import ClusterConfig
+from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, newest_checkpoint
+from launch.local import run_local
+from launch.plan import plan
+from launch.render import render
+from launch.submission import (
+    CLUSTER_FILE,
+    CONFIG_FILE,
+    Source,
+    Submission,
+    checkout_job,
+    dry_run_text,
+    prepare,
+    submissions,
+    submit,
+    summary_text,
+)
+from pipeline.config import schema
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.config.strict_yaml import Node
+from pipeline.data.shards import INDEX_FILE, read_index
+from pipeline.errors import EXIT_FINISHED, ConfigError
+from pipeline.runtime import cli
+from pipeline.runtime.files import RESOLVED_FILE, STOP_FILE
+
+PRETRAIN = "pretrain"
+
+
+def add_render(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `render`."""
+    cli.add_config_arguments(parser)
+    add_cluster(parser)
+    parser.set_defaults(run=_render)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `submit` for a run."""
+    parser.add_argument(
+        "--local", action="store_true",
+        help="run here and now, without SLURM; starts again from the newest checkpoint if a rank "
+        "dies",
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=1, help="processes of --local (default 1)")
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `resume`."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="such as train.num_steps=200_000"
+    )
+    add_cluster(parser, "that of the last submission")
+    parser.add_argument("--dry-run", action="store_true", help="print the script; change nothing")
+    parser.set_defaults(run=_resume)
+
+
+def add_decide(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `decide`."""
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--job", required=True, help="SLURM's id")
+    parser.add_argument("--restart", required=True, type=int)
+    parser.add_argument("--nodes", required=True, help="with spaces between them")
+    parser.add_argument("--ranks", required=True, type=int)
+    parser.add_argument("--before", required=True, help="newest checkpoint at the start, or ''")
+    parser.add_argument(
+        "--asked-to-stop", required=True, type=int, help="1: the time limit is near"
+    )
+    parser.add_argument("--step-code", required=True, type=int, help="of srun")
+    parser.add_argument("--max-restarts", required=True, type=int)
+    parser.add_argument("--max-attempts", required=True, type=int)
+    parser.set_defaults(run=_decide)
+
+
+def add_cluster(parser: argparse.ArgumentParser, default: str = "one GPU") -> None:
+    """The option that names a cluster profile."""
+    parser.add_argument("--cluster", help=f"YAML file of the cluster; default: {default}")
+
+
+def cluster_of(path: str | None) -> ClusterConfig:
+    """A profile, or the default one."""
+    if path:
+        return load(ClusterConfig, path).config
+    return schema.build(ClusterConfig, Node({}, "defaults"))
+
+
+def submit_run(arguments: argparse.Namespace) -> int:
+    """`submit CONFIG`, with `--local` or not."""
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    cluster = cluster_of(arguments.cluster)
+    if arguments.local:
+        if arguments.dry_run or arguments.ranks < 1:
+            raise ConfigError("--local runs at once: leave out --dry-run, and give --ranks N >= 1")
+        config.batches.require_split(arguments.ranks)
+        limits = Limits(cluster.max_restarts, cluster.max_attempts_without_progress)
+        words = ["pipeline", PRETRAIN, arguments.config, *arguments.overrides]
+        return run_local(words, Path(config.run_dir), arguments.ranks, limits)
+    source = Source(arguments.config, tuple(arguments.overrides), arguments.cluster, os.getcwd())
+    return _hand_over(_checked(config, cluster, source), dry_run=arguments.dry_run)
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    cluster = cluster_of(arguments.cluster)
+    config.batches.require_split(cluster.nodes * cluster.num_ranks_per_node)
+    job = checkout_job(PRETRAIN, arguments.config, arguments.overrides, config.run_dir, os.getcwd())
+    print(render(job, cluster), end="")
+    return EXIT_FINISHED
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    run_dir: Path = arguments.run_dir.absolute()
+    earlier = submissions(run_dir)
+    if earlier:
+        folder = run_dir / "launch" / f"{earlier[-1]['number']:04d}"
+        config_path, work_dir = folder / CONFIG_FILE, earlier[-1]["work_dir"]
+        cluster_path = arguments.cluster or str(folder / CLUSTER_FILE)
+    else:
+        config_path, work_dir, cluster_path = (
+            run_dir / RESOLVED_FILE,
+            os.getcwd(),
+            arguments.cluster,
+        )
+        if not config_path.is_file() or cluster_path is None:
+            raise ConfigError(
+                f"{run_dir} has no job that was submitted; submit its config, or, if the run was "
+                "started otherwise, name the cluster with --cluster"
+            )
+    config = load(PretrainConfig, config_path, arguments.overrides).config
+    if (Path(work_dir) / config.run_dir).resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"{config_path} is of run_dir={config.run_dir} in {work_dir}, which is not {run_dir}: "
+            "the folder was moved; submit its config from where it is now"
+        )
+    source = Source(str(config_path), tuple(arguments.overrides), cluster_path, work_dir)
+    submission = _checked(config, cluster_of(cluster_path), source)
+    if not arguments.dry_run and (run_dir / STOP_FILE).exists():
+        (run_dir / STOP_FILE).unlink()
+        print(f"removed {run_dir / STOP_FILE}")
+    return _hand_over(submission, dry_run=arguments.dry_run)
+
+
+def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Submission:
+    """Refuses what cannot run before it waits in a queue."""
+    data = Path(source.work_dir) / config.data.dir
+    if not (data / INDEX_FILE).is_file():
+        raise ConfigError(
+            f"data.dir={config.data.dir}: {data} has no {INDEX_FILE}; prepare the dataset first "
+            "(`python -m data_prep status CONFIG` says what is missing), or mend the path"
+        )
+    read_index(data)
+    problems = plan(config, cluster).problems
+    if problems:
+        raise ConfigError("the plan cannot work:\n" + "\n".join(f"  {line}" for line in problems))
+    return prepare(PRETRAIN, config, config.run_dir, cluster, source)
+
+
+def _hand_over(submission: Submission, *, dry_run: bool) -> int:
+    if dry_run:
+        print(dry_run_text(submission), end="")
+        return EXIT_FINISHED
+    for line in summary_text(submission, submit(submission)):
+        print(line)
+    return EXIT_FINISHED
+
+
+def _decide(arguments: argparse.Namespace) -> int:
+    run_dir: Path = arguments.run_dir
+    codes = exit_codes(run_dir, f"{arguments.job}.{arguments.restart}")
+    all_finished = codes == (EXIT_FINISHED,) * arguments.ranks
+    attempt = Attempt(
+        job=arguments.job, restart=arguments.restart, nodes=tuple(arguments.nodes.split()),
+        before=arguments.before or None, after=newest_checkpoint(run_dir), codes=codes,
+        ranks=arguments.ranks,
+        is_done=is_done(run_dir) if arguments.kind == PRETRAIN else all_finished,
+        at_limit=bool(arguments.asked_to_stop), step_code=arguments.step_code,
+    )  # fmt: skip
+    limits = Limits(arguments.max_restarts, arguments.max_attempts)
+    decision = end_attempt(attempt, limits, run_dir)
+    print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
+    return decision.exit_code

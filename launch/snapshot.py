@@ -1,0 +1,72 @@
+"""A copy of the code in the run's folder, so that a job that waits runs what was submitted."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from pipeline.config.load import REVISION_FILE, git_revision
+from pipeline.errors import PostnormError
+from pipeline.runtime.files import temporary_beside
+
+_PACKAGES = ("data_prep", "launch", "pipeline")
+_ROOT = Path(__file__).resolve().parents[1]
+_HASH_LETTERS = 16
+
+
+class SnapshotError(PostnormError):
+    """The copy of the code is not what was copied."""
+
+
+def code_hash(root: Path) -> str:
+    """sha256 of the packages' files with their names, shortened."""
+    found = hashlib.sha256()
+    for path in _files(root):
+        data = path.read_bytes()
+        found.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+        found.update(data)
+    return found.hexdigest()[:_HASH_LETTERS]
+
+
+def snapshot(folder: Path, root: Path = _ROOT) -> Path:
+    """Copies the packages to `folder/HASH`; what is there already is verified and kept.
+
+    Args:
+        folder: of copies, by the hash of what they hold.
+        root: folder of the packages.
+
+    Returns:
+        The copy's folder, with the git revision in `REVISION`.
+
+    Raises:
+        SnapshotError: a copy differs from its name: files were changed, in the checkout during the
+            copy or in an earlier copy.
+    """
+    expected = code_hash(root)
+    target = folder / expected
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        copy = temporary_beside(target)
+        try:
+            for path in _files(root):
+                to = copy / path.relative_to(root)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, to)
+            (copy / REVISION_FILE).write_text(f"{git_revision()}\n", encoding="utf-8")
+            copy.rename(target)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+    found = code_hash(target)
+    if found != expected:
+        raise SnapshotError(
+            f"{target} holds code of hash {found}: a file in it was changed, or the checkout was "
+            "while it was copied; remove that folder and submit again"
+        )
+    return target
+
+
+def _files(root: Path) -> list[Path]:
+    """Of the packages, in a fixed order, without what Python compiled."""
+    return sorted(
+        path for package in _PACKAGES for path in (root / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )  # fmt: skip

@@ -1,0 +1,233 @@
+"""A run handed to SLURM: code and configs as they are now, copied beside its checkpoints.
+
+`RUN/launch/NNNN` holds one submission: the resolved config, the resolved profile, the script and
+the record of the job. Editing the checkout or a config afterwards changes nothing for a job that
+waits, or that starts again in a week.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.cluster import ClusterConfig
+from launch.decide import LAUNCH_FOLDER
+from launch.render import Job, render
+from launch.slurm import slurm
+from launch.snapshot import code_hash, snapshot
+from pipeline.config.load import git_revision, resolved_text, to_yaml
+from pipeline.errors import BusyError, ConfigError
+from pipeline.runtime.files import STOP_FILE, write_atomic, write_json_atomic
+
+RECORD_FILE = "submission.json"
+CONFIG_FILE = "config.yaml"
+CLUSTER_FILE = "cluster.yaml"
+SCRIPT_FILE = "job.sh"
+_CODE_FOLDER = "code"
+_START = Path("pipeline") / "runtime" / "start.py"
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a person asked for, for the record."""
+
+    config: str
+    overrides: tuple[str, ...]
+    cluster: str | None
+    work_dir: str
+    """Absolute; relative paths of the config start there."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """All that `submit` writes and does; making one changes nothing."""
+
+    number: int
+    run_dir: Path
+    """Absolute."""
+    job: Job
+    config: Any
+    """Resolved, of the job's kind."""
+    cluster: ClusterConfig
+    source: Source
+
+    @property
+    def folder(self) -> Path:
+        """In the run's folder."""
+        return _submission_folder(self.run_dir, self.number)
+
+    @property
+    def script(self) -> str:
+        """For sbatch."""
+        return render(self.job, self.cluster)
+
+
+def prepare(
+    kind: str, config: Any, run_dir: str, cluster: ClusterConfig, source: Source
+) -> Submission:
+    """Decides names and renders; changes nothing.
+
+    Args:
+        kind: `pretrain` or `evaluate`: the command of `python -m pipeline`.
+        config: resolved; given to that command as a file.
+        run_dir: as the config has it.
+        cluster: where it is to run.
+        source: what a person asked for.
+    """
+    absolute = Path(source.work_dir) / run_dir
+    number = max(_numbers(absolute), default=0) + 1
+    folder = _submission_folder(absolute, number)
+    code = absolute / LAUNCH_FOLDER / _CODE_FOLDER / code_hash(_ROOT)
+    job = Job(
+        kind=kind,
+        name=absolute.name or kind,
+        run_dir=str(absolute),
+        words=("pipeline", kind, str(folder / CONFIG_FILE)),
+        work_dir=source.work_dir,
+        start=(str(code / _START),),
+        log_dir=str(absolute / "logs"),
+    )
+    return Submission(number, absolute, job, config, cluster, source)
+
+
+def checkout_job(
+    kind: str, config_path: str, overrides: Sequence[str], run_dir: str, work_dir: str
+) -> Job:
+    """A job that runs the checkout itself, for a script that a person hands to sbatch.
+
+    Args:
+        kind: as for `prepare`.
+        config_path: given to the command.
+        overrides: given to the command.
+        run_dir: as the config has it.
+        work_dir: folder that relative paths start at; the log goes there.
+    """
+    return Job(
+        kind=kind, name=Path(run_dir).name or kind, run_dir=run_dir,
+        words=("pipeline", kind, config_path, *overrides), work_dir=work_dir, start=("-m",),
+        log_dir=work_dir,
+    )  # fmt: skip
+
+
+def submit(submission: Submission) -> str:
+    """Copies code and configs, and hands the script to sbatch.
+
+    Returns:
+        The job's id.
+
+    Raises:
+        BusyError: an earlier job of the run is still in the queue.
+        ConfigError: a STOP file stands in the run's folder.
+        PostnormError: sbatch refused, or the copy failed; what was written is removed again.
+    """
+    folder, run_dir = submission.folder, submission.run_dir
+    refuse_twice(run_dir, submission.job.kind)
+    if (run_dir / STOP_FILE).exists():
+        raise ConfigError(
+            f"{run_dir / STOP_FILE} is there: the run would end at once; remove it, or continue "
+            f"with `python -m launch resume {run_dir}`, which does"
+        )
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise BusyError(f"{folder} has just been made by another submission; try again") from None
+    job: str | None = None
+    try:
+        (run_dir / "logs").mkdir(exist_ok=True)
+        snapshot(run_dir / LAUNCH_FOLDER / _CODE_FOLDER)
+        write_atomic(folder / CONFIG_FILE, resolved_text(submission.config).encode())
+        write_atomic(folder / CLUSTER_FILE, to_yaml(submission.cluster).encode())
+        write_atomic(folder / SCRIPT_FILE, submission.script.encode())
+        # With several clusters: id;cluster.
+        job = slurm(["sbatch", "--parsable", str(folder / SCRIPT_FILE)]).strip().partition(";")[0]
+        write_json_atomic(folder / RECORD_FILE, _record(submission, job))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if job is not None:
+            slurm(["scancel", job])
+        raise
+    return job
+
+
+def submissions(run_dir: Path) -> list[dict[str, Any]]:
+    """Records of the jobs that a run was handed to SLURM as, oldest first."""
+    found = []
+    for number in _numbers(run_dir):
+        path = _submission_folder(run_dir, number) / RECORD_FILE
+        if path.is_file():
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def refuse_twice(run_dir: Path, kind: str) -> None:
+    """Two jobs of a run would wait for each other's lock.
+
+    Raises:
+        BusyError: one is in the queue.
+    """
+    earlier = [record["job"] for record in submissions(run_dir) if record["kind"] == kind]
+    if not earlier:
+        return
+    there = slurm(["squeue", "--me", "--noheader", "--format=%A"]).split()
+    left = [job for job in earlier if job in there]
+    if left:
+        raise BusyError(
+            f"job {left[-1]} of {run_dir} is in the queue: look at it with `python -m launch "
+            f"status {run_dir}`, or end it with `python -m launch cancel {run_dir}`"
+        )
+
+
+def dry_run_text(submission: Submission) -> str:
+    """What `submit` would do, as a script with comments."""
+    head = [
+        f"# would write {submission.folder} ({CONFIG_FILE}, {CLUSTER_FILE}, {SCRIPT_FILE}) and",
+        f"# {Path(submission.job.start[0]).parents[2]} (code, {git_revision()}), then",
+        f"# sbatch {submission.folder / SCRIPT_FILE}, which is:",
+    ]
+    return "\n".join([*head, submission.script])
+
+
+def summary_text(submission: Submission, job: str) -> Iterator[str]:
+    """Lines on what was submitted, and how to look at it."""
+    cluster, run = submission.cluster, shlex.quote(str(submission.run_dir))
+    yield (
+        f"job {job}: {submission.job.kind} {run} on {cluster.nodes} x "
+        f"{cluster.num_ranks_per_node} ranks, {cluster.time_limit}, code {git_revision()}"
+    )
+    yield f"status:   python -m launch status {run}"
+    yield f"log:      python -m launch logs {run} --follow"
+    yield f"cancel:   python -m launch cancel {run}"
+    yield f"record:   {submission.folder}"
+
+
+def _record(submission: Submission, job: str) -> dict[str, Any]:
+    cluster, source = submission.cluster, submission.source
+    return {
+        "number": submission.number,
+        "job": job,
+        "kind": submission.job.kind,
+        "run_dir": str(submission.run_dir),
+        **asdict(source),
+        "code": str(Path(submission.job.start[0]).parents[2]),
+        "revision": git_revision(),
+        "submitted_unix_s": round(time.time(), 1),
+        "nodes": cluster.nodes,
+        "ranks": cluster.nodes * cluster.num_ranks_per_node,
+        "command": shlex.join(["python", "-m", "launch", *sys.argv[1:]]),
+    }
+
+
+def _numbers(run_dir: Path) -> list[int]:
+    folders = (run_dir / LAUNCH_FOLDER).glob("[0-9][0-9][0-9][0-9]*")
+    return sorted(int(path.name) for path in folders if re.fullmatch(r"\d{4,}", path.name))
+
+
+def _submission_folder(run_dir: Path, number: int) -> Path:
+    return run_dir / LAUNCH_FOLDER / f"{number:04d}"
