@@ -17,7 +17,8 @@ import json, os, re, subprocess, sys
 from pathlib import Path
 
 folder = Path({folder!r})
-script = sys.stdin.read()
+last = sys.argv[-1]
+script = sys.stdin.read() if last.startswith("-") else Path(last).read_text()
 with (folder / "calls.jsonl").open("a") as file:
     print(json.dumps([sys.argv, script]), file=file)
 job = 100 + len((folder / "calls.jsonl").read_text().splitlines())

@@ -1,0 +1,112 @@
+"""What becomes of a job after an attempt, and that it is written down."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.decide import Attempt, Limits, decide, end_attempt, exit_codes, newest_checkpoint
+
+LIMITS = Limits(restarts=5, without_progress=2)
+FAILED = Attempt(
+    job="7", restart=0, nodes=("n1", "n2"), before="step-00000010", after="step-00000010",
+    codes=(1, 1, 75), ranks=4, is_done=False, step_code=143,
+)  # fmt: skip
+SAVED = replace(FAILED, codes=(75,) * 4, after="step-00000020")
+RUN = Path("/runs/a")
+
+
+def _word(attempt: Attempt, misses: int = 0) -> str:
+    return decide(attempt, misses, LIMITS, RUN).word
+
+
+def test_done_needs_the_mark_and_rank_0() -> None:
+    done = replace(FAILED, codes=(0, 0, 0, 0), is_done=True)
+    assert decide(done, 0, LIMITS, RUN).exit_code == 0
+    # The mark is of an earlier, shorter run; srun ended with 0, as it does when a node is lost.
+    assert _word(replace(FAILED, codes=(), is_done=True, step_code=0)) == "requeue"
+    assert _word(replace(done, is_done=False)) == "requeue"
+
+
+def test_wrong_input_is_not_tried_again() -> None:
+    found = decide(replace(FAILED, codes=(1, 2, 1)), 0, LIMITS, RUN)
+    assert (found.word, found.exit_code) == ("failed", 2)
+    assert "rank 1 says that trying again is no use" in found.reason
+    assert "/runs/a/logs" in found.reason
+
+
+def test_a_person_stopped_it() -> None:
+    found = decide(replace(FAILED, codes=(3, 3, 3, 3)), 0, LIMITS, RUN)
+    assert (found.word, found.exit_code) == ("stopped", 3)
+    assert "/runs/a/STOP" in found.reason
+
+
+def test_restarts_are_limited() -> None:
+    assert _word(replace(SAVED, restart=4)) == "requeue"
+    found = decide(replace(SAVED, restart=5), 0, LIMITS, RUN)
+    assert found.word == "failed"
+    assert "not done after 5 restarts (max_restarts=5)" in found.reason
+
+
+def test_attempts_without_a_new_checkpoint_are_limited() -> None:
+    assert _word(FAILED) == "requeue"
+    found = decide(FAILED, 1, LIMITS, RUN)
+    assert found.word == "failed"
+    assert found.reason.startswith("2 attempts in a row without a new checkpoint")
+    assert "exit codes 1 of 2 ranks, 75 of 1 rank, none of 1 rank (srun: 143)" in found.reason
+    assert _word(replace(FAILED, after="step-00000020"), 1) == "requeue"
+
+
+def test_preemption_before_the_first_save_is_no_failure_and_a_time_limit_is() -> None:
+    early = replace(SAVED, before=None, after=None)
+    assert _word(early, 1) == "requeue"
+    assert _word(replace(early, at_limit=True), 1) == "failed"
+    assert _word(replace(early, codes=(75,) * 3), 1) == "failed"
+
+
+def test_history_counts_attempts_in_a_row_of_this_job(tmp_path: Path) -> None:
+    words = [
+        end_attempt(attempt, LIMITS, tmp_path).word
+        for attempt in (
+            FAILED,
+            replace(FAILED, job="8"),  # submitted again by a person: it starts from nothing
+            replace(SAVED, job="8", restart=1),  # progress
+            replace(FAILED, job="8", restart=2),
+            replace(FAILED, job="8", restart=3),
+        )
+    ]
+    assert words == ["requeue", "requeue", "requeue", "requeue", "failed"]
+    lines = (tmp_path / "launch" / "history.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert len(lines) == 5
+    assert (last["job"], last["restart"], last["decision"]) == ("8", 3, "failed")
+    assert last["nodes"] == ["n1", "n2"]
+
+
+def test_a_line_that_a_killed_script_left_unfinished_does_not_hide_the_others(
+    tmp_path: Path,
+) -> None:
+    end_attempt(FAILED, LIMITS, tmp_path)
+    with (tmp_path / "launch" / "history.jsonl").open("a") as file:
+        file.write('{"job": "7", "res')
+    assert end_attempt(replace(FAILED, restart=1), LIMITS, tmp_path).word == "failed"
+
+
+def test_files_of_an_attempt(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    assert exit_codes(tmp_path, "7.0") == ()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000020\n")
+    (tmp_path / "exit" / "7.0").mkdir(parents=True)
+    for rank, text in enumerate(["75\n", "", "2\n"]):
+        (tmp_path / "exit" / "7.0" / f"rank-{rank:05d}").write_text(text)
+    assert newest_checkpoint(tmp_path) == "step-00000020"
+    assert exit_codes(tmp_path, "7.0") == (75, 1, 2)
+    assert exit_codes(tmp_path, "7.1") == ()
+
+
+def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "launch").touch()  # where the folder has to be
+    with pytest.raises(FileExistsError):
+        end_attempt(FAILED, LIMITS, tmp_path)

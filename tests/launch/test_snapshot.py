@@ -1,0 +1,79 @@
+"""The copy of the code: complete, verified, and what runs."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.snapshot import SnapshotError, code_hash, snapshot
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the packages that a test can change."""
+    for package in ("pipeline", "launch", "data_prep"):
+        shutil.copytree(
+            ROOT / package, tmp_path / "checkout" / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )  # fmt: skip
+    return tmp_path / "checkout"
+
+
+def _start(code: Path, *words: str, cwd: Path) -> str:
+    command = [sys.executable, str(code / "pipeline" / "runtime" / "start.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_job_runs_the_copy_even_inside_a_checkout_that_was_edited(
+    checkout: Path, tmp_path: Path
+) -> None:
+    code = snapshot(tmp_path / "code", checkout)
+    assert code == tmp_path / "code" / code_hash(checkout)
+    # Edited after the submission; the job's current folder is this very checkout.
+    (checkout / "pipeline" / "__init__.py").write_text("raise SystemExit('the edited code ran')\n")
+    shown = _start(code, "pipeline", "config", str(ROOT / "configs/demo.yaml"), cwd=checkout)
+    assert "run_dir: runs/demo/train" in shown
+    # What the run starts in other processes is the copy, too.
+    script = (
+        f"import sys; sys.path.insert(0, {str(code)!r}); from pipeline.runtime import env; "
+        f"import subprocess; subprocess.run([*env.module_command('pipeline.runtime.probe_me')])"
+    )
+    (code / "pipeline" / "runtime" / "probe_me.py").write_text("print(__file__)")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=checkout, check=True
+    )
+    assert done.stdout.strip() == str(code / "pipeline" / "runtime" / "probe_me.py")
+
+
+def test_copy_keeps_the_revision(checkout: Path, tmp_path: Path) -> None:
+    code = snapshot(tmp_path / "code", checkout)
+    revision = (code / "REVISION").read_text().strip()
+    assert revision
+    shown = subprocess.run(
+        [sys.executable, "-c", "from pipeline.config.load import git_revision as g; print(g())"],
+        capture_output=True, text=True, cwd=code, check=True,
+    )  # fmt: skip
+    assert shown.stdout.strip() == revision
+
+
+def test_second_submission_uses_the_same_copy(checkout: Path, tmp_path: Path) -> None:
+    first = snapshot(tmp_path / "code", checkout)
+    (first / "pipeline" / "__pycache__").mkdir()  # what the job's Python leaves there
+    (first / "pipeline" / "__pycache__" / "x.pyc").write_bytes(b"1")
+    assert snapshot(tmp_path / "code", checkout) == first
+    (checkout / "launch" / "new.py").touch()
+    assert snapshot(tmp_path / "code", checkout) != first
+    assert len(list((tmp_path / "code").iterdir())) == 2
+
+
+def test_copy_that_was_changed_is_refused(checkout: Path, tmp_path: Path) -> None:
+    code = snapshot(tmp_path / "code", checkout)
+    (code / "launch" / "render.py").write_text("")
+    with pytest.raises(SnapshotError, match="a file in it was changed"):
+        snapshot(tmp_path / "code", checkout)

@@ -1,0 +1,170 @@
+"""A run handed to SLURM: what is copied, what is refused, what is left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cluster import ClusterConfig
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.data.shards import DatasetIndex
+from tests.support.fake_slurm import FakeSlurm
+
+ROOT = Path(__file__).parents[2]
+
+
+class Place:
+    """A folder with a run's config and a profile, and SLURM's commands."""
+
+    def __init__(self, folder: Path, dataset: DatasetIndex) -> None:
+        self.folder = folder
+        self.slurm = FakeSlurm(folder / "slurm")
+        (self.slurm.folder / "queue").touch()
+        self.run_dir = folder / "runs" / "mine"
+        (folder / "train.yaml").write_text(
+            f"run_dir: runs/mine\ndata: {{dir: {dataset.folder}, seq_len: 64}}\n"
+            f"model: {{from: {ROOT}/configs/model/roformer_v2-small.yaml, num_layers: 2}}\n"
+            "train: {num_steps: 20, warmup_steps: 2, global_batch: 8, micro_batch: 2}\n"
+        )
+        self.write_profile()
+
+    def write_profile(self, **more: object) -> None:
+        """The profile, with other fields."""
+        values = {"nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2, "python": sys.executable}
+        (self.folder / "c.yaml").write_text(json.dumps({**values, **more}))
+
+    def launch(self, *words: str, code: int = 0) -> str:
+        """Output of a command that ends with an exit code."""
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch", *words],
+            capture_output=True, text=True, cwd=self.folder, env=self.slurm.environment,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, *words: str, code: int = 0) -> str:
+        """`submit` of the run."""
+        return self.launch("submit", "train.yaml", "--cluster", "c.yaml", *words, code=code)
+
+    def record(self, number: int) -> dict[str, Any]:
+        """Of a submission."""
+        path = self.run_dir / "launch" / f"{number:04d}" / "submission.json"
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+@pytest.fixture
+def place(tmp_path: Path, dataset: DatasetIndex) -> Place:
+    return Place(tmp_path, dataset)
+
+
+def test_everything_a_job_needs_is_copied(place: Place) -> None:
+    said = place.submit("train.lr=2e-4")
+    assert "job 101: pretrain" in said
+    folder = place.run_dir / "launch" / "0001"
+    [(arguments, script)] = place.slurm.calls
+    assert arguments == ["--parsable", str(folder / "job.sh")]
+    assert script == (folder / "job.sh").read_text()
+    config = load(PretrainConfig, folder / "config.yaml").config
+    assert config == load(PretrainConfig, place.folder / "train.yaml", ["train.lr=2e-4"]).config
+    assert load(ClusterConfig, folder / "cluster.yaml").config.nodes == 2
+    record = place.record(1)
+    assert record["job"] == "101"
+    assert record["ranks"] == 4
+    assert record["overrides"] == ["train.lr=2e-4"]
+    code = Path(record["code"])
+    assert (code / "REVISION").read_text().strip() == record["revision"]
+    start = f"{sys.executable} {code}/pipeline/runtime/start.py"
+    assert f"exec {start} pipeline pretrain {folder}/config.yaml" in script
+    assert f"{start} launch decide" in script
+    assert f"#SBATCH --output={place.run_dir}/logs/slurm-%j.log" in script
+    assert (place.run_dir / "logs").is_dir()
+
+
+def test_dry_run_shows_the_script_and_changes_nothing(place: Place) -> None:
+    shown = place.submit("--dry-run")
+    assert not place.run_dir.exists()
+    assert place.slurm.calls == []
+    place.submit()
+    assert shown.endswith((place.run_dir / "launch" / "0001" / "job.sh").read_text())
+
+
+def test_second_submission_waits_for_the_first_to_leave_the_queue(place: Place) -> None:
+    place.submit()
+    (place.slurm.folder / "queue").write_text("99\n101\n")
+    assert "job 101 of" in place.submit(code=1)
+    assert not (place.run_dir / "launch" / "0002").exists()
+    (place.slurm.folder / "queue").write_text("99\n")
+    place.submit()
+    assert place.record(2)["job"] == "102"
+    assert len(list((place.run_dir / "launch" / "code").iterdir())) == 1
+
+
+def test_refused_by_sbatch_leaves_nothing_that_looks_submitted(place: Place) -> None:
+    (place.slurm.folder / "fails_at").write_text("101")
+    said = place.submit(code=2)
+    assert "Job violates accounting policy" in said
+    assert not (place.run_dir / "launch" / "0001").exists()
+    (place.slurm.folder / "fails_at").unlink()
+    place.submit()
+    assert place.record(1)["job"] == "102"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.dir=nowhere"], "nowhere has no index.json; prepare the dataset first"),
+        (["train.micro_batch=4"], "train.micro_batch=4 x 4 ranks"),
+        (["train.mycro_batch=3"], "did you mean 'micro_batch'"),
+        (["data.seq_len=no"], "data.seq_len"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_sbatch(
+    place: Place, words: list[str], message: str
+) -> None:
+    assert message in place.submit(*words, code=2)
+    assert place.slurm.calls == []
+    assert not place.run_dir.exists()
+
+
+def test_plan_that_cannot_work_is_refused_with_its_reasons(place: Place) -> None:
+    place.write_profile(time_limit="6", stop_before_end_s=300)
+    said = place.submit(code=2)
+    assert "the plan cannot work" in said
+    assert "raise time_limit" in said
+    assert place.slurm.calls == []
+
+
+def test_stop_file_is_refused_and_resume_removes_it(place: Place) -> None:
+    place.submit("train.lr=2e-4")
+    (place.run_dir / "STOP").touch()
+    assert "resume" in place.submit(code=2)
+    said = place.launch("resume", "runs/mine", "train.num_steps=40")
+    assert "removed" in said
+    assert not (place.run_dir / "STOP").exists()
+    config = load(PretrainConfig, place.run_dir / "launch" / "0002" / "config.yaml").config
+    assert (config.train.num_steps, config.train.lr) == (40, 2e-4)
+    assert place.record(2)["nodes"] == 2
+
+
+def test_resume_needs_a_submission_or_a_cluster(place: Place) -> None:
+    place.run_dir.mkdir(parents=True)
+    assert "has no job that was submitted" in place.launch("resume", "runs/mine", code=2)
+    config = load(PretrainConfig, place.folder / "train.yaml").config
+    from pipeline.config.load import resolved_text
+
+    (place.run_dir / "resolved.yaml").write_text(resolved_text(config))
+    assert "--cluster" in place.launch("resume", "runs/mine", code=2)
+    place.launch("resume", "runs/mine", "--cluster", "c.yaml")
+    assert place.record(1)["config"].endswith("resolved.yaml")
+
+
+def test_resume_of_a_folder_that_was_moved_is_refused(place: Place) -> None:
+    place.submit()
+    moved = place.run_dir.rename(place.folder / "elsewhere")
+    assert "the folder was moved" in place.launch("resume", str(moved), code=2)
+    assert len(place.slurm.calls) == 1
