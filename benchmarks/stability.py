@@ -125,7 +125,7 @@ def arms() -> Iterator[tuple[Arm, int]]:
         if method not in first:
             for carry in CARRIES:
                 yield Arm(deep, method, carry), 1
-    for method in first[:2]:
+    for method in ("rsqrt_depth", "alpha 50%", "deepnorm"):
         for carry in CARRIES:
             yield Arm(Size(24, 48, 3 * _STEPS), method, carry), 1
     for layers in (12, 4):

@@ -1,0 +1,46 @@
+"""Training on a real cluster: the same run as under torchrun, whatever befalls it."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.shards import DatasetIndex
+from tests.support.slurm import SlurmCluster
+from tests.support.slurm_runs import SlurmRun, assert_same, run_locally
+
+STEPS = ("train.num_steps=300", "checkpoint.every_steps=20", "monitor.eval_every_steps=100")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
+    """Never interrupted, on this machine."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    run_locally(run_dir, dataset, *STEPS)
+    return run_dir
+
+
+def test_two_nodes_give_what_torchrun_gives(
+    slurm_cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
+) -> None:
+    run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, *STEPS)
+    assert run.wait_for_end() == "COMPLETED"
+    assert run.log.startswith(f"start: job {run.job}, restart 0, nodes ")
+    assert run.log.endswith("end: done; checkpoint step-00000300\n")
+    assert (run.run_dir / "done.json").exists()
+    assert [decision["decision"] for decision in run.decisions()] == ["finished"]
+    assert len({start["host"] for start in run.starts()}) == 1
+    assert len(list((run.run_dir / "logs").glob("rank-*.log"))) == 4
+    assert_same(run.run_dir, straight)
+
+
+def test_faults_of_which_slurm_says_nothing_and_those_it_announces(
+    slurm_cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
+) -> None:
+    run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, *STEPS)
+    for step, name in (
+        (30, "time limit announced"), (90, "rank killed"), (150, "requeued by an administrator"),
+    ):  # fmt: skip
+        run.wait_for_step(step)
+        run.suffer(name)
+    assert run.wait_for_end() == "COMPLETED"
+    assert_same(run.run_dir, straight)
