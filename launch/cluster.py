@@ -1,14 +1,25 @@
 """What a cluster offers and how it wants to be asked: the root config of `python -m launch`."""
 
-import re
 from dataclasses import dataclass
+from typing import Literal
 
+from launch.container import ContainerConfig
+from launch.fields import (
+    SET_OPTIONS,
+    mebibytes,
+    require,
+    require_options,
+    require_variables,
+    seconds,
+)
 from pipeline.config.schema import param, section
 from pipeline.errors import ConfigError
 from pipeline.model.devices import KNOWN, limits
+from pipeline.runtime.env import SCRATCH_VARIABLE
 
-# As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:...].
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_NAMES = r"[\w.,@+-]+"
+_VARIABLE = r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
+_NAMES_TEXT = "a name as SLURM shows it, without white space"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,10 @@ class PrepJobsConfig:
     partition: str = param("", "SLURM partition; empty takes that of the profile")
     account: str = param("", "SLURM account; empty takes that of the profile")
     qos: str = param("", "SLURM quality of service; empty takes that of the profile")
+    sbatch: tuple[str, ...] = param(
+        (), "further options of sbatch for array tasks, such as --constraint=cpu; those of the "
+        "profile are not taken",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         arrays = -(-self.array_tasks // self.max_array_size)
@@ -48,6 +63,11 @@ class PrepJobsConfig:
                 f"prep.max_array_size={self.max_array_size}; raise it or lower array_tasks"
             )
         _ = self.time_limit_s
+        for name in ("partition", "account", "qos"):
+            require(_NAMES, getattr(self, name), f"prep.{name}", _NAMES_TEXT)
+        if self.mem:
+            mebibytes(self.mem, "prep.mem")
+        require_options(self.sbatch, "prep.sbatch", SET_OPTIONS)
 
     @property
     def time_limit_s(self) -> int:
@@ -56,7 +76,7 @@ class PrepJobsConfig:
         Raises:
             ConfigError: sbatch would not read it.
         """
-        return _seconds(self.time_limit, "prep.time_limit")
+        return seconds(self.time_limit, "prep.time_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +138,12 @@ class ClusterConfig:
     ranks_per_node: int = param(
         0, "ranks of each node; 0 takes one a GPU, needed where gpus_per_node is 0", ge=0
     )
+    gpu_request: Literal["gpus-per-node", "gres"] = param(
+        "gpus-per-node", "option of sbatch that asks for GPUs: --gpus-per-node=N or --gres=gpu:N"
+    )
+    gpu_type: str = param(
+        "", "as in `sinfo -o %G`, letter by letter, such as h200; empty takes any"
+    )
     cpus_per_rank: int = param(8, "cores of each rank", unit="cores", ge=1)
     mem_per_node: str = param("", "such as 500G; empty takes the partition's default")
     time_limit: str = param("24:00:00", "[days-]hours:minutes:seconds, as SLURM reads it")
@@ -128,16 +154,38 @@ class ClusterConfig:
     partition: str = param("", "SLURM partition; empty takes the default")
     account: str = param("", "SLURM account; empty takes the default")
     qos: str = param("", "SLURM quality of service; empty takes the default")
+    constraint: str = param("", "features that nodes must have (`sinfo -o %f`), such as ib&h200")
+    exclude: str = param("", "nodes never to take, such as node[3-5],node9")
+    reservation: str = param("", "SLURM reservation (`scontrol show reservation`)")
+    exclusive: bool = param(False, "whole nodes, shared with no other job")
+    sbatch: tuple[str, ...] = param(
+        (), "further options of sbatch that no field sets, such as --switches=1"
+    )
+    max_excluded_nodes: int = param(
+        4, "nodes that a job may be kept off after they failed its checks, before it stops",
+        unit="nodes", ge=0,
+    )  # fmt: skip
     max_restarts: int = param(
         50, "requeues of one job, by SLURM or by itself, before it stops", ge=0
     )
     max_attempts_without_progress: int = param(
         2, "attempts in a row without a new checkpoint before the job stops", ge=1
     )
-    python: str = param(".venv/bin/python", "interpreter, on a path that all nodes see")
-    setup: tuple[str, ...] = param(
-        (), "shell lines before the start, such as `module load cuda/13.0`"
+    python: str = param(
+        ".venv/bin/python",
+        "interpreter, on a path that all nodes see; in the image, if there is one",
     )
+    modules: tuple[str, ...] = param((), "for `module load`, such as cuda/13.0")
+    module_purge: bool = param(False, "`module purge` before, so that a login shell's do not count")
+    network: tuple[str, ...] = param(
+        (), "NAME=value variables for all ranks, such as NCCL_SOCKET_IFNAME=ib0; taken as they are"
+    )
+    scratch: str = param(
+        "", "folder on a disk of each node, such as /scratch/$USER or $TMPDIR; runs call it "
+        f"${SCRATCH_VARIABLE}, as in data.stage_dir=${SCRATCH_VARIABLE}/shards",
+    )  # fmt: skip
+    setup: tuple[str, ...] = param((), "shell lines after modules and variables, before the start")
+    container: ContainerConfig = section(ContainerConfig, "what ranks run in")
     hardware: HardwareConfig = section(HardwareConfig, "what plans reckon with")
     prep: PrepJobsConfig = section(PrepJobsConfig, "job arrays of data preparation")
 
@@ -149,12 +197,46 @@ class ClusterConfig:
                 f"ranks_per_node={self.ranks_per_node} must equal gpus_per_node="
                 f"{self.gpus_per_node}: every rank drives one GPU; leave it out"
             )
-
+        if self.gpu_type and not self.gpus_per_node:
+            raise ConfigError(f"gpu_type={self.gpu_type!r} with gpus_per_node=0; leave out one")
         if self.time_limit_s <= self.stop_before_end_s:
             raise ConfigError(
                 f"time_limit={self.time_limit!r} ({self.time_limit_s} s) must be longer than "
                 f"stop_before_end_s={self.stop_before_end_s}: no time is left to train"
             )
+        self._require_slurm_texts()
+        self._require_shell_texts()
+
+    def _require_slurm_texts(self) -> None:
+        if self.mem_per_node:
+            mebibytes(self.mem_per_node, "mem_per_node")
+        for name in ("partition", "account", "qos", "reservation", "gpu_type"):
+            require(_NAMES, getattr(self, name), name, _NAMES_TEXT)
+        require(
+            r"[\w.:=&|!*()\[\]-]+", self.constraint, "constraint",
+            "features joined by & or |, without white space, such as ib&h200",
+        )  # fmt: skip
+        require(
+            r"[\w.,\[\]-]+", self.exclude, "exclude",
+            "node names without white space, such as node[3-5],node9",
+        )  # fmt: skip
+        taken = SET_OPTIONS | {"constraint", "reservation", "exclusive"}
+        taken |= {"gres"} if self.gpu_request == "gres" else set()
+        taken |= {"mem-per-cpu", "mem-per-gpu"} if self.mem_per_node else set()
+        require_options(self.sbatch, "sbatch", taken)
+
+    def _require_shell_texts(self) -> None:
+        require(r"[^\n]+", self.python, "python", "one line")
+        for module in self.modules:
+            require(
+                r"[\w./+@:=-]+", module or " ", "modules",
+                "names as `module avail` shows them, each by itself, such as [gcc/13, cuda/13.0]",
+            )  # fmt: skip
+        require_variables(self.network, "network")
+        require(
+            rf"(/|{_VARIABLE})({_VARIABLE}|[\w./@+-])*", self.scratch, "scratch",
+            "a whole path, in which $NAME stands for a variable of the job, such as /scratch/$USER",
+        )  # fmt: skip
 
     @property
     def time_limit_s(self) -> int:
@@ -163,26 +245,9 @@ class ClusterConfig:
         Raises:
             ConfigError: sbatch would not read it.
         """
-        return _seconds(self.time_limit, "time_limit")
+        return seconds(self.time_limit, "time_limit")
 
     @property
     def num_ranks_per_node(self) -> int:
         """Processes of each node."""
         return self.gpus_per_node or self.ranks_per_node
-
-
-def _seconds(text: str, name: str) -> int:
-    found = _TIME.fullmatch(text)
-    if not found:
-        raise ConfigError(
-            f"{name}={text!r}: expected minutes, hours:minutes:seconds or "
-            'days-hours:minutes:seconds, such as "1-12:00:00"'
-        )
-    days, *rest = found.groups()
-    numbers = [int(number) for number in rest if number is not None]
-    if days is not None:
-        units = (3600, 60, 1)  # days-hours:minutes:seconds
-    else:
-        units = (3600, 60, 1) if len(numbers) == 3 else (60, 1, 0)
-    seconds = sum(number * unit for number, unit in zip(numbers, units, strict=False))
-    return int(days or 0) * 86400 + seconds

@@ -17,6 +17,7 @@ from math import ceil
 from pathlib import Path
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.environment import prep_resources, setup_lines, srun_words, wrapped
 from launch.script import REQUEUE, sbatch_lines, slurm_path
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 
@@ -75,9 +76,11 @@ def render_prep(
 
     Raises:
         ConfigError: an array task is expected to take longer than it may, or SLURM cannot use the
-            log folder.
+            log folder, or a container one of the folders.
     """
     logs = str(log_folder(output_dir, work_dir))
+    # Inputs elsewhere are for the profile to mount.
+    mounts = [str(Path(work_dir, part)) for part in (".", Path(config_path).parent, output_dir)]
     stages = []
     for plan in plans:
         prep = cluster.prep
@@ -95,28 +98,21 @@ def render_prep(
         options = {
             "job-name": shlex.quote(f"{Path(config_path).stem}-{plan.name}"),
             "output": f"{slurm_path(logs)}/%x-%A_%a.log",
-            "nodes": 1,
-            "ntasks": 1,
-            "cpus-per-task": prep.cores,
-            "mem": prep.mem or f"{ceil(plan.memory_gb * processes) + _PARENT_GB}G",
-            "time": prep.time_limit,
-            "partition": prep.partition or cluster.partition,
-            "account": prep.account or cluster.account,
-            "qos": prep.qos or cluster.qos,
+            **_resources(cluster, plan, processes),
         }
         command = [
             cluster.python, "-m", "data_prep", "run", config_path, *overrides,
             f"workers={processes}", "--stage", plan.name, "--world", str(world), "--rank",
         ]  # fmt: skip
         parts = [
-            *cluster.setup,
+            *setup_lines(cluster),
             "set -u +e",
             f"cd {shlex.quote(work_dir)} || exit 1",
             f"logs={shlex.quote(logs)}",
             _BODY.format(
                 stage=plan.name,
                 world=world,
-                command=shlex.join(command),
+                command=_in_container(cluster, command, mounts, work_dir),
                 max_failures=prep.max_failures,
                 finished=EXIT_FINISHED,
                 do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
@@ -132,6 +128,33 @@ def render_prep(
         )  # fmt: skip
         stages.append(PrepStage(plan.name, world, hours, scripts))
     return stages
+
+
+def _resources(cluster: ClusterConfig, plan: StagePlan, processes: int) -> dict[str, object]:
+    prep = cluster.prep
+    return {
+        "nodes": 1,
+        "ntasks": 1,
+        "cpus-per-task": prep.cores,
+        "mem": prep.mem or f"{ceil(plan.memory_gb * processes) + _PARENT_GB}G",
+        "time": prep.time_limit,
+        "partition": prep.partition or cluster.partition,
+        "account": prep.account or cluster.account,
+        "qos": prep.qos or cluster.qos,
+        **prep_resources(cluster),
+    }
+
+
+def _in_container(
+    cluster: ClusterConfig, command: Sequence[str], mounts: Sequence[str], work_dir: str
+) -> str:
+    """Shell text of a command; the number of the rank is put behind it."""
+    words = [shlex.quote(word) for word in command]
+    words = wrapped(cluster, mounts, words, work_dir=work_dir, gpus=False)
+    options = srun_words(cluster, mounts, work_dir=work_dir)
+    if options:  # only srun can start it
+        words = ["srun", "--ntasks=1", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', *options, *words]
+    return " ".join(words)
 
 
 def _arrays(world: int, prep: PrepJobsConfig) -> list[tuple[int, str]]:

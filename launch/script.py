@@ -7,12 +7,16 @@ from pipeline.errors import ConfigError
 
 
 def sbatch_lines(options: Mapping[str, object]) -> list[str]:
-    """`#SBATCH` lines: those of every job, and `options` that are not empty.
+    """`#SBATCH` lines: those of every job, and `options` that are not empty (True: no value).
 
     SLURM truncates logs on requeue unless told to append, and leaves a job whose dependency failed
     in the queue for ever unless told to cancel it.
     """
-    given = [f"{name}={value}" for name, value in options.items() if value != ""]
+    given = [
+        name if value is True else f"{name}={value}"
+        for name, value in options.items()
+        if value != ""
+    ]
     every = ["open-mode=append", "requeue", "kill-on-invalid-dep=yes"]
     return [f"#SBATCH --{option}" for option in (*given, *every)]
 

@@ -25,7 +25,8 @@ class DataConfig:
     stage_dir: str | None = param(
         None,
         "node-local folder that shards are copied to and read from; null reads them where they "
-        "are; environment variables such as $TMPDIR are filled in",
+        "are; environment variables such as $TMPDIR are filled in, also $POSTNORM_SCRATCH, the "
+        "`scratch` folder of a cluster profile",
     )
     seq_len: int = param(512, "slots of a packed sequence", unit="tokens", ge=8, le=65536)
     window_blocks: int = param(

@@ -13,6 +13,8 @@ from pipeline.errors import ConfigError
 _GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RUN_DIR_VARIABLE = "POSTNORM_RUN_DIR"
 """Set by `launch`, so that a rank can record how it ended."""
+SCRATCH_VARIABLE = "POSTNORM_SCRATCH"
+"""Set by `launch` to the `scratch` folder of the cluster profile, for configs to name."""
 
 
 @dataclass(frozen=True)

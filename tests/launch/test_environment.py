@@ -1,0 +1,164 @@
+"""What a profile adds to a job script: options, setup lines, containers; bash runs what it can."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.container import ContainerConfig
+from launch.environment import prep_resources, sbatch_resources, setup_lines, srun_words, wrapped
+from launch.render_prep import StagePlan, render_prep
+from launch.script import sbatch_lines
+from pipeline.errors import ConfigError
+
+WORK = "/shared/me/work"
+APPTAINER = ContainerConfig(
+    kind="apptainer", image="images/a.sif", mounts=("/data:/data:ro",), arguments=("--no-home",)
+)
+PYXIS = ContainerConfig(kind="pyxis", image="nvcr.io#nvidia/pytorch:25.06-py3", mounts=("/data",))
+
+
+def _bash(lines: list[str], **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["bash"], input="\n".join(lines), capture_output=True, text=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin", **variables},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "lines"),
+    [
+        ({"gpus_per_node": 8}, ["gpus-per-node=8"]),
+        ({"gpus_per_node": 8, "gpu_type": "h200"}, ["gpus-per-node=h200:8"]),
+        ({"gpus_per_node": 8, "gpu_request": "gres"}, ["gres=gpu:8"]),
+        ({"gpus_per_node": 4, "gpu_request": "gres", "gpu_type": "a100"}, ["gres=gpu:a100:4"]),
+        ({"gpus_per_node": 0, "ranks_per_node": 2, "gpu_request": "gres"}, []),
+        (
+            {"gpus_per_node": 1, "constraint": "ib&h200", "exclude": "n[1-2]", "reservation": "r",
+             "exclusive": True, "sbatch": ("--switches=1@0:30", "contiguous")},
+            ["gpus-per-node=1", "constraint=ib&h200", "exclude=n[1-2],n7,n9", "reservation=r",
+             "exclusive", "switches=1@0:30", "contiguous"],
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_of_a_run(fields: dict[str, object], lines: list[str]) -> None:
+    excluded = ["n7", "n9"] if "exclude" in fields else []
+    given = sbatch_lines(sbatch_resources(ClusterConfig(**fields), excluded))  # type: ignore[arg-type]
+    every = ["open-mode=append", "requeue", "kill-on-invalid-dep=yes"]
+    assert given == [f"#SBATCH --{line}" for line in [*lines, *every]]
+
+
+def test_data_preparation_asks_for_no_gpu_nodes() -> None:
+    cluster = ClusterConfig(
+        constraint="h200", reservation="r", exclusive=True, exclude="n1", sbatch=("--switches=1",),
+        prep=PrepJobsConfig(sbatch=("--constraint=cpu",)),
+    )  # fmt: skip
+    assert prep_resources(cluster) == {"exclude": "n1", "constraint": "cpu"}
+
+
+def test_setup_comes_in_order_and_values_stay_as_they_are() -> None:
+    cluster = ClusterConfig(
+        modules=("gcc/13", "cuda/13.0"), module_purge=True, scratch="$NODE_DISK/${WHO}/x",
+        network=("NCCL_IB_HCA=mlx5_0,mlx5_1", "ODD=it's $HOME `id` \"", "EMPTY="),
+        setup=("user=$POSTNORM_SCRATCH",),
+    )  # fmt: skip
+    module = "module() { echo module $*; }"
+    show = 'printf "%s\\n" "$NCCL_IB_HCA" "$ODD" "<$EMPTY>" "$user" "$SLURM_EXPORT_ENV"'
+    done = _bash([module, *setup_lines(cluster), show], NODE_DISK="/disk", WHO="me")
+    assert done.stdout.splitlines() == [
+        "module purge", "module load gcc/13 cuda/13.0", "mlx5_0,mlx5_1", "it's $HOME `id` \"", "<>",
+        "/disk/me/x", "ALL",
+    ], done.stderr  # fmt: skip
+    inside = _bash([module, *setup_lines(cluster), "env"], NODE_DISK="/disk", WHO="me")
+    for name in ("NCCL_IB_HCA=mlx5_0,mlx5_1", "POSTNORM_SCRATCH=/disk/me/x", "EMPTY="):
+        assert name in inside.stdout.splitlines()  # exported
+
+
+def test_failing_setup_ends_the_job_and_says_why() -> None:
+    lines = setup_lines(ClusterConfig(modules=("nope/1",)))
+    done = _bash(["module() { echo no such module >&2; return 1; }", *lines, "echo went on"])
+    assert (done.returncode, done.stdout) == (
+        2, "end: `module load nope/1` failed, see above; change modules of the cluster profile\n",
+    )  # fmt: skip
+    done = _bash([*setup_lines(ClusterConfig(scratch="$NODE_DISK/x")), "echo went on"])
+    assert done.returncode
+    assert not done.stdout
+    assert "NODE_DISK: is not set in the job: change scratch of the cluster profile" in done.stderr
+
+
+def test_plain_profile_adds_nothing_but_the_export() -> None:
+    cluster = ClusterConfig(setup=("true",))
+    assert setup_lines(cluster) == ["export SLURM_EXPORT_ENV=ALL", "true"]
+    assert srun_words(cluster, [WORK], work_dir=WORK) == []
+    assert wrapped(cluster, ["rel ative"], ["a", '"$b"'], work_dir=WORK, gpus=True) == ["a", '"$b"']
+
+
+def test_apptainer() -> None:
+    cluster = ClusterConfig(container=APPTAINER, scratch="$D", network=("A=x,y z",))
+    words = wrapped(
+        cluster, [WORK, "/runs", WORK], ["python3", '"$rank"'], work_dir=WORK, gpus=True
+    )
+    assert srun_words(cluster, [WORK], work_dir=WORK) == []
+    shown = _bash(
+        ['apptainer() { printf "%s\\n" "$@"; }', " ".join(words)], POSTNORM_SCRATCH="/d", rank="r 3"
+    )
+    assert shown.stdout.splitlines() == [
+        "exec", "--nv", f"--bind={WORK}", "--bind=/runs", "--bind=/data:/data:ro", "--bind=/d",
+        f"--pwd={WORK}", "--no-home", "images/a.sif", "env", "A=x,y z", "python3", "r 3",
+    ]  # fmt: skip
+    no_gpus = wrapped(cluster, [], ["python3"], work_dir=WORK, gpus=False)
+    cpus = ClusterConfig(container=APPTAINER, gpus_per_node=0, ranks_per_node=1)
+    assert "--nv" not in no_gpus
+    assert "--nv" not in wrapped(cpus, [], ["python3"], work_dir=WORK, gpus=True)
+
+
+def test_pyxis() -> None:
+    cluster = ClusterConfig(container=PYXIS, scratch="$D", network=("A=x y",))
+    words = srun_words(cluster, [WORK, "/runs"], work_dir=WORK)
+    shown = _bash([f"printf '%s\\n' {' '.join(words)}"], POSTNORM_SCRATCH="/d")
+    assert shown.stdout.splitlines() == [
+        "--container-image=nvcr.io#nvidia/pytorch:25.06-py3",
+        f"--container-mounts={WORK}:{WORK},/runs:/runs,/data:/data,/d:/d",
+        f"--container-workdir={WORK}", "--no-container-mount-home",
+    ]  # fmt: skip
+    command = wrapped(cluster, [WORK], ["python3"], work_dir=WORK, gpus=True)
+    assert shlex.split(" ".join(command)) == ["env", "A=x y", "python3"]
+    # Pyxis refuses both.
+    asked = ContainerConfig(kind="pyxis", image="/i.sqsh", arguments=("--container-mount-home",))
+    words = srun_words(ClusterConfig(container=asked), [], work_dir=WORK)
+    assert [word for word in words if word.endswith("home")] == ["--container-mount-home"]
+
+
+@pytest.mark.parametrize("folder", ["/a:b", "/a,b", "/a b", "runs"])
+def test_folder_that_cannot_be_mounted_is_refused(folder: str) -> None:
+    message = f"'{folder}' cannot be mounted in a container"
+    with pytest.raises(ConfigError, match=message):
+        srun_words(ClusterConfig(container=PYXIS), [folder], work_dir=WORK)
+    cluster = ClusterConfig(container=APPTAINER)
+    with pytest.raises(ConfigError, match=message):
+        wrapped(cluster, [folder], ["true"], work_dir=WORK, gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("container", "start"),
+    [
+        (ContainerConfig(), "python3 -m data_prep"),
+        (APPTAINER, f"apptainer exec --bind=/shared/me/work --bind={WORK}/data"),
+        (PYXIS, 'srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --container-image='),
+    ],
+    ids=["none", "apptainer", "pyxis"],
+)
+def test_data_preparation_runs_in_the_container(
+    container: ContainerConfig, start: str, tmp_path: Path
+) -> None:
+    cluster = ClusterConfig(container=container, python="python3", modules=("gcc/13",))
+    [stage] = render_prep(
+        [StagePlan("ingest", 4, 1, 1)], cluster, config_path="web.yaml", overrides=[],
+        output_dir="data", work_dir=WORK,
+    )  # fmt: skip
+    [script] = stage.scripts
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert script.index("module load gcc/13") < script.index(f"\n{start}")

@@ -1,0 +1,269 @@
+"""Reading a SLURM site and comparing a profile with it, on recorded answers of SLURM 22.05."""
+
+from pathlib import Path
+
+import pytest
+
+from launch import fit, site
+from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.container import ContainerConfig
+from launch.site import NoSlurmError, SiteError
+from pipeline.errors import ConfigError
+
+# `sinfo --all --noheader --Node --format=...`: a line a node and partition.
+SINFO = """\
+train*|up|infinite|1-infinite|n1|8|64000|gpu:a100:8|a100,ib
+train*|up|infinite|1-infinite|n2|8|64000|gpu:a100:8(S:0-1)|a100,ib
+train*|up|infinite|1-infinite|n3|16|32000|gpu:h200:4,nvme:1|h200,ib,rack-2
+train*|up|infinite|1-infinite|n4|16|32000|gpu:h200:4(S:0,2),gpu:l4:2|h200,ib,rack-2
+short|up|30:00|1|n1|8|64000|gpu:a100:8|a100,ib
+short|up|30:00|1|n2|8|64000|gpu:a100:8|a100,ib
+week|up|7-00:00:00|2-3|n1|8|64000|gpu:a100:8|a100,ib
+week|up|7-00:00:00|2-3|n2|8|64000|gpu:a100:8|a100,ib
+closed|drain|infinite|1-infinite|n1|8|64000|gpu:a100:8|a100,ib
+plain|up|1-00:00:00|1-infinite|c1|4|8000|(null)|(null)
+"""
+CONFIG = """\
+Configuration data as of 2026-11-21T20:22:53
+AccountingStorageEnforce = {enforce}
+AccountingStorageType   = accounting_storage/slurmdbd
+MaxArraySize            = 1001
+
+Slurmctld(primary) at host is UP
+"""
+RESERVATIONS = "ReservationName=hold StartTime=2026-11-21T20:22:54 Nodes=n1 State=ACTIVE\n"
+ASSOCIATIONS = "lab|normal,long\nroot|normal\n"
+
+
+class FakeSite:
+    """Commands that print recorded answers, before all others in PATH."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, enforce: str) -> None:
+        self.folder = folder
+        self._patch = monkeypatch
+        folder.mkdir()
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        self.answer("sinfo", SINFO)
+        self.answer("sacctmgr", ASSOCIATIONS)
+        config = CONFIG.format(enforce=enforce)
+        self.script(
+            "scontrol",
+            f'case "$*" in\n"show config") cat <<"E"\n{config}E\n;;\n'
+            f'"--oneliner show reservation") cat <<"E"\n{RESERVATIONS}E\n;;\n'
+            '"show hostnames n[1-2],zz") printf "n1\\nn2\\nzz\\n";;\n'
+            "*) echo unexpected: $* >&2; exit 9;;\nesac",
+        )
+
+    def answer(self, name: str, text: str) -> None:
+        self.script(name, f'cat <<"E"\n{text}E')
+
+    def script(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (self.folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSite:
+    return FakeSite(tmp_path / "bin", monkeypatch, "associations,limits,qos")
+
+
+def _problems(kind: fit.Kind = "pretrain", **fields: object) -> list[str]:
+    cluster = ClusterConfig(
+        **{"nodes": 2, "gpus_per_node": 4, "cpus_per_rank": 2, **fields}  # type: ignore[arg-type]
+    )
+    return fit.problems(cluster, kind, site.read(), site.host_names(cluster.exclude))
+
+
+def test_site_is_read(slurm: FakeSite) -> None:
+    found = site.read()
+    assert found.default == "train"
+    assert {name: len(part.nodes) for name, part in found.partitions.items()} == {
+        "train": 4, "short": 2, "week": 2, "closed": 1, "plain": 1,
+    }  # fmt: skip
+    assert [node.gpus for node in found.partitions["train"].nodes] == [
+        {"a100": 8}, {"a100": 8}, {"h200": 4}, {"h200": 4, "l4": 2},
+    ]  # fmt: skip
+    assert found.partitions["plain"].nodes[0] == site.Node("c1", 4, 8000, {}, frozenset())
+    limits = {name: part.time_limit_s for name, part in found.partitions.items()}
+    assert limits["train"] == float("inf")
+    assert (limits["short"], limits["week"], limits["plain"]) == (1800, 7 * 86400, 86400)
+    assert [found.partitions[name].max_nodes for name in ("train", "short", "week")] == [None, 1, 3]
+    assert found.max_array_size == 1001
+    assert found.reservations == {"hold"}
+    assert (found.accounts, found.qos) == ({"lab", "root"}, {"normal", "long"})
+
+
+@pytest.mark.parametrize(
+    ("enforce", "accounts", "qos"),
+    [("none", False, False), ("associations,limits", True, False), ("qos", True, True)],
+)
+def test_names_are_asked_for_only_where_slurm_enforces_them(
+    enforce: str, accounts: bool, qos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeSite(tmp_path / "bin", monkeypatch, enforce)
+    if not accounts:
+        fake.script("sacctmgr", "exit 1")  # as without accounting
+    found = site.read()
+    assert (found.accounts is not None, found.qos is not None) == (accounts, qos)
+    assert bool(_problems(account="nobody")) == accounts
+    assert bool(_problems(qos="never")) == qos
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"partition": "week", "time_limit": "7-0", "gpu_type": "a100", "gpus_per_node": 8,
+         "cpus_per_rank": 1},
+        {"partition": "short,train", "nodes": 4},
+        {"constraint": "a100|h200", "nodes": 4},
+        {"constraint": "[a100|h200]"},
+        {"constraint": "ib&h200", "mem_per_node": "31G", "cpus_per_rank": 4},
+        {"reservation": "hold", "account": "lab", "qos": "long"},
+        {"partition": "plain", "nodes": 1, "gpus_per_node": 0, "ranks_per_node": 2,
+         "time_limit": "1-0"},
+        {"gpus_per_node": 6, "nodes": 3, "cpus_per_rank": 1},  # two types on one node together
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_fits(slurm: FakeSite, fields: dict[str, object]) -> None:
+    assert _problems(**fields) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"partition": "tran"}, ["partition='tran' is not known; expected one of: closed, plain, "
+                                 "short, train, week; did you mean 'train'?"]),
+        ({"partition": "closed", "nodes": 1},
+         ["partition closed takes no jobs at the moment (drain)"]),
+        ({"partition": "short", "nodes": 1, "time_limit": "31"},
+         ["time_limit='31' is above the limit of partition short, 30:00; lower it"]),
+        ({"nodes": 5}, ["nodes=5: partition train has 4; lower it"]),
+        ({"partition": "short", "time_limit": "20"},
+         ["nodes=2: partition short gives a job at most 1; lower it"]),
+        ({"nodes": 3, "exclude": "n[1-2],zz"},
+         ["nodes=3: partition train has 4, 2 of them excluded; lower it",
+          "exclude='n[1-2],zz': the site has no zz"]),
+        ({"gpu_type": "H200"},
+         ["gpus_per_node=4 of gpu_type='H200': partition train has 0 such node(s), nodes=2 are "
+          "asked for; its nodes have: 8 a100 (2 nodes), 4 h200 (1 nodes), 4 h200+2 l4 (1 nodes)"]),
+        ({"gpus_per_node": 8, "cpus_per_rank": 1, "nodes": 3},
+         ["gpus_per_node=8: partition train has 2 such node(s), nodes=3 are asked for"]),
+        ({"partition": "plain", "nodes": 1, "gpus_per_node": 1},
+         ["gpus_per_node=1: partition plain has 0 such node(s), nodes=1 are asked for; its nodes "
+          "have: no (1 nodes)"]),
+        ({"cpus_per_rank": 5},
+         ["4 ranks of cpus_per_rank=5 on each node: partition train has 0 such node(s), nodes=2 "
+          "are asked for; its nodes have: 8 cores (2 nodes), 16 cores (2 nodes)"]),
+        ({"mem_per_node": "70G"}, ["mem_per_node='70G': partition train has 0 such node(s)"]),
+        ({"constraint": "a100&h20"},
+         ["constraint='a100&h20': in partition train feature 'h20' is not known; expected one of: "
+          "a100, h200, ib, rack-2; did you mean 'h200'?"]),
+        ({"constraint": "a100&h200"},
+         ["constraint='a100&h200': partition train has 0 such node(s), nodes=2 are asked for"]),
+        ({"gpu_type": "h200", "mem_per_node": "60G"},
+         ["partition train has 0 node(s) with all of this together, nodes=2 are asked for: 4 ranks "
+          "of cpus_per_rank=2 on each node; mem_per_node='60G'; gpus_per_node=4 of "
+          "gpu_type='h200'"]),
+        ({"reservation": "hol", "account": "lob", "qos": "lang"},
+         ["reservation='hol' is not known; expected one of: hold; did you mean 'hold'?",
+          "account='lob' is not known; expected one of: lab, root; did you mean 'lab'?",
+          "qos='lang' is not known; expected one of: long, normal; did you mean 'long'?"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_fit(slurm: FakeSite, fields: dict[str, object], expected: list[str]) -> None:
+    found = _problems(**fields)
+    assert len(found) == len(expected), found
+    for text, start in zip(found, expected, strict=True):
+        assert text.startswith(start)
+
+
+def test_data_preparation_is_checked_by_what_its_array_tasks_ask_for(slurm: FakeSite) -> None:
+    prep = PrepJobsConfig(partition="plain", cores=5, mem="9G", time_limit="2-0",
+                          max_array_size=2000)  # fmt: skip
+    found = _problems("prep", nodes=99, partition="no", gpus_per_node=8, prep=prep)
+    assert [text.partition(":")[0] for text in found] == [
+        "prep.time_limit='2-0' is above the limit of partition plain, 1-00",
+        "prep.cores=5", "prep.mem='9G'",
+        "prep.max_array_size=2000 is above MaxArraySize=1001 of the site; set it to 1001",
+    ]  # fmt: skip
+    assert _problems("prep", prep=PrepJobsConfig(partition="plain", cores=4, mem="7G")) == []
+
+
+def test_site_without_a_default_partition_wants_a_name(slurm: FakeSite) -> None:
+    slurm.answer("sinfo", SINFO.replace("*", ""))
+    assert _problems() == [
+        "no partition is named, and the site has no default; set partition to one of closed, "
+        "plain, short, train, week"
+    ]
+
+
+def test_all_problems_are_named_at_once(slurm: FakeSite, tmp_path: Path) -> None:
+    cluster = ClusterConfig(nodes=5, cpus_per_rank=1, account="x", python="no/python")
+    with pytest.raises(ConfigError) as caught:
+        fit.check(cluster, "pretrain", work_dir=str(tmp_path / "gone"))
+    assert [line[:22] for line in str(caught.value).splitlines()] == [
+        "the cluster profile do", "- nodes=5: partition t", "- account='x' is not k",
+        "- the folder to work i", "- python='no/python': ",
+    ]  # fmt: skip
+    python = tmp_path / "python"
+    python.write_text("")
+    python.chmod(0o755)
+    fitting = ClusterConfig(nodes=4, cpus_per_rank=1, python="./python")
+    said = fit.check(fitting, "pretrain", work_dir=str(tmp_path))
+    assert said == "the profile fits the site: partition train"
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    (tmp_path / "a.sif").touch()
+    (tmp_path / "python").touch()  # no program
+    image = ContainerConfig(kind="apptainer", image="a.sif", mounts=(f"{tmp_path}:/x", "/no/such"))
+    there = ClusterConfig(container=image, python="no/python")  # the image's
+    assert fit.missing_files(there, str(tmp_path)) == ["container.mounts: /no/such is not there"]
+    gone = ClusterConfig(container=ContainerConfig(kind="pyxis", image="./b.sqsh"))
+    assert fit.missing_files(gone, str(tmp_path)) == ["container.image='./b.sqsh' is not there"]
+    remote = ClusterConfig(container=ContainerConfig(kind="pyxis", image="nvcr.io#a/b:1"))
+    assert fit.missing_files(remote, str(tmp_path)) == []
+    [text] = fit.missing_files(ClusterConfig(python="./python"), str(tmp_path))
+    assert text.startswith(f"python='./python': {tmp_path}/python is no program")
+    assert fit.missing_files(ClusterConfig(python="python3"), str(tmp_path)) == []
+
+
+def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoSlurmError, match=r"sinfo is not on this machine; .* --dry-run"):
+        fit.check(ClusterConfig(), "pretrain", work_dir=".")
+    said = fit.check(ClusterConfig(), "pretrain", work_dir=".", optional=True)
+    assert said.startswith("the profile was not checked against the site: sinfo is not on this")
+
+
+def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -> None:
+    slurm.script("sinfo", "echo slurm_load_partitions: Unable to contact >&2; exit 1")
+    with pytest.raises(SiteError, match=r"`sinfo .* failed \(1\): slurm_load_partitions: Unable"):
+        site.read()
+    assert SiteError.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "outcome"),
+    [
+        ("sbatch: Job 7 to start at 2026-11-21T20:31:04 using 4 processors", 0, "Job 7 to start"),
+        # Also said where nodes are drained or reserved at the moment.
+        ("allocation failure: Requested node configuration is not available", 1, "allocation"),
+        ("sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition", 1,
+         ConfigError),
+        ("allocation failure: Unable to contact slurm controller (connect failure)", 1, SiteError),
+    ],
+)  # fmt: skip
+def test_last_check(
+    slurm: FakeSite, answer: str, code: int, outcome: str | type[Exception]
+) -> None:
+    slurm.script("sbatch", f'[ "$*" = --test-only ] && cat >/dev/null; echo "{answer}" >&2\n'
+                           f"exit {code}")  # fmt: skip
+    if isinstance(outcome, str):
+        assert site.ask_sbatch("#!/bin/bash\n").startswith(outcome)
+    else:
+        with pytest.raises(outcome, match=r"invalid partition|Unable to contact"):
+            site.ask_sbatch("#!/bin/bash\n")
