@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from launch import site
 from launch.cluster import ClusterConfig
@@ -15,10 +14,8 @@ from launch.fields import mebibytes
 from launch.site import Node, Partition, Site
 from pipeline.errors import ConfigError
 
-Kind = Literal["pretrain", "evaluate", "prep"]
 
-
-def check(cluster: ClusterConfig, kind: Kind, *, work_dir: str, optional: bool = False) -> str:
+def check(cluster: ClusterConfig, kind: str, *, work_dir: str, optional: bool = False) -> str:
     """Compares a profile with the SLURM site of this machine.
 
     Args:
@@ -52,7 +49,7 @@ def check(cluster: ClusterConfig, kind: Kind, *, work_dir: str, optional: bool =
 
 
 def problems(
-    cluster: ClusterConfig, kind: Kind, found: Site, excluded: Sequence[str] = ()
+    cluster: ClusterConfig, kind: str, found: Site, excluded: Sequence[str] = ()
 ) -> list[str]:
     """All that SLURM would refuse, or never start; empty if there is none.
 
@@ -124,7 +121,7 @@ class _Ask:
     constraint: str
 
 
-def _ask(cluster: ClusterConfig, kind: Kind) -> _Ask:
+def _ask(cluster: ClusterConfig, kind: str) -> _Ask:
     prep = cluster.prep
     if kind == "prep":
         return _Ask(

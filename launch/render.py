@@ -8,11 +8,13 @@ preemption requeues the job by itself, so the script starts the same way each ti
 """
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
 from launch.decide import LAUNCH_FOLDER
+from launch.environment import sbatch_resources, setup_lines, srun_words, wrapped
 from launch.script import REQUEUE, sbatch_lines, slurm_path
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -44,6 +46,8 @@ class Job:
     a copy of the code."""
     log_dir: str
     """Of the job's log; SLURM wants it to exist."""
+    mounts: tuple[str, ...]
+    """Absolute folders that a container needs."""
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
@@ -56,11 +60,10 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     Raises:
         ConfigError: SLURM cannot use a folder of that name.
     """
-    launcher = shlex.join([cluster.python, *job.start, "launch"])
     ranks = cluster.nodes * cluster.num_ranks_per_node
     body = _BODY.format(
         launch_folder=LAUNCH_FOLDER,
-        launcher=launcher,
+        launcher=_launcher(job, cluster),
         decide_options=shlex.join([
             "--kind", job.kind, "--ranks", str(ranks), "--max-restarts", str(cluster.max_restarts),
             "--max-attempts", str(cluster.max_attempts_without_progress),
@@ -71,16 +74,16 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         stopped=EXIT_STOPPED,
         again=EXIT_PREEMPTED,
         patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
-        inner=shlex.quote(
-            _RANK_COMMAND.format(command=shlex.join([cluster.python, *job.start, *job.words]))
-        ),
+        srun=" ".join(srun_words(cluster, job.mounts, work_dir=job.work_dir)),
+        ranks=shlex.quote(_RANKS.format(command=_words(job, cluster, job.words, gpus=True))),
+        exclude=f"{cluster.exclude}," if cluster.exclude else "",
     )  # fmt: skip
     parts = [
         "#!/bin/bash",
         *sbatch_lines(_options(job, cluster)),
         "",
         _TRAP,
-        *cluster.setup,
+        *setup_lines(cluster),
         "set -u +e",
         f"cd {shlex.quote(job.work_dir)} || exit 1",
         f"run_dir={shlex.quote(job.run_dir)}",
@@ -100,17 +103,32 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
         "cpus-per-task": cluster.cpus_per_rank,
         "time": cluster.time_limit,
         "signal": f"B:USR1@{cluster.stop_before_end_s}",
-        "gpus-per-node": cluster.gpus_per_node or "",
         "mem": cluster.mem_per_node,
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
+        **sbatch_resources(cluster),
     }
+
+
+def _words(job: Job, cluster: ClusterConfig, words: Sequence[str], *, gpus: bool) -> str:
+    """Shell text that runs a module with its arguments, in the container if there is one."""
+    plain = [shlex.quote(word) for word in (cluster.python, *job.start, *words)]
+    return " ".join(wrapped(cluster, job.mounts, plain, work_dir=job.work_dir, gpus=gpus))
+
+
+def _launcher(job: Job, cluster: ClusterConfig) -> str:
+    """Shell text that runs the launcher on the first node, where the batch script is."""
+    words = _words(job, cluster, ["launch"], gpus=False)
+    options = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    if options:  # only srun can start its container
+        words = " ".join(["srun", "--nodes=1", "--ntasks=1", "--overlap", *options, words])
+    return words
 
 
 # One task: SLURM's names to those of the process group, then the trainer in its place.
 # Signals are ignored until Python has its handlers: by default they would kill the task.
-_RANK_COMMAND = (
+_RANKS = (
     "trap '' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
     "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}} exec {command}"
 )
@@ -137,10 +155,13 @@ mkdir -p "$launch_dir"
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${{before:-none}}"
 
+launcher() {{
+  {launcher} "$@"
+}}
 run_ranks() {{
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
-    bash -c {inner}
+    {srun} bash -c {ranks}
 }}
 # Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
 ask_ranks() {{
@@ -162,7 +183,7 @@ while :; do
 done
 [ -z "$asking" ] || kill "$asking" 2>/dev/null
 
-{launcher} decide "$run_dir" {decide_options} \\
+launcher decide "$run_dir" {decide_options} \\
   --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \\
   --asked-to-stop "$asked_to_stop" --step-code "$code"
 verdict=$?
@@ -176,4 +197,5 @@ case $verdict in
     fi ;;
 esac
 without=$(paste -sd, "$excluded" 2>/dev/null)
+[ -z "$without" ] || without={exclude}$without
 """

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig
 from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, newest_checkpoint
+from launch.fit import check
 from launch.local import run_local
 from launch.plan import plan
 from launch.render import render
+from launch.site import ask_sbatch
 from launch.submission import (
     CLUSTER_FILE,
     CONFIG_FILE,
@@ -110,7 +112,10 @@ def _render(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
     cluster = cluster_of(arguments.cluster)
     config.batches.require_split(cluster.nodes * cluster.num_ranks_per_node)
-    job = checkout_job(PRETRAIN, arguments.config, arguments.overrides, config.run_dir, os.getcwd())
+    job = checkout_job(
+        PRETRAIN, arguments.config, arguments.overrides, config.run_dir, os.getcwd(),
+        [config.data.dir],
+    )  # fmt: skip
     print(render(job, cluster), end="")
     return EXIT_FINISHED
 
@@ -159,13 +164,17 @@ def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> 
     problems = plan(config, cluster).problems
     if problems:
         raise ConfigError("the plan cannot work:\n" + "\n".join(f"  {line}" for line in problems))
-    return prepare(PRETRAIN, config, config.run_dir, cluster, source)
+    return prepare(PRETRAIN, config, config.run_dir, cluster, source, [config.data.dir])
 
 
 def _hand_over(submission: Submission, *, dry_run: bool) -> int:
+    said = check(
+        submission.cluster, submission.job.kind, work_dir=submission.job.work_dir, optional=dry_run
+    )
     if dry_run:
-        print(dry_run_text(submission), end="")
+        print(f"# {said}\n{dry_run_text(submission)}", end="")
         return EXIT_FINISHED
+    print(f"{said}; {ask_sbatch(submission.script)}")
     for line in summary_text(submission, submit(submission)):
         print(line)
     return EXIT_FINISHED

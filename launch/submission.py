@@ -70,7 +70,12 @@ class Submission:
 
 
 def prepare(
-    kind: str, config: Any, run_dir: str, cluster: ClusterConfig, source: Source
+    kind: str,
+    config: Any,
+    run_dir: str,
+    cluster: ClusterConfig,
+    source: Source,
+    inputs: Sequence[str],
 ) -> Submission:
     """Decides names and renders; changes nothing.
 
@@ -80,6 +85,7 @@ def prepare(
         run_dir: as the config has it.
         cluster: where it is to run.
         source: what a person asked for.
+        inputs: folders that the command reads, as the config has them.
     """
     absolute = Path(source.work_dir) / run_dir
     number = max(_numbers(absolute), default=0) + 1
@@ -93,12 +99,18 @@ def prepare(
         work_dir=source.work_dir,
         start=(str(code / _START),),
         log_dir=str(absolute / "logs"),
+        mounts=_mounts(source.work_dir, run_dir, *inputs),
     )
     return Submission(number, absolute, job, config, cluster, source)
 
 
 def checkout_job(
-    kind: str, config_path: str, overrides: Sequence[str], run_dir: str, work_dir: str
+    kind: str,
+    config_path: str,
+    overrides: Sequence[str],
+    run_dir: str,
+    work_dir: str,
+    inputs: Sequence[str],
 ) -> Job:
     """A job that runs the checkout itself, for a script that a person hands to sbatch.
 
@@ -108,11 +120,12 @@ def checkout_job(
         overrides: given to the command.
         run_dir: as the config has it.
         work_dir: folder that relative paths start at; the log goes there.
+        inputs: as for `prepare`.
     """
     return Job(
         kind=kind, name=Path(run_dir).name or kind, run_dir=run_dir,
         words=("pipeline", kind, config_path, *overrides), work_dir=work_dir, start=("-m",),
-        log_dir=work_dir,
+        log_dir=work_dir, mounts=_mounts(work_dir, run_dir, *inputs),
     )  # fmt: skip
 
 
@@ -222,6 +235,10 @@ def _record(submission: Submission, job: str) -> dict[str, Any]:
         "ranks": cluster.nodes * cluster.num_ranks_per_node,
         "command": shlex.join(["python", "-m", "launch", *sys.argv[1:]]),
     }
+
+
+def _mounts(work_dir: str, *folders: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([work_dir, *(str(Path(work_dir) / path) for path in folders)]))
 
 
 def _numbers(run_dir: Path) -> list[int]:

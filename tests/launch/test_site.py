@@ -67,7 +67,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSite:
     return FakeSite(tmp_path / "bin", monkeypatch, "associations,limits,qos")
 
 
-def _problems(kind: fit.Kind = "pretrain", **fields: object) -> list[str]:
+def _problems(kind: str = "pretrain", **fields: object) -> list[str]:
     cluster = ClusterConfig(
         **{"nodes": 2, "gpus_per_node": 4, "cpus_per_rank": 2, **fields}  # type: ignore[arg-type]
     )

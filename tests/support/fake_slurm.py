@@ -1,8 +1,8 @@
 """Stand-ins for SLURM's commands, for error paths and for machines without SLURM.
 
 `sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
-once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `scontrol requeue` ends
-the script that calls it, as SLURM does, and `sleep` does not.
+once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `sinfo` a partition of
+four nodes, `scontrol requeue` ends the script that calls it, as SLURM does, and `sleep` does not.
 """
 
 import json
@@ -17,6 +17,8 @@ import json, os, re, subprocess, sys
 from pathlib import Path
 
 folder = Path({folder!r})
+if "--test-only" in sys.argv:
+    sys.exit(print("sbatch: Job 7 to start at 2026-01-01T00:00:00", file=sys.stderr))
 last = sys.argv[-1]
 script = sys.stdin.read() if last.startswith("-") else Path(last).read_text()
 with (folder / "calls.jsonl").open("a") as file:
@@ -35,7 +37,10 @@ print(f"{{job}};cluster" if (folder / "clusters").exists() else job)
 _SHELL = {
     "scancel": 'echo "$*" >>"{folder}/cancelled"',
     "squeue": 'cat "{folder}/queue"',
-    "scontrol": 'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
+    "scontrol": 'if [ "$1" = requeue ]; then echo "$*" >>"{folder}/requeued"; '
+    'kill -TERM "$PPID"; fi',
+    "sinfo": "for n in 1 2 3 4; do echo 'train*|up|infinite|1-infinite|node'$n'|8|64000|gpu:8|"
+    "(null)'; done",
     "sleep": ":",
 }
 
