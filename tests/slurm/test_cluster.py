@@ -1,5 +1,6 @@
 """The test cluster does what the tests of the launcher rest on."""
 
+import re
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ from tests.support.slurm import SlurmCluster
 from tests.support.slurm_machines import Namespaces, Ports
 folder = Path(sys.argv[1])
 with SlurmCluster(folder, machines={kind}(folder, 1)) as cluster:
-    cluster.wait_for(cluster.sbatch({script!r}, "--output=/dev/null"), "RUNNING")
+    cluster.wait_for_tasks(cluster.sbatch({script!r}, "--output=/dev/null"), 1)
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -61,20 +62,16 @@ def _of(folder: Path) -> list[list[str]]:
     return found
 
 
-def _outside() -> list[object]:
-    """What a cluster must not touch."""
-    netns = Path("/run/netns")
-    return [
-        Path("/etc/hosts").read_text(),
-        netns.is_dir() and sorted(netns.glob("tests*")),
-        {name for name in psutil.net_if_addrs() if name.startswith(("bridge", "n1b", "n2b"))},
-        [mount for mount in Path("/proc/mounts").read_text().splitlines() if "slurm" in mount],
-    ]
+def _traces(folder: Path) -> list[object]:
+    """What a cluster must not leave behind."""
+    names = [*psutil.net_if_addrs(), *(path.name for path in Path("/run").glob("netns/*"))]
+    texts = Path("/etc/hosts").read_text() + Path("/proc/mounts").read_text()
+    lines = [line for line in texts.splitlines() if "10.0.0." in line or str(folder) in line]
+    return [*_of(folder), *lines, *(n for n in names if re.match(r"bridge|node\d|n\db\d", n))]
 
 
 def test_tasks_run_on_two_nodes_and_are_lost_with_one(tmp_path: Path, kind: type[Machines]) -> None:
-    before = _outside()
-    log = tmp_path / "log"
+    log = tmp_path / "job.log"
     with SlurmCluster(tmp_path, machines=kind(tmp_path, 2)) as cluster:
         job = cluster.sbatch(_TELLING, *_ON_TWO_NODES, f"--output={log}")
         cluster.wait_for(job, "COMPLETED")
@@ -94,14 +91,13 @@ def test_tasks_run_on_two_nodes_and_are_lost_with_one(tmp_path: Path, kind: type
         cluster.boot(2)
         cluster.wait_for_nodes()
         assert _of(tmp_path)
-    assert not _of(tmp_path)
-    assert _outside() == before
+    assert not _traces(tmp_path)
 
 
 def test_lost_network_comes_back(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     if not slurm_cluster.can_cut_network:
         pytest.skip("nodes share a network: namespaces need root and iproute2")
-    log = tmp_path / "log"
+    log = tmp_path / "job.log"
 
     def last() -> str:
         return (log.read_text() if log.exists() else "").split("\n")[-2:][0]
@@ -133,7 +129,7 @@ def test_controller_comes_back_with_its_jobs(slurm_cluster: SlurmCluster) -> Non
 
 
 def test_higher_partition_pushes_jobs_away(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log = tmp_path / "job.log"
     script = "#!/bin/bash\nsrun bash -c 'trap \"echo asked; exit\" TERM; sleep 1000 & wait'\n"
     job = slurm_cluster.sbatch(script, "--nodes=2", f"--output={log}")
     slurm_cluster.wait_for_tasks(job, 2)
@@ -153,12 +149,12 @@ def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
     try:
         assert owner.stdout
         assert owner.stdout.readline() == b"ready\n"
-        assert len(_of(tmp_path)) > 5
+        assert len(_of(tmp_path)) > 3
     finally:
         owner.kill()
         owner.communicate()
     deadline = time.monotonic() + 30
-    while left := _of(tmp_path):
+    while left := _traces(tmp_path):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -166,10 +162,8 @@ def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
 def test_nothing_is_left_of_a_cluster_that_does_not_start(
     tmp_path: Path, kind: type[Machines]
 ) -> None:
-    before = _outside()
     wrong = {"SchedulerType": "sched/nonsense"}
     cluster = SlurmCluster(tmp_path, machines=kind(tmp_path, 2), settings=wrong)
     with pytest.raises(AssertionError, match=r"(?s)slurmctld has ended.*sched/nonsense"):
         cluster.start()
-    assert not _of(tmp_path)
-    assert _outside() == before
+    assert not _traces(tmp_path)

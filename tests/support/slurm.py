@@ -33,6 +33,8 @@ ENDED = frozenset(
 )  # fmt: skip
 """States that a job stays in, unless a person requeues it."""
 
+_TAKES_JOBS = ("idle", "planned", "mixed", "allocated")
+
 
 def why_not() -> str:
     """What is missing for a cluster, and how to install it; empty if nothing is."""
@@ -192,18 +194,18 @@ class SlurmCluster:
         self.wait_until(lambda: not set(self.jobs().values()) - ENDED, "all jobs cancelled")
 
     def tell(self) -> str:
-        """All jobs and nodes, and of those of this test all details; the ends of the logs."""
-        jobs: list[str] = []
-        with suppress(AssertionError):
+        """For a failure: jobs and nodes, details and logs of this test's jobs, slurmctld's log."""
+        logs = [self.folder / "log/slurmctld.log"]
+        parts = []
+        if self._machines.has_controller:  # without, each question takes half a minute
             jobs = [job for job in self.jobs() if job not in self._of_earlier_tests]
-        commands = [["squeue", "--states=all"], ["sinfo", "--Node", "--long", "--partition=train"]]
-        commands += [["scontrol", "show", "job", job] for job in jobs]
-        parts = [self._try_to_run(command) for command in commands]
-        logs = [self.folder / "log/slurmctld.log", *map(self._log, jobs)]
-        for log in logs:
-            if log.is_file():
-                lines = log.read_text(errors="replace").splitlines()[-25:]
-                parts.append("\n".join([f"end of {log}:", *lines, ""]))
+            questions = ["squeue --states=all", "sinfo --Node --long --partition=train"]
+            questions += [f"scontrol show job {job}" for job in jobs]
+            parts += [self._try_to_run(question.split()) for question in questions]
+            logs += [Path(self.job(job).get("StdOut", "none")) for job in jobs]
+        for log in filter(Path.is_file, logs):
+            lines = log.read_text(errors="replace").splitlines()[-25:]
+            parts.append("\n".join([f"end of {log}:", *lines, ""]))
         return "\n".join(parts)
 
     # Faults.
@@ -297,16 +299,19 @@ class SlurmCluster:
         what = f"job {job} has {ranks} tasks"
         self.wait_until(lambda: len(self.tasks(job)) == ranks, what, timeout_s=timeout_s)
 
+    def node_states(self) -> dict[str, str]:
+        """Such as idle, allocated or down; with `*` while a node does not answer."""
+        columns = ["--noheader", "--Node", "--partition=train", "--format=%N %T"]
+        lines = self.run("sinfo", *columns).splitlines()
+        return dict(line.split() for line in lines)  # type: ignore[misc]
+
     def wait_for_nodes(self, *numbers: int, timeout_s: float = 60) -> None:
         """Waits until nodes, all by default, take jobs."""
         names = {self.nodes[number - 1] for number in numbers} or set(self.nodes)
 
         def are_there() -> bool:
-            text = self.run("sinfo", "--noheader", "--Node", "--format=%N %t")
-            return names <= {
-                name for name, state in map(str.split, text.splitlines())
-                if state in ("idle", "mix", "alloc")
-            }  # fmt: skip
+            states = self.node_states()
+            return all(states[name] in _TAKES_JOBS for name in names)
 
         self.wait_until(are_there, f"{sorted(names)} take jobs", timeout_s=timeout_s)
 
@@ -319,16 +324,15 @@ class SlurmCluster:
         for number in sorted(self._off):
             self.boot(number)
         self.cancel_all()
-        self.wait_until(lambda: not self._silent(), "all nodes answer")
-        for name in self.nodes:  # one that is not drained refuses, which is as well
-            self._try_to_run(["scontrol", "update", f"nodename={name}", "state=resume"])
+        self.wait_until(
+            lambda: not any(state.endswith("*") for state in self.node_states().values()),
+            "all nodes answer",
+        )
+        for name, state in self.node_states().items():
+            if "drain" in state:  # it may just have come back by itself
+                self._try_to_run(["scontrol", "update", f"nodename={name}", "state=resume"])
         self.wait_for_nodes()
         self._of_earlier_tests = set(self.jobs())
-
-    def _silent(self) -> list[str]:
-        """Nodes that do not answer."""
-        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
-        return [line for line in lines if line.endswith("*")]
 
     def _write_clients(self) -> None:
         """Commands of SLURM that work from here; jobs get the PATH that there was before."""
@@ -341,12 +345,6 @@ class SlurmCluster:
             client.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
             client.chmod(0o755)
 
-    def _log(self, job: str) -> Path:
-        try:
-            return Path(self.job(job).get("StdOut", "none"))
-        except AssertionError:
-            return Path("none")
-
     def _try_to_run(self, command: list[str]) -> str:
         try:
             return self.run(*command)
@@ -357,8 +355,9 @@ class SlurmCluster:
 if __name__ == "__main__":
     if why_not():
         sys.exit(why_not())
-    with tempfile.TemporaryDirectory(prefix="slurm-") as temporary:
-        with SlurmCluster(Path(temporary)) as shell_cluster:
-            print(f"cluster in {temporary}; it ends with this shell")
-            subprocess.run([os.environ.get("SHELL", "bash")], env=shell_cluster.environment,
-                           check=False)  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as temporary,
+        SlurmCluster(Path(temporary)) as cluster,
+    ):
+        print(f"cluster in {temporary}; it ends with this shell")
+        subprocess.run([os.environ.get("SHELL", "bash")], env=cluster.environment, check=False)
