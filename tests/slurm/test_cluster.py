@@ -15,7 +15,9 @@ from tests.support.slurm_machines import Machines, Namespaces, Ports, can_unshar
 ROOT = Path(__file__).parents[2]
 _TELLING = """#!/bin/bash
 srun bash -c 'echo $SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'
-scontrol show hostnames "$SLURM_JOB_NODELIST" | xargs getent hosts
+for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+  getent ahostsv4 "$node" | head -n 1
+done
 """
 _SLEEPING = "#!/bin/bash\nsrun sleep 1000\n"
 _ON_TWO_NODES = ("--nodes=2", "--ntasks-per-node=2", "--requeue", "--gpus-per-node=2")

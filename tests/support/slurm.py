@@ -83,6 +83,7 @@ class SlurmCluster:
         self.can_cut_network = self._machines.can_cut_network
         self._off: set[int] = set()
         self._cut: set[int] = set()
+        self._declared_down: set[int] = set()
         self._of_earlier_tests: set[str] = set()
         own = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
         self._daemon_environment = {**own, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -224,6 +225,7 @@ class SlurmCluster:
         # An answer that it gave before may still arrive; drained, it gets no job for that.
         for state in ("down", "drain"):
             self.run("scontrol", "update", f"nodename={name}", f"state={state}", "reason=test")
+        self._declared_down.add(number)
 
     def boot(self, number: int) -> None:
         """Starts a node that is switched off."""
@@ -232,6 +234,9 @@ class SlurmCluster:
         command = [slurmd, "-D", "-N", self.nodes[number - 1]]
         self._machines.boot(number, command, self._daemon_environment)
         self._off.discard(number)
+        if number in self._declared_down:
+            self._declared_down.discard(number)
+            self._resume(self.nodes[number - 1])
 
     def netcut(self, number: int) -> None:
         """Cuts a node off the network, while its processes live on; see `can_cut_network`."""
@@ -329,10 +334,14 @@ class SlurmCluster:
             "all nodes answer",
         )
         for name, state in self.node_states().items():
-            if "drain" in state:  # it may just have come back by itself
-                self._try_to_run(["scontrol", "update", f"nodename={name}", "state=resume"])
+            if "drain" in state:
+                self._resume(name)
         self.wait_for_nodes()
         self._of_earlier_tests = set(self.jobs())
+
+    def _resume(self, name: str) -> None:
+        """Lets a node have jobs again; refused where it just got that right by itself."""
+        self._try_to_run(["scontrol", "update", f"nodename={name}", "state=resume"])
 
     def _write_clients(self) -> None:
         """Commands of SLURM that work from here; jobs get the PATH that there was before."""
