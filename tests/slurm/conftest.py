@@ -1,0 +1,37 @@
+"""A SLURM cluster that tests share, whole again before each of them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.slurm import SlurmCluster, why_not
+
+SETTINGS = {"MaxArraySize": 4}
+"""Small, so that tests reach it."""
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Four nodes; each worker process of pytest has a cluster of its own."""
+    missing = why_not()
+    if missing:
+        pytest.skip(missing)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), settings=SETTINGS) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _mended(slurm_cluster: SlurmCluster) -> Iterator[None]:
+    """Leaves neither jobs nor faults to the next test."""
+    yield
+    slurm_cluster.mend()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Adds to a failure what the cluster knows of the jobs that were there."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("slurm_cluster")
+    if report.failed and cluster:
+        report.sections.append(("SLURM", cluster.tell()))
+    return report

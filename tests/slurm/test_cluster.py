@@ -1,0 +1,171 @@
+"""The test cluster does what the tests of the launcher rest on."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.slurm import SlurmCluster
+from tests.support.slurm_machines import Machines, Namespaces, Ports, can_unshare
+
+ROOT = Path(__file__).parents[2]
+_TELLING = """#!/bin/bash
+srun bash -c 'echo $SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'
+for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+  getent ahostsv4 "$node" | head -n 1
+done
+"""
+_SLEEPING = "#!/bin/bash\nsrun sleep 1000\n"
+_ON_TWO_NODES = ("--nodes=2", "--ntasks-per-node=2", "--requeue", "--gpus-per-node=2")
+# Tells of the network between two nodes, a line each time that it changes.
+_LOOKING = """#!/bin/bash
+other=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
+while :; do
+  timeout 1 bash -c ": </dev/tcp/$other/6818" 2>/dev/null && now=there || now=gone
+  [ "$now" = "$before" ] || echo "$now"
+  before=$now
+  sleep 0.1
+done
+"""
+_OWNER = """
+import sys
+from pathlib import Path
+from tests.support.slurm import SlurmCluster
+from tests.support.slurm_machines import Namespaces, Ports
+folder = Path(sys.argv[1])
+with SlurmCluster(folder, machines={kind}(folder, 1)) as cluster:
+    cluster.wait_for_tasks(cluster.sbatch({script!r}, "--output=/dev/null"), 1)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(params=[Namespaces, Ports])
+def kind(request: pytest.FixtureRequest) -> type[Machines]:
+    if request.param is Namespaces and not can_unshare():
+        pytest.skip("needs iproute2 and the right to make namespaces")
+    return request.param  # type: ignore[no-any-return]
+
+
+def _of(folder: Path) -> list[list[str]]:
+    """Commands of all processes that name a folder or have it in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            texts = [*process.cmdline(), *process.environ().values()]
+            if any(str(folder) in text for text in texts):
+                found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+def _traces(folder: Path) -> list[object]:
+    """What a cluster must not leave behind."""
+    names = [*psutil.net_if_addrs(), *(path.name for path in Path("/run").glob("netns/*"))]
+    texts = Path("/etc/hosts").read_text() + Path("/proc/mounts").read_text()
+    lines = [line for line in texts.splitlines() if "10.0.0." in line or str(folder) in line]
+    return [*_of(folder), *lines, *(n for n in names if re.match(r"bridge|node\d|n\db\d", n))]
+
+
+def test_tasks_run_on_two_nodes_and_are_lost_with_one(tmp_path: Path, kind: type[Machines]) -> None:
+    log = tmp_path / "job.log"
+    with SlurmCluster(tmp_path, machines=kind(tmp_path, 2)) as cluster:
+        job = cluster.sbatch(_TELLING, *_ON_TWO_NODES, f"--output={log}")
+        cluster.wait_for(job, "COMPLETED")
+        first, second = cluster.nodes
+        lines = log.read_text().splitlines()
+        assert sorted(lines[:4]) == [f"0 {first} 0,1", f"1 {first} 0,1", f"2 {second} 0,1",
+                                     f"3 {second} 0,1"]  # fmt: skip
+        assert len(lines) == 6, lines  # either node's name was found
+
+        job = cluster.sbatch(_SLEEPING, *_ON_TWO_NODES, "--output=/dev/null")
+        cluster.wait_for_tasks(job, 4)
+        cluster.poweroff(2)
+        assert not cluster.processes(2)
+        cluster.declare_down(2)
+        cluster.wait_for(job, "PENDING")
+        assert cluster.job(job)["Restarts"] == "1"
+        cluster.boot(2)
+        cluster.wait_for_nodes()
+        assert _of(tmp_path)
+    assert not _traces(tmp_path)
+
+
+def test_lost_network_comes_back(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    if not slurm_cluster.can_cut_network:
+        pytest.skip("nodes share a network: namespaces need root and iproute2")
+    log = tmp_path / "job.log"
+
+    def last() -> str:
+        return (log.read_text() if log.exists() else "").split("\n")[-2:][0]
+
+    job = slurm_cluster.sbatch(_LOOKING, "--nodes=2", f"--output={log}")
+    slurm_cluster.wait_until(lambda: last() == "there", "node 2 is seen by node 1")
+    slurm_cluster.netcut(2)
+    slurm_cluster.wait_until(lambda: last() == "gone", "node 2 is not seen")
+    assert [process.name() for process in slurm_cluster.processes(2)].count("slurmd") == 1
+    slurm_cluster.netheal(2)
+    slurm_cluster.wait_until(lambda: last() == "there", "node 2 is seen again")
+    assert slurm_cluster.state(job) == "RUNNING"
+
+
+def test_killed_rank_takes_the_others_along(slurm_cluster: SlurmCluster) -> None:
+    script = _SLEEPING.replace("srun", "srun --kill-on-bad-exit=1")
+    job = slurm_cluster.sbatch(script, *_ON_TWO_NODES, "--output=/dev/null")
+    slurm_cluster.wait_for_tasks(job, 4)
+    assert slurm_cluster.tasks(job)[3].cmdline() == ["/usr/bin/sleep", "1000"]
+    slurm_cluster.tasks(job)[3].kill()
+    slurm_cluster.wait_for(job, "FAILED")
+
+
+def test_controller_comes_back_with_its_jobs(slurm_cluster: SlurmCluster) -> None:
+    job = slurm_cluster.sbatch(_SLEEPING, "--output=/dev/null")
+    slurm_cluster.wait_for(job, "RUNNING")
+    slurm_cluster.restart_controller()
+    assert slurm_cluster.state(job) == "RUNNING"
+
+
+def test_higher_partition_pushes_jobs_away(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    script = "#!/bin/bash\nsrun bash -c 'trap \"echo asked; exit\" TERM; sleep 1000 & wait'\n"
+    job = slurm_cluster.sbatch(script, "--nodes=2", f"--output={log}")
+    slurm_cluster.wait_for_tasks(job, 2)
+    with slurm_cluster.preempting() as other:
+        slurm_cluster.wait_for(other, "RUNNING")
+        assert log.read_text().count("asked") == 2
+
+
+def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
+    tmp_path: Path, kind: type[Machines]
+) -> None:
+    program = _OWNER.format(kind=kind.__name__, script=_SLEEPING)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert owner.stdout
+        assert owner.stdout.readline() == b"ready\n"
+        assert len(_of(tmp_path)) > 3
+    finally:
+        owner.kill()
+        owner.communicate()
+    deadline = time.monotonic() + 30
+    while left := _traces(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_nothing_is_left_of_a_cluster_that_does_not_start(
+    tmp_path: Path, kind: type[Machines]
+) -> None:
+    wrong = {"SchedulerType": "sched/nonsense"}
+    cluster = SlurmCluster(tmp_path, machines=kind(tmp_path, 2), settings=wrong)
+    with pytest.raises(AssertionError, match=r"(?s)slurmctld has ended.*sched/nonsense"):
+        cluster.start()
+    assert not _traces(tmp_path)

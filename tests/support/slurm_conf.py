@@ -1,0 +1,126 @@
+"""The configuration of a SLURM cluster on one machine (22.05 to 24), as text."""
+
+import os
+import pwd
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PARTITIONS = {
+    "train": "Default=YES PriorityTier=10 PreemptMode=REQUEUE GraceTime=5",
+    "low": "PriorityTier=1 PreemptMode=REQUEUE GraceTime=5",
+    "high": "PriorityTier=100 PreemptMode=OFF",
+}
+"""Jobs in `high` push jobs in the others back into the queue."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a daemon is reached."""
+
+    name: str
+    address: str
+    port: int
+
+
+def write(
+    folder: Path,
+    controller: Host,
+    nodes: Sequence[Host],
+    *,
+    cpus: int,
+    gpus: int,
+    settings: Mapping[str, object],
+) -> Path:
+    """Writes all files that the daemons read, and makes the folders that they want.
+
+    Args:
+        folder: of the cluster.
+        controller: its host name must be the one that the system gives there.
+        nodes: the machines.
+        cpus: that each node claims to have.
+        gpus: that each node claims to have.
+        settings: lines of slurm.conf that differ from those here.
+
+    Returns:
+        slurm.conf.
+    """
+    for name in ("state", "log", "gpus", *(f"spool/{node.name}" for node in nodes)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    # Only a link to a device is given to jobs in CUDA_VISIBLE_DEVICES; a GPU without a file makes
+    # its node invalid.
+    for number in range(gpus):
+        link = folder / f"gpus/gpu{number}"
+        link.unlink(missing_ok=True)
+        link.symlink_to("/dev/null")
+    gres = f"Name=gpu File={folder}/gpus/gpu[0-{gpus - 1}]\n" if gpus else ""
+    (folder / "gres.conf").write_text(gres)
+    # Named, because finding it out fails where /sys/fs/cgroup is not mounted.
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    lines = [f"{name}={value}" for name, value in {**_settings(folder), **settings}.items()]
+    lines += [f"SlurmctldHost={controller.name}({controller.address})",
+              f"SlurmctldPort={controller.port}"]  # fmt: skip
+    size = f"Sockets=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=64000"
+    lines += [
+        f"NodeName={node.name} NodeAddr={node.address} Port={node.port} {size} "
+        f"{f'Gres=gpu:{gpus}' if gpus else ''} State=UNKNOWN"
+        for node in nodes
+    ]
+    every = "Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP"
+    lines += [f"PartitionName={name} {every} {how}" for name, how in PARTITIONS.items()]
+    path = folder / "slurm.conf"
+    path.write_text("\n".join([*lines, ""]))
+    return path
+
+
+def _settings(folder: Path) -> dict[str, object]:
+    user = pwd.getpwuid(os.getuid()).pw_name
+    return {
+        "ClusterName": "tests",
+        "SlurmUser": user,
+        "SlurmdUser": user,
+        "StateSaveLocation": folder / "state",
+        "SlurmdSpoolDir": folder / "spool/%n",
+        "SlurmctldPidFile": folder / "state/slurmctld.pid",
+        "SlurmdPidFile": folder / "spool/%n/slurmd.pid",
+        "SlurmctldLogFile": folder / "log/slurmctld.log",
+        "SlurmdLogFile": folder / "log/slurmd.%n.log",
+        "SlurmctldDebug": "verbose",
+        "SlurmdDebug": "verbose",
+        # Everyone is believed: no munge with its key and daemon. A requeued job waits cred_expire
+        # and a second; fewer than 5 are refused.
+        "AuthType": "auth/none",
+        "CredType": "cred/none",
+        "AuthInfo": "cred_expire=5",
+        # Neither systemd nor cgroups are needed: nothing holds a job to its cores and memory.
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "SwitchType": "switch/none",
+        "MpiDefault": "none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "AccountingStorageType": "accounting_storage/none",
+        "PropagateResourceLimits": "NONE",
+        "MailProg": "/bin/true",
+        "SlurmdParameters": "config_overrides",  # more cores than the machine has
+        "GresTypes": "gpu",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core_Memory",
+        "DefMemPerCPU": 100,
+        # What a test waits for comes soon.
+        "SchedulerType": "sched/backfill",
+        "SchedulerParameters":
+            "batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
+        "PriorityType": "priority/basic",
+        "ReturnToService": 2,
+        "JobRequeue": 1,
+        "CompleteWait": 0,
+        "KillWait": 5,
+        "SlurmdTimeout": 10,
+        "TCPTimeout": 2,
+        "MessageTimeout": 10,
+        "UnkillableStepTimeout": 20,
+        "MinJobAge": 3600,  # jobs that ended can be asked for
+        "MaxArraySize": 1001,
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+    }  # fmt: skip
