@@ -130,8 +130,9 @@ def arms() -> Iterator[tuple[Arm, int]]:
             yield Arm(Size(24, 48, 3 * _STEPS), method, carry), 1
     for layers in (12, 4):
         size = Size(layers, 48, _STEPS)
-        for carry in CARRIES:
-            yield Arm(size, "rsqrt_depth", carry), 3
+        for method in ("rsqrt_depth", "deepnorm"):
+            for carry in CARRIES:
+                yield Arm(size, method, carry), 3
         yield Arm(size, "rsqrt_depth, alpha 50%", "alpha alone"), 3
 
 

@@ -74,8 +74,10 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         stopped=EXIT_STOPPED,
         again=EXIT_PREEMPTED,
         patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
-        srun=" ".join(srun_words(cluster, job.mounts, work_dir=job.work_dir)),
-        ranks=shlex.quote(_RANKS.format(command=_words(job, cluster, job.words, gpus=True))),
+        ranks=" ".join([
+            *srun_words(cluster, job.mounts, work_dir=job.work_dir), "bash", "-c",
+            shlex.quote(_RANKS.format(command=_words(job, cluster, job.words, gpus=True))),
+        ]),
         exclude=f"{cluster.exclude}," if cluster.exclude else "",
     )  # fmt: skip
     parts = [
@@ -161,7 +163,7 @@ launcher() {{
 run_ranks() {{
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
-    {srun} bash -c {ranks}
+    {ranks}
 }}
 # Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
 ask_ranks() {{

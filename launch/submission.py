@@ -238,7 +238,9 @@ def _record(submission: Submission, job: str) -> dict[str, Any]:
 
 
 def _mounts(work_dir: str, *folders: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([work_dir, *(str(Path(work_dir) / path) for path in folders)]))
+    """Absolute, without those that lie in another."""
+    every = [Path(work_dir), *(Path(work_dir, folder) for folder in folders)]
+    return tuple(dict.fromkeys(str(path) for path in every if not set(path.parents) & set(every)))
 
 
 def _numbers(run_dir: Path) -> list[int]:

@@ -3,7 +3,6 @@
 import getpass
 import time
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -12,16 +11,13 @@ from launch.cluster import ClusterConfig
 from launch.environment import sbatch_resources, setup_lines
 from launch.script import sbatch_lines
 from pipeline.errors import ConfigError
+from tests.support.slurm import SlurmCluster
 
 ROOT = Path(__file__).parents[2]
 
 
-class _Cluster(Protocol):
-    environment: dict[str, str]
-
-
 @pytest.fixture
-def nodes(slurm_cluster: _Cluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def nodes(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the nodes of a real cluster that this process now talks to."""
     for name, value in slurm_cluster.environment.items():
         monkeypatch.setenv(name, value)

@@ -39,7 +39,7 @@ _SHELL = {
     "squeue": 'cat "{folder}/queue"',
     "scontrol": 'if [ "$1" = requeue ]; then echo "$*" >>"{folder}/requeued"; '
     'kill -TERM "$PPID"; fi',
-    "sinfo": "for n in 1 2 3 4; do echo 'train*|up|infinite|1-infinite|node'$n'|8|64000|gpu:8|"
+    "sinfo": "for n in 1 2 3 4; do echo 'train*|up|infinite|1-infinite|node'$n'|64|64000|gpu:8|"
     "(null)'; done",
     "sleep": ":",
 }

@@ -171,7 +171,7 @@ def _requeue(run: SlurmRun) -> None:
 
 
 def _kill_rank(run: SlurmRun, rank: int = 3) -> None:
-    run.cluster.task(run.job, rank).send_signal(signal.SIGKILL)
+    run.cluster.tasks(run.job)[rank].send_signal(signal.SIGKILL)
 
 
 def _preempt(run: SlurmRun) -> None:

@@ -1,0 +1,63 @@
+#!/bin/bash
+#SBATCH --array=0-1
+#SBATCH --job-name=prep-ingest
+#SBATCH --output=/shared/me/data/mine/work/logs/%x-%A_%a.log
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=3G
+#SBATCH --time=1:00:00
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --kill-on-invalid-dep=yes
+
+first_rank=0
+export SLURM_EXPORT_ENV=ALL
+set -u +e
+cd /shared/me || exit 1
+logs=/shared/me/data/mine/work/logs
+rank=$((first_rank + SLURM_ARRAY_TASK_ID))
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+failures_file=$logs/ingest-$job.failures
+echo "start: stage ingest, part $rank of 2, job $job," \
+  "restart ${SLURM_RESTART_COUNT:-0}, node $(hostname)"
+.venv/bin/python -m data_prep run prep.yaml workers=2 --stage ingest --world 2 --rank "$rank"
+code=$?
+if [ "$code" = 0 ]; then
+  rm -f "$failures_file"
+  echo "end: done"; exit 0
+elif [ "$code" = 2 ]; then
+  echo "end: trying again is no use, see the message above; mend it and submit again"
+  exit 2
+fi
+# scancel, preemption and the time limit end this script too, a moment after what it started.
+sleep 5
+failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
+# Where the count cannot be kept, such as on a full disk, the first failure is the last.
+echo "$failures" >"$failures_file" || failures=3
+if [ "$failures" -ge 3 ]; then
+  echo "end: exit code $code, failure $failures of 3 (prep.max_failures);" \
+    "what is done stays, submit again to continue"
+  exit 1
+fi
+echo "requeue: exit code $code, failure $failures of 3"
+# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
+# does not run: the script lives on until it has named them.
+ended=
+trap 'ended=1' TERM
+# The controller may be restarting.
+for try in 1 2 3 4 5 6 7 8 9 10; do
+  if scontrol requeue "$job" || [ -n "$ended" ]; then
+    # Leaving before SLURM says so would count as the end of the job.
+    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
+    for ((left = 10; left > 0; left--)); do
+      [ -n "${without:-}" ] || break
+      scontrol update jobid="$job" excnodelist="$without" && break
+      sleep 1
+    done
+    exit 0
+  fi
+  sleep 30
+done
+echo "end: the job could not be requeued, submit it again"; exit 1

@@ -1,0 +1,103 @@
+#!/bin/bash
+#SBATCH --job-name=mine
+#SBATCH --comment=/shared/me/runs/mine
+#SBATCH --output=/shared/me/slurm-%j.log
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=1-00:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --mem=500G
+#SBATCH --partition=gpu
+#SBATCH --account=my_project
+#SBATCH --gpus-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --kill-on-invalid-dep=yes
+
+asked_to_stop=0 step= asking=
+trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1
+export SLURM_EXPORT_ENV=ALL
+export NCCL_DEBUG=WARN
+set -u +e
+cd /shared/me || exit 1
+run_dir=runs/mine
+export POSTNORM_RUN_DIR="$run_dir"
+restarts=${SLURM_RESTART_COUNT:-0}
+job=$SLURM_JOB_ID
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${SLURM_ARRAY_JOB_ID:-}" ] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
+export MASTER_ADDR=${nodes%% *} MASTER_PORT
+# Below 32768, where Linux takes the ports of outgoing connections from.
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+launch_dir=$run_dir/launch
+excluded=$launch_dir/excluded
+mkdir -p "$launch_dir"
+# Submitted by a person: other nodes may be bad by now.
+[ "$restarts" -gt 0 ] || rm -f "$excluded"
+before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
+echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${before:-none}"
+
+launcher() {
+  .venv/bin/python -m launch "$@"
+}
+run_ranks() {
+  trap '' USR1  # srun passes it on all the same; by default it would die before it can
+  exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \
+    bash -c 'trap '"'"''"'"' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} exec .venv/bin/python -m pipeline pretrain train.yaml train.lr=3e-4'
+}
+# Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
+ask_ranks() {
+  [ -n "$step" ] && [ -z "$asking" ] || return
+  for ((left = 570; left > 0; left -= 5)); do
+    kill -USR1 "$step" || exit
+    sleep 5
+  done && echo "ranks do not stop: killing them" && kill -KILL "$step" &
+  asking=$!
+}
+run_ranks &
+step=$!
+[ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
+# `wait` returns at each signal; the step is over when its process is.
+code=0
+while :; do
+  wait "$step"; code=$?
+  kill -0 "$step" 2>/dev/null || break
+done
+[ -z "$asking" ] || kill "$asking" 2>/dev/null
+
+launcher decide "$run_dir" --kind pretrain --ranks 16 --max-restarts 50 --max-attempts 2 \
+  --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \
+  --asked-to-stop "$asked_to_stop" --step-code "$code"
+verdict=$?
+case $verdict in
+  0|2|3) exit "$verdict" ;;
+  75) ;;
+  *)
+    echo "no verdict (exit code $verdict): trying again while restarts last"
+    if [ "$restarts" -ge 50 ]; then
+      echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+    fi ;;
+esac
+without=$(paste -sd, "$excluded" 2>/dev/null)
+[ -z "$without" ] || without=$without
+# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
+# does not run: the script lives on until it has named them.
+ended=
+trap 'ended=1' TERM
+# The controller may be restarting.
+for try in 1 2 3 4 5 6 7 8 9 10; do
+  if scontrol requeue "$job" || [ -n "$ended" ]; then
+    # Leaving before SLURM says so would count as the end of the job.
+    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
+    for ((left = 10; left > 0; left--)); do
+      [ -n "${without:-}" ] || break
+      scontrol update jobid="$job" excnodelist="$without" && break
+      sleep 1
+    done
+    exit 0
+  fi
+  sleep 30
+done
+echo "end: the job could not be requeued, submit it again"; exit 1

@@ -1,0 +1,50 @@
+"""Job scripts of every profile, as they were read and accepted.
+
+After a change that is meant: `python -m tests.launch.test_golden` writes them anew; read the diff.
+"""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.cluster import ClusterConfig
+from launch.render import render
+from launch.render_prep import StagePlan, render_prep
+from launch.submission import checkout_job
+from pipeline.config.load import load
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+PROFILES = sorted(path.stem for path in (ROOT / "configs/cluster").glob("*.yaml"))
+
+
+def _scripts(profile: str) -> dict[str, str]:
+    cluster = load(ClusterConfig, ROOT / f"configs/cluster/{profile}.yaml").config
+    job = checkout_job(
+        "pretrain", "train.yaml", ["train.lr=3e-4"], "runs/mine", "/shared/me", ["data/mine"]
+    )
+    [stage] = render_prep(
+        [StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)], cluster,
+        config_path="prep.yaml", overrides=[], output_dir="data/mine", work_dir="/shared/me",
+    )  # fmt: skip
+    return {f"{profile}-train.sh": render(job, cluster), f"{profile}-prep.sh": stage.scripts[0]}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_scripts_are_the_ones_that_were_read(profile: str) -> None:
+    for name, text in _scripts(profile).items():
+        assert text == (GOLDEN / name).read_text(), f"{name}: see this file's first lines"
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_every_golden_file_has_a_profile() -> None:
+    names = {name for profile in PROFILES for name in _scripts(profile)}
+    assert names == {path.name for path in GOLDEN.iterdir()}
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for written in PROFILES:
+        for file_name, content in _scripts(written).items():
+            (GOLDEN / file_name).write_text(content)
