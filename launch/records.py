@@ -1,0 +1,115 @@
+"""What the launcher has written down of a run, and of a data preparation."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import DataError
+from pipeline.runtime.files import ATTEMPTS_FILE, RESOLVED_FILE, read_json_lines
+
+FOLDER = "launch"
+"""In a run's folder: one folder for each submission, and what follows."""
+SUBMISSION_FILE = "submission.json"
+HISTORY_FILE = "history.jsonl"
+"""One line for each attempt that ended in a decision."""
+EXCLUDED_FILE = "excluded"
+"""Nodes that the run must not get again."""
+PREP_RECORD = Path("work", "logs", "submitted.json")
+"""In a dataset folder: jobs of each stage."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One call of sbatch for a run."""
+
+    number: int
+    job: str
+    kind: str
+    """`pretrain` or `evaluate`."""
+    config: str
+    submitted_unix_s: float
+
+
+def submissions(run_dir: Path) -> list[Submission]:
+    """All of a run, oldest first; empty if it was never submitted.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    return [_submission(path) for path in sorted((run_dir / FOLDER).glob(f"*/{SUBMISSION_FILE}"))]
+
+
+def _submission(path: Path) -> Submission:
+    try:
+        found = json.loads(path.read_bytes())
+        return Submission(
+            int(found["number"]), str(found["job"]), str(found["kind"]), str(found["config"]),
+            float(found["submitted_unix_s"]),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is no record of a submission ({type(error).__name__}: {error}); expected "
+            "number, job, kind, config and submitted_unix_s: remove the file, or submit again"
+        ) from None
+
+
+def history(run_dir: Path) -> list[dict[str, Any]]:
+    """Ends of attempts, oldest first: what `python -m launch decide` wrote down."""
+    return read_json_lines(run_dir / FOLDER / HISTORY_FILE)
+
+
+def excluded_nodes(run_dir: Path) -> list[str]:
+    """Nodes that the run must not get again."""
+    path = run_dir / FOLDER / EXCLUDED_FILE
+    return path.read_text().split() if path.is_file() else []
+
+
+def prep_jobs(output_dir: Path) -> dict[str, list[str]] | None:
+    """Jobs of each stage of a data preparation; None if it was never submitted.
+
+    Raises:
+        DataError: the record is damaged.
+    """
+    path = output_dir / PREP_RECORD
+    try:
+        jobs = json.loads(path.read_bytes())["jobs"]
+        return {str(stage): [str(job) for job in jobs[stage]] for stage in jobs}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is no record of submitted jobs ({type(error).__name__}: {error}): remove it "
+            "when `squeue --me` shows none of the preparation's jobs, and submit again"
+        ) from None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: submitted, or started."""
+    return any((folder / name).exists() for name in (FOLDER, ATTEMPTS_FILE, RESOLVED_FILE))
+
+
+def require_run(folder: Path) -> Path:
+    """The folder as an absolute path.
+
+    Raises:
+        DataError: it is no run's.
+    """
+    if not is_run(folder):
+        there = f"has neither {FOLDER}/ nor {ATTEMPTS_FILE}" if folder.is_dir() else "is not there"
+        raise DataError(
+            f"{folder} is no run folder: it {there}; expected the run_dir of a config that was "
+            f"submitted or started{_nearby(folder)}"
+        )
+    return folder.resolve()
+
+
+def _nearby(folder: Path) -> str:
+    found = sorted(str(path) for path in _beside(folder) if is_run(path))
+    return f"; runs beside it: {', '.join(found[:5])}" if found else ""
+
+
+def _beside(folder: Path) -> Iterator[Path]:
+    parent = folder if folder.is_dir() else folder.parent
+    return parent.iterdir() if parent.is_dir() else iter(())
