@@ -1,13 +1,12 @@
 """What the launcher has written down of a run, and of a data preparation."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DataError
-from pipeline.runtime.files import ATTEMPTS_FILE, RESOLVED_FILE, read_json_lines
+from pipeline.runtime.files import ATTEMPTS_FILE, read_json_lines
 
 FOLDER = "launch"
 """In a run's folder: one folder for each submission, and what follows."""
@@ -87,7 +86,7 @@ def prep_jobs(output_dir: Path) -> dict[str, list[str]] | None:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: submitted, or started."""
-    return any((folder / name).exists() for name in (FOLDER, ATTEMPTS_FILE, RESOLVED_FILE))
+    return any((folder / name).exists() for name in (FOLDER, ATTEMPTS_FILE))
 
 
 def require_run(folder: Path) -> Path:
@@ -96,20 +95,16 @@ def require_run(folder: Path) -> Path:
     Raises:
         DataError: it is no run's.
     """
-    if not is_run(folder):
-        there = f"has neither {FOLDER}/ nor {ATTEMPTS_FILE}" if folder.is_dir() else "is not there"
+    if is_run(folder):
+        return folder.resolve()
+    if (folder / "work").is_dir():
         raise DataError(
-            f"{folder} is no run folder: it {there}; expected the run_dir of a config that was "
-            f"submitted or started{_nearby(folder)}"
+            f"{folder} holds a data preparation that was not submitted to SLURM (it has no "
+            f"{PREP_RECORD}); `python -m data_prep status CONFIG` says how far it is"
         )
-    return folder.resolve()
-
-
-def _nearby(folder: Path) -> str:
-    found = sorted(str(path) for path in _beside(folder) if is_run(path))
-    return f"; runs beside it: {', '.join(found[:5])}" if found else ""
-
-
-def _beside(folder: Path) -> Iterator[Path]:
-    parent = folder if folder.is_dir() else folder.parent
-    return parent.iterdir() if parent.is_dir() else iter(())
+    there = f"has neither {FOLDER}/ nor {ATTEMPTS_FILE}" if folder.is_dir() else "is not there"
+    beside = sorted(str(path) for path in folder.parent.glob("*") if is_run(path))
+    raise DataError(
+        f"{folder} is no run folder: it {there}; expected the run_dir of a config that was "
+        "submitted or started" + (f", such as {', '.join(beside[:5])}" if beside else "")
+    )

@@ -25,7 +25,6 @@ _UNANSWERED = (
     "Unexpected message received",
     "Zero Bytes were transmitted",
     "Connection timed out",
-    "temporarily unable to accept job",
 )
 """The request may have arrived."""
 # A user's own settings would change what is printed, or which jobs are meant.
