@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from launch import job_commands
 from launch.cluster import ClusterConfig
 from launch.local import run_local
 from launch.render import render
@@ -24,6 +25,11 @@ _EXAMPLES = """\
   python -m launch submit --prep configs/prep/web.yaml output_dir=runs/mine/data --dry-run
   python -m launch local configs/demo.yaml --ranks 2
   python -m launch demo --out runs/demo
+  python -m launch status
+  python -m launch status runs/base --watch 30
+  python -m launch logs runs/base --rank 3 --follow
+  python -m launch cancel runs/base --save
+  python -m launch requeue runs/base
 """
 
 
@@ -119,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_config_arguments(local_)
     local_.add_argument("--ranks", type=int, default=1, help="processes (default 1)")
     local_.set_defaults(run=_local)
+    job_commands.add_commands(commands)
     demo_ = commands.add_parser(
         "demo", help="the whole line on this machine, with a rank killed half-way"
     )

@@ -9,7 +9,6 @@ jobs while their tasks run on, and later gives their ids to other jobs. So a job
 only if SLURM says so, and as ours only if it carries the comment that it was submitted with.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -200,22 +199,6 @@ def _accounted(job: str, strange: str, submitted_unix_s: float | None) -> JobFac
         exit_code=last["ExitCode"],
         comment=_text(last["Comment"]),
     )
-
-
-def wait_until_ended(
-    jobs: Sequence[str], timeout_s: float, every_s: float = 2.0
-) -> list[JobFacts]:
-    """Waits until none of `jobs` is alive, or the time is over; returns those that still are.
-
-    Raises:
-        SlurmError: SLURM does not answer.
-    """
-    end_s = time.monotonic() + timeout_s
-    while True:
-        left = [facts for facts in jobs_of(jobs) if facts.is_alive]
-        if not left or time.monotonic() > end_s:
-            return left
-        time.sleep(every_s)
 
 
 def _text(value: str) -> str:

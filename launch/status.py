@@ -99,9 +99,10 @@ def _jobs(run_dir: Path, found: Sequence[Submission]) -> list[JobFacts]:
     if found:
         last = found[-1]
         newest = [
-            queued.pop(last.job, None)
-            or job_facts(last.job, str(run_dir), last.submitted_unix_s)
-        ]  # fmt: skip
+            queued.pop(last.job)
+            if last.job in queued
+            else job_facts(last.job, str(run_dir), last.submitted_unix_s)
+        ]
     others = [facts for facts in queued.values() if facts.is_alive]
     return [*newest, *others]
 

@@ -65,10 +65,12 @@ def queue_text(
     if not reports:
         yield "no run or data preparation of yours is in the queue"
         return
-    rows = [("run", "job", "state", "reason", "step", "ETA", "restarts", "checkpoint")]
-    for report in reports:
-        rows.append(_prep_row(report) if isinstance(report, PrepReport) else _run_row(report))
-    yield from table(rows, right=(5, 6, 7))
+    header = ("run", "job", "state", "reason", "step", "ETA", "restarts", "checkpoint")
+    rows = [
+        _prep_row(report) if isinstance(report, PrepReport) else _run_row(report)
+        for report in reports
+    ]
+    yield from table([header, *rows], right=(5, 6, 7))
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
