@@ -96,11 +96,11 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
         reason = f" ({facts.reason})" if facts.reason else ""
         yield f"job {facts.job} is waiting in the queue already{reason}: nothing to requeue"
         return
-    age_s = time.time() - (facts.started_unix_s or 0.0)
+    age_s = time.time() - facts.started_unix_s if facts.started_unix_s else 0.0
     if facts.state != RUNNING or age_s < _DEAF_S:
         raise BusyError(
-            f"job {facts.job} is {facts.state}, started {age_s:.0f} s ago; expected RUNNING for "
-            f"at least {_DEAF_S:.0f} s, when its script hears signals: try again in a moment"
+            f"job {facts.job} is {facts.state} for {age_s:.0f} s; expected RUNNING for at least "
+            f"{_DEAF_S:.0f} s, when its script hears signals: try again in a moment"
         )
     if now:
         run_command(["scontrol", "requeue", facts.job], repeatable=False)

@@ -65,8 +65,8 @@ def show(path: Path, num_lines: int) -> None:
     """
     if not path.exists():
         raise DataError(
-            f"{path} is not there yet: its job has not started; --follow waits for it, "
-            "`python -m launch status` says why it waits"
+            f"{path} is not there yet; --follow waits for it, and `python -m launch status` says "
+            "whether its job has started"
         )
     sys.stdout.buffer.write(tail(path, num_lines)[0])
     sys.stdout.buffer.flush()

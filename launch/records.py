@@ -103,8 +103,9 @@ def require_run(folder: Path) -> Path:
             f"{PREP_RECORD}); `python -m data_prep status CONFIG` says how far it is"
         )
     there = f"has neither {FOLDER}/ nor {ATTEMPTS_FILE}" if folder.is_dir() else "is not there"
-    beside = sorted(str(path) for path in folder.parent.glob("*") if is_run(path))
+    near = [*folder.glob("*"), *folder.parent.glob("*")]
+    runs = sorted(str(path) for path in near if is_run(path))
     raise DataError(
         f"{folder} is no run folder: it {there}; expected the run_dir of a config that was "
-        "submitted or started" + (f", such as {', '.join(beside[:5])}" if beside else "")
+        "submitted or started" + (f", such as {', '.join(runs[:5])}" if runs else "")
     )

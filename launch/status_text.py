@@ -107,7 +107,7 @@ def _job_lines(report: RunReport, facts: JobFacts, now_s: float) -> list[str]:
         return [f"{facts.job}: {facts.reason}", _evidence(report, facts)]
     if facts.is_ended:
         ended = f", {_ago(facts.end_unix_s, now_s)}" if facts.end_unix_s else ""
-        exit_code = f", exit code {facts.exit_code}" if facts.exit_code else ""
+        exit_code = f", exit code {facts.exit_code}" if facts.exit_code not in ("", "0:0") else ""
         reason = f" ({facts.reason})" if facts.reason else ""
         last = decision(report, facts)
         said = [f"{last['decision']}: {last['reason']}"] if last else []
@@ -233,7 +233,9 @@ def _prep_reason(elements: Sequence[JobFacts], jobs: Sequence[str]) -> str:
         return f"not in the queue (any more): {' '.join(jobs)}"
     waiting = Counter(facts.reason for facts in elements if facts.is_waiting and facts.reason)
     if not waiting:
-        return ""
+        ends = Counter(facts.state for facts in elements if facts.is_ended)
+        del ends["COMPLETED"]
+        return ", ".join(f"{number} {state}" for state, number in sorted(ends.items()))
     reason = waiting.most_common(1)[0][0]
     words = in_words(reason, elements[0].array)
     return f"{reason}{': ' if words else ''}{words}"
