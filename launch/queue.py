@@ -174,6 +174,7 @@ def _accounted(job: str, strange: str, submitted_unix_s: float | None) -> JobFac
     lines = [
         dict(zip(_SACCT, line.split("|", len(_SACCT) - 1), strict=True))
         for line in output.splitlines()
+        if line.strip()
     ]
     earliest_s = (submitted_unix_s or 0.0) - _ID_REUSED_S
     lines = [line for line in lines if (_time(line["Submit"]) or earliest_s) >= earliest_s]

@@ -19,7 +19,7 @@ NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (conn
 TIMED_OUT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
 _COMMAND = """\
-#!{python}
+#!{python} -IS
 import os, sys
 from pathlib import Path
 folder = Path({folder!r})
