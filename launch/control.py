@@ -7,7 +7,7 @@ from pathlib import Path
 from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
 from launch.records import submissions
 from launch.slurm import SlurmError, run_command
-from launch.status import ask_run, is_of, prep_elements
+from launch.status import ask_run, prep_elements
 from pipeline.errors import BusyError, DataError
 from pipeline.runtime.files import STOP_FILE
 from pipeline.runtime.log import duration_text
@@ -30,7 +30,7 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
     Raises:
         SlurmError: SLURM does not answer, does not know the job, or does not end it.
     """
-    jobs = [facts for facts in my_jobs() if facts.is_alive and is_of(facts, run_dir)]
+    jobs = [facts for facts in my_jobs() if facts.is_alive and facts.is_of(run_dir)]
     if not jobs:
         yield _nothing_to_cancel(run_dir)
         return
@@ -116,8 +116,8 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
 def _newest_job(run_dir: Path) -> JobFacts:
     found = submissions(run_dir)
     if found:
-        return job_facts(found[-1].job, str(run_dir), found[-1].submitted_unix_s)
-    queued = [facts for facts in my_jobs() if facts.is_alive and is_of(facts, run_dir)]
+        return job_facts(found[-1].job, run_dir, found[-1].submitted_unix_s)
+    queued = [facts for facts in my_jobs() if facts.is_alive and facts.is_of(run_dir)]
     if not queued:
         raise DataError(
             f"{run_dir} has no job: it was not submitted; `python -m launch submit CONFIG` does"
@@ -129,7 +129,7 @@ def _nothing_to_cancel(run_dir: Path) -> str:
     found = submissions(run_dir)
     if not found:
         return f"no job of {run_dir} is in the queue; nothing was cancelled"
-    facts = job_facts(found[-1].job, str(run_dir), found[-1].submitted_unix_s)
+    facts = job_facts(found[-1].job, run_dir, found[-1].submitted_unix_s)
     if facts.state == UNKNOWN:
         raise SlurmError(
             f"job {facts.job}: {facts.reason}; nothing was cancelled. If its ranks run on without "

@@ -123,7 +123,7 @@ def why_job_is_over(run_dir: Path, job: str) -> str:
     """Why nothing more will come of a job, or empty: it waits, runs, or nothing is known of it."""
     submitted = [found.submitted_unix_s for found in submissions(run_dir) if found.job == job]
     try:
-        facts = job_facts(job, str(run_dir), submitted[0] if submitted else None)
+        facts = job_facts(job, run_dir, submitted[0] if submitted else None)
     except SlurmError as error:
         logger.warning("%s", error)
         return ""

@@ -11,6 +11,7 @@ only if SLURM says so, and as ours only if it carries the comment that it was su
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.slurm import NoSlurmError, SlurmError, run_command
 from pipeline.errors import PostnormError
@@ -78,6 +79,16 @@ class JobFacts:
         """Whether it waits, runs or is ending."""
         return self.state != UNKNOWN and not self.is_ended
 
+    def is_of(self, folder: Path) -> bool:
+        """Whether it carries the mark of a run or dataset folder, its comment.
+
+        Args:
+            folder: absolute; links on the way to it do not matter.
+        """
+        return self.comment.startswith("/") and (
+            self.comment == str(folder) or Path(self.comment).resolve() == folder.resolve()
+        )
+
 
 def my_jobs() -> list[JobFacts]:
     """All jobs of this user that the queue knows, ended ones for some minutes; arrays element-wise.
@@ -105,12 +116,14 @@ def jobs_of(jobs: Sequence[str]) -> list[JobFacts]:
         raise
 
 
-def job_facts(job: str, comment: str = "", submitted_unix_s: float | None = None) -> JobFacts:
+def job_facts(
+    job: str, folder: Path | None = None, submitted_unix_s: float | None = None
+) -> JobFacts:
     """What is known of one job.
 
     Args:
         job: its id.
-        comment: it was submitted with; a job without it has the same id by chance. Empty takes any.
+        folder: that it is of; a job of another has the same id by chance. None takes any.
         submitted_unix_s: when it was submitted; records of accounting before it are not its own.
 
     Returns:
@@ -120,7 +133,7 @@ def job_facts(job: str, comment: str = "", submitted_unix_s: float | None = None
         SlurmError: SLURM is not there or does not answer.
     """
     found = jobs_of([job])
-    ours = [facts for facts in found if not comment or facts.comment == comment]
+    ours = [facts for facts in found if folder is None or facts.is_of(folder)]
     if ours:
         return ours[-1]
     strange = "the queue does not know it"

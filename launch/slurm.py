@@ -28,7 +28,7 @@ _UNANSWERED = (
 )
 """The request may have arrived."""
 # A user's own settings would change what is printed, or which jobs are meant.
-_STEERING = ("SQUEUE_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+_STEERING = ("SQUEUE_", "SACCT_", "SCANCEL_")
 
 
 class NoSlurmError(ConfigError):

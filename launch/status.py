@@ -94,24 +94,17 @@ def run_report(run_dir: Path) -> RunReport:
 
 
 def _jobs(run_dir: Path, found: Sequence[Submission]) -> list[JobFacts]:
-    queued = {facts.job: facts for facts in my_jobs() if is_of(facts, run_dir)}
+    queued = {facts.job: facts for facts in my_jobs() if facts.is_of(run_dir)}
     newest: list[JobFacts] = []
     if found:
         last = found[-1]
         newest = [
             queued.pop(last.job)
             if last.job in queued
-            else job_facts(last.job, str(run_dir), last.submitted_unix_s)
+            else job_facts(last.job, run_dir, last.submitted_unix_s)
         ]
     others = [facts for facts in queued.values() if facts.is_alive]
     return [*newest, *others]
-
-
-def is_of(facts: JobFacts, folder: Path) -> bool:
-    """Whether a job carries the mark of a folder, its comment."""
-    return facts.comment == str(folder) or (
-        facts.comment.startswith("/") and Path(facts.comment).resolve() == folder.resolve()
-    )
 
 
 def ask_run(run_dir: Path) -> tuple[dict[str, Any] | None, str]:
@@ -149,7 +142,7 @@ def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[JobFac
         SlurmError: SLURM does not answer.
     """
     found = jobs_of([job for jobs in stages.values() for job in jobs])
-    return [facts for facts in found if not facts.comment or is_of(facts, output_dir)]
+    return [facts for facts in found if not facts.comment or facts.is_of(output_dir)]
 
 
 def queue_reports() -> list[RunReport | PrepReport]:

@@ -73,7 +73,7 @@ def test_a_job_that_nobody_knows_is_unknown(recorded: RecordedSlurm) -> None:
 
 def test_accounting_knows_what_the_queue_forgot(recorded: RecordedSlurm) -> None:
     recorded.says("sacct", f"{REQUEUED}\n{FINISHED}")
-    facts = job_facts("1", "/tmp/my runs/a", submitted_unix_s=1795292819.5)
+    facts = job_facts("1", Path("/tmp/my runs/a"), submitted_unix_s=1795292819.5)
     assert (facts.state, facts.restarts, facts.source) == ("COMPLETED", 1, "sacct")
     assert facts.end_unix_s == 1795292932
     recorded.says("sacct", FINISHED.replace("COMPLETED", "CANCELLED by 1000"))
@@ -101,8 +101,10 @@ def test_accounting_does_not_know_either(
 
 def test_another_job_with_the_same_id_is_not_ours(recorded: RecordedSlurm) -> None:
     recorded.says("squeue", OF_JOB_1)
-    assert job_facts("1", "/tmp/my runs/a").state == "RUNNING"
-    facts = job_facts("1", "/tmp/my runs/b")
+    (recorded.folder / "link").symlink_to("/tmp/my runs")
+    assert job_facts("1", recorded.folder / "link" / "a").state == "RUNNING"
+    assert job_facts("1", Path("/tmp/my runs/a")).state == "RUNNING"
+    facts = job_facts("1", Path("/tmp/my runs/b"))
     assert facts.state == UNKNOWN
     assert "the job that has its id today is another (/tmp/my runs/a)" in facts.reason
 

@@ -24,17 +24,21 @@ echo "start, restart ${{SLURM_RESTART_COUNT:-0}}"
 while [ ! -e {folder}/STOP ]; do sleep 0.2; done
 echo "end: stopped"; exit 3
 """
+# As `python -m launch`, less patient than for a person and a cluster of thousands.
+PROGRAM = """\
+import runpy
+from launch import control, logs
+control._DEAF_S, logs._ASK_EVERY_S = 1.0, 0.5
+runpy.run_module("launch", run_name="__main__", alter_sys=True)
+"""
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def command(slurm_cluster: SlurmCluster) -> Command:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
-        # Waits for signals to be heard are shorter than a person's.
-        program = "import sys, launch.control as c; c._DEAF_S = 1.0; import runpy; " \
-            "runpy.run_module('launch', run_name='__main__', alter_sys=True)"  # fmt: skip
         return subprocess.run(
-            [sys.executable, "-c", program, *map(str, words)], cwd=ROOT, timeout=120,
+            [sys.executable, "-c", PROGRAM, *map(str, words)], cwd=ROOT, timeout=120,
             env=slurm_cluster.environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
 
@@ -79,7 +83,7 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     assert "10/1,000" in listed
 
     log = subprocess.Popen(
-        [sys.executable, "-m", "launch", "logs", str(run.folder), "--follow"], cwd=ROOT,
+        [sys.executable, "-c", PROGRAM, "logs", str(run.folder), "--follow"], cwd=ROOT,
         env=slurm_cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     time.sleep(1)
