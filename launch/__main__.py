@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from launch import run_commands
+from launch import job_commands, run_commands
 from launch.render_prep import log_folder, render_prep
 from launch.run_commands import add_cluster, cluster_of
 from pipeline.config.load import load
@@ -19,6 +19,11 @@ _EXAMPLES = """\
   python -m launch submit train.yaml --local --ranks 2
   python -m launch submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml
   python -m launch resume runs/mine train.num_steps=200_000
+  python -m launch status
+  python -m launch status runs/mine --watch 30
+  python -m launch logs runs/mine --rank 3 --follow
+  python -m launch cancel runs/mine --save
+  python -m launch requeue runs/mine
   python -m launch render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh
   python -m launch demo --out runs/demo
 """
@@ -95,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
             "decide", help="for job scripts: what becomes of a job after an attempt"
         )
     )
+    job_commands.add_commands(commands)
     demo_ = commands.add_parser(
         "demo", help="the whole line on this machine, with a rank killed half-way"
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launch.records import FOLDER, HISTORY_FILE, history
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -18,12 +19,8 @@ from pipeline.errors import (
     EXIT_STOPPED,
 )
 from pipeline.runtime.append import AppendedFile
-from pipeline.runtime.files import DONE_FILE, EXIT_FOLDER, STOP_FILE, read_json_lines
+from pipeline.runtime.files import DONE_FILE, EXIT_FOLDER, STOP_FILE
 
-LAUNCH_FOLDER = "launch"
-"""In a run's folder: what the launcher keeps there."""
-HISTORY_FILE = "history.jsonl"
-"""In the launch folder: how each attempt ended, one a line."""
 _LATEST = Path("checkpoints") / "latest"
 
 
@@ -147,8 +144,7 @@ def is_miss(attempt: Attempt) -> bool:
 
 def end_attempt(attempt: Attempt, limits: Limits, run_dir: Path) -> Decision:
     """Decides, and writes it down in the run's history."""
-    folder = run_dir / LAUNCH_FOLDER
-    before = [line for line in read_json_lines(folder / HISTORY_FILE) if line["job"] == attempt.job]
+    before = [line for line in history(run_dir) if line["job"] == attempt.job]
     misses = 0
     for line in reversed(before):
         if not line["miss"]:
@@ -159,7 +155,9 @@ def end_attempt(attempt: Attempt, limits: Limits, run_dir: Path) -> Decision:
         "unix_s": round(time.time(), 1), **asdict(attempt), "miss": is_miss(attempt),
         "decision": decision.word, "reason": decision.reason,
     }  # fmt: skip
-    AppendedFile(folder / HISTORY_FILE).append(f"{json.dumps(record)}\n".encode(), end=b"\n")
+    AppendedFile(run_dir / FOLDER / HISTORY_FILE).append(
+        f"{json.dumps(record)}\n".encode(), end=b"\n"
+    )
     return decision
 
 

@@ -12,6 +12,7 @@ from launch import site
 from launch.cluster import ClusterConfig
 from launch.fields import mebibytes
 from launch.site import Node, Partition, Site
+from launch.slurm import NoSlurmError, SlurmError
 from pipeline.errors import ConfigError
 
 
@@ -30,11 +31,11 @@ def check(cluster: ClusterConfig, kind: str, *, work_dir: str, optional: bool = 
     Raises:
         ConfigError: names all that does not fit.
         NoSlurmError: there is no SLURM here.
-        SiteError: it did not answer.
+        NoAnswerError: it did not answer.
     """
     try:
         found, excluded = site.read(), site.host_names(cluster.exclude)
-    except (site.NoSlurmError, site.SiteError) as error:
+    except (NoSlurmError, SlurmError) as error:
         if not optional:
             raise
         return f"the profile was not checked against the site: {error}"

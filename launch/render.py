@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
-from launch.decide import LAUNCH_FOLDER
 from launch.environment import sbatch_resources, setup_lines, srun_words, wrapped
+from launch.records import EXCLUDED_FILE, FOLDER
 from launch.script import REQUEUE, sbatch_lines, slurm_path
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -62,7 +62,8 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     """
     ranks = cluster.nodes * cluster.num_ranks_per_node
     body = _BODY.format(
-        launch_folder=LAUNCH_FOLDER,
+        launch_folder=FOLDER,
+        excluded=EXCLUDED_FILE,
         launcher=_launcher(job, cluster),
         decide_options=shlex.join([
             "--kind", job.kind, "--ranks", str(ranks), "--max-restarts", str(cluster.max_restarts),
@@ -150,7 +151,7 @@ export MASTER_ADDR=${{nodes%% *}} MASTER_PORT
 # Below 32768, where Linux takes the ports of outgoing connections from.
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 launch_dir=$run_dir/{launch_folder}
-excluded=$launch_dir/excluded
+excluded=$launch_dir/{excluded}
 mkdir -p "$launch_dir"
 # Submitted by a person: other nodes may be bad by now.
 [ "$restarts" -gt 0 ] || rm -f "$excluded"

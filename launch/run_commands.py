@@ -9,17 +9,17 @@ from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, new
 from launch.fit import check
 from launch.local import run_local
 from launch.plan import plan
+from launch.records import submission_folder, submissions
 from launch.render import render
 from launch.site import ask_sbatch
 from launch.submission import (
     CLUSTER_FILE,
     CONFIG_FILE,
+    Draft,
     Source,
-    Submission,
     checkout_job,
     dry_run_text,
     prepare,
-    submissions,
     submit,
     summary_text,
 )
@@ -122,10 +122,10 @@ def _render(arguments: argparse.Namespace) -> int:
 
 def _resume(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run_dir.absolute()
-    earlier = submissions(run_dir)
+    earlier = [one for one in submissions(run_dir) if one.kind == PRETRAIN]
     if earlier:
-        folder = run_dir / "launch" / f"{earlier[-1]['number']:04d}"
-        config_path, work_dir = folder / CONFIG_FILE, earlier[-1]["work_dir"]
+        folder = submission_folder(run_dir, earlier[-1].number)
+        config_path, work_dir = folder / CONFIG_FILE, earlier[-1].work_dir
         cluster_path = arguments.cluster or str(folder / CLUSTER_FILE)
     else:
         config_path, work_dir, cluster_path = (
@@ -145,14 +145,14 @@ def _resume(arguments: argparse.Namespace) -> int:
             "the folder was moved; submit its config from where it is now"
         )
     source = Source(str(config_path), tuple(arguments.overrides), cluster_path, work_dir)
-    submission = _checked(config, cluster_of(cluster_path), source)
+    draft = _checked(config, cluster_of(cluster_path), source)
     if not arguments.dry_run and (run_dir / STOP_FILE).exists():
         (run_dir / STOP_FILE).unlink()
         print(f"removed {run_dir / STOP_FILE}")
-    return _hand_over(submission, dry_run=arguments.dry_run)
+    return _hand_over(draft, dry_run=arguments.dry_run)
 
 
-def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Submission:
+def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Draft:
     """Refuses what cannot run before it waits in a queue."""
     data = Path(source.work_dir) / config.data.dir
     if not (data / INDEX_FILE).is_file():
@@ -167,15 +167,13 @@ def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> 
     return prepare(PRETRAIN, config, config.run_dir, cluster, source, [config.data.dir])
 
 
-def _hand_over(submission: Submission, *, dry_run: bool) -> int:
-    said = check(
-        submission.cluster, submission.job.kind, work_dir=submission.job.work_dir, optional=dry_run
-    )
+def _hand_over(draft: Draft, *, dry_run: bool) -> int:
+    said = check(draft.cluster, draft.job.kind, work_dir=draft.job.work_dir, optional=dry_run)
     if dry_run:
-        print(f"# {said}\n{dry_run_text(submission)}", end="")
+        print(f"# {said}\n{dry_run_text(draft)}", end="")
         return EXIT_FINISHED
-    print(f"{said}; {ask_sbatch(submission.script)}")
-    for line in summary_text(submission, submit(submission)):
+    print(f"{said}; {ask_sbatch(draft.script)}")
+    for line in summary_text(draft, submit(draft)):
         print(line)
     return EXIT_FINISHED
 

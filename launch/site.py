@@ -7,26 +7,14 @@ versions and leaves options out. Names of reservations and accounts come from `s
 
 import getpass
 import re
-import shlex
-import subprocess
 from dataclasses import dataclass, field
 
 from launch.fields import seconds
-from pipeline.errors import EXIT_FAILED_RETRY, ConfigError, PostnormError
+from launch.slurm import NoAnswerError, SlurmError, run_command
+from pipeline.errors import ConfigError
 
 _NODE_FORMAT = "%P|%a|%l|%s|%N|%c|%m|%G|%f"
-_PATIENCE_S = 60
 _NOT_NOW = "Requested node configuration is not available"
-
-
-class NoSlurmError(PostnormError):
-    """SLURM's commands are not on this machine."""
-
-
-class SiteError(PostnormError):
-    """A command of SLURM failed; it may work when it is tried again."""
-
-    exit_code = EXIT_FAILED_RETRY
 
 
 @dataclass(frozen=True)
@@ -82,21 +70,21 @@ def read() -> Site:
 
     Raises:
         NoSlurmError: there is none on this machine.
-        SiteError: it did not answer.
+        NoAnswerError: it did not answer.
     """
     # Hidden partitions take jobs, too.
     partitions, default = parse_nodes(
-        ask("sinfo", "--all", "--noheader", "--Node", f"--format={_NODE_FORMAT}")
+        run_command(["sinfo", "--all", "--noheader", "--Node", f"--format={_NODE_FORMAT}"])
     )
-    settings = parse_settings(ask("scontrol", "show", "config"))
+    settings = parse_settings(run_command(["scontrol", "show", "config"]))
     enforced = settings.get("AccountingStorageEnforce", "").split(",")
     accounts = qos = None
     if {"associations", "limits", "qos"} & set(enforced):
         accounts, qos = parse_associations(
-            ask(
+            run_command([
                 "sacctmgr", "--noheader", "--parsable2", "show", "assoc",
                 f"user={getpass.getuser()}", "format=account,qos",
-            )
+            ])
         )  # fmt: skip
     size = settings.get("MaxArraySize", "")
     return Site(
@@ -106,7 +94,7 @@ def read() -> Site:
         reservations=frozenset(
             re.findall(
                 r"^ReservationName=(\S+)",
-                ask("scontrol", "--oneliner", "show", "reservation"),
+                run_command(["scontrol", "--oneliner", "show", "reservation"]),
                 re.MULTILINE,
             )
         ),
@@ -120,9 +108,9 @@ def host_names(host_list: str) -> list[str]:
 
     Raises:
         NoSlurmError: there is no SLURM on this machine.
-        SiteError: it cannot read the list.
+        SlurmError: it cannot read the list.
     """
-    return ask("scontrol", "show", "hostnames", host_list).split() if host_list else []
+    return run_command(["scontrol", "show", "hostnames", host_list]).split() if host_list else []
 
 
 def ask_sbatch(script: str) -> str:
@@ -139,16 +127,21 @@ def ask_sbatch(script: str) -> str:
     Raises:
         ConfigError: sbatch would refuse it.
         NoSlurmError: there is no SLURM on this machine.
-        SiteError: the controller did not answer.
+        NoAnswerError: the controller did not answer.
     """
-    done = _run(["sbatch", "--test-only"], script)
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    answer = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
-    if done.returncode == 0 or _NOT_NOW in answer:
-        return answer
-    if re.search(r"Unable to contact|timed out|Transport endpoint", answer):
-        raise SiteError(f"sbatch --test-only: {answer}")
-    raise ConfigError(f"sbatch would refuse the job: {answer}; change the cluster profile")
+    try:
+        # The answer is on standard error.
+        command = "SLURM_TIME_FORMAT=standard exec sbatch --test-only 2>&1"
+        answer = run_command(["bash", "-c", command], script)
+    except NoAnswerError:
+        raise
+    except SlurmError as error:
+        if _NOT_NOW not in str(error):
+            raise ConfigError(
+                f"sbatch would refuse the job: {error}; change the cluster profile"
+            ) from None
+        return _NOT_NOW
+    return answer.strip().removeprefix("sbatch: ")
 
 
 def parse_nodes(text: str) -> tuple[dict[str, Partition], str]:
@@ -198,33 +191,3 @@ def parse_associations(text: str) -> tuple[frozenset[str], frozenset[str]]:
         frozenset(account for account, _ in lines),
         frozenset(name for _, names in lines for name in names.split(",") if name),
     )
-
-
-def ask(*command: str) -> str:
-    """Output of a command of SLURM.
-
-    Raises:
-        NoSlurmError: it is not there.
-        SiteError: it failed.
-    """
-    done = _run(list(command))
-    if done.returncode:
-        message = (done.stderr or done.stdout).strip()
-        raise SiteError(f"`{shlex.join(command)}` failed ({done.returncode}): {message}")
-    return done.stdout
-
-
-def _run(command: list[str], stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.run(
-            command, input=stdin, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
-        )
-    except FileNotFoundError:
-        raise NoSlurmError(
-            f"{command[0]} is not on this machine; work on a login node of the cluster, or look at "
-            "the script with --dry-run"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise SiteError(
-            f"`{shlex.join(command)}` did not answer within {_PATIENCE_S} s; is slurmctld up?"
-        ) from None

@@ -5,7 +5,6 @@ the record of the job. Editing the checkout or a config afterwards changes nothi
 waits, or that starts again in a week.
 """
 
-import json
 import re
 import shlex
 import shutil
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
-from launch.decide import LAUNCH_FOLDER
+from launch.records import FOLDER, SUBMISSION_FILE, submission_folder, submissions
 from launch.render import Job, render
-from launch.slurm import slurm
+from launch.slurm import run_command
 from launch.snapshot import code_hash, snapshot
 from pipeline.config.load import git_revision, resolved_text, to_yaml
 from pipeline.errors import BusyError, ConfigError
 from pipeline.runtime.files import STOP_FILE, write_atomic, write_json_atomic
 
-RECORD_FILE = "submission.json"
 CONFIG_FILE = "config.yaml"
 CLUSTER_FILE = "cluster.yaml"
 SCRIPT_FILE = "job.sh"
@@ -46,7 +44,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Submission:
+class Draft:
     """All that `submit` writes and does; making one changes nothing."""
 
     number: int
@@ -61,7 +59,7 @@ class Submission:
     @property
     def folder(self) -> Path:
         """In the run's folder."""
-        return _submission_folder(self.run_dir, self.number)
+        return submission_folder(self.run_dir, self.number)
 
     @property
     def script(self) -> str:
@@ -76,7 +74,7 @@ def prepare(
     cluster: ClusterConfig,
     source: Source,
     inputs: Sequence[str],
-) -> Submission:
+) -> Draft:
     """Decides names and renders; changes nothing.
 
     Args:
@@ -88,9 +86,9 @@ def prepare(
         inputs: folders that the command reads, as the config has them.
     """
     absolute = Path(source.work_dir) / run_dir
-    number = max(_numbers(absolute), default=0) + 1
-    folder = _submission_folder(absolute, number)
-    code = absolute / LAUNCH_FOLDER / _CODE_FOLDER / code_hash(_ROOT)
+    number = _next_number(absolute)
+    folder = submission_folder(absolute, number)
+    code = absolute / FOLDER / _CODE_FOLDER / code_hash(_ROOT)
     job = Job(
         kind=kind,
         name=absolute.name or kind,
@@ -101,7 +99,7 @@ def prepare(
         log_dir=str(absolute / "logs"),
         mounts=_mounts(source.work_dir, run_dir, *inputs),
     )
-    return Submission(number, absolute, job, config, cluster, source)
+    return Draft(number, absolute, job, config, cluster, source)
 
 
 def checkout_job(
@@ -129,7 +127,7 @@ def checkout_job(
     )  # fmt: skip
 
 
-def submit(submission: Submission) -> str:
+def submit(draft: Draft) -> str:
     """Copies code and configs, and hands the script to sbatch.
 
     Returns:
@@ -140,8 +138,8 @@ def submit(submission: Submission) -> str:
         ConfigError: a STOP file stands in the run's folder.
         PostnormError: sbatch refused, or the copy failed; what was written is removed again.
     """
-    folder, run_dir = submission.folder, submission.run_dir
-    refuse_twice(run_dir, submission.job.kind)
+    folder, run_dir = draft.folder, draft.run_dir
+    refuse_twice(run_dir, draft.job.kind)
     if (run_dir / STOP_FILE).exists():
         raise ConfigError(
             f"{run_dir / STOP_FILE} is there: the run would end at once; remove it, or continue "
@@ -154,29 +152,20 @@ def submit(submission: Submission) -> str:
     job: str | None = None
     try:
         (run_dir / "logs").mkdir(exist_ok=True)
-        snapshot(run_dir / LAUNCH_FOLDER / _CODE_FOLDER)
-        write_atomic(folder / CONFIG_FILE, resolved_text(submission.config).encode())
-        write_atomic(folder / CLUSTER_FILE, to_yaml(submission.cluster).encode())
-        write_atomic(folder / SCRIPT_FILE, submission.script.encode())
+        snapshot(run_dir / FOLDER / _CODE_FOLDER)
+        write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
+        write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
+        write_atomic(folder / SCRIPT_FILE, draft.script.encode())
         # With several clusters: id;cluster.
-        job = slurm(["sbatch", "--parsable", str(folder / SCRIPT_FILE)]).strip().partition(";")[0]
-        write_json_atomic(folder / RECORD_FILE, _record(submission, job))
+        command = ["sbatch", "--parsable", str(folder / SCRIPT_FILE)]
+        job = run_command(command, repeatable=False).strip().partition(";")[0]
+        write_json_atomic(folder / SUBMISSION_FILE, _record(draft, job))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         if job is not None:
-            slurm(["scancel", job])
+            run_command(["scancel", job])
         raise
     return job
-
-
-def submissions(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of the jobs that a run was handed to SLURM as, oldest first."""
-    found = []
-    for number in _numbers(run_dir):
-        path = _submission_folder(run_dir, number) / RECORD_FILE
-        if path.is_file():
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-    return found
 
 
 def refuse_twice(run_dir: Path, kind: str) -> None:
@@ -185,10 +174,10 @@ def refuse_twice(run_dir: Path, kind: str) -> None:
     Raises:
         BusyError: one is in the queue.
     """
-    earlier = [record["job"] for record in submissions(run_dir) if record["kind"] == kind]
+    earlier = [one.job for one in submissions(run_dir) if one.kind == kind]
     if not earlier:
         return
-    there = slurm(["squeue", "--me", "--noheader", "--format=%A"]).split()
+    there = run_command(["squeue", "--me", "--noheader", "--format=%A"]).split()
     left = [job for job in earlier if job in there]
     if left:
         raise BusyError(
@@ -197,38 +186,38 @@ def refuse_twice(run_dir: Path, kind: str) -> None:
         )
 
 
-def dry_run_text(submission: Submission) -> str:
+def dry_run_text(draft: Draft) -> str:
     """What `submit` would do, as a script with comments."""
     head = [
-        f"# would write {submission.folder} ({CONFIG_FILE}, {CLUSTER_FILE}, {SCRIPT_FILE}) and",
-        f"# {Path(submission.job.start[0]).parents[2]} (code, {git_revision()}), then",
-        f"# sbatch {submission.folder / SCRIPT_FILE}, which is:",
+        f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}, {SCRIPT_FILE}) and",
+        f"# {Path(draft.job.start[0]).parents[2]} (code, {git_revision()}), then",
+        f"# sbatch {draft.folder / SCRIPT_FILE}, which is:",
     ]
-    return "\n".join([*head, submission.script])
+    return "\n".join([*head, draft.script])
 
 
-def summary_text(submission: Submission, job: str) -> Iterator[str]:
+def summary_text(draft: Draft, job: str) -> Iterator[str]:
     """Lines on what was submitted, and how to look at it."""
-    cluster, run = submission.cluster, shlex.quote(str(submission.run_dir))
+    cluster, run = draft.cluster, shlex.quote(str(draft.run_dir))
     yield (
-        f"job {job}: {submission.job.kind} {run} on {cluster.nodes} x "
+        f"job {job}: {draft.job.kind} {run} on {cluster.nodes} x "
         f"{cluster.num_ranks_per_node} ranks, {cluster.time_limit}, code {git_revision()}"
     )
     yield f"status:   python -m launch status {run}"
     yield f"log:      python -m launch logs {run} --follow"
     yield f"cancel:   python -m launch cancel {run}"
-    yield f"record:   {submission.folder}"
+    yield f"record:   {draft.folder}"
 
 
-def _record(submission: Submission, job: str) -> dict[str, Any]:
-    cluster, source = submission.cluster, submission.source
+def _record(draft: Draft, job: str) -> dict[str, Any]:
+    cluster, source = draft.cluster, draft.source
     return {
-        "number": submission.number,
+        "number": draft.number,
         "job": job,
-        "kind": submission.job.kind,
-        "run_dir": str(submission.run_dir),
+        "kind": draft.job.kind,
+        "run_dir": str(draft.run_dir),
         **asdict(source),
-        "code": str(Path(submission.job.start[0]).parents[2]),
+        "code": str(Path(draft.job.start[0]).parents[2]),
         "revision": git_revision(),
         "submitted_unix_s": round(time.time(), 1),
         "nodes": cluster.nodes,
@@ -243,10 +232,6 @@ def _mounts(work_dir: str, *folders: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(path) for path in every if not set(path.parents) & set(every)))
 
 
-def _numbers(run_dir: Path) -> list[int]:
-    folders = (run_dir / LAUNCH_FOLDER).glob("[0-9][0-9][0-9][0-9]*")
-    return sorted(int(path.name) for path in folders if re.fullmatch(r"\d{4,}", path.name))
-
-
-def _submission_folder(run_dir: Path, number: int) -> Path:
-    return run_dir / LAUNCH_FOLDER / f"{number:04d}"
+def _next_number(run_dir: Path) -> int:
+    names = [path.name for path in (run_dir / FOLDER).glob("*")]
+    return max((int(name) for name in names if re.fullmatch(r"\d{4,}", name)), default=0) + 1

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.render_prep import PrepStage, StagePlan
+from launch.slurm import run_command
 from pipeline.config import strict_yaml
-from pipeline.errors import BusyError, ConfigError, PostnormError
+from pipeline.errors import BusyError, PostnormError
 from pipeline.runtime.files import write_json_atomic
 
 _RECORD = "submitted.json"
@@ -139,7 +140,7 @@ def _refuse_twice(logs: Path) -> None:
     except FileNotFoundError:
         return
     earlier = _all(record["jobs"])
-    there = _slurm(["squeue", "--me", "--noheader", "--format=%F"]).split()
+    there = run_command(["squeue", "--me", "--noheader", "--format=%F"]).split()
     left = [job for job in earlier if job in there]
     if left:
         raise BusyError(
@@ -151,7 +152,7 @@ def _refuse_twice(logs: Path) -> None:
 def _sbatch(script: str, before: Sequence[str]) -> str:
     """Submits one array and returns its job id."""
     dependency = [_dependency(before)] if before else []
-    output = _slurm(["sbatch", "--parsable", *dependency], script)
+    output = run_command(["sbatch", "--parsable", *dependency], script, repeatable=False)
     return output.strip().partition(";")[0]  # with several clusters: id;cluster
 
 
@@ -164,24 +165,10 @@ def _cancel(jobs: list[str]) -> str:
     if not jobs:
         return "nothing was submitted"
     try:
-        _slurm(["scancel", *jobs])
+        run_command(["scancel", *jobs])
     except PostnormError as error:
         return f"cancelling failed, do it by hand: scancel {' '.join(jobs)} ({error})"
     return f"the jobs submitted before it were cancelled: {' '.join(jobs)}"
-
-
-def _slurm(command: list[str], stdin: str = "") -> str:
-    try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{command[0]} is not there: submit from a machine with SLURM, look at the scripts "
-            "with --dry-run, or prepare on this machine alone with `python -m data_prep run`"
-        ) from None
-    if done.returncode:
-        message = (done.stderr or done.stdout).strip()
-        raise SubmitError(f"{shlex.join(command)} failed ({done.returncode}): {message}")
-    return done.stdout
 
 
 def _all(jobs: dict[str, list[str]]) -> list[str]:

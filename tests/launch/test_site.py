@@ -7,7 +7,7 @@ import pytest
 from launch import fit, site
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.container import ContainerConfig
-from launch.site import NoSlurmError, SiteError
+from launch.slurm import NoAnswerError, NoSlurmError
 from pipeline.errors import ConfigError
 
 # `sinfo --all --noheader --Node --format=...`: a line a node and partition.
@@ -33,6 +33,12 @@ Slurmctld(primary) at host is UP
 """
 RESERVATIONS = "ReservationName=hold StartTime=2026-11-21T20:22:54 Nodes=n1 State=ACTIVE\n"
 ASSOCIATIONS = "lab|normal,long\nroot|normal\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that does not answer is not asked twice."""
+    monkeypatch.setattr("launch.slurm._FIRST_WAIT_S", 1000)
 
 
 class FakeSite:
@@ -233,17 +239,17 @@ def test_missing_files(tmp_path: Path) -> None:
 
 def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoSlurmError, match=r"sinfo is not on this machine; .* --dry-run"):
+    with pytest.raises(NoSlurmError, match=r"sinfo is not there: .* --dry-run"):
         fit.check(ClusterConfig(), "pretrain", work_dir=".")
     said = fit.check(ClusterConfig(), "pretrain", work_dir=".", optional=True)
-    assert said.startswith("the profile was not checked against the site: sinfo is not on this")
+    assert said.startswith("the profile was not checked against the site: sinfo is not there")
 
 
 def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -> None:
-    slurm.script("sinfo", "echo slurm_load_partitions: Unable to contact >&2; exit 1")
-    with pytest.raises(SiteError, match=r"`sinfo .* failed \(1\): slurm_load_partitions: Unable"):
+    slurm.script("sinfo", "echo Unable to contact slurm controller >&2; exit 1")
+    with pytest.raises(NoAnswerError, match=r"sinfo .* failed \(1\): Unable to contact"):
         site.read()
-    assert SiteError.exit_code == 1
+    assert NoAnswerError.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -251,10 +257,11 @@ def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -
     [
         ("sbatch: Job 7 to start at 2026-11-21T20:31:04 using 4 processors", 0, "Job 7 to start"),
         # Also said where nodes are drained or reserved at the moment.
-        ("allocation failure: Requested node configuration is not available", 1, "allocation"),
+        ("allocation failure: Requested node configuration is not available", 1, "Requested"),
         ("sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition", 1,
          ConfigError),
-        ("allocation failure: Unable to contact slurm controller (connect failure)", 1, SiteError),
+        ("allocation failure: Unable to contact slurm controller (connect failure)", 1,
+         NoAnswerError),
     ],
 )  # fmt: skip
 def test_last_check(

@@ -10,6 +10,7 @@ from launch import fit, site
 from launch.cluster import ClusterConfig
 from launch.environment import sbatch_resources, setup_lines
 from launch.script import sbatch_lines
+from launch.slurm import run_command
 from pipeline.errors import ConfigError
 from tests.support.slurm import SlurmCluster
 
@@ -80,13 +81,13 @@ def test_reservation_is_known(nodes: list[str]) -> None:
         fit.check(cluster, "pretrain", work_dir=str(ROOT))
     with pytest.raises(ConfigError, match="Requested reservation is invalid"):
         site.ask_sbatch(_script(cluster))
-    site.ask("scontrol", "create", "reservation", f"reservationname={name}", "starttime=now",
-             "duration=5", f"users={getpass.getuser()}", f"nodes={nodes[0]}")  # fmt: skip
+    run_command(["scontrol", "create", "reservation", f"reservationname={name}", "starttime=now",
+             "duration=5", f"users={getpass.getuser()}", f"nodes={nodes[0]}"])  # fmt: skip
     try:
         fit.check(cluster, "pretrain", work_dir=str(ROOT))
         assert f"on nodes {nodes[0]} " in site.ask_sbatch(_script(cluster))
     finally:
-        site.ask("scontrol", "delete", f"reservation={name}")
+        run_command(["scontrol", "delete", f"reservation={name}"])
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,9 @@ def test_variables_reach_all_ranks_where_the_site_wants_an_empty_environment(
     script = _script(cluster, *setup_lines(cluster), show, output=f"{tmp_path}/log")
     monkeypatch.setenv("SBATCH_EXPORT", "NONE")
     (tmp_path / "job.sh").write_text(script)
-    job = site.ask("sbatch", "--parsable", str(tmp_path / "job.sh")).strip()
+    job = run_command(["sbatch", "--parsable", str(tmp_path / "job.sh")]).strip()
     deadline = time.monotonic() + 60
-    while "COMPLETED" not in site.ask("scontrol", "--oneliner", "show", "job", job):
+    while "COMPLETED" not in run_command(["scontrol", "--oneliner", "show", "job", job]):
         assert time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.2)
     expected = f"mlx5_0,mlx5_1 {tmp_path}/{job} yes"

@@ -1,0 +1,209 @@
+"""`python -m launch cancel` and `requeue`: what a person does to the jobs of a run."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
+from launch.records import submissions
+from launch.slurm import SlurmError, run_command
+from launch.status import ask_run, prep_elements
+from pipeline.errors import BusyError, DataError
+from pipeline.runtime.files import STOP_FILE
+from pipeline.runtime.log import duration_text
+
+_LATEST = Path("checkpoints", "latest")
+_END_S = 60.0
+"""SLURM's KillWait is 30 s by default."""
+_DEAF_S = 10.0
+"""A job's script hears signals once it has set its trap; before, one ends it."""
+
+
+def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
+    """Cancels all jobs of a run; yields what was done, line by line.
+
+    Args:
+        run_dir: absolute, of the run.
+        save: let ranks that train save and end before.
+        save_s: for how long.
+
+    Raises:
+        SlurmError: SLURM does not answer, does not know the job, or does not end it.
+    """
+    jobs = [facts for facts in my_jobs() if facts.is_alive and facts.is_of(run_dir)]
+    if not jobs:
+        yield _nothing_to_cancel(run_dir)
+        return
+    stop = run_dir / STOP_FILE
+    ours = save and not stop.exists()
+    before = _latest(run_dir)
+    training = [facts.job for facts in jobs if not facts.is_waiting]
+    if save and training:
+        waiting = [facts.job for facts in jobs if facts.is_waiting]
+        if waiting:
+            _scancel(waiting)
+        stop.touch()
+        yield f"asked job {' '.join(training)} to save and end; waiting up to {save_s:,.0f} s"
+        try:
+            left = _wait(training, save_s, lambda facts: not facts.is_alive or facts.is_waiting)
+        except KeyboardInterrupt:
+            raise SlurmError(
+                f"interrupted: no job was cancelled, and {stop} stays: the run saves, ends, and "
+                "does not start again before it is removed"
+            ) from None
+        yield "it has ended" if not left else f"it has not ended in {save_s:,.0f} s"
+    yield from _cancel([facts.job for facts in jobs])
+    if ours:
+        stop.unlink(missing_ok=True)
+    yield from _epilogue(run_dir, before if save else None)
+
+
+def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]:
+    """Cancels all arrays of a data preparation; yields what was done.
+
+    Raises:
+        SlurmError: SLURM does not answer, or does not end them.
+    """
+    alive = {facts.array for facts in prep_elements(output_dir, stages) if facts.is_alive}
+    if not alive:
+        yield f"no job of {output_dir} is in the queue"
+        return
+    yield from _cancel(sorted(alive, key=int))
+    yield "what is done stays; submit the same config again to continue"
+
+
+def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
+    """Sends a running job back into the queue; yields what was done.
+
+    Args:
+        run_dir: absolute, of the run.
+        now: without letting it save.
+
+    Raises:
+        DataError: the run has no job, or it has ended.
+        BusyError: the job is starting or ending at this moment.
+        SlurmError: SLURM does not answer, does not know the job, or refuses.
+    """
+    facts = _newest_job(run_dir)
+    if facts.is_ended:
+        raise DataError(
+            f"job {facts.job} has ended ({facts.state}), so there is nothing to requeue; continue "
+            f"with `python -m launch resume {run_dir}`"
+        )
+    if facts.state == UNKNOWN:
+        raise SlurmError(f"job {facts.job}: {facts.reason}; nothing was done, see `launch status`")
+    if facts.is_waiting:
+        reason = f" ({facts.reason})" if facts.reason else ""
+        yield f"job {facts.job} is waiting in the queue already{reason}: nothing to requeue"
+        return
+    age_s = time.time() - facts.started_unix_s if facts.started_unix_s else 0.0
+    if facts.state != RUNNING or age_s < _DEAF_S:
+        raise BusyError(
+            f"job {facts.job} is {facts.state} for {age_s:.0f} s; expected RUNNING for at least "
+            f"{_DEAF_S:.0f} s, when its script hears signals: try again in a moment"
+        )
+    if now:
+        run_command(["scontrol", "requeue", facts.job], repeatable=False)
+        yield f"job {facts.job} was requeued without saving"
+        yield from _checkpoint_line(run_dir, "steps after it are trained again")
+        return
+    # To the script alone, which tells the ranks and requeues when they have saved.
+    run_command(["scancel", "--batch", "--signal=USR1", facts.job])
+    yield f"asked job {facts.job} to save and go back into the queue"
+    yield f"see: python -m launch status {run_dir}"
+
+
+def _newest_job(run_dir: Path) -> JobFacts:
+    found = submissions(run_dir)
+    if found:
+        return job_facts(found[-1].job, run_dir, found[-1].submitted_unix_s)
+    queued = [facts for facts in my_jobs() if facts.is_alive and facts.is_of(run_dir)]
+    if not queued:
+        raise DataError(
+            f"{run_dir} has no job: it was not submitted; `python -m launch submit CONFIG` does"
+        )
+    return queued[-1]
+
+
+def _nothing_to_cancel(run_dir: Path) -> str:
+    found = submissions(run_dir)
+    if not found:
+        return f"no job of {run_dir} is in the queue; nothing was cancelled"
+    facts = job_facts(found[-1].job, run_dir, found[-1].submitted_unix_s)
+    if facts.state == UNKNOWN:
+        raise SlurmError(
+            f"job {facts.job}: {facts.reason}; nothing was cancelled. If its ranks run on without "
+            f"SLURM (see `launch status`), `touch {run_dir / STOP_FILE}` lets them save and end"
+        )
+    if facts.is_alive:
+        raise SlurmError(f"job {facts.job} is {facts.state} and another user's: ask them")
+    return f"job {facts.job} has ended already ({facts.state}); nothing was cancelled"
+
+
+def _cancel(jobs: Sequence[str]) -> Iterator[str]:
+    """Cancels what is alive of `jobs` and waits for its end."""
+    left = _scancel(jobs)
+    if not left:
+        return
+    yield f"cancelled job {' '.join(left)}"
+    still = _wait(left, _END_S, lambda facts: not facts.is_alive)
+    if still:
+        states = ", ".join(sorted({facts.state for facts in still}))
+        names = " ".join(sorted({facts.array for facts in still}))
+        raise SlurmError(
+            f"job {names} was cancelled and is still {states} after {_END_S:.0f} s: SLURM waits "
+            "for a node that does not answer; see `squeue --me`"
+        )
+
+
+def _scancel(jobs: Sequence[str]) -> list[str]:
+    """Cancels those of `jobs` that are alive and returns them."""
+    alive = {facts.array for facts in jobs_of(jobs) if facts.is_alive}
+    left = [job for job in jobs if job in alive]
+    for job in left:
+        try:
+            # A script that requeues its job when it hears SIGTERM would undo it.
+            run_command(["scontrol", "update", f"jobid={job}", "requeue=0"])
+        except SlurmError:
+            continue  # it has just ended
+    if left:
+        run_command(["scancel", *left])
+    return left
+
+
+def _wait(
+    jobs: Collection[str], timeout_s: float, is_over: Callable[[JobFacts], bool]
+) -> list[JobFacts]:
+    """Waits until all are over or the time is; returns those that are not."""
+    end_s, pause_s = time.monotonic() + timeout_s, 0.5
+    while True:
+        left = [facts for facts in jobs_of(list(jobs)) if not is_over(facts)]
+        if not left or time.monotonic() > end_s:
+            return left
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5.0)
+
+
+def _epilogue(run_dir: Path, before: str | None) -> Iterator[str]:
+    """What there is to go on from, and how."""
+    if before is not None and _latest(run_dir) == before:
+        yield "nothing new was saved"
+    yield from _checkpoint_line(run_dir, "")
+    if (run_dir / STOP_FILE).exists():
+        yield f"first remove {run_dir / STOP_FILE}: the run does not start while it is there"
+    yield f"continue: python -m launch resume {run_dir}"
+
+
+def _checkpoint_line(run_dir: Path, then: str) -> Iterator[str]:
+    run, _ = ask_run(run_dir)
+    saved = run and run["checkpoint"]
+    if not saved:
+        yield "there is no checkpoint: the run starts from scratch"
+        return
+    age = duration_text(max(0.0, saved["age_s"]))
+    yield f"newest checkpoint: step {saved['step']:,}, {age} old{'; ' if then else ''}{then}"
+
+
+def _latest(run_dir: Path) -> str:
+    path = run_dir / _LATEST
+    return path.read_text().strip() if path.exists() else ""

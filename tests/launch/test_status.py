@@ -1,0 +1,246 @@
+"""What `launch status` says of runs and preparations in every state, and never says wrongly."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.queue import JobFacts
+from launch.records import require_run, submissions
+from launch.status import RunReport, headline, prep_report, queue_reports, run_report
+from launch.status_text import prep_text, queue_text, report_text
+from pipeline.errors import DataError
+from tests.support.recorded_slurm import RecordedSlurm
+from tests.support.run_folder import ROOT, RunFolder
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedSlurm:
+    made = RecordedSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", made.path)
+    return made
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def _line(
+    state: str, folder: Path, *, reason: str = "None", start: str = "N/A", end: str = "N/A",
+    nodes: str = "", restarts: int = 0, job: str = "412",
+) -> str:  # fmt: skip
+    array = job.partition("_")[0]
+    return f"{job}|{array}|{state}|{reason}|train|{nodes}|{restarts}|1795292495|{start}|{end}|" \
+           f"1:00:00|0|{folder}"  # fmt: skip
+
+
+def _trains(run: RunFolder, job: str = "412") -> float:
+    """A run that was requeued once and has just logged step 210; returns the time."""
+    now = time.time()
+    run.submitted(job, now - 700)
+    run.started(f"{job}.0", now - 600)
+    run.trained(10, now - 500)
+    run.saved(90, now - 310)
+    run.exited(f"{job}.0", 75, 75)
+    run.decided(job, 0, "requeue", "asked to stop before the time limit", now - 280)
+    run.started(f"{job}.1", now - 200, from_step=90)
+    run.trained(110, now - 101)
+    run.trained(210, now - 1)
+    run.saved(200, now - 20)
+    return now
+
+
+def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
+    now = _trains(run)
+    (run.folder / "launch" / "excluded").write_text("cm3\n")
+    end, start = str(int(now) + 3000), str(int(now) - 600)
+    recorded.says("squeue", _line("RUNNING", run.folder, nodes="cm[1-2]", restarts=1, start=start,
+                                  end=end))  # fmt: skip
+    lines = list(report_text(run_report(run.folder), float(int(now))))
+    assert lines[0] == f"{run.folder}: running"
+    assert lines[1] == (
+        "job         412 running on cm[1-2] for 00:10:00, 00:50:00 left of 1:00:00, 1 restart"
+    )
+    assert lines[2] == "excluded    cm3"
+    assert lines[3] == f"[{'#' * 8}{'-' * 32}] 21.0%  step 210 of 1,000"
+    assert lines[4] == "loss        6.5000"
+    assert lines[5].startswith("ETA         00:13:10   last sign of life 00:00:0")  # 1 s a step
+    assert lines[6].startswith("checkpoint  step 200, 00:00:2")
+    assert "412.0" in lines[7]
+    assert lines[7].endswith("from scratch  requeue: asked to stop before the time limit")
+    assert lines[8].endswith("from step 90  running")
+
+
+def test_a_requeued_job_waits(recorded: RecordedSlurm, run: RunFolder) -> None:
+    now = int(_trains(run))
+    line = _line("PENDING", run.folder, reason="BeginTime", start=str(now + 121), restarts=1)
+    recorded.says("squeue", line)
+    report = run_report(run.folder)
+    text = "\n".join(report_text(report, now))
+    assert headline(report) == "pending"
+    assert "412 waits in partition train for" in text
+    assert "BeginTime: not before its start time" in text
+    assert "start expected in 00:02:01" in text
+
+
+def test_an_unknown_job_is_not_called_ended(recorded: RecordedSlurm, run: RunFolder) -> None:
+    now = _trains(run)
+    recorded.says("squeue", "")
+    report = run_report(run.folder)
+    assert headline(report) == "unknown"
+    text = "\n".join(report_text(report, now))
+    assert "412: the queue does not know it, and there is no accounting" in text
+    assert "its ranks gave a sign of life 00:00:0" in text
+    assert f"`touch {run.folder}/STOP` lets them save and end" in text
+    run.decided("412", 1, "failed", "2 attempts without a new checkpoint", now)
+    report = run_report(run.folder)
+    assert headline(report) == "failed"
+    assert "its script ended, failed: 2 attempts without" in "\n".join(report_text(report))
+    (run.folder / "done.json").write_text("{}")
+    report = run_report(run.folder)
+    assert headline(report) == "finished"
+    assert "the run is finished: it has its done.json" in "\n".join(report_text(report))
+    assert recorded.calls("sacct")
+
+
+def test_an_id_that_is_another_jobs_now(recorded: RecordedSlurm, run: RunFolder) -> None:
+    _trains(run)
+    recorded.says("squeue", _line("RUNNING", Path("/other/run"), nodes="cm1"))
+    report = run_report(run.folder)
+    assert headline(report) == "unknown"
+    assert "another (/other/run)" in report.jobs[0].reason
+
+
+def test_a_job_that_failed_says_why(recorded: RecordedSlurm, run: RunFolder) -> None:
+    now = _trains(run)
+    run.decided("412", 1, "failed", "a rank says that trying again is no use", now)
+    end = str(int(now) - 5)
+    line = _line("FAILED", run.folder, reason="NonZeroExitCode", nodes="cm1", end=end, restarts=1)
+    recorded.says("squeue", line.replace("|0|/", "|512|/"))
+    lines = list(report_text(run_report(run.folder), int(now)))
+    assert lines[0].endswith(": failed")
+    assert lines[1] == (
+        "job         412 FAILED (NonZeroExitCode) on cm1, 00:00:05 ago, exit code 2:0, 1 restart"
+    )
+    assert lines[2] == "            failed: a rank says that trying again is no use"
+
+
+def test_slurm_does_not_answer_and_the_run_still_speaks(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _trains(run)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
+    text = "\n".join(report_text(run_report(run.folder)))
+    assert "queue       squeue is not there" in text
+    assert "step 210 of 1,000" in text
+
+
+def test_not_submitted_not_started_or_no_run(recorded: RecordedSlurm, run: RunFolder) -> None:
+    recorded.says("squeue", "")
+    text = list(report_text(run_report(run.folder)))
+    assert text == [
+        f"{run.folder}: not started",
+        "job         none: the run was not submitted to SLURM from here",
+        "run         training has not started yet",
+    ]
+    with pytest.raises(DataError, match=rf"it is not there; .*such as {run.folder}"):
+        require_run(run.folder.parent / "runn")
+    (run.folder.parent / "data" / "work").mkdir(parents=True)
+    with pytest.raises(DataError, match="data preparation that was not submitted"):
+        require_run(run.folder.parent / "data")
+    (run.folder / "launch" / "0001").mkdir()
+    (run.folder / "launch" / "0001" / "submission.json").write_text('{"number": 1}')
+    with pytest.raises(DataError, match=r"0001/submission.json is no record .*'job'"):
+        submissions(run.folder)
+    assert not recorded.calls("sacct")
+
+
+def test_starts_that_slurm_ended_itself_are_told_by_the_ranks_records(
+    recorded: RecordedSlurm, run: RunFolder
+) -> None:
+    now = time.time() - 10_000
+    run.submitted("5", now)
+    for number in range(7):
+        run.started(f"5.{number}", now + 100 * number, from_step=number or None)
+    run.decided("5", 7, "requeue", "preflight: cm2 has 3 of 4 GPUs", now + 900)
+    recorded.says("squeue", _line("PENDING", run.folder, job="5", reason="Resources", restarts=8))
+    lines = [line for line in report_text(run_report(run.folder)) if line.startswith("start")]
+    assert len(lines) == 5
+    assert lines[0].split()[1] == "5.3"
+    assert "killed: no rank left an exit code" in lines[0]
+    assert lines[-1].endswith("did not train  requeue: preflight: cm2 has 3 of 4 GPUs")
+
+
+def test_the_queue_as_a_table(recorded: RecordedSlurm, run: RunFolder, tmp_path: Path) -> None:
+    _trains(run)
+    data = tmp_path / "data"
+    (data / "work" / "logs").mkdir(parents=True)
+    (data / "work" / "logs" / "submitted.json").write_text('{"jobs": {"ingest": ["7"]}}')
+    (tmp_path / "stranger").mkdir()
+    recorded.says("squeue", "\n".join([
+        _line("RUNNING", run.folder, nodes="cm1", restarts=1),
+        _line("CANCELLED", run.folder, job="411"),
+        _line("PENDING", tmp_path / "gone", job="9", reason="Resources"),
+        _line("PENDING", tmp_path / "stranger", job="10", reason="Resources"),
+        _line("RUNNING", data, job="7_0", nodes="cm2"),
+        _line("PENDING", data, job="7_1", reason="JobArrayTaskLimit"),
+        _line("PENDING", Path("(null)"), job="12", reason="Priority"),
+    ]))  # fmt: skip
+    header, *lines = queue_text(queue_reports())
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
+    assert header.split() == [
+        "run", "job", "state", "reason", "step", "ETA", "restarts", "checkpoint",
+    ]  # fmt: skip
+    assert set(rows) == {str(run.folder), str(tmp_path / "gone"), str(data)}
+    assert rows[str(run.folder)][:4] == ["412", "running", "-", "210/1,000"]
+    assert rows[str(run.folder)][5] == "1"
+    assert rows[str(tmp_path / "gone")][:3] == ["9", "pending", "Resources"]
+    assert rows[str(data)][:7] == ["7", "running", "-", "1", "run,", "1", "wait"]
+    assert len({line.index("running") for line in lines if "running" in line}) == 1
+    recorded.says("squeue", "")
+    assert list(queue_text(queue_reports())) == [
+        "no run or data preparation of yours is in the queue"
+    ]
+
+
+def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
+    assert prep_report(tmp_path) is None
+    (tmp_path / "work" / "logs").mkdir(parents=True)
+    stages = {"ingest": ["7", "8"], "shards": ["9"], "verify": ["10"]}
+    (tmp_path / "work" / "logs" / "submitted.json").write_text(json.dumps({"jobs": stages}))
+    recorded.says("squeue", "\n".join([
+        _line("COMPLETED", tmp_path, job="7_0"), _line("RUNNING", tmp_path, job="7_1"),
+        _line("FAILED", tmp_path, job="8_0", reason="NonZeroExitCode"),
+        _line("PENDING", tmp_path, job="9_0", reason="DependencyNeverSatisfied"),
+        _line("RUNNING", Path("/other"), job="10_0"),
+    ]))  # fmt: skip
+    report = prep_report(tmp_path)
+    assert report
+    rows = {line.split()[0]: line.split()[1:] for line in prep_text(report)}
+    assert rows["ingest"] == ["0", "1", "1", "1", "1", "FAILED"]
+    assert rows["shards"][:5] == ["1", "0", "0", "0", "DependencyNeverSatisfied:"]
+    assert rows["verify"] == ["0", "0", "0", "0", "not", "in", "the", "queue", "(any", "more):",
+                              "10"]  # fmt: skip
+    assert "--jobs=7,8,9,10" in recorded.calls("squeue")[0]
+
+
+def test_json_has_all_of_it(recorded: RecordedSlurm, run: RunFolder) -> None:
+    _trains(run)
+    recorded.says("squeue", _line("PENDING", run.folder, reason="Priority"))
+    found = []
+    for folder in ([str(run.folder)], []):
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", "status", *folder, "--json"],
+            capture_output=True, text=True, check=True, cwd=ROOT,
+        )  # fmt: skip
+        found.append(json.loads(done.stdout))
+    one, every = found
+    assert one["jobs"][0]["reason"] == "Priority"
+    assert one["run"]["step"] == 210
+    assert [report["run_dir"] for report in every] == [str(run.folder)]
+    assert set(JobFacts.__annotations__) == set(one["jobs"][0])
+    assert set(RunReport.__annotations__) == set(one)
