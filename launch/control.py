@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
-from launch.records import submissions
+from launch.records import newest, submissions
 from launch.slurm import SlurmError, run_command
 from launch.status import ask_run, prep_elements
 from pipeline.errors import BusyError, DataError
@@ -116,7 +116,8 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
 def _newest_job(run_dir: Path) -> JobFacts:
     found = submissions(run_dir)
     if found:
-        return job_facts(found[-1].job, run_dir, found[-1].submitted_unix_s)
+        last = newest(found)[0]
+        return job_facts(last.job, run_dir, last.submitted_unix_s)
     queued = [facts for facts in my_jobs() if facts.is_alive and facts.is_of(run_dir)]
     if not queued:
         raise DataError(
@@ -129,7 +130,8 @@ def _nothing_to_cancel(run_dir: Path) -> str:
     found = submissions(run_dir)
     if not found:
         return f"no job of {run_dir} is in the queue; nothing was cancelled"
-    facts = job_facts(found[-1].job, run_dir, found[-1].submitted_unix_s)
+    last = newest(found)[0]
+    facts = job_facts(last.job, run_dir, last.submitted_unix_s)
     if facts.state == UNKNOWN:
         raise SlurmError(
             f"job {facts.job}: {facts.reason}; nothing was cancelled. If its ranks run on without "

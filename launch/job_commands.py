@@ -24,7 +24,7 @@ def add_commands(commands: Any) -> None:
     )
     status.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="run or dataset folder")
     status.add_argument("--json", action="store_true", help="one JSON object, or a list of them")
-    status.add_argument("--watch", type=float, metavar="SECONDS", help="again and again")
+    status.add_argument("--watch", type=_at_least_0, metavar="SECONDS", help="again and again")
     status.set_defaults(run=_status)
     logs_ = commands.add_parser("logs", help="the log of a run's job, or of one rank")
     _add_run(logs_)
@@ -59,19 +59,14 @@ def _at_least_0(text: str) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    try:
-        while True:
-            text = _status_json(arguments.folder) if arguments.json else _status_text(
-                arguments.folder)  # fmt: skip
-            if arguments.watch is None or arguments.json or not sys.stdout.isatty():
-                print(text, flush=True)
-            else:
-                print(f"\x1b[H\x1b[2J{text}", flush=True)
-            if arguments.watch is None:
-                return EXIT_FINISHED
+    tell = _status_json if arguments.json else _status_text
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not arguments.json else ""
+    with contextlib.suppress(KeyboardInterrupt):
+        while arguments.watch is not None:
+            print(f"{clear}{tell(arguments.folder)}", flush=True)
             time.sleep(arguments.watch)
-    except KeyboardInterrupt:
-        return EXIT_FINISHED
+        print(tell(arguments.folder))
+    return EXIT_FINISHED
 
 
 def _status_text(folder: Path | None) -> str:

@@ -32,10 +32,11 @@ _WORDS = {
     "FrontEndDown": "a front end is down: ask your site",
 }
 _BY_PREFIX = {
-    "QOSMax": "you have as much as the QOS allows at once, or the job asks for more than it allows",
+    "QOSMax": "you have as much as the QOS allows you at once",
+    "QOSMin": "the job asks for less than the QOS wants: it never starts",
     "QOSGrp": "all users of the QOS together have as much as it allows",
     "QOS": "a limit of the QOS",
-    "AssocMax": "you have as much as your account allows you, or the job asks for more",
+    "AssocMax": "you have as much as your account allows you at once",
     "AssocGrp": "your account has as much as it may use",
     "Assoc": "a limit of your account",
     "MaxJobsPerAccount": "your account has as many jobs as it may have",
@@ -59,6 +60,9 @@ def in_words(reason: str, job: str) -> str:
         Empty for a reason that is not known here.
     """
     name = reason.partition(",")[0]
+    if name.startswith(("QOSMax", "AssocMax")) and "PerJob" in name:
+        giver = "QOS" if name.startswith("QOS") else "account"
+        return f"the {giver} does not allow one job as much: it never starts; ask for less"
     words = _WORDS.get(name) or next(
         (text for prefix, text in _BY_PREFIX.items() if reason.startswith(prefix)), ""
     )

@@ -1,6 +1,7 @@
 """What the launcher has written down of a run, and of a data preparation."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ HISTORY_FILE = "history.jsonl"
 """One line for each attempt that ended in a decision."""
 EXCLUDED_FILE = "excluded"
 """Nodes that the run must not get again."""
+TRAINING = "pretrain"
+"""Kind of a submission that trains."""
 PREP_RECORD = Path("work", "logs", "submitted.json")
 """In a dataset folder: jobs of each stage."""
 
@@ -26,7 +29,7 @@ class Submission:
     number: int
     job: str
     kind: str
-    """`pretrain` or `evaluate`."""
+    """TRAINING or `evaluate`."""
     config: str
     submitted_unix_s: float
     work_dir: str
@@ -45,6 +48,12 @@ def submissions(run_dir: Path) -> list[Submission]:
         DataError: a record is damaged.
     """
     return [_submission(path) for path in sorted((run_dir / FOLDER).glob(f"*/{SUBMISSION_FILE}"))]
+
+
+def newest(found: Sequence[Submission]) -> list[Submission]:
+    """The last submission of each kind, that of training first."""
+    by_kind = {submission.kind: submission for submission in found}
+    return sorted(by_kind.values(), key=lambda submission: submission.kind != TRAINING)
 
 
 def _submission(path: Path) -> Submission:

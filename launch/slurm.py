@@ -68,7 +68,8 @@ def run_command(
         code, output, message = _run(command, stdin)
         if code == 0:
             return output
-        refusal = f"{shlex.join(command)} failed ({code}): {message}"
+        words = [word for word in command if not word.startswith("--")]
+        refusal = f"{shlex.join(words)} failed ({code}): {message}"
         again = _UNREACHED if not repeatable else _UNREACHED + _UNANSWERED
         if not any(text in message for text in _UNREACHED + _UNANSWERED):
             raise SlurmError(refusal)

@@ -16,6 +16,7 @@ from launch.records import (
     Submission,
     excluded_nodes,
     history,
+    newest,
     prep_jobs,
     submissions,
 )
@@ -33,7 +34,7 @@ class RunReport:
 
     run_dir: str
     jobs: list[JobFacts]
-    """The newest submission's first, then others of this run in the queue."""
+    """That of training first, then of the last evaluation, then others of this run in the queue."""
     queue_problem: str
     """Why SLURM could not be asked, or empty."""
     submissions: list[Submission]
@@ -48,7 +49,7 @@ class RunReport:
 
     @property
     def job(self) -> JobFacts | None:
-        """That of the newest submission."""
+        """That of the newest submission of its kind, training first."""
         return self.jobs[0] if self.jobs else None
 
     @property
@@ -95,16 +96,14 @@ def run_report(run_dir: Path) -> RunReport:
 
 def _jobs(run_dir: Path, found: Sequence[Submission]) -> list[JobFacts]:
     queued = {facts.job: facts for facts in my_jobs() if facts.is_of(run_dir)}
-    newest: list[JobFacts] = []
-    if found:
-        last = found[-1]
-        newest = [
-            queued.pop(last.job)
-            if last.job in queued
-            else job_facts(last.job, run_dir, last.submitted_unix_s)
-        ]
+    submitted = [
+        queued.pop(last.job)
+        if last.job in queued
+        else job_facts(last.job, run_dir, last.submitted_unix_s)
+        for last in newest(found)
+    ]
     others = [facts for facts in queued.values() if facts.is_alive]
-    return [*newest, *others]
+    return [*submitted, *others]
 
 
 def ask_run(run_dir: Path) -> tuple[dict[str, Any] | None, str]:

@@ -175,6 +175,8 @@ def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("JobHeldUser", "scontrol release 412"),
         ("ReqNodeNotAvail, UnavailableNodes:cm4", "down, drained or reserved"),
         ("QOSMaxJobsPerUserLimit", "you have as much as the QOS allows"),
+        ("QOSMaxWallDurationPerJobLimit", "the QOS does not allow one job as much"),
+        ("AssocMaxNodePerJobLimit", "the account does not allow one job as much"),
         ("QOSGrpGRES", "all users of the QOS"),
         ("AssocGrpGRES", "your account has as much"),
         ("AssocMaxJobsLimit", "your account allows you"),

@@ -107,6 +107,19 @@ def test_an_unknown_job_is_not_called_ended(recorded: RecordedSlurm, run: RunFol
     assert recorded.calls("sacct")
 
 
+def test_training_comes_before_its_evaluation(recorded: RecordedSlurm, run: RunFolder) -> None:
+    run.submitted("411")
+    run.submitted("412")
+    run.submitted("413", kind="evaluate")
+    recorded.says("squeue", "\n".join([
+        _line("PENDING", run.folder, job="413", reason="Priority"),
+        _line("CANCELLED", run.folder, job="411"), _line("TIMEOUT", run.folder),
+    ]))  # fmt: skip
+    report = run_report(run.folder)
+    assert [facts.job for facts in report.jobs] == ["412", "413"]
+    assert headline(report) == "timeout"
+
+
 def test_an_id_that_is_another_jobs_now(recorded: RecordedSlurm, run: RunFolder) -> None:
     _trains(run)
     recorded.says("squeue", _line("RUNNING", Path("/other/run"), nodes="cm1"))

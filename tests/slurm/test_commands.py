@@ -19,7 +19,7 @@ from tests.support.slurm import SlurmCluster
 # Requeues on SIGTERM too: what `cancel` must not be undone by.
 SCRIPT = """\
 #!/bin/bash
-trap 'echo asked; scontrol requeue $SLURM_JOB_ID; sleep 60; exit 1' USR1 TERM
+trap 'echo asked; scontrol requeue $SLURM_JOB_ID; sleep 2; exit 1' USR1 TERM
 echo "start, restart ${{SLURM_RESTART_COUNT:-0}}"
 while [ ! -e {folder}/STOP ]; do sleep 0.2; done
 echo "end: stopped"; exit 3
