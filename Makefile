@@ -23,7 +23,10 @@ check: $(STAMP) ## formatting, lint and types
 	$(BIN)/mypy
 
 test: check ## check, then all tests (gloo, no GPU, no network), on up to 4 cores
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not slow"
+
+test-slow: $(STAMP) ## training through lost nodes, preemption and time limits on a SLURM cluster
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m slow
 
 fmt: $(STAMP) ## format and sort imports
 	$(BIN)/ruff format .
@@ -38,4 +41,4 @@ image: ## container image with everything installed
 clean: ## remove .venv, runs and caches
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup check test fmt demo image clean
+.PHONY: help setup check test test-slow fmt demo image clean

@@ -104,6 +104,11 @@ class HardwareConfig:
         unit="GB/s", gt=0,
     )  # fmt: skip
 
+    start_s: float = param(
+        300.0, "from the start of a job to its first step: nodes, imports, opening the data",
+        unit="s", ge=0,
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         if self.gpu and limits(self.gpu) is None:
             raise ConfigError(

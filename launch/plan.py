@@ -22,8 +22,6 @@ _CHECKPOINT_BYTES = 12
 _MEMORY_SHARE = 0.9
 """Of a GPU's memory; CUDA, NCCL's buffers and fragments take the rest."""
 _FREE_SHARE = 1.05
-_START_S = 300
-"""From the start of a job to its first step: node set-up, imports, opening the data."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     speed = hardware.flops_per_rank
     train_s = flops / (speed * hardware.utilisation * ranks) if speed else None
     step_s = train_s / steps if train_s is not None else None
-    usable_s = cluster.time_limit_s - cluster.stop_before_end_s - _START_S
+    usable_s = cluster.time_limit_s - cluster.stop_before_end_s - hardware.start_s
     last = config.batches.stretches[-1]
     share = last.size // ranks
     state = cost.state_bytes(model, ranks)["total"]
@@ -212,7 +210,8 @@ def _problems(
 ) -> Iterator[str]:
     if usable_s <= 0:
         yield (
-            f"time_limit={cluster.time_limit} leaves nothing after {_START_S} s to start and "
+            f"time_limit={cluster.time_limit} leaves nothing after "
+            f"hardware.start_s={cluster.hardware.start_s:g} to start and "
             f"stop_before_end_s={cluster.stop_before_end_s} to save: raise time_limit"
         )
     if found.save_s > cluster.stop_before_end_s / 2:
