@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig
 from launch.local import run_local
+from launch.preflight.commands import add_preflight
 from launch.render import render
 from launch.render_prep import log_folder, render_prep
 from pipeline.config import schema
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print it all as a shell script; needs no SLURM and changes nothing",
     )  # fmt: skip
     submit_.set_defaults(run=_submit)
+    add_preflight(commands)
     local_ = commands.add_parser(
         "local", help="run on this machine; starts again from the newest checkpoint if a rank dies"
     )

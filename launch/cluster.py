@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from launch.preflight.config import PreflightConfig
 from pipeline.config.schema import param, section
 from pipeline.errors import ConfigError
 from pipeline.model.devices import KNOWN, limits
@@ -140,6 +141,7 @@ class ClusterConfig:
     )
     hardware: HardwareConfig = section(HardwareConfig, "what plans reckon with")
     prep: PrepJobsConfig = section(PrepJobsConfig, "job arrays of data preparation")
+    preflight: PreflightConfig = section(PreflightConfig, "checks of the nodes before training")
 
     def __post_init__(self) -> None:
         if not self.gpus_per_node and not self.ranks_per_node:

@@ -65,6 +65,11 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     return ProcessInfo(rank, int(numbers["LOCAL_RANK"]), world_size, socket.gethostname(), job)
 
 
+def node_name() -> str:
+    """Name of this node as SLURM writes it; outside SLURM the short host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
 def expand(text: str, field: str) -> str:
     """Fills in `$NAME` and `${NAME}`; `$$` is a dollar sign.
 
