@@ -37,30 +37,25 @@ def wrong_clocks(
         right = _agreed([*intervals.values(), (0.0, 0.0)], limit_s)
         for node, (low, high) in intervals.items():
             ahead, behind = low - right, right - high
-            if max(ahead, behind) > limit_s / 2 and node not in told:
+            if max(ahead, behind) > limit_s and node not in told:
                 told.add(node)
                 direction = "ahead of" if ahead > behind else "behind"
-                yield (
-                    node,
-                    (
-                        f"its clock is at least {max(ahead, behind):.1f} s {direction} the others', "
-                        f"expected at most preflight.max_clock_skew_s={limit_s:g}: it does not follow "
-                        "the time server"
-                    ),
+                text = (
+                    f"its clock is at least {max(ahead, behind):.1f} s {direction} the others', "
+                    f"expected at most preflight.max_clock_skew_s={limit_s:g}: it does not "
+                    "follow the time server"
                 )
+                yield node, text
 
 
 def _agreed(intervals: Sequence[_Interval], limit_s: float) -> float:
-    """The point that lies in most intervals, each widened so that those within the limit meet.
+    """The middle of where most intervals lie over each other.
 
-    Of several, the middle of the first stretch.
+    Each is widened by half of the limit: those whose difference is within it then meet.
     """
-    margin = limit_s / 2
-    wide = [(low - margin, high + margin) for low, high in intervals]
-    edges = sorted({edge for interval in wide for edge in interval})
-    counts = [sum(low <= edge <= high for low, high in wide) for edge in edges]
-    first = counts.index(max(counts))
-    last = first
-    while last + 1 < len(edges) and counts[last + 1] == counts[first]:
-        last += 1
-    return (edges[first] + edges[last]) / 2
+    wide = [(low - limit_s / 2, high + limit_s / 2) for low, high in intervals]
+    over_each_other = [
+        [(low, high) for low, high in wide if low <= start <= high] for start, _ in wide
+    ]
+    most = max(over_each_other, key=len)
+    return (max(low for low, _ in most) + min(high for _, high in most)) / 2

@@ -4,7 +4,7 @@ import argparse
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,11 @@ def read_excluded(file: Path) -> list[str]:
 
 def _evidence(folder: Path, nodes: Sequence[str], config: PretrainConfig) -> Evidence:
     records = {node: found for node in nodes if (found := read_record(folder, node))}
-    bandwidths = {node: found for node in nodes if (found := read_bandwidth(folder, node))}
+    measured = {node: read_bandwidth(folder, node) for node in nodes}
     return Evidence(
         nodes=nodes,
         records=records,
-        bandwidths=bandwidths,
+        bandwidths={node: found for node, found in measured.items() if found},
         started=read_started(folder),
         judged=time.time(),
         damaged=_confirmed(config.data.dir, records.values()),
@@ -112,7 +112,7 @@ def _evidence(folder: Path, nodes: Sequence[str], config: PretrainConfig) -> Evi
     )
 
 
-def _confirmed(folder: str, records: Any) -> set[int]:
+def _confirmed(folder: str, records: Iterable[Record]) -> set[int]:
     """Blocks that are damaged as this node reads them, too."""
     suspects = {f.block for r in records for f in r.findings if f.block is not None}
     found = set()

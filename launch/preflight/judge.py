@@ -86,6 +86,11 @@ def judge(
             f"{len(out)} nodes would be excluded, {', '.join(out)}, more than max_excluded_nodes="
             f"{max_excluded}: look for a common cause above, tell the administrators, or raise that"
         )
+    if again := sorted({*excluded} & {*evidence.nodes}):
+        trouble.warnings.append(
+            f"{', '.join(again)}: excluded before, but SLURM gave it again; `scontrol update "
+            "jobid=ID excnodelist=...` works on a requeued job while it waits"
+        )
     in_order = {node: trouble.bad[node] for node in evidence.nodes if node in trouble.bad}
     return Verdict(in_order, trouble.problems, trouble.warnings)
 
