@@ -10,11 +10,13 @@ does not depend on the number of ranks:
     2 (n - 1) / n * bytes / seconds     (NVIDIA/nccl-tests, doc/PERFORMANCE.md, "AllReduce")
 
 Every wait is bounded. Ranks meet in a store without a collective, so that those who are missing can
-be named, and a timer ends this process whatever it hangs in.
+be named, and each pair opens a process group of its own, so that one that hangs holds up nobody
+else's numbers. A timer ends this process whatever it hangs in.
 """
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, LostRankError
 from pipeline.runtime import env
@@ -61,6 +63,8 @@ class _Recorder:
     def __init__(self, folder: Path, process: ProcessInfo, timeout_s: float) -> None:
         self.report = _Report(env.node_name())
         self.phase = "starting"
+        self.waits_for_others = False
+        """Whether whatever takes so long is not this node's doing."""
         self._folder = folder
         self._writes = process.local_rank == 0
         self._timer = threading.Timer(timeout_s, self._end)
@@ -80,7 +84,7 @@ class _Recorder:
         """Ends the process: a collective that hangs cannot be left."""
         text = f"no answer within {self._timeout_s:g} s while {self.phase}"
         logger.error("error: %s: %s", self.report.node, text)
-        self.write(text)
+        self.write("" if self.waits_for_others else text)
         os._exit(EXIT_FAILED_RETRY)
 
 
@@ -103,13 +107,12 @@ def measure_bandwidth(
     Raises:
         LostRankError: not all ranks came, or one was lost; names the nodes that did not come.
     """
-    deadline = time.monotonic() + timeout_s
     folder.mkdir(parents=True, exist_ok=True)
     recorder = _Recorder(folder, process, timeout_s)
     try:
         # The last third is for measuring, so that who is missing is told before the timer ends it.
         store = _meet(process, nodes, recorder, time.monotonic() + timeout_s * 2 / 3)
-        _measure_all(process, store, recorder, megabytes, deadline)
+        _measure_all(process, store, recorder, megabytes, timeout_s)
     except LostRankError as error:
         recorder.write(str(error))
         raise
@@ -117,7 +120,6 @@ def measure_bandwidth(
         recorder.write(f"{recorder.phase}: {str(error).splitlines()[0]}")
         raise LostRankError(f"{recorder.report.node}: while {recorder.phase}: {error}") from error
     recorder.write()
-    _leave_together(process, store, deadline)
     if process.is_first:
         for one in recorder.report.rounds:
             logger.info("%s: %.3g GB/s", ", ".join(one.nodes), one.gb_per_s)
@@ -128,16 +130,12 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until
     """Waits until every rank is here."""
     recorder.phase = "waiting for rank 0"
     host, port = env.master_address()
-    try:
-        store = TCPStore(
-            host, port, process.world_size, process.is_first, wait_for_workers=False,
-            timeout=timedelta(seconds=max(1.0, until - time.monotonic())),
-        )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        raise LostRankError(
-            f"the store of rank 0 on {host}, port {port}, cannot be "
-            f"{'opened' if process.is_first else 'reached'}: {str(error).splitlines()[0]}"
-        ) from error
+    if not process.is_first:
+        _reach(host, port, until)
+    store = TCPStore(
+        host, port, process.world_size, process.is_first, wait_for_workers=False,
+        timeout=timedelta(seconds=max(1.0, until - time.monotonic())),
+    )  # fmt: skip
     recorder.phase = "waiting for all ranks to start"
     store.set(f"here/{process.rank}", recorder.report.node)
     missing = list(range(process.world_size))
@@ -156,15 +154,22 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until
     )
 
 
-def _leave_together(process: ProcessInfo, store: Store, deadline: float) -> None:
-    """Waits for the others: what this rank has sent may still be on its way through NCCL."""
-    try:
-        here = store.add("done", 1)
-        while here < process.world_size and time.monotonic() < deadline:
+def _reach(host: str, port: int, until: float) -> None:
+    """Waits until rank 0 listens; the store's own wait ends in a page of C++."""
+    while True:
+        try:
+            socket.create_connection(
+                (host, port), timeout=max(0.1, until - time.monotonic())
+            ).close()
+        except OSError as error:
+            if time.monotonic() + _LOOK_EVERY_S > until:
+                raise LostRankError(
+                    f"rank 0 does not answer on {host}, port {port}: {error}; it did not start, or "
+                    "MASTER_ADDR or MASTER_PORT is wrong"
+                ) from error
             time.sleep(_LOOK_EVERY_S)
-            here = store.add("done", 0)
-    except RuntimeError:
-        return  # rank 0 has seen all of them, and left
+        else:
+            return
 
 
 def _nodes_of(ranks: Sequence[int], nodes: Sequence[str], world_size: int) -> list[str]:
@@ -176,34 +181,47 @@ def _nodes_of(ranks: Sequence[int], nodes: Sequence[str], world_size: int) -> li
 
 
 def _measure_all(
-    process: ProcessInfo, store: Store, recorder: _Recorder, megabytes: float, deadline: float
+    process: ProcessInfo, store: Store, recorder: _Recorder, megabytes: float, timeout_s: float
 ) -> None:
-    recorder.phase = "joining the process group"
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", process.local_rank) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    dist.init_process_group(
-        "nccl" if has_gpu else "gloo", store=store, rank=process.rank,
-        world_size=process.world_size, timeout=timeout,
-    )  # fmt: skip
     tensor = torch.ones(int(megabytes * 1e6 / 4), dtype=torch.float32, device=device)
     names = [store.get(f"here/{rank}").decode() for rank in range(process.world_size)]
-    ranks_of = {name: [r for r, n in enumerate(names) if n == name] for name in names}
-    nodes = list(ranks_of)
-    for pairs in pairs_in_ring(nodes):
-        for pair in pairs:
-            ranks = [rank for node in pair for rank in ranks_of[node]]
-            if process.rank in ranks:
-                recorder.phase = f"measuring {' with '.join(pair)}"
-                group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-                _measure(recorder, list(pair), len(ranks), group, tensor)
-        recorder.phase = "waiting for the other pairs"
-        dist.barrier()
+    nodes = list(dict.fromkeys(names))
+    rounds = [list(map(list, pairs)) for pairs in pairs_in_ring(nodes)]
     if len(nodes) != 2:
-        recorder.phase = "measuring all nodes together"
-        _measure(recorder, nodes, process.world_size, dist.group.WORLD, tensor)
+        rounds.append([nodes])
+    for number, groups in enumerate(rounds):
+        for members in groups:
+            ranks = [rank for rank, name in enumerate(names) if name in members]
+            if process.rank in ranks and len(ranks) > 1:
+                recorder.phase = f"measuring {', '.join(members)}"
+                dist.init_process_group(
+                    "nccl" if has_gpu else "gloo",
+                    store=PrefixStore(f"{number}/{members[0]}", store),
+                    rank=ranks.index(process.rank), world_size=len(ranks),
+                    timeout=timedelta(seconds=timeout_s),
+                )  # fmt: skip
+                gb_per_s = _measure(len(ranks), tensor)
+                recorder.report.rounds.append(_Round(members, len(ranks), gb_per_s))
+        # Also before a group is closed: NCCL may still be sending what this rank is done with.
+        recorder.phase, recorder.waits_for_others = "waiting for the other pairs", True
+        _wait_for_all(process, store, f"done/{number}")
+        recorder.waits_for_others = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _wait_for_all(process: ProcessInfo, store: Store, key: str) -> None:
+    """Until all ranks have come here; the timer bounds it."""
+    store.add(key, 1)
+    try:
+        while store.add(key, 0) < process.world_size:
+            time.sleep(_LOOK_EVERY_S)
+    except RuntimeError:
+        return  # rank 0 keeps the store; it has seen all of them, and left
 
 
 def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -219,37 +237,28 @@ def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def _measure(
-    recorder: _Recorder,
-    nodes: list[str],
-    num_ranks: int,
-    group: dist.ProcessGroup | None,
-    tensor: torch.Tensor,
-) -> None:
-    """Times all-reduces of a tensor over a group, and notes the bus bandwidth of the slowest rank.
+def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
+    """Times all-reduces over the open process group.
 
     Args:
-        recorder: of this process.
-        nodes: of the group.
         num_ranks: of the group.
-        group: to measure over.
         tensor: (n,) float32 on the device of this rank; its values become meaningless.
+
+    Returns:
+        GB/s of bus bandwidth, by the time of the slowest rank.
     """
-    if num_ranks < 2:
-        return
     for _ in range(_WARM_UPS):  # connections are made at the first
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor)
     _wait_for(tensor)
     started = time.perf_counter()
     for _ in range(_REPEATS):
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor)
     _wait_for(tensor)
     took_s = torch.tensor(time.perf_counter() - started, device=tensor.device)
-    dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(took_s, op=dist.ReduceOp.MAX)
     num_bytes = tensor.numel() * tensor.element_size()
-    gb_per_s = bus_bandwidth(num_ranks, num_bytes, float(took_s) / _REPEATS) / 1e9
-    recorder.report.rounds.append(_Round(nodes, num_ranks, gb_per_s))
     tensor.fill_(1.0)
+    return bus_bandwidth(num_ranks, num_bytes, float(took_s) / _REPEATS) / 1e9
 
 
 def bus_bandwidth(num_ranks: int, num_bytes: int, seconds: float) -> float:
