@@ -53,6 +53,10 @@ def add_preflight(commands: Any) -> None:
         "--max-excluded", type=int, required=True, metavar="N",
         help="most nodes that the job may exclude",
     )  # fmt: skip
+    judge_.add_argument(
+        "--bandwidth", action="store_true",
+        help="judge what `python -m pipeline bandwidth` has measured as well",
+    )  # fmt: skip
     judge_.set_defaults(run=_judge)
     for part in (check, judge_):
         cli.add_config_arguments(part)
@@ -78,7 +82,8 @@ def _check(arguments: argparse.Namespace) -> int:
 def _judge(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
     cluster = load(ClusterConfig, arguments.cluster).config
-    evidence = _evidence(arguments.records, arguments.nodes.split(), config)
+    nodes = arguments.nodes.split()
+    evidence = _evidence(arguments.records, nodes, config, with_bandwidth=arguments.bandwidth)
     file = Path(config.run_dir) / EXCLUDED_FILE
     excluded = read_excluded(file)
     verdict = judge(
@@ -98,13 +103,16 @@ def read_excluded(file: Path) -> list[str]:
     return file.read_text().split() if file.is_file() else []
 
 
-def _evidence(folder: Path, nodes: Sequence[str], config: PretrainConfig) -> Evidence:
+def _evidence(
+    folder: Path, nodes: Sequence[str], config: PretrainConfig, *, with_bandwidth: bool
+) -> Evidence:
     records = {node: found for node in nodes if (found := read_record(folder, node))}
     measured = {node: read_bandwidth(folder, node) for node in nodes}
+    bandwidths = {node: found for node, found in measured.items() if found}
     return Evidence(
         nodes=nodes,
         records=records,
-        bandwidths={node: found for node, found in measured.items() if found},
+        bandwidths=bandwidths if with_bandwidth else None,
         started=read_started(folder),
         judged=time.time(),
         damaged=_confirmed(config.data.dir, records.values()),
@@ -160,7 +168,7 @@ def _row(evidence: Evidence, verdict: Verdict, node: str, record: Record | None)
     if record is None:
         return f"{'bad':<5}  {'-':>9}  {'-':>7}  no record"
     free = "-" if record.free_gb is None else f"{record.free_gb:,.1f}"
-    bandwidth = evidence.bandwidths.get(node)
+    bandwidth = (evidence.bandwidths or {}).get(node)
     speeds = [one.gb_per_s for one in bandwidth.rounds] if bandwidth else []
     speed = f"{min(speeds):.3g}" if speeds else "-"
     gpus = "none asked for"

@@ -7,7 +7,7 @@ change and nothing is requeued.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from launch.preflight.clocks import wrong_clocks
 from launch.preflight.config import PreflightConfig
@@ -24,8 +24,8 @@ class Evidence:
     """As SLURM names them."""
     records: Mapping[str, Record]
     """Of those nodes that left one."""
-    bandwidths: Mapping[str, Bandwidth] = field(default_factory=dict)
-    """Likewise."""
+    bandwidths: Mapping[str, Bandwidth] | None = None
+    """Likewise; None if nothing was measured yet."""
     started: float | None = None
     """When the checks were started, by the clock of the batch node."""
     judged: float = 0.0
@@ -76,7 +76,7 @@ def judge(
     for node, text in wrong_clocks(evidence.records.values(), evidence.started, evidence.judged,
                                    config.max_clock_skew_s):  # fmt: skip
         trouble.of_node(node, text)
-    if config.bandwidth_gb_per_s:
+    if evidence.bandwidths is not None:
         # Nodes that are bad were in the way of the others: what those measured says nothing.
         rest = [node for node in evidence.nodes if node not in trouble.bad]
         judge_bandwidth(rest, evidence.bandwidths, config, trouble)

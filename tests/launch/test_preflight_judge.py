@@ -232,8 +232,11 @@ def _bandwidths(
 FAST = PreflightConfig(bandwidth_gb_per_s=40, bandwidth_share=0.7)
 
 
-def test_bandwidth_is_not_asked_for() -> None:
-    assert _judge(bandwidths={}).exit_code == 0
+def test_bandwidth_that_was_not_measured_yet() -> None:
+    assert _judge(config=FAST, bandwidths=None).exit_code == 0
+    verdict = _judge(config=FAST, bandwidths={})
+    assert (verdict.exit_code, verdict.bad) == (2, {})
+    assert "no node left a record" in verdict.problems[0]
 
 
 def test_slow_node_is_told_from_a_slow_network() -> None:
@@ -288,8 +291,6 @@ def test_pair_that_hangs() -> None:
     verdict = _judge(config=FAST, bandwidths=dict.fromkeys(NODES, broken))
     assert verdict.exit_code == 2
     assert "no node could measure; n1 says: NCCL error" in verdict.problems[0]
-    verdict = _judge(config=FAST, bandwidths={})
-    assert verdict.exit_code == 2
 
 
 def test_bad_node_is_not_asked_for_its_bandwidth() -> None:
