@@ -13,6 +13,7 @@ from launch.preflight.check import check_node
 from launch.preflight.dataset import read_block
 from launch.preflight.judge import Evidence, Verdict, judge
 from launch.preflight.record import (
+    ClockFacts,
     Record,
     read_bandwidth,
     read_record,
@@ -70,7 +71,10 @@ def _check(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
     cluster = load(ClusterConfig, arguments.cluster).config
     arguments.records.mkdir(parents=True, exist_ok=True)
-    record = check_node(config, cluster, arguments.records, env.node_name())
+    node, now = env.node_name(), time.time()
+    # srun kills all tasks if it cannot start one: those that could start are told by this.
+    write_record(arguments.records, Record(node, ClockFacts(now, now), [], is_finished=False))
+    record = check_node(config, cluster, arguments.records, node)
     write_record(arguments.records, record)
     for finding in record.findings:
         logger.info("%s: %s", record.node, finding.text)
@@ -106,12 +110,14 @@ def read_excluded(file: Path) -> list[str]:
 def _evidence(
     folder: Path, nodes: Sequence[str], config: PretrainConfig, *, with_bandwidth: bool
 ) -> Evidence:
-    records = {node: found for node in nodes if (found := read_record(folder, node))}
+    left = {node: found for node in nodes if (found := read_record(folder, node))}
+    records = {node: record for node, record in left.items() if record.is_finished}
     measured = {node: read_bandwidth(folder, node) for node in nodes}
     bandwidths = {node: found for node, found in measured.items() if found}
     return Evidence(
         nodes=nodes,
         records=records,
+        begun=left.keys() - records.keys(),
         bandwidths=bandwidths if with_bandwidth else None,
         started=read_started(folder),
         judged=time.time(),
@@ -166,7 +172,9 @@ def verdict_text(evidence: Evidence, verdict: Verdict) -> list[str]:
 def _row(evidence: Evidence, verdict: Verdict, node: str, record: Record | None) -> str:
     state = "bad" if node in verdict.bad else "good"
     if record is None:
-        return f"{'bad':<5}  {'-':>9}  {'-':>7}  no record"
+        begun = node in evidence.begun
+        state = state if node in verdict.bad else "?"
+        return f"{state:<5}  {'-':>9}  {'-':>7}  {'not done' if begun else 'no record'}"
     free = "-" if record.free_gb is None else f"{record.free_gb:,.1f}"
     bandwidth = (evidence.bandwidths or {}).get(node)
     speeds = [one.gb_per_s for one in bandwidth.rounds] if bandwidth else []

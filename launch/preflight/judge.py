@@ -23,7 +23,9 @@ class Evidence:
     nodes: Sequence[str]
     """As SLURM names them."""
     records: Mapping[str, Record]
-    """Of those nodes that left one."""
+    """Of those nodes that left a finished one."""
+    begun: Collection[str] = ()
+    """Nodes whose check began, and did not come to its end."""
     bandwidths: Mapping[str, Bandwidth] | None = None
     """Likewise; None if nothing was measured yet."""
     started: float | None = None
@@ -96,7 +98,8 @@ def judge(
 
 
 def _judge_silence(evidence: Evidence, config: PreflightConfig, trouble: Trouble) -> None:
-    silent = [node for node in evidence.nodes if node not in evidence.records]
+    absent = [node for node in evidence.nodes if node not in evidence.records]
+    silent = [node for node in absent if node not in evidence.begun]
     if len(silent) == len(evidence.nodes) > 1:
         trouble.problems.append(
             f"none of the {len(silent)} nodes left a record: see above why the check did not start "
@@ -109,6 +112,13 @@ def _judge_silence(evidence: Evidence, config: PreflightConfig, trouble: Trouble
             f"it left no record within preflight.timeout_s={config.timeout_s}: it is down, hangs, "
             "cannot start Python or cannot write to the folder of the run",
         )
+    for node in (node for node in absent if node in evidence.begun):
+        if silent:
+            trouble.warnings.append(
+                f"{node} was not looked at: srun ended its check because of another node"
+            )
+        else:
+            trouble.of_node(node, "its check began and was killed: out of memory, or it hangs")
 
 
 def _judge_findings(evidence: Evidence, trouble: Trouble) -> None:

@@ -66,6 +66,8 @@ class Record:
     """Of the dataset, as this node reads its index; empty if it could not."""
     free_gb: float | None = None
     """In the run's folder."""
+    is_finished: bool = True
+    """False in what a check leaves when it begins: its node is alive, though it may be ended."""
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,18 @@ def test_silent_nodes() -> None:
     assert "none of the 4 nodes left a record" in verdict.problems[0]
 
 
+def test_checks_that_srun_ended_because_of_another_node() -> None:
+    """It kills all tasks as soon as one cannot be started."""
+    ended: dict[str, Record | None] = {"n1": None, "n2": None, "n3": None}
+    verdict = _judge(ended, begun={"n1", "n3"})
+    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n2"])
+    assert verdict.warnings[0].startswith("n1 was not looked at: srun ended its check")
+    verdict = _judge({"n1": None}, begun={"n1"})
+    assert verdict.bad == {"n1": ["its check began and was killed: out of memory, or it hangs"]}
+    verdict = _judge(dict.fromkeys(NODES), begun=NODES[1:])
+    assert (verdict.exit_code, list(verdict.bad)) == (75, ["n1"])
+
+
 @pytest.mark.parametrize(
     ("other", "text"),
     [
@@ -331,9 +343,10 @@ def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
     run_dir, records = tmp_path / "run", tmp_path / "records/7.0"
     (run_dir / "launch").mkdir(parents=True)
     (run_dir / EXCLUDED_FILE).write_text("old\n")
-    _write(records, n2=None)
+    _write(records, n2=None, n4=replace(GOOD, is_finished=False))
     code, output = _command(run_dir, dataset.folder, records)
     assert code == 75, output
+    assert "preflight: warning: n4 was not looked at" in output
     assert read_excluded(run_dir / EXCLUDED_FILE) == ["old", "n2"]
     assert "preflight: bad node n2: it left no record" in output
     assert output.splitlines()[-1] == "preflight: go on without n2"
