@@ -179,7 +179,7 @@ def _row(evidence: Evidence, verdict: Verdict, node: str, record: Record | None)
     bandwidth = (evidence.bandwidths or {}).get(node)
     speeds = [one.gb_per_s for one in bandwidth.rounds] if bandwidth else []
     speed = f"{min(speeds):.3g}" if speeds else "-"
-    gpus = "none asked for"
+    gpus = "-"
     if record.gpus:
         names = ", ".join(sorted(set(record.gpus.names))) or "none"
         gpus = f"{len(record.gpus.names)} x {names}, driver {record.gpus.driver or '-'}"
