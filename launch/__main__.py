@@ -5,6 +5,7 @@ import os
 import sys
 
 from launch import job_commands, run_commands
+from launch.preflight.commands import add_preflight
 from launch.render_prep import log_folder, render_prep
 from launch.run_commands import add_cluster, cluster_of
 from pipeline.config.load import load
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
             "decide", help="for job scripts: what becomes of a job after an attempt"
         )
     )
+    add_preflight(commands)
     job_commands.add_commands(commands)
     demo_ = commands.add_parser(
         "demo", help="the whole line on this machine, with a rank killed half-way"

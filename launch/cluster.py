@@ -12,6 +12,7 @@ from launch.fields import (
     require_variables,
     seconds,
 )
+from launch.preflight.config import PreflightConfig
 from pipeline.config.schema import param, section
 from pipeline.errors import ConfigError
 from pipeline.model.devices import KNOWN, limits
@@ -193,6 +194,7 @@ class ClusterConfig:
     container: ContainerConfig = section(ContainerConfig, "what ranks run in")
     hardware: HardwareConfig = section(HardwareConfig, "what plans reckon with")
     prep: PrepJobsConfig = section(PrepJobsConfig, "job arrays of data preparation")
+    preflight: PreflightConfig = section(PreflightConfig, "checks of the nodes before training")
 
     def __post_init__(self) -> None:
         if not self.gpus_per_node and not self.ranks_per_node:

@@ -139,6 +139,15 @@ def _pretrain(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _bandwidth(arguments: argparse.Namespace) -> int:
+    from pipeline.train.bandwidth import measure_bandwidth
+
+    return measure_bandwidth(
+        env.process_info(), arguments.records, nodes=arguments.nodes.split(),
+        megabytes=arguments.megabytes, timeout_s=arguments.timeout,
+    )  # fmt: skip
+
+
 def _fill_mask(arguments: argparse.Namespace) -> int:
     from pipeline.export.fill_mask import fill_mask, text_table
 
@@ -233,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     fill.add_argument("text", nargs="+", help='such as "the [MASK] of a list"')
     fill.add_argument("--top", type=int, default=5, help="candidates shown (default 5)")
     fill.set_defaults(run=_fill_mask)
+    _add_bandwidth(commands)
     _add_exchange(commands)
     return parser
 
@@ -267,6 +277,21 @@ def _add_inspect(commands: Any) -> None:
     inspect.add_argument("overrides", nargs="*", metavar="data.dir=FOLDER",
                          help="where the dataset is, if it was moved")  # fmt: skip
     inspect.set_defaults(run=_inspect)
+
+
+def _add_bandwidth(commands: Any) -> None:
+    bandwidth = commands.add_parser(
+        "bandwidth", help="speed of all-reduce between nodes, for preflight (one rank)"
+    )
+    bandwidth.add_argument("--records", type=Path, required=True, metavar="DIR",
+                           help="folder to write NODE.bandwidth.json to")  # fmt: skip
+    bandwidth.add_argument("--nodes", default="", metavar="'A B'",
+                           help="names of all nodes in order, to name missing ones")  # fmt: skip
+    bandwidth.add_argument("--megabytes", type=float, default=256.0,
+                           help="that each rank has (default 256)")  # fmt: skip
+    bandwidth.add_argument("--timeout", type=float, default=180.0, metavar="S",
+                           help="for all of it (default 180)")  # fmt: skip
+    bandwidth.set_defaults(run=_bandwidth)
 
 
 def _add_exchange(commands: Any) -> None:

@@ -69,6 +69,16 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     return ProcessInfo(rank, int(numbers["LOCAL_RANK"]), world_size, socket.gethostname(), job)
 
 
+def master_address() -> tuple[str, int]:
+    """Host and port at which rank 0 waits for the others; `process_info` has checked them."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def node_name() -> str:
+    """Name of this node as SLURM writes it; outside SLURM the short host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
 def expand(text: str, field: str) -> str:
     """Fills in `$NAME` and `${NAME}`; `$$` is a dollar sign.
 

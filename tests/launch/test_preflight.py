@@ -1,0 +1,307 @@
+"""Looking at one node: this real machine, with GPUs told by a stand-in for nvidia-smi."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.cluster import ClusterConfig
+from launch.preflight.check import check_node
+from launch.preflight.config import PreflightConfig
+from launch.preflight.dataset import check_dataset, read_block
+from launch.preflight.gpus import check_gpus
+from launch.preflight.host import check_folder, check_limits, check_shared_memory
+from launch.preflight.record import Record, read_record, write_record
+from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
+from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.errors import ConfigError, DataError
+from tests.support.fake_smi import FakeSmi
+
+ROOT = Path(__file__).parents[2]
+# What any machine has that can run these tests.
+EASY = PreflightConfig(min_free_gb=0.001, min_free_inodes=1, min_shm_gb=0.001, min_open_files=64)
+
+
+def _config(dataset: DatasetIndex, run_dir: Path) -> PretrainConfig:
+    overrides = [f"run_dir={run_dir}", f"data.dir={dataset.folder}"]
+    return load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSmi:
+    fake = FakeSmi(tmp_path / "smi")
+    monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake
+
+
+def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
+    records = tmp_path / "run/launch/preflight/7.0"
+    records.mkdir(parents=True)
+    cluster = ClusterConfig(gpus_per_node=0, ranks_per_node=2, preflight=EASY)
+    before = time.time()
+    record = check_node(_config(dataset, tmp_path / "run"), cluster, records, "n1")
+    assert record.findings == []
+    assert record.gpus is None
+    assert record.fingerprint == dataset.fingerprint
+    assert record.free_gb is not None
+    assert abs(record.free_gb - shutil.disk_usage(tmp_path).free / 1e9) < 5
+    assert record.packages["python"] == platform.python_version()
+    assert record.packages["torch"] == importlib.metadata.version("torch")
+    assert "pytest" not in record.packages
+    assert before <= record.clock.first <= record.clock.last <= time.time()
+    assert record.clock.file_server is not None
+    low, high = record.clock.file_server
+    assert low <= 0 <= high, "files of this machine are stamped by its own clock"
+    write_record(records, record)
+    assert read_record(records, "n1") == record
+    assert sorted(path.name for path in records.iterdir()) == ["n1.json"], "nothing is left over"
+
+
+def test_broken_record_is_none(tmp_path: Path) -> None:
+    for text in ("", "[1]", '{"node": "n1"}'):
+        (tmp_path / "n1.json").write_text(text)
+        assert read_record(tmp_path, "n1") is None
+
+
+def test_healthy_gpus_of_an_old_driver(smi: FakeSmi) -> None:
+    """It refuses two of the fields, and has no pages to retire."""
+    facts, found = check_gpus(replace(EASY, gpu="H100", min_driver="550.54"), 2, os.environ)
+    assert found == []
+    assert facts.names == ["NVIDIA H100 80GB HBM3"] * 2
+    assert facts.driver == "550.54.15"
+
+
+def _set(gpu: int, **fields: object) -> Callable[[FakeSmi], None]:
+    def change(smi: FakeSmi) -> None:
+        smi.gpus[gpu].update({name.replace("__", "."): value for name, value in fields.items()})
+
+    return change
+
+
+def _fail(error: str, code: int) -> Callable[[FakeSmi], None]:
+    def change(smi: FakeSmi) -> None:
+        smi.error, smi.code = error, code
+
+    return change
+
+
+def _process(name: str) -> Callable[[FakeSmi], None]:
+    def change(smi: FakeSmi) -> None:
+        smi.apps = [{"gpu_uuid": smi.gpus[1]["uuid"], "pid": 4711, "process_name": name}]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "text"),
+    [
+        (_set(1, ecc__errors__uncorrected__volatile__total=3), "GPU health",
+         "GPU 1 (GPU-00000001-aaaa): 3 uncorrected memory errors"),
+        (_set(0, retired_pages__pending="Yes"), "GPU health", "wait to be retired"),
+        (_set(0, remapped_rows__pending="1"), "GPU health", "wait to be remapped"),
+        (_set(0, remapped_rows__failure="Yes"), "GPU health", "could not be remapped"),
+        (_set(1, clocks_throttle_reasons__hw_thermal_slowdown="Active"), "GPU health",
+         "GPU 1 (GPU-00000001-aaaa): it is slowed down by its temperature"),
+        (_set(0, memory__used=40000), "GPU in use", "40000 of 81559 MiB are in use"),
+        (_process("python"), "GPU in use", "GPU 1 (GPU-00000001-aaaa) is used by process 4711"),
+        (_set(1, memory__used="[GPU is lost]"), "GPU state", "reads '[GPU is lost]'"),
+        (_set(1, name="NVIDIA A100-SXM4-80GB"), "GPU names", "expected preflight.gpu='H100'"),
+        (_set(1, driver_version="535.129.03"), "GPU driver", "GPU driver 535.129.03, expected"),
+        (lambda smi: smi.gpus.pop(), "GPU count", "1 GPUs, expected gpus_per_node=2"),
+        (_fail("No devices were found", 6), "GPUs", "failed (6): No devices were found"),
+        (_fail("Unable to determine the device handle for GPU0000:CB:00.0: Unknown Error", 0),
+         "GPUs", "GPU0000:CB:00.0: Unknown Error; expected 2 GPUs"),
+        (_fail("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9),
+         "GPUs", "failed (9): NVIDIA-SMI has failed"),
+    ],
+)  # fmt: skip
+def test_trouble_of_a_gpu_is_told(
+    smi: FakeSmi, change: Callable[[FakeSmi], None], check: str, text: str
+) -> None:
+    change(smi)
+    smi.save()
+    _, found = check_gpus(replace(EASY, gpu="H100", min_driver="550.54"), 2, os.environ)
+    assert [f.check for f in found if text in f.text] == [check], found
+
+
+def test_mps_server_is_no_stranger(smi: FakeSmi) -> None:
+    _process("/usr/bin/nvidia-cuda-mps-server")(smi)
+    smi.save()
+    assert check_gpus(EASY, 2, os.environ)[1] == []
+
+
+def test_missing_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts, found = check_gpus(EASY, 8, os.environ)
+    assert facts.names == []
+    assert [f.text for f in found] == [
+        "nvidia-smi cannot be started: No such file or directory; expected 8 GPUs: look at the "
+        "driver of the node"
+    ]
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-00000001-aaaa"])
+def test_gpus_of_other_jobs_are_not_looked_at(smi: FakeSmi, visible: str) -> None:
+    """Without a cgroup nvidia-smi lists all; SLURM says which are this job's."""
+    smi.gpus[0]["memory.used"] = 70000
+    smi.save()
+    facts, found = check_gpus(EASY, 1, {"CUDA_VISIBLE_DEVICES": visible})
+    assert (found, len(facts.names)) == ([], 1)
+    _, found = check_gpus(EASY, 2, {"CUDA_VISIBLE_DEVICES": visible})
+    assert [f.check for f in found] == ["GPU count"]
+
+
+def test_unlike_gpus_without_an_expectation(smi: FakeSmi) -> None:
+    _set(1, name="NVIDIA A100-SXM4-80GB")(smi)
+    smi.save()
+    _, found = check_gpus(EASY, 2, os.environ)
+    assert [f.text for f in found] == [
+        "GPUs are not alike: NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3"
+    ]
+
+
+@contextlib.contextmanager
+def _tmpfs(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    with _tmpfs(tmp_path / "small", "size=1m,nr_inodes=20") as folder:
+        free_gb, found = check_folder(EASY, "run_dir", folder / "run", "all")
+        assert free_gb is not None
+        assert free_gb < 0.0011
+        assert found == []
+        strict = replace(EASY, min_free_gb=1.0, min_free_inodes=1000)
+        _, found = check_folder(strict, "run_dir", folder, "all")
+        assert [f.check for f in found] == ["run_dir space", "run_dir inodes"]
+        assert "0.0 GB free, expected preflight.min_free_gb=1" in found[0].text
+        assert check_shared_memory(replace(EASY, min_shm_gb=0.5), folder)[0].check == (
+            "shared memory"
+        )
+        with contextlib.suppress(OSError), (folder / "fill").open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        free_gb, found = check_folder(EASY, "run_dir", folder, "all")
+        assert free_gb is None
+        assert "cannot be written to: [Errno 28] No space left on device" in found[0].text
+        assert sorted(path.name for path in folder.iterdir()) == ["fill", "run"]
+
+
+def test_read_only_folder(tmp_path: Path) -> None:
+    with _tmpfs(tmp_path / "small", "size=1m") as folder:
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        _, found = check_folder(EASY, "run_dir", folder / "run", "all")
+        assert "Read-only file system" in found[0].text
+
+
+def test_limits() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        found = check_limits(replace(EASY, min_open_files=1024))
+        assert [f.check for f in found if f.check == "open files"] == ["open files"]
+        assert "`ulimit -n` is 200, expected preflight.min_open_files=1024" in found[0].text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not [f for f in check_limits(EASY) if f.check in ("open files", "stack")]
+
+
+@pytest.fixture
+def damaged(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
+    """A copy of the dataset with one bit of every block's tokens flipped."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(dataset.folder, folder)
+    blocks = dataset.blocks
+    for row in range(len(blocks)):
+        with (folder / dataset.shards[int(blocks.shard[row])].file).open("r+b") as file:
+            file.seek(int(blocks.member_offset[row, 0]) + 200)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+    return read_index(folder)
+
+
+def test_damaged_shard_is_found(dataset: DatasetIndex, damaged: DatasetIndex) -> None:
+    assert check_dataset(str(dataset.folder), 4, "7.0 n1") == (dataset.fingerprint, [])
+    fingerprint, found = check_dataset(str(damaged.folder), 2, "7.0 n1")
+    assert fingerprint == dataset.fingerprint, "the index is intact"
+    assert len(found) == 2
+    for finding in found:
+        assert "tokens.npy is damaged: its sha256 is" in finding.text
+        assert finding.block is not None
+        with pytest.raises(DataError):
+            read_block(damaged, finding.block)
+        read_block(dataset, finding.block)
+
+
+def test_other_nodes_and_restarts_look_at_other_blocks(damaged: DatasetIndex) -> None:
+    chosen = [
+        tuple(f.block for f in check_dataset(str(damaged.folder), 2, seed)[1])
+        for seed in ("7.0 n1", "7.0 n1", "7.0 n2", "7.1 n1", "7.2 n1")
+    ]
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen)) == 4
+
+
+def test_missing_shard_and_missing_dataset(damaged: DatasetIndex, tmp_path: Path) -> None:
+    for shard in damaged.shards:
+        (damaged.folder / shard.file).unlink()
+    _, found = check_dataset(str(damaged.folder), 100, "seed")
+    assert len(found) == len(damaged.shards)
+    assert all("does not exist" in f.text and f.block is not None for f in found)
+    fingerprint, found = check_dataset(str(tmp_path / "nothing"), 4, "seed")
+    assert fingerprint == ""
+    assert [f.check for f in found] == ["dataset"]
+
+
+def test_command_ends_in_time_though_the_driver_hangs(
+    dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path
+) -> None:
+    smi.sleep_s = 15
+    smi.save()
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text(
+        "gpus_per_node: 2\n"
+        "preflight: {timeout_s: 2, min_free_gb: 0.001, min_shm_gb: 0.001, min_open_files: 64}\n"
+    )
+    records = tmp_path / "records"
+    command = [
+        sys.executable, "-m", "launch", "preflight", "check", str(ROOT / "configs/demo.yaml"),
+        f"run_dir={tmp_path / 'run'}", f"data.dir={dataset.folder}",
+        "--cluster", str(profile), "--records", str(records),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=60,
+        env={**os.environ, "SLURMD_NODENAME": "n7"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_record(records, "n7")
+    assert isinstance(record, Record)
+    assert [f.text for f in record.findings] == ["GPUs: not done within preflight.timeout_s=2"]
+    assert record.fingerprint == dataset.fingerprint
+    assert "n7: GPUs: not done within" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["latest", "550.", "v550"])
+def test_driver_that_is_no_version_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"preflight\.min_driver="):
+        PreflightConfig(min_driver=text)
