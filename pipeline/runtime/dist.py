@@ -45,7 +45,7 @@ def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> 
         device: of `own_device`.
         timeout_s: of the wait for all ranks to start, and of each collective.
     """
-    store = None if process.in_group else dist.HashStore()
+    store = None if process.in_group else dist.distributed_c10d.HashStore()
     dist.init_process_group(
         backend_of(device), timeout=timedelta(seconds=timeout_s), store=store,
         rank=process.rank, world_size=process.world_size,
@@ -115,6 +115,16 @@ def get_on(phase: str) -> None:
     if time.monotonic() - _reported_s > _REPORT_EVERY_S:
         _reported_s = time.monotonic()
         dist.distributed_c10d._get_default_store().add(_PROGRESS, 1)
+
+
+def mark(name: str) -> None:
+    """Leaves a mark that all ranks can see from now on. Not collective."""
+    dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 1)
+
+
+def is_marked(name: str) -> bool:
+    """Whether any rank has left that mark; asks rank 0's store. Not collective."""
+    return dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 0) > 0
 
 
 def is_lost_rank(error: Exception) -> bool:

@@ -1,5 +1,6 @@
 """Held-out loss and accuracy, whole and by source, with the same text and masks in every run."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.data.batch import MicroBatch
 from pipeline.data.loader import EvalLoader
+from pipeline.errors import DataError
 from pipeline.runtime import dist, watchdog
 from pipeline.train.engine import Objective
 
@@ -22,6 +24,14 @@ class Score:
     """Share predicted right."""
     num_masked: int
     """Masked tokens looked at."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,17 @@ def own_sums(
 
 
 def combine(sums: Tensor, sources: Sequence[str]) -> EvalResult:
-    """The result of all ranks' `own_sums`, which are overwritten. Collective."""
+    """The result of all ranks' `own_sums`, which are overwritten. Collective.
+
+    Raises:
+        DataError: nothing was to be predicted.
+    """
     rows = dist.sum_over_ranks(sums).tolist()  # sync
+    if not any(row[2] for row in rows):
+        raise DataError(
+            "the held-out text is so short that none of its tokens is masked; prepare the data "
+            "with a larger shards.eval_fraction, or evaluate more sequences"
+        )
     return EvalResult(
         _score(*map(sum, zip(*rows, strict=True))),
         {name: _score(*row) for name, row in zip(sources, rows, strict=True) if row[2]},
