@@ -45,7 +45,7 @@ def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> 
         device: of `own_device`.
         timeout_s: of the wait for all ranks to start, and of each collective.
     """
-    store = None if process.in_group else dist.distributed_c10d.HashStore()
+    store = None if process.in_group else dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         backend_of(device), timeout=timedelta(seconds=timeout_s), store=store,
         rank=process.rank, world_size=process.world_size,
