@@ -5,7 +5,7 @@ import sys
 from pipeline.train.stop import StopRequest
 
 # Before all other imports, which take 0.2 s, and torch 2 s: by default these signals kill.
-if __name__ == "__main__" and sys.argv[1:2] == ["pretrain"]:
+if __name__ == "__main__" and sys.argv[1:2] in (["pretrain"], ["evaluate"]):
     _signals: StopRequest | None = StopRequest()
 else:
     _signals = None
@@ -31,6 +31,7 @@ from pipeline.errors import (
 from pipeline.inspect.checkpoint_commands import add_checkpoint
 from pipeline.runtime import cli, env
 from pipeline.runtime.files import record_exit
+from pipeline.tasks.evaluate_command import add_evaluate
 
 _EXAMPLES = """\
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
@@ -38,6 +39,7 @@ _EXAMPLES = """\
   torchrun --standalone --nproc-per-node 2 -m pipeline pretrain configs/demo.yaml
   python -m pipeline status runs/demo/train
   python -m pipeline checkpoint list runs/demo/train
+  python -m pipeline evaluate runs/demo/train --all
   python -m pipeline coverage configs/demo.yaml train.num_steps=2000
   python -m pipeline inspect runs/demo/train --step 12 --rank 1 | less
   python -m pipeline inspect runs/demo/train --find python/bisect.rst
@@ -236,6 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="one JSON object")
     status.set_defaults(run=_status)
     add_checkpoint(commands)
+    add_evaluate(commands, _signals)
     _add_inspect(commands)
     fill = commands.add_parser("fill-mask", help="most likely tokens at each [MASK] of a text")
     fill.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, or an exported one")

@@ -55,6 +55,24 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
     return Loaded(config, dict(_leaf_origins(root, "")))
 
 
+def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> T:
+    """A config from plain values in place of a file.
+
+    Args:
+        cls: as in `load`.
+        values: by section and key.
+        origin: they come from, for messages.
+        overrides: as in `load`.
+
+    Raises:
+        ConfigError: see `schema.build`.
+    """
+    root = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
+    for text in overrides:
+        root = _override(root, text)
+    return schema.build(cls, root)
+
+
 def explain(loaded: Loaded[Any]) -> str:
     """One block a field: path, value, unit, range, meaning, and where the value came from."""
     lines = []

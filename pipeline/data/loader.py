@@ -123,6 +123,18 @@ class EvalLoader:
         self._masks = Masks(EVAL_MASK_SEED, Purpose.EVAL_MASK, config.data.mask_prob)
         self._micro_batch = config.train.micro_batch
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all ranks."""
+        return len(self._source)
+
+    @property
+    def num_batches(self) -> int:
+        """How many `batches` gives, on every rank."""
+        size = self._share.world_size * self._micro_batch
+        of_source = np.bincount(self._source, minlength=len(self.sources))
+        return int((-(-of_source // size)).sum())
+
     def batches(self) -> Iterator[tuple[int, MicroBatch]]:
         """Yields the same micro-batches each time, each with the number of its only source.
 

@@ -122,6 +122,17 @@ def load_model(folder: Path) -> TrainedModel:
     Raises:
         CheckpointError: a file is missing, damaged, or of another format.
     """
+    config, facts = read_architecture(folder)
+    model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
+    return TrainedModel(model, read_tokenizer(folder), facts)
+
+
+def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """A folder's architecture, and what else its config.json holds.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of another format.
+    """
     try:
         body = json.loads((folder / CONFIG_FILE).read_bytes())
         found = (body.pop("format", None), body.pop("format_version", None))
@@ -130,11 +141,9 @@ def load_model(folder: Path) -> TrainedModel:
                 f"{folder} has format {found[0]} {found[1]}, expected {FORMAT} {FORMAT_VERSION}; "
                 "`python -m pipeline convert` reads other formats"
             )
-        config = read_config(body.pop("model"), str(folder / CONFIG_FILE))
+        return read_config(body.pop("model"), str(folder / CONFIG_FILE)), body
     except (OSError, ValueError, KeyError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{folder} is no complete model: {error}") from error
-    model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
-    return TrainedModel(model, read_tokenizer(folder), body)
 
 
 def tokenizer_path(folder: Path) -> Path | None:

@@ -75,9 +75,8 @@ def load_trained(source: Path) -> tuple[TrainedModel, float]:
     """
     if is_model_folder(source):
         return load_model(source), 1.0
-    path, manifest = _newest(source)
-    config = read_config(manifest.identity["model"], str(path))
-    model = build_model(config, read_weights(path), str(path))
+    path, _ = _newest(source)
+    model, manifest = load_checkpoint(path)
     facts = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,
@@ -85,6 +84,17 @@ def load_trained(source: Path) -> tuple[TrainedModel, float]:
         "trained_with": manifest.provenance,
     }
     return TrainedModel(model, read_tokenizer(path), facts), manifest.alpha
+
+
+def load_checkpoint(path: Path) -> tuple[MaskedLanguageModel, Manifest]:
+    """The model of one checkpoint, in fp32 and evaluation mode; its files are not compared.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not fit the architecture.
+    """
+    manifest = read_manifest(path)
+    config = read_config(manifest.identity["model"], str(path))
+    return build_model(config, read_weights(path), str(path)), manifest
 
 
 def initial_weights(source: Path) -> InitialWeights:

@@ -1,15 +1,17 @@
-"""Collectives in the few forms used here; the process group itself is opened by the engine."""
+"""Collectives in the few forms used here, and the process group of what needs no engine."""
 
 import itertools
 import time
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipeline.errors import PostnormError
-from pipeline.runtime import watchdog
+from pipeline.runtime import env, watchdog
+from pipeline.runtime.env import ProcessInfo
 
 T = TypeVar("T")
 _LOOK_EVERY_S = 0.5
@@ -17,6 +19,37 @@ _REPORT_EVERY_S = 5.0
 _PROGRESS = "postnorm/progress"
 _waits = itertools.count()
 _reported_s = float("-inf")
+
+
+def own_device(process: ProcessInfo) -> torch.device:
+    """This rank's GPU, which becomes the current one, or the CPU; call before a group is opened."""
+    # Both are torch 2.13's defaults; older ones differ. Without the first a timeout hangs.
+    env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    env.set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(process.local_rank)
+    return torch.device("cuda", process.local_rank)
+
+
+def backend_of(device: torch.device) -> str:
+    """What collectives of ranks on such devices go through."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> None:
+    """Joins the process group, without DeepSpeed.
+
+    Args:
+        process: this rank; alone, it needs no variables and no port.
+        device: of `own_device`.
+        timeout_s: of the wait for all ranks to start, and of each collective.
+    """
+    store = None if process.in_group else dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend_of(device), timeout=timedelta(seconds=timeout_s), store=store,
+        rank=process.rank, world_size=process.world_size,
+    )  # fmt: skip
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,6 +117,16 @@ def get_on(phase: str) -> None:
         dist.distributed_c10d._get_default_store().add(_PROGRESS, 1)
 
 
+def mark(name: str) -> None:
+    """Leaves a mark that all ranks can see from now on. Not collective."""
+    dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 1)
+
+
+def is_marked(name: str) -> bool:
+    """Whether any rank has left that mark; asks rank 0's store. Not collective."""
+    return dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 0) > 0
+
+
 def is_lost_rank(error: Exception) -> bool:
     """Whether a collective failed because another rank is gone.
 
@@ -118,6 +161,13 @@ def on_first(function: Callable[[], T], what: str) -> T:
     if isinstance(shared, PostnormError):
         raise shared
     return shared  # type: ignore[return-value]
+
+
+def raise_together(error: PostnormError | None) -> None:
+    """Raises the first rank's error on all ranks, if any has one. Collective."""
+    for found in gather(error):
+        if found is not None:
+            raise found
 
 
 def tensor_from_first(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ class ProcessInfo:
     """Name of this node."""
     job: str
     """SLURM job id and restart count, such as `1234.0`; `local` outside SLURM."""
+    in_group: bool = True
+    """False: no launcher started it, it is alone."""
 
     @property
     def is_first(self) -> bool:
@@ -63,10 +65,36 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}")
-    job = "local"
-    if "SLURM_JOB_ID" in environ:
-        job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return ProcessInfo(rank, int(numbers["LOCAL_RANK"]), world_size, socket.gethostname(), job)
+    local_rank, host = int(numbers["LOCAL_RANK"]), socket.gethostname()
+    return ProcessInfo(rank, local_rank, world_size, host, _job(environ))
+
+
+def process_info_or_alone(environ: Mapping[str, str] | None = None) -> ProcessInfo:
+    """As `process_info`, or a process alone where a launcher has set none of the variables.
+
+    For commands that are also of use without a launcher.
+
+    Raises:
+        ConfigError: some variables are missing or no number, or one of several tasks of `srun` has
+            none of them.
+    """
+    environ = os.environ if environ is None else environ
+    if any(environ.get(name) for name in _GROUP_VARIABLES[:3]):
+        return process_info(environ)
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if num_tasks != "1":
+        raise ConfigError(
+            f"srun started {num_tasks} tasks, and none of {', '.join(_GROUP_VARIABLES)} is set: "
+            "each would do the whole work by itself; set them from SLURM_PROCID, SLURM_LOCALID and "
+            "SLURM_NTASKS as the scripts of `python -m launch` do, or start one task"
+        )
+    return ProcessInfo(0, 0, 1, socket.gethostname(), _job(environ), in_group=False)
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" not in environ:
+        return "local"
+    return f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def master_address() -> tuple[str, int]:

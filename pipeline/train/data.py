@@ -37,7 +37,7 @@ def open_data(
                 split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
     except PostnormError as found:
         error = found
-    _raise_together(error)
+    dist.raise_together(error)
     return loaders
 
 
@@ -56,15 +56,8 @@ def _where_shards_are_read(
         error = found
     if config.data.stage_dir is not None:
         dist.wait_for(range(share.world_size), "staging shards")
-    _raise_together(error)
+    dist.raise_together(error)
     return index
-
-
-def _raise_together(error: PostnormError | None) -> None:
-    """Raises the first rank's error on all ranks, if any has one. Collective."""
-    for found in dist.gather(error):
-        if found is not None:
-            raise found
 
 
 def _counts(config: PretrainConfig, index: DatasetIndex) -> dict[int, npt.NDArray[np.int64]]:

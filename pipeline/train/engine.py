@@ -65,23 +65,18 @@ def init_process_group(
         process: this rank.
         timeout_s: also of the wait for all ranks to start.
     """
-    has_gpu = torch.cuda.is_available()
-    # Both are torch 2.13's defaults; older ones differ. Without the first a timeout hangs.
-    env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    env.set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     watchdog.beat("importing DeepSpeed")
     deepspeed = _import_deepspeed()
     watchdog.beat("waiting for all ranks to start")
     _give_groups_a_timeout(timedelta(seconds=timeout_s))
-    if has_gpu:
-        torch.cuda.set_device(process.local_rank)
+    device = dist.own_device(process)
     deepspeed.init_distributed(
-        dist_backend="nccl" if has_gpu else "gloo",
+        dist_backend=dist.backend_of(device),
         auto_mpi_discovery=False,
         timeout=timedelta(seconds=timeout_s),
         verbose=False,
     )
-    return torch.device("cuda", process.local_rank) if has_gpu else torch.device("cpu")
+    return device
 
 
 def _give_groups_a_timeout(timeout: timedelta) -> None:

@@ -1,12 +1,17 @@
 """Held-out loss and accuracy, whole and by source, with the same text and masks in every run."""
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
+from pipeline.data.batch import MicroBatch
 from pipeline.data.loader import EvalLoader
+from pipeline.errors import DataError
 from pipeline.runtime import dist, watchdog
-from pipeline.train.engine import Engine, Objective
+from pipeline.train.engine import Objective
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,14 @@ class Score:
     """Share predicted right."""
     num_masked: int
     """Masked tokens looked at."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)
@@ -41,19 +54,58 @@ class EvalResult:
         }
 
 
-def evaluate(engine: Engine, objective: Objective, loader: EvalLoader) -> EvalResult:
-    """Evaluates the model as it is trained now, alpha included, without dropout. Collective."""
-    sums = torch.zeros(len(loader.sources), 3, dtype=torch.float64, device=engine.device)
-    engine.model.eval()
+def evaluate(
+    model: nn.Module, device: torch.device, objective: Objective, loader: EvalLoader
+) -> EvalResult:
+    """Evaluates a model at the objective's alpha, without dropout. Collective.
+
+    Args:
+        model: as `Engine.model`, or any other that `objective` can call.
+        device: it lies on.
+        objective: gives the sums of losses.
+        loader: of this rank's share.
+    """
+    sums = own_sums(model, device, objective, loader.batches(), len(loader.sources))
+    return combine(sums, loader.sources)
+
+
+def own_sums(
+    model: nn.Module,
+    device: torch.device,
+    objective: Objective,
+    batches: Iterable[tuple[int, MicroBatch]],
+    num_sources: int,
+) -> Tensor:
+    """What this rank adds to an evaluation. Not collective, if the model is not divided.
+
+    Returns:
+        (num_sources, 3) fp64 on the device: loss, correct and weight, as in `LossSums`.
+    """
+    sums = torch.zeros(num_sources, 3, dtype=torch.float64, device=device)
+    model.eval()
     with torch.no_grad():
-        for source, batch in loader.batches():
+        for source, batch in batches:
             watchdog.beat("evaluating")
-            part = objective(engine.model, batch.to(engine.device))
+            part = objective(model, batch.to(device))
             sums[source] += torch.stack((part.loss, part.correct, part.weight)).double()
+    return sums
+
+
+def combine(sums: Tensor, sources: Sequence[str]) -> EvalResult:
+    """The result of all ranks' `own_sums`, which are overwritten. Collective.
+
+    Raises:
+        DataError: nothing was to be predicted.
+    """
     rows = dist.sum_over_ranks(sums).tolist()  # sync
+    if not any(row[2] for row in rows):
+        raise DataError(
+            "the held-out text is so short that none of its tokens is masked; prepare the data "
+            "with a larger shards.eval_fraction, or evaluate more sequences"
+        )
     return EvalResult(
         _score(*map(sum, zip(*rows, strict=True))),
-        {name: _score(*row) for name, row in zip(loader.sources, rows, strict=True) if row[2]},
+        {name: _score(*row) for name, row in zip(sources, rows, strict=True) if row[2]},
     )
 
 

@@ -48,7 +48,7 @@ def start_from(
         for name, value in ours.items()
         if theirs[name] != value and name not in _FREE_TO_DIFFER
     ]
-    other_ids, other_text = _tokenizer_differences(initial.tokenizer, index)
+    other_ids, other_text = tokenizer_differences(initial.tokenizer, index)
     problems += [f"tokenizer: {text}" for text in other_ids]
     if problems:
         raise ConfigError(
@@ -62,8 +62,16 @@ def start_from(
     logger.info("weights are those of %s", config.init_from)
 
 
-def _tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
-    """Why ids mean other tokens, and why the same text may get other ids."""
+def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
+    """How a model's tokenizer differs from a dataset's.
+
+    Args:
+        theirs: file of the model's; None if it has none.
+        index: of the dataset.
+
+    Returns:
+        Why ids mean other tokens, and why the same text may get other ids; empty where they do not.
+    """
     path = index.folder / index.tokenizer_file
     if theirs is None:
         return [f"none there, {path.name} in {index.folder}"], []

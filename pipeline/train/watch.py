@@ -133,7 +133,9 @@ class Watch:
         """
         alpha = schedule.alpha(state.step, self._config.train.alpha_warmup_steps)
         self._objective.set_alpha(alpha)
-        result = evaluate(self._engine, self._objective, self._eval_loader)
+        result = evaluate(
+            self._engine.model, self._engine.device, self._objective, self._eval_loader
+        )
         total = result.total
         state.held_out_loss, state.held_out_step = total.loss, state.step
         logger.info(

@@ -20,6 +20,7 @@ LAYERS = [
     {"pipeline.objectives"},
     {"pipeline.train"},
     {"pipeline.export"},
+    {"pipeline.tasks"},
     {"pipeline.inspect"},
     {"pipeline.__main__"},
 ]

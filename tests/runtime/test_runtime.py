@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.runtime.env import process_info
+from pipeline.runtime.env import process_info, process_info_or_alone
 from pipeline.runtime.files import record_exit, sha256_file, write_atomic
 
 GROUP = {
@@ -35,6 +35,17 @@ def test_wrong_variables_are_refused() -> None:
         process_info({**GROUP, "RANK": "x"})
     with pytest.raises(ConfigError, match="RANK=2 must be below WORLD_SIZE=2"):
         process_info({**GROUP, "RANK": "2"})
+
+
+def test_a_process_may_be_alone_but_not_one_of_several() -> None:
+    alone = process_info_or_alone({"MASTER_ADDR": "left over", "SLURM_JOB_ID": "17"})
+    assert (alone.rank, alone.world_size, alone.job, alone.in_group) == (0, 1, "17.0", False)
+    assert process_info_or_alone(GROUP) == process_info(GROUP)
+    assert process_info(GROUP).in_group
+    with pytest.raises(ConfigError, match="not set: LOCAL_RANK, WORLD_SIZE, MASTER_ADDR"):
+        process_info_or_alone({"RANK": "0"})
+    with pytest.raises(ConfigError, match="srun started 4 tasks, and none of RANK"):
+        process_info_or_alone({"SLURM_STEP_NUM_TASKS": "4"})
 
 
 def test_a_failed_write_keeps_the_old_content(tmp_path: Path) -> None:
