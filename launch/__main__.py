@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from launch.array_size import within_site
 from launch.cluster import ClusterConfig
 from launch.local import run_local
 from launch.render import render
@@ -56,11 +57,13 @@ def _submit(arguments: argparse.Namespace) -> int:
     config, overrides, work_dir = arguments.config, arguments.overrides, os.getcwd()
     output_dir = submit.ask_output_dir(config, overrides)
     stages = render_prep(
-        submit.ask_plan(config, overrides), _cluster(arguments), config_path=config,
+        submit.ask_plan(config, overrides), within_site(_cluster(arguments)), config_path=config,
         overrides=overrides, output_dir=output_dir, work_dir=work_dir,
     )  # fmt: skip
     logs = log_folder(output_dir, work_dir)
-    if arguments.dry_run:
+    if not stages:
+        print(f"nothing is left to do: {output_dir} holds the dataset")
+    elif arguments.dry_run:
         print(submit.dry_run_text(stages, logs), end="")
     else:
         jobs = submit.submit(stages, logs)

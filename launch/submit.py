@@ -41,7 +41,13 @@ def ask_plan(config_path: str, overrides: Sequence[str]) -> list[StagePlan]:
     line = _ask_data_prep("plan", config_path, [*overrides, "--json"]).splitlines()[-1]
     plan: dict[str, Any] = json.loads(line)
     return [
-        StagePlan(stage["name"], stage["max_tasks"], stage["core_hours"], stage["memory_gb"])
+        StagePlan(
+            stage["name"],
+            stage["max_tasks"],
+            stage["core_hours"],
+            stage["memory_gb"],
+            stage["todo"],
+        )
         for stage in plan["stages"]
     ]
 
@@ -108,7 +114,7 @@ def summary_text(
     lines = [f"{'stage':<12}{'array tasks':>12}{'hours each':>12}  job"]
     for stage in stages:
         ids = " ".join(jobs[stage.name])
-        lines.append(f"{stage.name:<12}{stage.world:>12,}{stage.hours:>12.2f}  {ids}")
+        lines.append(f"{stage.name:<12}{stage.num_parts:>12,}{stage.hours:>12.2f}  {ids}")
     return "\n".join([
         *lines,
         "",

@@ -1,8 +1,9 @@
 """Stand-ins for SLURM's commands, for error paths and for machines without SLURM.
 
 `sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
-once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `scontrol requeue` ends
-the script that calls it, as SLURM does, and `sleep` does not.
+once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `scontrol show` the
+file `config`, `scontrol requeue` ends the script that calls it, as SLURM does, and `sleep` does
+not.
 """
 
 import json
@@ -34,7 +35,8 @@ print(f"{{job}};cluster" if (folder / "clusters").exists() else job)
 _SHELL = {
     "scancel": 'echo "$*" >>"{folder}/cancelled"',
     "squeue": 'cat "{folder}/queue"',
-    "scontrol": 'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
+    "scontrol": '[ "$1" = show ] && exec cat "{folder}/config"\n'
+    'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
     "sleep": ":",
 }
 
