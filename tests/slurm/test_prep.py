@@ -59,7 +59,12 @@ class Preparation:
     def overrides(self) -> list[str]:
         names = (f"{{name: s{i}, inputs: [{self.inputs}/{i}.jsonl]}}" for i in range(PIECES))
         sources = f"sources=[{', '.join(names)}]"
-        return [f"output_dir={self.output}", sources, "clean.max_document_mb=1"]
+        return [
+            f"output_dir={self.output}",
+            sources,
+            "clean.max_document_mb=1",
+            "tokenizer.vocab_size=400",
+        ]
 
     def submit(self) -> dict[str, list[str]]:
         """Submits the chain; returns the jobs of each stage that has something left to do."""
@@ -112,7 +117,7 @@ def cluster(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
 def texts(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file for each piece."""
     folder = tmp_path_factory.mktemp("texts")
-    lines = corpus.read_text().splitlines(keepends=True)[:600]
+    lines = corpus.read_text().splitlines(keepends=True)[:300]
     for i in range(PIECES):
         (folder / f"{i}.jsonl").write_text("".join(lines[i::PIECES]))
     return folder

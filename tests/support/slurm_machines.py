@@ -309,14 +309,23 @@ def _free_ports(number: int) -> list[int]:
     return found
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Environment of a process.
+
+    slurmstepd writes its title over the first of its variables, where psutil stops to read.
+    """
+    texts = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
 def _of_cluster(conf: Path, node: str | None = None) -> list[psutil.Process]:
     """Processes that were started with a slurm.conf, on any node or on one."""
     found = []
     for process in psutil.process_iter():
         try:
-            variables = process.environ()
+            variables = environment_of(process)
             gone = process.status() == psutil.STATUS_ZOMBIE
-        except psutil.Error:
+        except (OSError, psutil.Error):
             continue
         names = {variables.get(_NODE_VARIABLE), variables.get("SLURMD_NODENAME")}
         if variables.get("SLURM_CONF") == str(conf) and not gone and (not node or node in names):
