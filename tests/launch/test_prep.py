@@ -363,6 +363,11 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
     assert [len(ids.split()) for _, _, ids in listed] == list(stages.values())
     assert f"'output_dir={output}'" in done.stdout
 
+    submitted = len(slurm.calls)
+    done = _command(*arguments, slurm=slurm)
+    assert done.stdout == f"nothing is left to do: {output} holds the dataset\n"
+    assert len(slurm.calls) == submitted
+
 
 def test_command_passes_on_what_data_prep_refuses(
     tmp_path: Path, slurm: FakeSlurm, prep_config: Path

@@ -297,9 +297,12 @@ class Ports:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Below those of outgoing connections: a node that comes back wants its port again."""
+    """Below those that jobs take for their ranks, and those of outgoing connections.
+
+    A node that comes back wants its port again.
+    """
     found: list[int] = []
-    port = 11_000 + os.getpid() * 16 % 20_000
+    port = 6_000 + os.getpid() * 16 % 3_900
     while len(found) < number:
         port += 1
         with socket.socket() as sock:
