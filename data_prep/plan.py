@@ -14,6 +14,7 @@ from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.dedup import dropped, exact, lines, near, near_cluster
 from data_prep.dedup.minhash import NUM_BINS
+from data_prep.status import remaining
 
 # Bytes of text in a byte of a file.
 _EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".parquet": 2.2}
@@ -54,8 +55,9 @@ def plan(config: PrepConfig) -> dict[str, Any]:
 
     Returns:
         {"files", "pieces", "text_gb", "stages": [{"name", "tasks", "max_tasks", "core_hours",
-        "disk_gb", "memory_gb"}], "core_hours", "disk_gb"}; `max_tasks` is how many parts of the
-        stage can run at a time, `memory_gb` what one task takes.
+        "disk_gb", "memory_gb", "todo"}], "core_hours", "disk_gb"}; `max_tasks` is how many parts
+        of the stage can run at a time, `memory_gb` what one task takes, `todo` has the numbers of
+        tasks that are not done, or is None until the stages before are complete.
 
     Raises:
         DataError: an input does not exist or has no text files.
@@ -63,6 +65,7 @@ def plan(config: PrepConfig) -> dict[str, Any]:
     given = corpus.find(config)
     size = _size(given)
     estimates = {name: _ESTIMATES[name](size) for name in stage_names(config)}
+    todo = remaining(given)
     stages = []
     for name, made in estimates.items():
         stages.append(
@@ -73,6 +76,7 @@ def plan(config: PrepConfig) -> dict[str, Any]:
                 "core_hours": round(made.cpu_s / _SECONDS_PER_HOUR, 3),
                 "disk_gb": round(made.disk_bytes / 1e9, 3),
                 "memory_gb": round(made.memory_bytes / 1e9, 2),
+                "todo": todo.get(name),
             }
         )
     return {

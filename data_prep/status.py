@@ -5,6 +5,7 @@ from collections import Counter
 from data_prep import corpus
 from data_prep.chain import stage_names, walk
 from data_prep.config import PrepConfig
+from data_prep.corpus import Corpus
 from data_prep.stage import Done, Stage, State, finished, state_of
 
 _COLUMNS = ("done", "running", "failed", "stopped", "waiting")
@@ -43,6 +44,23 @@ def status_text(config: PrepConfig) -> str:
     elif not remarks:
         remarks.append(f"to go on: python -m data_prep run CONFIG, or --stage {seen[-1]} in parts")
     return "\n".join([*lines, "", *remarks])
+
+
+def remaining(given: Corpus) -> dict[str, list[int]]:
+    """Numbers of the tasks that are not done, by stage, up to the first stage that has any.
+
+    Raises:
+        DataError: the stages that are complete leave nothing to go on with.
+    """
+    left: dict[str, list[int]] = {}
+
+    def visit(stage: Stage) -> list[Done] | None:
+        records = [finished(task) for task in stage.tasks]
+        left[stage.name] = [i for i, done in enumerate(records) if done is None]
+        return None if left[stage.name] else [done for done in records if done]
+
+    walk(given, visit)
+    return left
 
 
 def _remarks(stage: Stage, states: list[State]) -> list[str]:

@@ -4,13 +4,14 @@ import argparse
 import os
 import sys
 
-from launch import job_commands, run_commands
+from launch import job_commands, run_commands, submit_prep
+from launch.fit import check
 from launch.preflight.commands import add_preflight
-from launch.render_prep import log_folder, render_prep
 from launch.run_commands import add_cluster, cluster_of
+from launch.site import within_site
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli
 
 _EXAMPLES = """\
@@ -43,21 +44,20 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _submit(arguments: argparse.Namespace) -> int:
     if not arguments.prep:
         return run_commands.submit_run(arguments)
-    from launch import submit
-
-    config, overrides, work_dir = arguments.config, arguments.overrides, os.getcwd()
-    output_dir = submit.ask_output_dir(config, overrides)
-    stages = render_prep(
-        submit.ask_plan(config, overrides), cluster_of(arguments.cluster), config_path=config,
-        overrides=overrides, output_dir=output_dir, work_dir=work_dir,
-    )  # fmt: skip
-    logs = log_folder(output_dir, work_dir)
-    if arguments.dry_run:
-        print(submit.dry_run_text(stages, logs), end="")
+    if arguments.local:
+        raise ConfigError(
+            "--prep --local is `python -m data_prep run CONFIG`, which needs no SLURM"
+        )
+    work_dir, cluster = os.getcwd(), within_site(cluster_of(arguments.cluster))
+    said = check(cluster, "prep", work_dir=work_dir, optional=arguments.dry_run)
+    draft = submit_prep.prepare(arguments.config, arguments.overrides, cluster, work_dir)
+    if not draft.stages:
+        print(f"nothing is left to do: {draft.output_dir} holds the dataset")
+    elif arguments.dry_run:
+        print(f"{submit_prep.dry_run_text(draft)}# {said}")
     else:
-        jobs = submit.submit(stages, logs)
-        print(submit.summary_text(stages, jobs, [config, *overrides], logs))
-    return 0
+        print(f"{said}\n{submit_prep.summary_text(draft, submit_prep.submit(draft))}")
+    return EXIT_FINISHED
 
 
 def _demo(arguments: argparse.Namespace) -> int:

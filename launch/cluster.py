@@ -35,8 +35,8 @@ class PrepJobsConfig:
         0, "array tasks that run at once; 0 leaves it to SLURM", unit="array tasks", ge=0
     )
     max_array_size: int = param(
-        1001, "MaxArraySize of the site (`scontrol show config`), which indexes stay below; a "
-        "stage with more array tasks gets several arrays", ge=1,
+        1001, "array tasks of one array, at most; where the site's MaxArraySize is lower, "
+        "`submit` takes that; a stage with more array tasks gets several arrays", ge=1,
     )  # fmt: skip
     cores: int = param(4, "cores and processes of an array task", unit="cores", ge=1)
     mem: str = param("", "of an array task, such as 16G; empty takes what the plan expects")

@@ -1,6 +1,7 @@
 """What the launcher has written down of a run, and of a data preparation."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,13 @@ from pipeline.runtime.files import ATTEMPTS_FILE, read_json_lines
 FOLDER = "launch"
 """In a run's folder: one folder for each submission, and what follows."""
 SUBMISSION_FILE = "submission.json"
+CONFIG_FILE = "config.yaml"
+"""Resolved."""
+CLUSTER_FILE = "cluster.yaml"
+"""Resolved."""
+SCRIPT_FILE = "job.sh"
+CODE_FOLDER = "code"
+"""Beside the submissions: copies of the code, by hash."""
 HISTORY_FILE = "history.jsonl"
 """One line for each attempt that ended in a decision."""
 EXCLUDED_FILE = "excluded"
@@ -39,6 +47,12 @@ class Submission:
 def submission_folder(run_dir: Path, number: int) -> Path:
     """What a submission was made of, and its record."""
     return run_dir / FOLDER / f"{number:04d}"
+
+
+def next_number(run_dir: Path) -> int:
+    """Of the next submission."""
+    names = [path.name for path in (run_dir / FOLDER).glob("*")]
+    return max((int(name) for name in names if re.fullmatch(r"\d{4,}", name)), default=0) + 1
 
 
 def submissions(run_dir: Path) -> list[Submission]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.environment import prep_resources, setup_lines, srun_words, wrapped
+from launch.records import PREP_RECORD
 from launch.script import REQUEUE, sbatch_lines, slurm_path
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 
@@ -35,6 +36,8 @@ class StagePlan:
     core_hours: float
     memory_gb: float
     """Peak of one task."""
+    todo: Sequence[int] | None = None
+    """Tasks that are not done yet; None where that is known only when earlier stages are done."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class PrepStage:
 
     name: str
     world: int
-    """Array tasks, over all arrays."""
+    """Parts that the stage is divided into."""
+    num_parts: int
+    """Those with something left to do, an array task each."""
     hours: float
     """Expected time of an array task."""
     scripts: tuple[str, ...]
@@ -52,25 +57,27 @@ class PrepStage:
 
 def log_folder(output_dir: str, work_dir: str) -> Path:
     """Where the logs of all array tasks go; SLURM wants it to exist."""
-    return Path(work_dir) / output_dir / "work" / "logs"
+    return Path(work_dir, output_dir, PREP_RECORD).parent
 
 
 def render_prep(
     plans: Sequence[StagePlan],
     cluster: ClusterConfig,
     *,
+    name: str,
     config_path: str,
-    overrides: Sequence[str],
+    start: Sequence[str],
     output_dir: str,
     work_dir: str,
 ) -> list[PrepStage]:
-    """Scripts of all stages, in order.
+    """Scripts of all stages with something left to do, in order.
 
     Args:
         plans: the stages.
         cluster: where they run.
-        config_path: YAML file of the preparation.
-        overrides: `section.key=value` texts for it.
+        name: of the preparation, in the queue.
+        config_path: its YAML file, resolved.
+        start: what stands between the interpreter and a module's name, as in `launch.render.Job`.
         output_dir: the dataset folder, as the config has it.
         work_dir: folder that relative paths start at.
 
@@ -86,6 +93,9 @@ def render_prep(
         prep = cluster.prep
         # An array task with fewer tasks than cores would leave cores idle.
         world = min(prep.array_tasks, ceil(plan.max_tasks / prep.cores))
+        ranks = range(world) if plan.todo is None else sorted({i % world for i in plan.todo})
+        if not ranks:
+            continue
         processes = min(prep.cores, ceil(plan.max_tasks / world))
         hours = plan.core_hours / world / processes
         if hours * 3600 > prep.time_limit_s:
@@ -96,12 +106,13 @@ def render_prep(
                 f"where the stage can use more ({plan.max_tasks} processes)"
             )
         options = {
-            "job-name": shlex.quote(f"{Path(config_path).stem}-{plan.name}"),
+            "job-name": shlex.quote(f"{name}-{plan.name}"),
+            "comment": shlex.quote(str(Path(work_dir, output_dir))),
             "output": f"{slurm_path(logs)}/%x-%A_%a.log",
-            **_resources(cluster, plan, processes),
+            **_resources(plan, cluster, processes),
         }
         command = [
-            cluster.python, "-m", "data_prep", "run", config_path, *overrides,
+            cluster.python, *start, "data_prep", "run", config_path,
             f"workers={processes}", "--stage", plan.name, "--world", str(world), "--rank",
         ]  # fmt: skip
         parts = [
@@ -124,13 +135,13 @@ def render_prep(
                 ["#!/bin/bash", *sbatch_lines({"array": indexes, **options}), "",
                  f"first_rank={first_rank}", *parts]
             )
-            for first_rank, indexes in _arrays(world, prep)
+            for first_rank, indexes in _arrays(world, ranks, prep)
         )  # fmt: skip
-        stages.append(PrepStage(plan.name, world, hours, scripts))
+        stages.append(PrepStage(plan.name, world, len(ranks), hours, scripts))
     return stages
 
 
-def _resources(cluster: ClusterConfig, plan: StagePlan, processes: int) -> dict[str, object]:
+def _resources(plan: StagePlan, cluster: ClusterConfig, processes: int) -> dict[str, object]:
     prep = cluster.prep
     return {
         "nodes": 1,
@@ -157,17 +168,30 @@ def _in_container(
     return " ".join(words)
 
 
-def _arrays(world: int, prep: PrepJobsConfig) -> list[tuple[int, str]]:
+def _arrays(world: int, ranks: Sequence[int], prep: PrepJobsConfig) -> list[tuple[int, str]]:
     """First rank and value of `--array` of each array; as even as can be."""
     number = ceil(world / prep.max_array_size)
     first_ranks = [world * i // number for i in range(number + 1)]
-    arrays = []
-    for i, (first, end) in enumerate(pairwise(first_ranks)):
+    indexes = [
+        (first, [rank - first for rank in ranks if first <= rank < end])
+        for first, end in pairwise(first_ranks)
+    ]
+    arrays = [(first, of_array) for first, of_array in indexes if of_array]
+    made = []
+    for i, (first, of_array) in enumerate(arrays):
         # The arrays of a stage run side by side and share what may run at once.
-        share = (prep.max_concurrent + i) // number
+        share = (prep.max_concurrent + i) // len(arrays)
         limit = f"%{share}" if prep.max_concurrent else ""
-        arrays.append((first, f"0-{end - first - 1}{limit}"))
-    return arrays
+        made.append((first, f"{_ranges(of_array)}{limit}"))
+    return made
+
+
+def _ranges(indexes: Sequence[int]) -> str:
+    """Ascending numbers as `--array` has them, such as 0-3,7-7."""
+    known = set(indexes)
+    starts = [i for i in indexes if i - 1 not in known]
+    ends = [i for i in indexes if i + 1 not in known]
+    return ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
 _BODY = """\
@@ -183,7 +207,8 @@ if [ "$code" = {finished} ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0
 elif [ "$code" = {do_not_retry} ]; then
-  echo "end: trying again is no use, see the message above; mend it and submit again"
+  echo "end: stage {stage}, part $rank of {world}: trying again is no use, see the message" \\
+    "above; mend it and submit again"
   exit {do_not_retry}
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
@@ -192,8 +217,8 @@ failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
 # Where the count cannot be kept, such as on a full disk, the first failure is the last.
 echo "$failures" >"$failures_file" || failures={max_failures}
 if [ "$failures" -ge {max_failures} ]; then
-  echo "end: exit code $code, failure $failures of {max_failures} (prep.max_failures);" \\
-    "what is done stays, submit again to continue"
+  echo "end: stage {stage}, part $rank of {world}: exit code $code, failure $failures of" \\
+    "{max_failures} (prep.max_failures); what is done stays, submit again to continue"
   exit 1
 fi
 echo "requeue: exit code $code, failure $failures of {max_failures}"

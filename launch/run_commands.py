@@ -9,12 +9,10 @@ from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, new
 from launch.fit import check
 from launch.local import run_local
 from launch.plan import plan
-from launch.records import submission_folder, submissions
+from launch.records import CLUSTER_FILE, CONFIG_FILE, submission_folder, submissions
 from launch.render import render
 from launch.site import ask_sbatch
-from launch.submission import (
-    CLUSTER_FILE,
-    CONFIG_FILE,
+from launch.submit_run import (
     Draft,
     Source,
     checkout_job,

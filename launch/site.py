@@ -7,10 +7,11 @@ versions and leaves options out. Names of reservations and accounts come from `s
 
 import getpass
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from launch.cluster import ClusterConfig
 from launch.fields import seconds
-from launch.slurm import NoAnswerError, SlurmError, run_command
+from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import ConfigError
 
 _NODE_FORMAT = "%P|%a|%l|%s|%N|%c|%m|%G|%f"
@@ -101,6 +102,23 @@ def read() -> Site:
         accounts=accounts,
         qos=qos if "qos" in enforced else None,
     )
+
+
+def within_site(cluster: ClusterConfig) -> ClusterConfig:
+    """The profile with `prep.max_array_size` no larger than the site's MaxArraySize.
+
+    Where SLURM cannot be asked, the profile stays as it is, and sbatch has the last word.
+
+    Raises:
+        ConfigError: `prep.max_concurrent` is too small for that many arrays.
+    """
+    try:
+        size = parse_settings(run_command(["scontrol", "show", "config"])).get("MaxArraySize", "")
+    except (NoSlurmError, SlurmError):
+        return cluster
+    if not size.isdecimal() or int(size) >= cluster.prep.max_array_size:
+        return cluster
+    return replace(cluster, prep=replace(cluster.prep, max_array_size=int(size)))
 
 
 def host_names(host_list: str) -> list[str]:

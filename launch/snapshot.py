@@ -27,6 +27,11 @@ def code_hash(root: Path) -> str:
     return found.hexdigest()[:_HASH_LETTERS]
 
 
+def start_file(folder: Path) -> Path:
+    """The file that runs modules of the copy that `snapshot` makes of the code as it is now."""
+    return folder / code_hash(_ROOT) / "pipeline" / "runtime" / "start.py"
+
+
 def snapshot(folder: Path, root: Path = _ROOT) -> Path:
     """Copies the packages to `folder/HASH`; what is there already is verified and kept.
 

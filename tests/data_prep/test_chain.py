@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,25 @@ def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, so
             and not line.startswith("complete")}  # fmt: skip
     assert {stage["name"]: stage["tasks"] for stage in made["stages"]} == done
     assert f"hours on {7}" in plan_text(made, 7)
+
+
+def test_plan_names_the_tasks_that_are_not_done(
+    whole: Path, prep_config: Path, source: Path, tmp_path: Path
+) -> None:
+    def todo(folder: Path) -> dict[str, list[int] | None]:
+        stages = plan(_load(prep_config, folder, source))["stages"]
+        return {stage["name"]: stage["todo"] for stage in stages}
+
+    assert set(map(tuple, todo(whole).values())) == {()}  # type: ignore[arg-type]
+    folder = tmp_path / "data"
+    shutil.copytree(whole, folder)
+    for i in (1, 2):
+        [marker] = folder.rglob(f"ingest/{i:05d}.done.json")
+        marker.unlink()
+    left = todo(folder)
+    assert left.pop("eval_sets") == []
+    assert left.pop("ingest") == [1, 2]
+    assert set(left.values()) == {None}  # they wait for it
 
 
 def test_status_tells_failed_stopped_and_running_tasks(

@@ -11,7 +11,7 @@ from launch.environment import sbatch_resources
 from launch.fields import SET_OPTIONS, mebibytes
 from launch.render import render
 from launch.render_prep import StagePlan, render_prep
-from launch.submission import checkout_job
+from launch.submit_run import checkout_job
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 from launch.cluster import ClusterConfig
 from launch.render import render
 from launch.render_prep import StagePlan, render_prep
-from launch.submission import checkout_job
+from launch.submit_run import checkout_job
 from pipeline.config.load import load
 
 ROOT = Path(__file__).parents[2]

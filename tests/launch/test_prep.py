@@ -4,16 +4,18 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launch.array_size import within_site
 
 from data_prep.config import PrepConfig
 from data_prep.plan import plan
 from data_prep.run import run
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.render_prep import PrepStage, StagePlan, log_folder, render_prep
-from launch.submit import SubmitError, dry_run_text, submit
+from launch.submit_prep import SubmitError, dry_run_text, submit
 from pipeline.config.load import load
 from pipeline.errors import BusyError, ConfigError
 from tests.support.fake_slurm import FakeSlurm
@@ -80,6 +82,46 @@ def test_every_part_is_in_one_array_below_the_sites_limit(
     for script in ingest.scripts:
         assert f" --world {array_tasks} --rank " in script
     assert [_parts(script)[0] for script in dedup.scripts] == [range(1)]
+
+
+@pytest.mark.parametrize(
+    ("todo", "arrays"),
+    [
+        ((), []),
+        ((0, 1, 2, 9, 11), [(0, "0-2"), (8, "1-1,3-3")]),
+        ((5,), [(4, "1-1")]),
+        # Task i is of part i % 12.
+        ((25, 26, 23), [(0, "1-2"), (8, "3-3")]),
+    ],
+)
+def test_only_parts_with_something_left_to_do_are_submitted(
+    todo: tuple[int, ...], arrays: list[tuple[int, str]]
+) -> None:
+    plans = [replace(PLANS[0], todo=todo), *PLANS[1:]]
+    prep = PrepJobsConfig(array_tasks=12, cores=1, max_array_size=4, time_limit="10-0")
+    stages = render_prep(
+        plans, ClusterConfig(prep=prep), config_path="web.yaml", overrides=[], output_dir="data",
+        work_dir="/work",
+    )  # fmt: skip
+    assert [stage.name for stage in stages] == ["ingest"] * bool(todo) + ["dedup", "shards"]
+    if todo:
+        assert stages[0].num_parts == len(todo)
+        found = [
+            (int(re.findall(r"^first_rank=(\d+)$", script, re.MULTILINE)[0]),
+             _options(script)["array"])
+            for script in stages[0].scripts
+        ]  # fmt: skip
+        assert found == arrays
+        assert all(" --world 12 --rank " in script for script in stages[0].scripts)
+
+
+@pytest.mark.parametrize(("site", "taken"), [("4", 4), ("2000", 1001), (None, 1001)])
+def test_arrays_are_no_larger_than_the_site_allows(
+    slurm: FakeSlurm, site: str | None, taken: int
+) -> None:
+    if site:
+        (slurm.folder / "config").write_text(f"MaxArraySize            = {site}\n")
+    assert within_site(ClusterConfig()).prep.max_array_size == taken
 
 
 def test_arrays_of_a_stage_share_what_may_run_at_once() -> None:
@@ -188,6 +230,7 @@ def test_failure_is_tried_again_a_limited_number_of_times(
     assert "failure 1 of 3" in _run_script(script, slurm, SLURM_ARRAY_TASK_ID="1").stdout
     done = _run_script(script, slurm)
     assert done.returncode == 1
+    assert "end: stage ingest, part 833 of 2500: exit code" in done.stdout
     assert "failure 3 of 3 (prep.max_failures); what is done stays" in done.stdout
     assert slurm.lines("requeued").count("requeue 7_0") == 2
 
@@ -319,6 +362,11 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
     assert jobs == list(range(101, 101 + sum(stages.values())))
     assert [len(ids.split()) for _, _, ids in listed] == list(stages.values())
     assert f"'output_dir={output}'" in done.stdout
+
+    submitted = len(slurm.calls)
+    done = _command(*arguments, slurm=slurm)
+    assert done.stdout == f"nothing is left to do: {output} holds the dataset\n"
+    assert len(slurm.calls) == submitted
 
 
 def test_command_passes_on_what_data_prep_refuses(

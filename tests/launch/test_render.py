@@ -9,7 +9,7 @@ import pytest
 
 from launch.cluster import ClusterConfig
 from launch.render import render
-from launch.submission import checkout_job
+from launch.submit_run import checkout_job
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.errors import ConfigError

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.slurm import SlurmCluster
-from tests.support.slurm_machines import Machines, Namespaces, Ports, can_unshare
+from tests.support.slurm_machines import Machines, Namespaces, Ports, can_unshare, environment_of
 
 ROOT = Path(__file__).parents[2]
 _TELLING = """#!/bin/bash
@@ -56,10 +56,10 @@ def _of(folder: Path) -> list[list[str]]:
     found = []
     for process in psutil.process_iter():
         try:
-            texts = [*process.cmdline(), *process.environ().values()]
+            texts = [*process.cmdline(), *environment_of(process).values()]
             if any(str(folder) in text for text in texts):
                 found.append(process.cmdline())
-        except psutil.Error:
+        except (OSError, psutil.Error):
             continue
     return found
 

@@ -2,7 +2,8 @@
 
 `sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
 once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `sinfo` a partition of
-four nodes, `scontrol requeue` ends the script that calls it, as SLURM does, and `sleep` does not.
+four nodes, `scontrol show` the file `config`, `scontrol requeue` ends the script that calls it, as
+SLURM does, and `sleep` does not.
 """
 
 import json
@@ -37,8 +38,8 @@ print(f"{{job}};cluster" if (folder / "clusters").exists() else job)
 _SHELL = {
     "scancel": 'echo "$*" >>"{folder}/cancelled"',
     "squeue": 'cat "{folder}/queue"',
-    "scontrol": 'if [ "$1" = requeue ]; then echo "$*" >>"{folder}/requeued"; '
-    'kill -TERM "$PPID"; fi',
+    "scontrol": '[ "$1" = show ] && exec cat "{folder}/config"\n'
+    'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
     "sinfo": "for n in 1 2 3 4; do echo 'train*|up|infinite|1-infinite|node'$n'|64|64000|gpu:8|"
     "(null)'; done",
     "sleep": ":",

@@ -289,8 +289,9 @@ class SlurmCluster:
         found = {}
         number = self.job(job)["JobId"]
         for process in chain.from_iterable(map(self.processes, range(1, len(self.nodes) + 1))):
-            with suppress(psutil.Error):
-                variables, parent = process.environ(), process.parent()
+            with suppress(OSError, psutil.Error):
+                variables = slurm_machines.environment_of(process)
+                parent = process.parent()
                 is_started = parent and parent.name().startswith("slurmstepd")
                 # The batch script has the rank of a task and no step.
                 if (is_started and variables.get("SLURM_JOB_ID") == number

@@ -59,7 +59,9 @@ def write(
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     lines = [f"{name}={value}" for name, value in {**_settings(folder), **settings}.items()]
     lines += [f"SlurmctldHost={controller.name}({controller.address})",
-              f"SlurmctldPort={controller.port}"]  # fmt: skip
+              f"SlurmctldPort={controller.port}",
+              # Jobs take a port for their ranks by their number: not those of another cluster.
+              f"FirstJobId={controller.port * 100}"]  # fmt: skip
     size = f"Sockets=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=64000"
     lines += [
         f"NodeName={node.name} NodeAddr={node.address} Port={node.port} {size} "

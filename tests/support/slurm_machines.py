@@ -297,9 +297,12 @@ class Ports:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Below those of outgoing connections: a node that comes back wants its port again."""
+    """Below those that jobs take for their ranks, and those of outgoing connections.
+
+    A node that comes back wants its port again.
+    """
     found: list[int] = []
-    port = 11_000 + os.getpid() * 16 % 20_000
+    port = 6_000 + os.getpid() * 16 % 3_900
     while len(found) < number:
         port += 1
         with socket.socket() as sock:
@@ -309,14 +312,23 @@ def _free_ports(number: int) -> list[int]:
     return found
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Environment of a process.
+
+    slurmstepd writes its title over the first of its variables, where psutil stops to read.
+    """
+    texts = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
 def _of_cluster(conf: Path, node: str | None = None) -> list[psutil.Process]:
     """Processes that were started with a slurm.conf, on any node or on one."""
     found = []
     for process in psutil.process_iter():
         try:
-            variables = process.environ()
+            variables = environment_of(process)
             gone = process.status() == psutil.STATUS_ZOMBIE
-        except psutil.Error:
+        except (OSError, psutil.Error):
             continue
         names = {variables.get(_NODE_VARIABLE), variables.get("SLURMD_NODENAME")}
         if variables.get("SLURM_CONF") == str(conf) and not gone and (not node or node in names):

@@ -5,7 +5,6 @@ the record of the job. Editing the checkout or a config afterwards changes nothi
 waits, or that starts again in a week.
 """
 
-import re
 import shlex
 import shutil
 import sys
@@ -16,20 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
-from launch.records import FOLDER, SUBMISSION_FILE, submission_folder, submissions
+from launch.records import (
+    CLUSTER_FILE,
+    CODE_FOLDER,
+    CONFIG_FILE,
+    FOLDER,
+    SCRIPT_FILE,
+    SUBMISSION_FILE,
+    next_number,
+    submission_folder,
+    submissions,
+)
 from launch.render import Job, render
 from launch.slurm import run_command
-from launch.snapshot import code_hash, snapshot
+from launch.snapshot import snapshot, start_file
 from pipeline.config.load import git_revision, resolved_text, to_yaml
 from pipeline.errors import BusyError, ConfigError
 from pipeline.runtime.files import STOP_FILE, write_atomic, write_json_atomic
-
-CONFIG_FILE = "config.yaml"
-CLUSTER_FILE = "cluster.yaml"
-SCRIPT_FILE = "job.sh"
-_CODE_FOLDER = "code"
-_START = Path("pipeline") / "runtime" / "start.py"
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,16 @@ def prepare(
         inputs: folders that the command reads, as the config has them.
     """
     absolute = Path(source.work_dir) / run_dir
-    number = _next_number(absolute)
+    number = next_number(absolute)
     folder = submission_folder(absolute, number)
-    code = absolute / FOLDER / _CODE_FOLDER / code_hash(_ROOT)
+    start = start_file(absolute / FOLDER / CODE_FOLDER)
     job = Job(
         kind=kind,
         name=absolute.name or kind,
         run_dir=str(absolute),
         words=("pipeline", kind, str(folder / CONFIG_FILE)),
         work_dir=source.work_dir,
-        start=(str(code / _START),),
+        start=(str(start),),
         log_dir=str(absolute / "logs"),
         mounts=_mounts(source.work_dir, run_dir, *inputs),
     )
@@ -152,7 +154,7 @@ def submit(draft: Draft) -> str:
     job: str | None = None
     try:
         (run_dir / "logs").mkdir(exist_ok=True)
-        snapshot(run_dir / FOLDER / _CODE_FOLDER)
+        snapshot(run_dir / FOLDER / CODE_FOLDER)
         write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
@@ -230,8 +232,3 @@ def _mounts(work_dir: str, *folders: str) -> tuple[str, ...]:
     """Absolute, without those that lie in another."""
     every = [Path(work_dir), *(Path(work_dir, folder) for folder in folders)]
     return tuple(dict.fromkeys(str(path) for path in every if not set(path.parents) & set(every)))
-
-
-def _next_number(run_dir: Path) -> int:
-    names = [path.name for path in (run_dir / FOLDER).glob("*")]
-    return max((int(name) for name in names if re.fullmatch(r"\d{4,}", name)), default=0) + 1

@@ -1,0 +1,229 @@
+"""Data preparation as a chain of job arrays on a real cluster: faults, dependencies, mending."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from data_prep.config import PrepConfig
+from data_prep.run import run
+from pipeline.config.load import load
+from tests.slurm.conftest import SETTINGS
+from tests.support.slurm import ENDED, SlurmCluster
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("ingest", "exact", "dedup", "tokenizer", "shards", "index")
+PIECES = 6
+DAMAGED = 4
+# Runs data preparation, but kills it the first two times that it does the last part of ingest.
+_DYING_TWICE = f"""#!/bin/bash
+count=$(dirname "$0")/deaths
+case "$*" in *"--stage ingest"*"--rank {PIECES - 1}")
+  if [ "$(wc -l <"$count")" -lt 2 ]; then
+    {sys.executable} "$@" &
+    kill -KILL $!
+    wait $!
+    code=$?
+    hostname >>"$count"
+    exit $code
+  fi
+esac
+exec {sys.executable} "$@"
+"""
+
+
+@dataclass
+class Preparation:
+    """A dataset to be made, from a folder with a piece a file."""
+
+    cluster: SlurmCluster | None
+    config: Path
+    inputs: Path
+    folder: Path
+    python: str = sys.executable
+    jobs: dict[str, list[str]] = field(default_factory=dict)
+    """Of each stage, as last submitted."""
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def overrides(self) -> list[str]:
+        names = (f"{{name: s{i}, inputs: [{self.inputs}/{i}.jsonl]}}" for i in range(PIECES))
+        sources = f"sources=[{', '.join(names)}]"
+        return [
+            f"output_dir={self.output}",
+            sources,
+            "clean.max_document_mb=1",
+            "tokenizer.vocab_size=400",
+        ]
+
+    def submit(self) -> dict[str, list[str]]:
+        """Submits the chain; returns the jobs of each stage that has something left to do."""
+        text = self._command("launch", "submit", "--prep", "--cluster", str(self._profile()))
+        found = re.findall(r"^(\w+) +(\d+) +[\d.]+ +([\d ]+)$", text, re.MULTILINE)
+        self.jobs = {stage: ids.split() for stage, _, ids in found}
+        return self.jobs
+
+    def status(self) -> str:
+        """What `python -m data_prep status` says."""
+        return self._command("data_prep", "status")
+
+    def log(self, stage: str, job: str, index: int) -> str:
+        """Of an array's element."""
+        return (self.output / f"work/logs/prep-{stage}-{job}_{index}.log").read_text()
+
+    def markers(self) -> dict[str, int]:
+        """When each finished task of ingest was done."""
+        paths = (self.output / "work").rglob("ingest/*.done.json")
+        return {path.name: path.stat().st_mtime_ns for path in paths}
+
+    def _profile(self) -> Path:
+        path = self.folder / "cluster.yaml"
+        path.write_text(f"python: {self.python}\nprep: {{array_tasks: {PIECES}, cores: 1}}\n")
+        return path
+
+    def _command(self, program: str, *words: str) -> str:
+        assert self.cluster
+        command = [sys.executable, "-m", program, *words, str(self.config), *self.overrides]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            env=self.cluster.environment, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _mended() -> None:
+    """Not between these tests: the chains go on side by side, as most of their time is waiting."""
+
+
+@pytest.fixture(scope="module")
+def cluster(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    yield slurm_cluster
+    slurm_cluster.mend()
+
+
+@pytest.fixture(scope="module")
+def texts(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for each piece."""
+    folder = tmp_path_factory.mktemp("texts")
+    lines = corpus.read_text().splitlines(keepends=True)[:300]
+    for i in range(PIECES):
+        (folder / f"{i}.jsonl").write_text("".join(lines[i::PIECES]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def local(texts: Path, prep_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dataset as one process makes it."""
+    made = Preparation(None, prep_config, texts, tmp_path_factory.mktemp("local"))
+    run(load(PrepConfig, prep_config, made.overrides).config)
+    return made.output
+
+
+@pytest.fixture(scope="module")
+def dying(
+    cluster: SlurmCluster, prep_config: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Preparation:
+    """A task of it is killed twice; submitted and under way."""
+    folder = tmp_path_factory.mktemp("dying")
+    program = folder / "python"
+    program.write_text(_DYING_TWICE)
+    program.chmod(0o755)
+    (folder / "deaths").touch()
+    made = Preparation(cluster, prep_config, texts, folder, str(program))
+    made.submit()
+    return made
+
+
+@pytest.fixture(scope="module")
+def damaged(
+    cluster: SlurmCluster, prep_config: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Preparation:
+    """A document of one piece is longer than allowed; submitted and under way."""
+    folder = tmp_path_factory.mktemp("damaged")
+    inputs = folder / "texts"
+    shutil.copytree(texts, inputs)
+    with (inputs / f"{DAMAGED}.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "long", "text": "many words " * 100_000}) + "\n")
+    made = Preparation(cluster, prep_config, inputs, folder)
+    made.submit()
+    return made
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Hash of every file of a dataset that does not say where and when it was made."""
+    paths = [*folder.glob("shards/*.tar"), *folder.glob("index.*"), folder / "tokenizer.model"]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def test_task_that_always_fails_stops_the_chain_and_says_why(
+    dying: Preparation, damaged: Preparation, cluster: SlurmCluster
+) -> None:
+    """`dying` is only submitted here, so that it is under way."""
+    jobs = damaged.jobs
+    for stage in STAGES[1:]:
+        (job,) = jobs[stage]
+        assert cluster.wait_for(job) == "CANCELLED", stage
+    states = [cluster.state(f"{job}_{i}") for job in jobs["ingest"] for i in range(PIECES // 2)]
+    assert states == ["FAILED" if i == DAMAGED else "COMPLETED" for i in range(PIECES)]
+    # The queue has nothing of it.
+    left = {job.partition("_")[0] for job, state in cluster.jobs().items() if state not in ENDED}
+    assert not left & {job for ids in jobs.values() for job in ids}
+    why = rf"{damaged.inputs}/{DAMAGED}\.jsonl, .* longer than clean\.max_document_mb"
+    assert re.search(rf"^failed: ingest {DAMAGED:05d}: DataError: {why}", damaged.status(), re.M)
+    log = damaged.log("ingest", jobs["ingest"][1], DAMAGED - PIECES // 2)
+    assert f"end: stage ingest, part {DAMAGED} of {PIECES}: trying again is no use" in log
+    assert re.search(rf"^error: {why}", log, re.M)
+
+
+def test_submission_after_mending_runs_what_is_missing(
+    damaged: Preparation, texts: Path, local: Path, cluster: SlurmCluster
+) -> None:
+    name = f"{DAMAGED}.jsonl"
+    shutil.copy(texts / name, damaged.inputs / name)
+    before = damaged.markers()
+    assert len(before) == PIECES - 1
+    jobs = damaged.submit()
+    assert list(jobs) == list(STAGES)
+    # One element, of one array.
+    (job,) = jobs["ingest"]
+    assert cluster.job(job)["ArrayTaskId"] == str(DAMAGED - PIECES // 2)
+    cluster.wait_for(jobs["index"][0], "COMPLETED", timeout_s=120)
+    assert before.items() < damaged.markers().items()
+    assert _files(damaged.output) == _files(local)
+    assert damaged.submit() == {}
+
+
+def test_task_that_dies_twice_is_tried_again(dying: Preparation, cluster: SlurmCluster) -> None:
+    jobs = dying.jobs
+    cluster.wait_for(jobs["index"][0], "COMPLETED", timeout_s=120)
+    assert len((dying.folder / "deaths").read_text().splitlines()) == 2
+    part = PIECES - 1
+    index = part - PIECES // 2
+    assert cluster.job(f"{jobs['ingest'][1]}_{index}")["Restarts"] == "2"
+    assert cluster.job(f"{jobs['ingest'][1]}_0")["Restarts"] == "0"
+    lines = dying.log("ingest", jobs["ingest"][1], index).splitlines()
+    told = [line for line in lines if line.startswith(("requeue:", "end:"))]
+    again = [f"requeue: exit code 137, failure {count} of 3" for count in (1, 2)]
+    assert told == [*again, "end: done"]
+
+
+def test_chain_makes_the_dataset_that_one_process_makes(
+    dying: Preparation, local: Path, cluster: SlurmCluster
+) -> None:
+    cluster.wait_for(dying.jobs["index"][0], "COMPLETED", timeout_s=120)
+    assert _files(dying.output) == _files(local)
+    # More parts than an array of this site may have.
+    assert int(str(SETTINGS["MaxArraySize"])) < PIECES
+    assert len(dying.jobs["ingest"]) == 2
