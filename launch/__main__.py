@@ -5,9 +5,10 @@ import os
 import sys
 
 from launch import job_commands, run_commands, submit_prep
+from launch.cluster import cluster_of
 from launch.fit import check
 from launch.preflight.commands import add_preflight
-from launch.run_commands import add_cluster, cluster_of
+from launch.run_commands import add_cluster
 from launch.site import within_site
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig

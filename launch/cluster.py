@@ -13,7 +13,9 @@ from launch.fields import (
     seconds,
 )
 from launch.preflight.config import PreflightConfig
-from pipeline.config.schema import param, section
+from pipeline.config.load import load
+from pipeline.config.schema import build, param, section
+from pipeline.config.strict_yaml import Node
 from pipeline.errors import ConfigError
 from pipeline.model.devices import KNOWN, limits
 from pipeline.runtime.env import SCRATCH_VARIABLE
@@ -258,3 +260,14 @@ class ClusterConfig:
     def num_ranks_per_node(self) -> int:
         """Processes of each node."""
         return self.gpus_per_node or self.ranks_per_node
+
+
+def cluster_of(path: str | None) -> ClusterConfig:
+    """The profile in a file; without one, the defaults.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    if path is None:
+        return build(ClusterConfig, Node({}, "defaults"))
+    return load(ClusterConfig, path).config

@@ -4,13 +4,11 @@ Files of the attempt decide, never srun's exit code: of a job whose rank exits w
 of one whose node died it may be 0 (SLURM 22.05).
 """
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launch.records import FOLDER, HISTORY_FILE, history
+from launch.records import append_history, history
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -18,7 +16,6 @@ from pipeline.errors import (
     EXIT_PREEMPTED,
     EXIT_STOPPED,
 )
-from pipeline.runtime.append import AppendedFile
 from pipeline.runtime.files import DONE_FILE, EXIT_FOLDER, STOP_FILE
 
 _LATEST = Path("checkpoints") / "latest"
@@ -144,20 +141,19 @@ def is_miss(attempt: Attempt) -> bool:
 
 def end_attempt(attempt: Attempt, limits: Limits, run_dir: Path) -> Decision:
     """Decides, and writes it down in the run's history."""
-    before = [line for line in history(run_dir) if line["job"] == attempt.job]
     misses = 0
-    for line in reversed(before):
+    for line in reversed(history(run_dir)):
+        # What preflight ended was no attempt of the ranks.
+        if line["job"] != attempt.job or line["miss"] is None:
+            continue
         if not line["miss"]:
             break
         misses += 1
     decision = decide(attempt, misses, limits, run_dir)
-    record = {
-        "unix_s": round(time.time(), 1), **asdict(attempt), "miss": is_miss(attempt),
-        "decision": decision.word, "reason": decision.reason,
-    }  # fmt: skip
-    AppendedFile(run_dir / FOLDER / HISTORY_FILE).append(
-        f"{json.dumps(record)}\n".encode(), end=b"\n"
-    )
+    append_history(run_dir, {
+        **asdict(attempt), "miss": is_miss(attempt), "decision": decision.word,
+        "reason": decision.reason,
+    })  # fmt: skip
     return decision
 
 

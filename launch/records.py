@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DataError
-from pipeline.runtime.files import ATTEMPTS_FILE, read_json_lines
+from pipeline.runtime.append import AppendedFile
+from pipeline.runtime.files import ATTEMPTS_FILE, read_json_lines, write_atomic
 
 FOLDER = "launch"
 """In a run's folder: one folder for each submission, and what follows."""
@@ -88,6 +90,24 @@ def _submission(path: Path) -> Submission:
 def history(run_dir: Path) -> list[dict[str, Any]]:
     """Ends of attempts, oldest first: what `python -m launch decide` wrote down."""
     return read_json_lines(run_dir / FOLDER / HISTORY_FILE)
+
+
+def append_history(run_dir: Path, record: Mapping[str, Any]) -> None:
+    """Writes down the end of an attempt, with the time.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    line = json.dumps({"unix_s": round(time.time(), 1), **record})
+    AppendedFile(run_dir / FOLDER / HISTORY_FILE).append(f"{line}\n".encode(), end=b"\n")
+
+
+def exclude_nodes(run_dir: Path, names: Iterable[str]) -> None:
+    """Adds nodes that the run's job must not get again."""
+    path = run_dir / FOLDER / EXCLUDED_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    every = dict.fromkeys([*excluded_nodes(run_dir), *names])
+    write_atomic(path, "".join(f"{name}\n" for name in every).encode())
 
 
 def excluded_nodes(run_dir: Path) -> list[str]:

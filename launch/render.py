@@ -26,6 +26,10 @@ from pipeline.runtime.env import RUN_DIR_VARIABLE
 
 _SECONDS_TO_REQUEUE = 30
 """What the script keeps for itself of the time before the limit."""
+_BANDWIDTH_S = 180
+"""After which a measurement that hangs gives up."""
+_SRUN_S = 60
+"""What srun may take to start a step and to end it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Job:
     """Of the job's log; SLURM wants it to exist."""
     mounts: tuple[str, ...]
     """Absolute folders that a container needs."""
+    profile: str | None = None
+    """File of the cluster profile, for preflight; the defaults if None."""
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
@@ -61,10 +67,10 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         ConfigError: SLURM cannot use a folder of that name.
     """
     ranks = cluster.nodes * cluster.num_ranks_per_node
-    body = _BODY.format(
-        launch_folder=FOLDER,
-        excluded=EXCLUDED_FILE,
-        launcher=_launcher(job, cluster),
+    start = _START.format(
+        launch_folder=FOLDER, excluded=EXCLUDED_FILE, launcher=_launcher(job, cluster)
+    )
+    attempt = _ATTEMPT.format(
         decide_options=shlex.join([
             "--kind", job.kind, "--ranks", str(ranks), "--max-restarts", str(cluster.max_restarts),
             "--max-attempts", str(cluster.max_attempts_without_progress),
@@ -75,11 +81,9 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         stopped=EXIT_STOPPED,
         again=EXIT_PREEMPTED,
         patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
-        ranks=" ".join([
-            *srun_words(cluster, job.mounts, work_dir=job.work_dir), "bash", "-c",
-            shlex.quote(_RANKS.format(command=_words(job, cluster, job.words, gpus=True))),
-        ]),
-        exclude=f"{cluster.exclude}," if cluster.exclude else "",
+        ranks=_step(job, cluster, _RANKS.format(
+            command=_words(job, cluster, job.words, gpus=True)
+        )),
     )  # fmt: skip
     parts = [
         "#!/bin/bash",
@@ -91,7 +95,10 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         f"cd {shlex.quote(job.work_dir)} || exit 1",
         f"run_dir={shlex.quote(job.run_dir)}",
         f'export {RUN_DIR_VARIABLE}="$run_dir"',
-        body + REQUEUE,
+        start,
+        *_preflight(job, cluster),
+        attempt,
+        _REQUEUE_WITHOUT.format(exclude=f"{cluster.exclude}," if cluster.exclude else "") + REQUEUE,
     ]
     return "\n".join(parts)
 
@@ -112,6 +119,44 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
         "qos": cluster.qos,
         **sbatch_resources(cluster),
     }
+
+
+def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
+    """Looks at the nodes, for runs whose profile wants it."""
+    preflight = cluster.preflight
+    if job.kind != "pretrain" or not preflight.enabled:
+        return []
+    profile = ["--cluster", job.profile] if job.profile else []
+    options = [*job.words[2:], *profile]
+    check = _words(job, cluster, ["launch", "preflight", "check", *options], gpus=True)
+    measure = []
+    if preflight.bandwidth_gb_per_s:
+        command = _words(
+            job, cluster, ["pipeline", "bandwidth", "--timeout", str(_BANDWIDTH_S)], gpus=True
+        )
+        inner = _RANKS.format(command=f'{command} --records "$1" --nodes "$2"')
+        measure.append(
+            _MEASURE.format(
+                timeout=_BANDWIDTH_S + _SRUN_S, ranks=f"{_step(job, cluster, inner)} bandwidth"
+            )
+        )
+    return [
+        _PREFLIGHT.format(
+            timeout=preflight.timeout_s + _SRUN_S,
+            check=_step(job, cluster, f'exec {check} --records "$1"') + " check",
+            measure="".join(measure),
+            options=shlex.join(options),
+            again=EXIT_PREEMPTED,
+            do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+            max_restarts=cluster.max_restarts,
+        )
+    ]
+
+
+def _step(job: Job, cluster: ClusterConfig, text: str) -> str:
+    """What srun is told to run: shell text, in the container if there is one."""
+    words = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    return " ".join([*words, "bash", "-c", shlex.quote(text)])
 
 
 def _words(job: Job, cluster: ClusterConfig, words: Sequence[str], *, gpus: bool) -> str:
@@ -138,10 +183,10 @@ _RANKS = (
 
 # Before the setup lines: SIGUSR1 without a trap ends the job.
 _TRAP = """\
-asked_to_stop=0 step= asking=
+asked_to_stop=0 go=1 step= asking=
 trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1"""
 
-_BODY = """\
+_START = """\
 restarts=${{SLURM_RESTART_COUNT:-0}}
 job=$SLURM_JOB_ID
 # An element of an array is requeued by its own name: the last one's id is the whole array's.
@@ -161,6 +206,51 @@ echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${{before:-no
 launcher() {{
   {launcher} "$@"
 }}
+# `wait` returns at each signal, and may not have seen the end of a process that is gone.
+await() {{
+  while :; do
+    wait "$1"; code=$?
+    kill -0 "$1" 2>/dev/null || break
+  done
+  wait "$1" 2>/dev/null; again=$?
+  [ "$again" = 127 ] || code=$again
+  return "$code"
+}}"""
+
+_PREFLIGHT = """\
+judge() {{
+  launcher preflight judge {options} --records "$records" --nodes "$nodes" \\
+    --job "$SLURM_JOB_ID" --restart "$restarts" "$@"
+}}
+preflight() {{
+  records=$launch_dir/preflight/$SLURM_JOB_ID.$restarts
+  mkdir -p "$records" && date +%s.%N >"$records/started" || return 1
+  timeout --kill-after=10 {timeout} srun --no-kill --kill-on-bad-exit=0 --ntasks-per-node=1 \\
+    --ntasks="$SLURM_JOB_NUM_NODES" {check} "$records"
+  judge || return
+{measure}}}
+if [ "$asked_to_stop" = 0 ]; then
+  preflight &
+  await $!
+  case $? in
+    0) go=1 ;;
+    {do_not_retry}) echo "end: no other node cures what preflight found"; exit {do_not_retry} ;;
+    {again})
+      go=0
+      if [ "$restarts" -ge {max_restarts} ]; then
+        echo "end: bad nodes after $restarts restarts (max_restarts)"; exit {do_not_retry}
+      fi ;;
+    *) go=1; echo "preflight came to no verdict: going on without" ;;
+  esac
+fi"""
+
+_MEASURE = """\
+  timeout --kill-after=10 {timeout} srun --no-kill --kill-on-bad-exit=0 \\
+    {ranks} "$records" "$nodes"
+  judge --bandwidth
+"""
+
+_ATTEMPT = """\
 run_ranks() {{
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
@@ -175,30 +265,28 @@ ask_ranks() {{
   done && echo "ranks do not stop: killing them" && kill -KILL "$step" &
   asking=$!
 }}
-run_ranks &
-step=$!
-[ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
-# `wait` returns at each signal; the step is over when its process is.
-code=0
-while :; do
-  wait "$step"; code=$?
-  kill -0 "$step" 2>/dev/null || break
-done
-[ -z "$asking" ] || kill "$asking" 2>/dev/null
+if [ "$go" = 1 ]; then
+  run_ranks &
+  step=$!
+  [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
+  await "$step"
+  [ -z "$asking" ] || kill "$asking" 2>/dev/null
+  launcher decide "$run_dir" {decide_options} \\
+    --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \\
+    --asked-to-stop "$asked_to_stop" --step-code "$code"
+  verdict=$?
+  case $verdict in
+    {finished}|{do_not_retry}|{stopped}) exit "$verdict" ;;
+    {again}) ;;
+    *)
+      echo "no verdict (exit code $verdict): trying again while restarts last"
+      if [ "$restarts" -ge {max_restarts} ]; then
+        echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+      fi ;;
+  esac
+fi"""
 
-launcher decide "$run_dir" {decide_options} \\
-  --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \\
-  --asked-to-stop "$asked_to_stop" --step-code "$code"
-verdict=$?
-case $verdict in
-  {finished}|{do_not_retry}|{stopped}) exit "$verdict" ;;
-  {again}) ;;
-  *)
-    echo "no verdict (exit code $verdict): trying again while restarts last"
-    if [ "$restarts" -ge {max_restarts} ]; then
-      echo "end: not done after $restarts restarts (max_restarts)"; exit 1
-    fi ;;
-esac
+_REQUEUE_WITHOUT = """\
 without=$(paste -sd, "$excluded" 2>/dev/null)
 [ -z "$without" ] || without={exclude}$without
 """

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from launch.cluster import ClusterConfig
+from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, newest_checkpoint
 from launch.fit import check
 from launch.local import run_local
@@ -21,10 +21,8 @@ from launch.submit_run import (
     submit,
     summary_text,
 )
-from pipeline.config import schema
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
-from pipeline.config.strict_yaml import Node
 from pipeline.data.shards import INDEX_FILE, read_index
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli
@@ -84,13 +82,6 @@ def add_cluster(parser: argparse.ArgumentParser, default: str = "one GPU") -> No
     parser.add_argument("--cluster", help=f"YAML file of the cluster; default: {default}")
 
 
-def cluster_of(path: str | None) -> ClusterConfig:
-    """A profile, or the default one."""
-    if path:
-        return load(ClusterConfig, path).config
-    return schema.build(ClusterConfig, Node({}, "defaults"))
-
-
 def submit_run(arguments: argparse.Namespace) -> int:
     """`submit CONFIG`, with `--local` or not."""
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
@@ -112,7 +103,7 @@ def _render(arguments: argparse.Namespace) -> int:
     config.batches.require_split(cluster.nodes * cluster.num_ranks_per_node)
     job = checkout_job(
         PRETRAIN, arguments.config, arguments.overrides, config.run_dir, os.getcwd(),
-        [config.data.dir],
+        [config.data.dir], arguments.cluster,
     )  # fmt: skip
     print(render(job, cluster), end="")
     return EXIT_FINISHED

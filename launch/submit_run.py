@@ -100,6 +100,7 @@ def prepare(
         start=(str(start),),
         log_dir=str(absolute / "logs"),
         mounts=_mounts(source.work_dir, run_dir, *inputs),
+        profile=str(folder / CLUSTER_FILE),
     )
     return Draft(number, absolute, job, config, cluster, source)
 
@@ -111,6 +112,7 @@ def checkout_job(
     run_dir: str,
     work_dir: str,
     inputs: Sequence[str],
+    profile: str | None,
 ) -> Job:
     """A job that runs the checkout itself, for a script that a person hands to sbatch.
 
@@ -121,11 +123,12 @@ def checkout_job(
         run_dir: as the config has it.
         work_dir: folder that relative paths start at; the log goes there.
         inputs: as for `prepare`.
+        profile: file of the cluster profile, for preflight.
     """
     return Job(
         kind=kind, name=Path(run_dir).name or kind, run_dir=run_dir,
         words=("pipeline", kind, config_path, *overrides), work_dir=work_dir, start=("-m",),
-        log_dir=work_dir, mounts=_mounts(work_dir, run_dir, *inputs),
+        log_dir=work_dir, mounts=_mounts(work_dir, run_dir, *inputs), profile=profile,
     )  # fmt: skip
 
 

@@ -55,10 +55,10 @@ class QualityConfig:
     min_words: int | None = _count(50, "fewest words; a Chinese character is one")
     max_words: int | None = _count(100_000, "most words; a Chinese character is one")
     min_mean_word_length: float | None = param(
-        3, "shortest mean word, not in Chinese; null: off", unit="characters", ge=0
+        3.0, "shortest mean word, not in Chinese; null: off", unit="characters", ge=0
     )
     max_mean_word_length: float | None = param(
-        10, "longest mean word, not in Chinese; null: off", unit="characters", ge=0
+        10.0, "longest mean word, not in Chinese; null: off", unit="characters", ge=0
     )
     max_hash_ratio: float | None = _share(0.1, "hash signs a word")
     max_ellipsis_ratio: float | None = _share(0.1, "ellipses a word")

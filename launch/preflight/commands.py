@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.cluster import ClusterConfig
+from launch.cluster import cluster_of
+from launch.decide import newest_checkpoint
 from launch.preflight.check import check_node
 from launch.preflight.dataset import read_block
 from launch.preflight.judge import Evidence, Verdict, judge
@@ -20,18 +21,15 @@ from launch.preflight.record import (
     read_started,
     write_record,
 )
+from launch.records import append_history, exclude_nodes, excluded_nodes
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.data.shards import read_index
 from pipeline.errors import EXIT_FINISHED, CheckpointError, DataError, PostnormError
 from pipeline.runtime import cli, env
-from pipeline.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
-
-EXCLUDED_FILE = Path("launch/excluded")
-"""Below a run's folder: names of nodes that the current job must not get again."""
 
 
 def add_preflight(commands: Any) -> None:
@@ -50,10 +48,8 @@ def add_preflight(commands: Any) -> None:
     judge_.add_argument(
         "--nodes", required=True, metavar="'A B'", help="names of all nodes of the job"
     )
-    judge_.add_argument(
-        "--max-excluded", type=int, required=True, metavar="N",
-        help="most nodes that the job may exclude",
-    )  # fmt: skip
+    judge_.add_argument("--job", required=True, help="SLURM's id")
+    judge_.add_argument("--restart", required=True, type=int, metavar="N")
     judge_.add_argument(
         "--bandwidth", action="store_true",
         help="judge what `python -m pipeline bandwidth` has measured as well",
@@ -61,7 +57,7 @@ def add_preflight(commands: Any) -> None:
     judge_.set_defaults(run=_judge)
     for part in (check, judge_):
         cli.add_config_arguments(part)
-        part.add_argument("--cluster", required=True, help="YAML file of the cluster")
+        part.add_argument("--cluster", help="YAML file of the cluster; default: one GPU")
         part.add_argument(
             "--records", type=Path, required=True, metavar="DIR", help="folder of the records"
         )
@@ -69,7 +65,7 @@ def add_preflight(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
-    cluster = load(ClusterConfig, arguments.cluster).config
+    cluster = cluster_of(arguments.cluster)
     arguments.records.mkdir(parents=True, exist_ok=True)
     node, now = env.node_name(), time.time()
     # srun kills all tasks if it cannot start one: those that could start are told by this.
@@ -85,26 +81,26 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _judge(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
-    cluster = load(ClusterConfig, arguments.cluster).config
+    cluster = cluster_of(arguments.cluster)
     nodes = arguments.nodes.split()
     evidence = _evidence(arguments.records, nodes, config, with_bandwidth=arguments.bandwidth)
-    file = Path(config.run_dir) / EXCLUDED_FILE
-    excluded = read_excluded(file)
+    run_dir = Path(config.run_dir)
+    excluded = excluded_nodes(run_dir)
     verdict = judge(
-        evidence, cluster.preflight, excluded=excluded, max_excluded=arguments.max_excluded
+        evidence, cluster.preflight, excluded=excluded, max_excluded=cluster.max_excluded_nodes
     )
     for line in verdict_text(evidence, verdict):
         logger.info("%s", line)
     if verdict.bad and not verdict.problems:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        names = dict.fromkeys([*excluded, *verdict.bad])
-        write_atomic(file, "".join(f"{name}\n" for name in names).encode())
+        exclude_nodes(run_dir, verdict.bad)
+        newest = newest_checkpoint(run_dir)
+        append_history(run_dir, {
+            "job": arguments.job, "restart": arguments.restart, "nodes": nodes, "before": newest,
+            "after": newest, "miss": None, "decision": "requeue",
+            "reason": f"preflight: without {', '.join(verdict.bad)}: "
+            + "; ".join(text for texts in verdict.bad.values() for text in texts),
+        })  # fmt: skip
     return verdict.exit_code
-
-
-def read_excluded(file: Path) -> list[str]:
-    """Names in a file of excluded nodes; none if there is no such file."""
-    return file.read_text().split() if file.is_file() else []
 
 
 def _evidence(

@@ -1,8 +1,11 @@
 """Strict YAML, overrides, includes, ranges, explanation."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -150,3 +153,24 @@ def test_config_command_explains_and_refuses(tmp_path: Path) -> None:
     assert "did you mean 'lr'" in bad.stdout
     assert "Traceback" not in bad.stdout + bad.stderr
     assert os.listdir(tmp_path) == ["c.yaml"]
+
+
+def _sections(cls: type) -> Iterator[type]:
+    yield cls
+    for hint in typing.get_type_hints(cls).values():
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part):
+                yield from _sections(typing.cast(type, part))
+
+
+@pytest.mark.parametrize("root", [PretrainConfig, PrepConfig, ClusterConfig])
+def test_defaults_have_the_type_that_a_resolved_file_gives_them(root: type) -> None:
+    """An int where a file gives a float is the same value with another hash: work is redone."""
+    wrong = [
+        f"{cls.__name__}.{field.name}"
+        for cls in set(_sections(root))
+        for field in dataclasses.fields(cls)
+        if float in ((hint := typing.get_type_hints(cls)[field.name]), *typing.get_args(hint))
+        and type(field.default) is int
+    ]
+    assert wrong == []

@@ -111,11 +111,12 @@ def _set_by(script: str) -> set[str]:
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_profiles_render_and_no_option_of_theirs_can_be_given_again(path: Path) -> None:
     cluster = load(ClusterConfig, path).config
-    run = _set_by(render(checkout_job("pretrain", "c", [], "run", "/work", []), cluster))
+    run = _set_by(render(checkout_job("pretrain", "c", [], "run", "/work", [], None), cluster))
     # Fields that choose nodes may be given in their own words: sbatch takes some of them twice.
     assert run - set(sbatch_resources(cluster)) <= SET_OPTIONS
     [stage] = render_prep(
-        [StagePlan("ingest", 9, 1, 1)], cluster, config_path="p.yaml", overrides=[],
+        [StagePlan("ingest", 9, 1, 1)], cluster, name="p", start=("-m",),
+        config_path="p.yaml",
         output_dir="data", work_dir="/work",
     )  # fmt: skip
     assert _set_by(stage.scripts[0]) <= SET_OPTIONS

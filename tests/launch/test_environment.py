@@ -156,7 +156,8 @@ def test_data_preparation_runs_in_the_container(
 ) -> None:
     cluster = ClusterConfig(container=container, python="python3", modules=("gcc/13",))
     [stage] = render_prep(
-        [StagePlan("ingest", 4, 1, 1)], cluster, config_path="web.yaml", overrides=[],
+        [StagePlan("ingest", 4, 1, 1)], cluster, name="web", start=("-m",),
+        config_path="web.yaml",
         output_dir="data", work_dir=WORK,
     )  # fmt: skip
     [script] = stage.scripts

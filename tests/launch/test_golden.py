@@ -22,11 +22,18 @@ PROFILES = sorted(path.stem for path in (ROOT / "configs/cluster").glob("*.yaml"
 def _scripts(profile: str) -> dict[str, str]:
     cluster = load(ClusterConfig, ROOT / f"configs/cluster/{profile}.yaml").config
     job = checkout_job(
-        "pretrain", "train.yaml", ["train.lr=3e-4"], "runs/mine", "/shared/me", ["data/mine"]
+        "pretrain",
+        "train.yaml",
+        ["train.lr=3e-4"],
+        "runs/mine",
+        "/shared/me",
+        ["data/mine"],
+        f"configs/cluster/{profile}.yaml",
     )
     [stage] = render_prep(
         [StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)], cluster,
-        config_path="prep.yaml", overrides=[], output_dir="data/mine", work_dir="/shared/me",
+        name="prep", start=("-m",),
+        config_path="prep.yaml", output_dir="data/mine", work_dir="/shared/me",
     )  # fmt: skip
     return {f"{profile}-train.sh": render(job, cluster), f"{profile}-prep.sh": stage.scripts[0]}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.preflight.commands import EXCLUDED_FILE, read_excluded, verdict_text
+from launch.preflight.commands import verdict_text
 from launch.preflight.config import PreflightConfig
 from launch.preflight.dataset import read_block
 from launch.preflight.judge import Evidence, Verdict, judge
@@ -25,6 +25,7 @@ from launch.preflight.record import (
     Record,
     write_record,
 )
+from launch.records import exclude_nodes, excluded_nodes
 from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.errors import DataError
 from tests.support.checkpoints import make_checkpoint
@@ -316,11 +317,11 @@ def test_bad_node_is_not_asked_for_its_bandwidth() -> None:
 
 def _command(run_dir: Path, dataset: Path, records: Path, *more: str) -> tuple[int, str]:
     profile = records.parent / "cluster.yaml"
-    profile.write_text("gpus_per_node: 0\nranks_per_node: 2\n")
+    profile.write_text("gpus_per_node: 0\nranks_per_node: 2\nmax_excluded_nodes: 2\n")
     command = [
         sys.executable, "-m", "launch", "preflight", "judge", str(ROOT / "configs/demo.yaml"),
         f"run_dir={run_dir}", f"data.dir={dataset}", "--cluster", str(profile),
-        "--records", str(records), "--nodes", "n1 n2 n3 n4", "--max-excluded", "2", *more,
+        "--records", str(records), "--nodes", "n1 n2 n3 n4", "--job", "7", "--restart", "0", *more,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout + done.stderr
@@ -342,12 +343,12 @@ def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
 ) -> None:
     run_dir, records = tmp_path / "run", tmp_path / "records/7.0"
     (run_dir / "launch").mkdir(parents=True)
-    (run_dir / EXCLUDED_FILE).write_text("old\n")
+    exclude_nodes(run_dir, ["old"])
     _write(records, n2=None, n4=replace(GOOD, is_finished=False))
     code, output = _command(run_dir, dataset.folder, records)
     assert code == 75, output
     assert "preflight: warning: n4 was not looked at" in output
-    assert read_excluded(run_dir / EXCLUDED_FILE) == ["old", "n2"]
+    assert excluded_nodes(run_dir) == ["old", "n2"]
     assert "preflight: bad node n2: it left no record" in output
     assert output.splitlines()[-1] == "preflight: go on without n2"
     # One more than may be: stop, and say nothing to SLURM.
@@ -355,7 +356,7 @@ def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
     code, output = _command(run_dir, dataset.folder, records)
     assert code == 2
     assert "3 nodes would be excluded, n2, n3, old, more than max_excluded_nodes=2" in output
-    assert read_excluded(run_dir / EXCLUDED_FILE) == ["old", "n2"]
+    assert excluded_nodes(run_dir) == ["old", "n2"]
 
 
 def test_command_reads_what_a_node_found_damaged(dataset: DatasetIndex, tmp_path: Path) -> None:

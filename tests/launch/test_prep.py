@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launch.array_size import within_site
 
 from data_prep.config import PrepConfig
 from data_prep.plan import plan
 from data_prep.run import run
 from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.records import next_number, submission_folder
 from launch.render_prep import PrepStage, StagePlan, log_folder, render_prep
-from launch.submit_prep import SubmitError, dry_run_text, submit
+from launch.site import within_site
+from launch.submit_prep import PrepDraft, SubmitError, dry_run_text, submit
 from pipeline.config.load import load
 from pipeline.errors import BusyError, ConfigError
 from tests.support.fake_slurm import FakeSlurm
@@ -29,7 +30,7 @@ PLANS = [
 
 
 def _render(
-    *overrides: str,
+    *,
     output_dir: str = "data",
     work_dir: str = "/work",
     config_path: str = "web.yaml",
@@ -38,9 +39,15 @@ def _render(
 ) -> list[PrepStage]:
     profile = ClusterConfig(prep=PrepJobsConfig(**prep), **(cluster or {}))  # type: ignore[arg-type]
     return render_prep(
-        PLANS, profile, config_path=config_path, overrides=overrides, output_dir=output_dir,
-        work_dir=work_dir,
+        PLANS, profile, name=Path(config_path).stem, config_path=config_path, start=("-m",),
+        output_dir=output_dir, work_dir=work_dir,
     )  # fmt: skip
+
+
+def _draft(output_dir: Path, stages: list[PrepStage]) -> PrepDraft:
+    work = output_dir / "work"
+    folder = submission_folder(work, next_number(work))
+    return PrepDraft(stages, output_dir, folder, "output_dir: data\n", ClusterConfig())
 
 
 def _options(script: str) -> dict[str, str]:
@@ -100,7 +107,8 @@ def test_only_parts_with_something_left_to_do_are_submitted(
     plans = [replace(PLANS[0], todo=todo), *PLANS[1:]]
     prep = PrepJobsConfig(array_tasks=12, cores=1, max_array_size=4, time_limit="10-0")
     stages = render_prep(
-        plans, ClusterConfig(prep=prep), config_path="web.yaml", overrides=[], output_dir="data",
+        plans, ClusterConfig(prep=prep), name="web", start=("-m",),
+        config_path="web.yaml", output_dir="data",
         work_dir="/work",
     )  # fmt: skip
     assert [stage.name for stage in stages] == ["ingest"] * bool(todo) + ["dedup", "shards"]
@@ -152,7 +160,7 @@ def test_options_are_those_of_the_profile_unless_prep_has_its_own() -> None:
         "array": "0-0", "job-name": "web-dedup", "output": "/work/data/work/logs/%x-%A_%a.log",
         "nodes": "1", "ntasks": "1", "cpus-per-task": "4", "mem": "12G", "time": "4:00:00",
         "partition": "cpu", "account": "a", "qos": "q", "open-mode": "append", "requeue": "",
-        "kill-on-invalid-dep": "yes",
+        "kill-on-invalid-dep": "yes", "comment": "/work/data",
     }  # fmt: skip
 
 
@@ -170,9 +178,9 @@ def test_odd_names_reach_data_prep_unchanged(tmp_path: Path, slurm: FakeSlurm) -
     program = tmp_path / "my python"
     program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$PWD" "$@" >"{shown}"\n')
     program.chmod(0o755)
-    overrides = ["output_dir=it's 50%j", "sources=[{name: a, inputs: ['*.txt', $x]}]"]
-    stages = _render(*overrides, output_dir="it's 50%j", work_dir=str(work), array_tasks=3,
-                     config_path="my config.yaml", time_limit="2-0",
+    output_dir = "it's 50%j"
+    stages = _render(output_dir=output_dir, work_dir=str(work), array_tasks=3,
+                     config_path="my '$config'.yaml", time_limit="2-0",
                      cluster={"python": str(program), "setup": ("true 'so'",)})  # fmt: skip
     script = stages[0].scripts[0]
     assert script.startswith("#!/bin/bash\n#SBATCH")
@@ -180,12 +188,12 @@ def test_odd_names_reach_data_prep_unchanged(tmp_path: Path, slurm: FakeSlurm) -
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     output = _options(script)["output"].replace("%%", "%")
     unquoted = subprocess.run(["bash", "-c", f"printf %s {output}"], capture_output=True, text=True)
-    assert unquoted.stdout == f"{log_folder(overrides[0][11:], str(work))}/%x-%A_%a.log"
+    assert unquoted.stdout == f"{log_folder(output_dir, str(work))}/%x-%A_%a.log"
     done = _run_script(script, slurm, SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("end: done\n")
     assert shown.read_text().splitlines() == [
-        str(work), "-m", "data_prep", "run", "my config.yaml", *overrides, "workers=4", "--stage",
+        str(work), "-m", "data_prep", "run", "my '$config'.yaml", "workers=4", "--stage",
         "ingest", "--world", "3", "--rank", "2",
     ]  # fmt: skip
 
@@ -263,9 +271,13 @@ def test_each_stage_waits_for_all_arrays_of_the_one_before(
 ) -> None:
     stages = _render(array_tasks=2500, cores=1)
     (slurm.folder / "clusters").touch()  # sbatch prints id;cluster
-    jobs = submit(stages, tmp_path / "logs")
+    draft = _draft(tmp_path / "data", stages)
+    jobs = submit(draft)
     assert jobs == {"ingest": ["101", "102", "103"], "dedup": ["104"], "shards": ["105"]}
-    assert (tmp_path / "logs").is_dir()
+    assert draft.logs.is_dir()
+    assert (draft.folder / "config.yaml").read_text() == draft.config
+    assert load(ClusterConfig, draft.folder / "cluster.yaml").config == draft.cluster
+    assert len(list((draft.folder.parent / "code").iterdir())) == 1
     expected = [[], [], [], ["--dependency=afterok:101:102:103"], ["--dependency=afterok:104"]]
     assert [arguments for arguments, _ in slurm.calls] == [["--parsable", *e] for e in expected]
     assert [script for _, script in slurm.calls] == [s for stage in stages for s in stage.scripts]
@@ -273,40 +285,39 @@ def test_each_stage_waits_for_all_arrays_of_the_one_before(
 
 def test_dry_run_is_a_script_that_does_the_same(tmp_path: Path, slurm: FakeSlurm) -> None:
     stages = _render(array_tasks=2500, cores=1, cluster={"setup": ("echo 'it''s' \"(\" `id`",)})
-    logs = tmp_path / "it's the logs"
-    text = dry_run_text(stages, logs)
+    draft = _draft(tmp_path / "it's the data", stages)
+    text = dry_run_text(draft)
     assert not slurm.calls
-    assert not logs.exists()
+    assert not draft.output_dir.exists()
     subprocess.run(["bash"], input=text, text=True, check=True)
     by_dry_run = slurm.calls
-    assert logs.is_dir()
+    assert draft.logs.is_dir()
     (slurm.folder / "calls.jsonl").unlink()
-    submit(stages, logs)
+    submit(draft)
     assert by_dry_run == slurm.calls
 
 
 def test_failing_sbatch_takes_back_what_was_submitted(tmp_path: Path, slurm: FakeSlurm) -> None:
     (slurm.folder / "fails_at").write_text("104")
     with pytest.raises(SubmitError) as error:
-        submit(_render(array_tasks=2500, cores=1), tmp_path / "logs")
-    assert "sbatch --parsable --dependency=afterok:101:102:103 failed" in str(error.value)
+        submit(_draft(tmp_path, _render(array_tasks=2500, cores=1)))
+    assert slurm.calls[-1][0] == ["--parsable", "--dependency=afterok:101:102:103"]
     assert "violates accounting policy" in str(error.value)
     assert "were cancelled: 101 102 103" in str(error.value)
     assert slurm.lines("cancelled") == ["101 102 103"]
     assert len(slurm.calls) == 4
     (slurm.folder / "fails_at").unlink()
-    submit(_render(), tmp_path / "logs")  # nothing of it is left that would refuse this
+    submit(_draft(tmp_path, _render()))  # nothing of it is left that would refuse this
 
 
 def test_second_chain_beside_a_first_is_refused(tmp_path: Path, slurm: FakeSlurm) -> None:
-    logs = tmp_path / "logs"
-    submit(_render(), logs)
+    submit(_draft(tmp_path, _render()))
     (slurm.folder / "queue").write_text("7\n102\n102\n103\n")
     with pytest.raises(BusyError, match="still in the queue: 102 103; wait for them, or cancel"):
-        submit(_render(), logs)
+        submit(_draft(tmp_path, _render()))
     assert len(slurm.calls) == 3
     (slurm.folder / "queue").write_text("7\n")
-    submit(_render(), logs)
+    submit(_draft(tmp_path, _render()))
 
 
 def test_without_slurm_the_message_says_what_to_do(
@@ -314,7 +325,7 @@ def test_without_slurm_the_message_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SubmitError, match=r"sbatch is not there.*nothing was submitted"):
-        submit(_render(), tmp_path / "logs")
+        submit(_draft(tmp_path, _render()))
 
 
 def _command(*arguments: str, slurm: FakeSlurm) -> subprocess.CompletedProcess[str]:
@@ -361,7 +372,7 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
     jobs = [int(job) for _, _, ids in listed for job in ids.split()]
     assert jobs == list(range(101, 101 + sum(stages.values())))
     assert [len(ids.split()) for _, _, ids in listed] == list(stages.values())
-    assert f"'output_dir={output}'" in done.stdout
+    assert f"python -m launch status '{output}'" in done.stdout
 
     submitted = len(slurm.calls)
     done = _command(*arguments, slurm=slurm)

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> str:
     config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
     profile = ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster})  # type: ignore[arg-type]
-    job = checkout_job("pretrain", "configs/demo.yaml", overrides, config.run_dir, work_dir, [])
+    job = checkout_job(
+        "pretrain", "configs/demo.yaml", overrides, config.run_dir, work_dir, [], None
+    )
     return render(job, profile)
 
 

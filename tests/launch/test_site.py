@@ -247,7 +247,7 @@ def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -> None:
     slurm.script("sinfo", "echo Unable to contact slurm controller >&2; exit 1")
-    with pytest.raises(NoAnswerError, match=r"sinfo .* failed \(1\): Unable to contact"):
+    with pytest.raises(NoAnswerError, match=r"sinfo failed \(1\): Unable to contact"):
         site.read()
     assert NoAnswerError.exit_code == 1
 

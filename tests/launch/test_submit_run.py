@@ -23,7 +23,6 @@ class Place:
     def __init__(self, folder: Path, dataset: DatasetIndex) -> None:
         self.folder = folder
         self.slurm = FakeSlurm(folder / "slurm")
-        (self.slurm.folder / "queue").touch()
         self.run_dir = folder / "runs" / "mine"
         (folder / "train.yaml").write_text(
             f"run_dir: runs/mine\ndata: {{dir: {dataset.folder}, seq_len: 64}}\n"

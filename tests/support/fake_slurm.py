@@ -38,7 +38,7 @@ print(f"{{job}};cluster" if (folder / "clusters").exists() else job)
 _SHELL = {
     "scancel": 'echo "$*" >>"{folder}/cancelled"',
     "squeue": 'cat "{folder}/queue"',
-    "scontrol": '[ "$1" = show ] && exec cat "{folder}/config"\n'
+    "scontrol": '[[ "$*" != *show* ]] || exec cat "{folder}/config"\n'
     'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
     "sinfo": "for n in 1 2 3 4; do echo 'train*|up|infinite|1-infinite|node'$n'|64|64000|gpu:8|"
     "(null)'; done",
@@ -52,6 +52,8 @@ class FakeSlurm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
+        for answer in ("config", "queue"):
+            (folder / answer).touch()
         self._add("sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
         for name, line in _SHELL.items():
             self._add(name, f"#!/bin/bash\n{line.format(folder=folder)}\n")

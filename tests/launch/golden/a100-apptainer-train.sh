@@ -17,7 +17,7 @@
 #SBATCH --requeue
 #SBATCH --kill-on-invalid-dep=yes
 
-asked_to_stop=0 step= asking=
+asked_to_stop=0 go=1 step= asking=
 trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1
 export SLURM_EXPORT_ENV=ALL
 export NCCL_SOCKET_IFNAME=ib0
@@ -48,6 +48,41 @@ echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${before:-non
 launcher() {
   apptainer exec --bind=/shared/me --bind=/shared/my_project --bind="$POSTNORM_SCRATCH" --pwd=/shared/me --no-home /shared/my_project/images/postnorm.sif env NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_DEBUG=WARN python3 -m launch "$@"
 }
+# `wait` returns at each signal, and may not have seen the end of a process that is gone.
+await() {
+  while :; do
+    wait "$1"; code=$?
+    kill -0 "$1" 2>/dev/null || break
+  done
+  wait "$1" 2>/dev/null; again=$?
+  [ "$again" = 127 ] || code=$again
+  return "$code"
+}
+judge() {
+  launcher preflight judge train.yaml train.lr=3e-4 --cluster configs/cluster/a100-apptainer.yaml --records "$records" --nodes "$nodes" \
+    --job "$SLURM_JOB_ID" --restart "$restarts" "$@"
+}
+preflight() {
+  records=$launch_dir/preflight/$SLURM_JOB_ID.$restarts
+  mkdir -p "$records" && date +%s.%N >"$records/started" || return 1
+  timeout --kill-after=10 180 srun --no-kill --kill-on-bad-exit=0 --ntasks-per-node=1 \
+    --ntasks="$SLURM_JOB_NUM_NODES" bash -c 'exec apptainer exec --nv --bind=/shared/me --bind=/shared/my_project --bind="$POSTNORM_SCRATCH" --pwd=/shared/me --no-home /shared/my_project/images/postnorm.sif env NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_DEBUG=WARN python3 -m launch preflight check train.yaml train.lr=3e-4 --cluster configs/cluster/a100-apptainer.yaml --records "$1"' check "$records"
+  judge || return
+}
+if [ "$asked_to_stop" = 0 ]; then
+  preflight &
+  await $!
+  case $? in
+    0) go=1 ;;
+    2) echo "end: no other node cures what preflight found"; exit 2 ;;
+    75)
+      go=0
+      if [ "$restarts" -ge 50 ]; then
+        echo "end: bad nodes after $restarts restarts (max_restarts)"; exit 2
+      fi ;;
+    *) go=1; echo "preflight came to no verdict: going on without" ;;
+  esac
+fi
 run_ranks() {
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \
@@ -62,30 +97,26 @@ ask_ranks() {
   done && echo "ranks do not stop: killing them" && kill -KILL "$step" &
   asking=$!
 }
-run_ranks &
-step=$!
-[ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
-# `wait` returns at each signal; the step is over when its process is.
-code=0
-while :; do
-  wait "$step"; code=$?
-  kill -0 "$step" 2>/dev/null || break
-done
-[ -z "$asking" ] || kill "$asking" 2>/dev/null
-
-launcher decide "$run_dir" --kind pretrain --ranks 16 --max-restarts 50 --max-attempts 2 \
-  --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \
-  --asked-to-stop "$asked_to_stop" --step-code "$code"
-verdict=$?
-case $verdict in
-  0|2|3) exit "$verdict" ;;
-  75) ;;
-  *)
-    echo "no verdict (exit code $verdict): trying again while restarts last"
-    if [ "$restarts" -ge 50 ]; then
-      echo "end: not done after $restarts restarts (max_restarts)"; exit 1
-    fi ;;
-esac
+if [ "$go" = 1 ]; then
+  run_ranks &
+  step=$!
+  [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
+  await "$step"
+  [ -z "$asking" ] || kill "$asking" 2>/dev/null
+  launcher decide "$run_dir" --kind pretrain --ranks 16 --max-restarts 50 --max-attempts 2 \
+    --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \
+    --asked-to-stop "$asked_to_stop" --step-code "$code"
+  verdict=$?
+  case $verdict in
+    0|2|3) exit "$verdict" ;;
+    75) ;;
+    *)
+      echo "no verdict (exit code $verdict): trying again while restarts last"
+      if [ "$restarts" -ge 50 ]; then
+        echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+      fi ;;
+  esac
+fi
 without=$(paste -sd, "$excluded" 2>/dev/null)
 [ -z "$without" ] || without=$without
 # SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that

@@ -1,6 +1,7 @@
 #!/bin/bash
 #SBATCH --array=0-15
 #SBATCH --job-name=prep-ingest
+#SBATCH --comment=/shared/me/data/mine
 #SBATCH --output=/shared/me/data/mine/work/logs/%x-%A_%a.log
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -35,7 +36,8 @@ if [ "$code" = 0 ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0
 elif [ "$code" = 2 ]; then
-  echo "end: trying again is no use, see the message above; mend it and submit again"
+  echo "end: stage ingest, part $rank of 16: trying again is no use, see the message" \
+    "above; mend it and submit again"
   exit 2
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
@@ -44,8 +46,8 @@ failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
 # Where the count cannot be kept, such as on a full disk, the first failure is the last.
 echo "$failures" >"$failures_file" || failures=3
 if [ "$failures" -ge 3 ]; then
-  echo "end: exit code $code, failure $failures of 3 (prep.max_failures);" \
-    "what is done stays, submit again to continue"
+  echo "end: stage ingest, part $rank of 16: exit code $code, failure $failures of" \
+    "3 (prep.max_failures); what is done stays, submit again to continue"
   exit 1
 fi
 echo "requeue: exit code $code, failure $failures of 3"
