@@ -44,6 +44,12 @@ with SlurmCluster(folder, machines={kind}(folder, 1)) as cluster:
 """
 
 
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a short name: paths of sockets below it have at most 107 bytes."""
+    return tmp_path_factory.mktemp("c")
+
+
 @pytest.fixture(params=[Namespaces, Ports])
 def kind(request: pytest.FixtureRequest) -> type[Machines]:
     if request.param is Namespaces and not can_unshare():
@@ -72,9 +78,9 @@ def _traces(folder: Path) -> list[object]:
     return [*_of(folder), *lines, *(n for n in names if re.match(r"bridge|node\d|n\db\d", n))]
 
 
-def test_tasks_run_on_two_nodes_and_are_lost_with_one(tmp_path: Path, kind: type[Machines]) -> None:
-    log = tmp_path / "job.log"
-    with SlurmCluster(tmp_path, machines=kind(tmp_path, 2)) as cluster:
+def test_tasks_run_on_two_nodes_and_are_lost_with_one(folder: Path, kind: type[Machines]) -> None:
+    log = folder / "job.log"
+    with SlurmCluster(folder, machines=kind(folder, 2)) as cluster:
         job = cluster.sbatch(_TELLING, *_ON_TWO_NODES, f"--output={log}")
         cluster.wait_for(job, "COMPLETED")
         first, second = cluster.nodes
@@ -92,8 +98,8 @@ def test_tasks_run_on_two_nodes_and_are_lost_with_one(tmp_path: Path, kind: type
         assert cluster.job(job)["Restarts"] == "1"
         cluster.boot(2)
         cluster.wait_for_nodes()
-        assert _of(tmp_path)
-    assert not _traces(tmp_path)
+        assert _of(folder)
+    assert not _traces(folder)
 
 
 def test_lost_network_comes_back(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -141,31 +147,31 @@ def test_higher_partition_pushes_jobs_away(slurm_cluster: SlurmCluster, tmp_path
 
 
 def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
-    tmp_path: Path, kind: type[Machines]
+    folder: Path, kind: type[Machines]
 ) -> None:
     program = _OWNER.format(kind=kind.__name__, script=_SLEEPING)
     owner = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE,
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     try:
         assert owner.stdout
         assert owner.stdout.readline() == b"ready\n"
-        assert len(_of(tmp_path)) > 3
+        assert len(_of(folder)) > 3
     finally:
         owner.kill()
         owner.communicate()
     deadline = time.monotonic() + 30
-    while left := _traces(tmp_path):
+    while left := _traces(folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
 
 def test_nothing_is_left_of_a_cluster_that_does_not_start(
-    tmp_path: Path, kind: type[Machines]
+    folder: Path, kind: type[Machines]
 ) -> None:
     wrong = {"SchedulerType": "sched/nonsense"}
-    cluster = SlurmCluster(tmp_path, machines=kind(tmp_path, 2), settings=wrong)
+    cluster = SlurmCluster(folder, machines=kind(folder, 2), settings=wrong)
     with pytest.raises(AssertionError, match=r"(?s)slurmctld has ended.*sched/nonsense"):
         cluster.start()
-    assert not _traces(tmp_path)
+    assert not _traces(folder)

@@ -68,7 +68,7 @@ class SlurmCluster:
         """Prepares a cluster; nothing runs yet.
 
         Args:
-            folder: for configuration, state and logs; a new one, on a path of fewer than 60 bytes.
+            folder: for configuration, state and logs; a new one, on a short path.
             num_nodes: machines, at most 9.
             cpus: that each claims to have.
             gpus: that each claims to have.

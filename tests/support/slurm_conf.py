@@ -13,6 +13,9 @@ PARTITIONS = {
 }
 """Jobs in `high` push jobs in the others back into the queue."""
 
+_LONGEST_SOCKET = 107
+"""Bytes of its path; slurmstepd listens on one."""
+
 
 @dataclass(frozen=True)
 class Host:
@@ -45,6 +48,10 @@ def write(
     Returns:
         slurm.conf.
     """
+    longest = max(
+        len(f"{folder}/spool/{node.name}/{node.name}_0000000.4294967291") for node in nodes
+    )
+    assert longest <= _LONGEST_SOCKET, f"{folder}: {longest - _LONGEST_SOCKET} bytes too long"
     for name in ("state", "log", "gpus", *(f"spool/{node.name}" for node in nodes)):
         (folder / name).mkdir(parents=True, exist_ok=True)
     # Only a link to a device is given to jobs in CUDA_VISIBLE_DEVICES; a GPU without a file makes
