@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Held-out loss and accuracy of a run's checkpoint or of a model folder, on one process or on many
-ranks. Text, masks and precision are those of the run; what it evaluates while it trains is the
-first monitor.eval_sequences of the same text. The run may go on meanwhile. Of a run, each result
-is also a line of RUN/evaluations.jsonl."""
+ranks. Text, masks and precision are those of the run: with --sequences as monitor.eval_sequences
+the numbers are its own. The run may go on meanwhile. Of a run, each result is also a line of
+RUN/evaluations.jsonl."""
 _EXAMPLES = """\
 examples:
   python -m pipeline evaluate runs/demo/train
