@@ -14,10 +14,15 @@ pytestmark = pytest.mark.slow
 def test_run_survives_and_ends_with_the_same_bits(
     slurm_cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
-    steps = ("train.num_steps=600", "checkpoint.every_steps=20", "monitor.eval_every_steps=300")
+    steps = ("train.num_steps=700", "checkpoint.every_steps=20", "monitor.eval_every_steps=300")
     run_locally(tmp_path / "straight", dataset, *steps)
     run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, *steps)
-    faults = ["preempted", "power of a worker node", "power of the batch node"]
+    faults = [
+        "requeued by an administrator",
+        "preempted",
+        "power of a worker node",
+        "power of the batch node",
+    ]
     if slurm_cluster.can_cut_network:
         faults.append("network of a node")
     for number, name in enumerate(faults, 1):

@@ -21,6 +21,7 @@ PROFILE: dict[str, object] = {
     "nodes": 2, "gpus_per_node": 0, "ranks_per_node": 2, "cpus_per_rank": 1,
     "time_limit": "30", "stop_before_end_s": 90, "python": sys.executable,
     "max_attempts_without_progress": 3, "hardware": {"start_s": 10},
+    "preflight": {"min_free_gb": 0.5, "min_shm_gb": 0.01},
 }  # fmt: skip
 
 
