@@ -21,6 +21,7 @@ _EXAMPLES = """\
   python -m launch submit train.yaml --cluster configs/cluster/example.yaml
   python -m launch submit train.yaml --local --ranks 2
   python -m launch submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml
+  python -m launch submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml
   python -m launch resume runs/mine train.num_steps=200_000
   python -m launch status
   python -m launch status runs/mine --watch 30
@@ -43,6 +44,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    if arguments.evaluate:
+        return run_commands.submit_evaluation(arguments)
     if not arguments.prep:
         return run_commands.submit_run(arguments)
     if arguments.local:
@@ -80,8 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     submit_ = commands.add_parser(
         "submit", help="hand a run, or a data preparation, to SLURM; or run it here"
     )
-    submit_.add_argument(
+    what = submit_.add_mutually_exclusive_group()
+    what.add_argument(
         "--prep", action="store_true", help="CONFIG is one of `data_prep`: a job array a stage"
+    )
+    what.add_argument(
+        "--evaluate", action="store_true", help="CONFIG is a run folder: its held-out losses"
     )
     cli.add_config_arguments(submit_)
     add_cluster(submit_)

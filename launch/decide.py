@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launch.records import append_history, history
+from launch.records import PRETRAIN, append_history, history
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -85,9 +85,18 @@ def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def is_done(run_dir: Path) -> bool:
-    """Whether the trainer left its mark of a complete run."""
-    return (run_dir / DONE_FILE).exists()
+def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
+    """Whether the work is complete: by the trainer's mark, or because all ranks say so.
+
+    Args:
+        kind: of the job.
+        run_dir: folder of the run.
+        codes: that the ranks left.
+        ranks: that there were.
+    """
+    if kind == PRETRAIN:
+        return (run_dir / DONE_FILE).exists()
+    return list(codes) == [EXIT_FINISHED] * ranks
 
 
 def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:

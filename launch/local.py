@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 _JOB = "local"
 
 
-def run_local(words: list[str], run_dir: Path, num_ranks: int, limits: Limits) -> int:
+def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits: Limits) -> int:
     """Runs to the end, or until an attempt cannot help.
 
     Args:
         words: module of the ranks and its arguments.
+        kind: of the job.
         run_dir: the run's folder, as the config has it.
         num_ranks: processes on this machine.
         limits: when to give up.
@@ -40,10 +41,11 @@ def run_local(words: list[str], run_dir: Path, num_ranks: int, limits: Limits) -
     while True:
         before = newest_checkpoint(run_dir)
         _run_ranks(words, run_dir, num_ranks)
+        codes = exit_codes(run_dir, _JOB)
         attempt = Attempt(
             job=job, restart=restart, nodes=(socket.gethostname(),), before=before,
-            after=newest_checkpoint(run_dir), codes=exit_codes(run_dir, _JOB), ranks=num_ranks,
-            is_done=is_done(run_dir),
+            after=newest_checkpoint(run_dir), codes=codes, ranks=num_ranks,
+            is_done=is_done(kind, run_dir, codes, num_ranks),
         )  # fmt: skip
         decision = end_attempt(attempt, limits, run_dir)
         if attempt.codes == (EXIT_PREEMPTED,) * num_ranks:

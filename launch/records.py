@@ -12,6 +12,8 @@ from pipeline.errors import DataError
 from pipeline.runtime.append import AppendedFile
 from pipeline.runtime.files import ATTEMPTS_FILE, read_json_lines, write_atomic
 
+PRETRAIN, EVALUATE = "pretrain", "evaluate"
+"""Kinds of jobs: commands of `python -m pipeline`."""
 FOLDER = "launch"
 """In a run's folder: one folder for each submission, and what follows."""
 SUBMISSION_FILE = "submission.json"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig
 from launch.environment import sbatch_resources, setup_lines, srun_words, wrapped
-from launch.records import EXCLUDED_FILE, FOLDER
+from launch.records import EXCLUDED_FILE, FOLDER, PRETRAIN
 from launch.script import REQUEUE, sbatch_lines, slurm_path
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
@@ -37,7 +37,7 @@ class Job:
     """What a script runs, and where it finds it."""
 
     kind: str
-    """`pretrain` or `evaluate`."""
+    """PRETRAIN or EVALUATE."""
     name: str
     """In the queue."""
     run_dir: str
@@ -124,7 +124,7 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
 def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
     """Looks at the nodes, for runs whose profile wants it."""
     preflight = cluster.preflight
-    if job.kind != "pretrain" or not preflight.enabled:
+    if job.kind != PRETRAIN or not preflight.enabled:
         return []
     profile = ["--cluster", job.profile] if job.profile else []
     options = [*job.words[2:], *profile]

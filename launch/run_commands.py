@@ -9,7 +9,14 @@ from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, new
 from launch.fit import check
 from launch.local import run_local
 from launch.plan import plan
-from launch.records import CLUSTER_FILE, CONFIG_FILE, submission_folder, submissions
+from launch.records import (
+    CLUSTER_FILE,
+    CONFIG_FILE,
+    EVALUATE,
+    PRETRAIN,
+    submission_folder,
+    submissions,
+)
 from launch.render import render
 from launch.site import ask_sbatch
 from launch.submit_run import (
@@ -17,18 +24,18 @@ from launch.submit_run import (
     Source,
     checkout_job,
     dry_run_text,
-    prepare,
+    prepare_evaluation,
+    prepare_training,
     submit,
     summary_text,
 )
+from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load
 from pipeline.config.run import PretrainConfig
 from pipeline.data.shards import INDEX_FILE, read_index
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.files import RESOLVED_FILE, STOP_FILE
-
-PRETRAIN = "pretrain"
 
 
 def add_render(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +53,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "dies",
     )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="processes of --local (default 1)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", help="of --evaluate: this checkpoint; default: the newest good one"
+    )
+    which.add_argument("--all", action="store_true", help="of --evaluate: every kept checkpoint")
+    parser.add_argument("--data", help="of --evaluate: other data of the same tokenizer")
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
@@ -87,14 +100,46 @@ def submit_run(arguments: argparse.Namespace) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
     cluster = cluster_of(arguments.cluster)
     if arguments.local:
-        if arguments.dry_run or arguments.ranks < 1:
-            raise ConfigError("--local runs at once: leave out --dry-run, and give --ranks N >= 1")
-        config.batches.require_split(arguments.ranks)
-        limits = Limits(cluster.max_restarts, cluster.max_attempts_without_progress)
+        config.batches.require_split(max(1, arguments.ranks))
         words = ["pipeline", PRETRAIN, arguments.config, *arguments.overrides]
-        return run_local(words, Path(config.run_dir), arguments.ranks, limits)
+        return _run_here(arguments, words, PRETRAIN, Path(config.run_dir), cluster)
     source = Source(arguments.config, tuple(arguments.overrides), arguments.cluster, os.getcwd())
     return _hand_over(_checked(config, cluster, source), dry_run=arguments.dry_run)
+
+
+def submit_evaluation(arguments: argparse.Namespace) -> int:
+    """`submit --evaluate RUN`, with `--local` or not."""
+    run_dir = Path(arguments.config).absolute()
+    config_path = run_dir / RESOLVED_FILE
+    if not config_path.is_file() or not published(run_dir / FOLDER):
+        raise ConfigError(
+            f"{run_dir} has no checkpoint to evaluate; expected the run_dir of a run that has saved"
+        )
+    config = load(PretrainConfig, config_path).config
+    options = [
+        *(["--step", arguments.step] if arguments.step else []),
+        *(["--all"] if arguments.all else []),
+        *(["--data", arguments.data] if arguments.data else []),
+        *arguments.overrides,
+    ]
+    cluster = cluster_of(arguments.cluster)
+    if arguments.local:
+        words = ["pipeline", EVALUATE, str(run_dir), *options]
+        return _run_here(arguments, words, EVALUATE, run_dir, cluster)
+    source = Source(str(config_path), tuple(arguments.overrides), arguments.cluster, os.getcwd())
+    inputs = [arguments.data or config.data.dir]
+    draft = prepare_evaluation(run_dir, options, inputs, cluster, source)
+    return _hand_over(draft, dry_run=arguments.dry_run)
+
+
+def _run_here(
+    arguments: argparse.Namespace, words: list[str], kind: str, run_dir: Path,
+    cluster: ClusterConfig,
+) -> int:  # fmt: skip
+    if arguments.dry_run or arguments.ranks < 1:
+        raise ConfigError("--local runs at once: leave out --dry-run, and give --ranks N >= 1")
+    limits = Limits(cluster.max_restarts, cluster.max_attempts_without_progress)
+    return run_local(words, kind, run_dir, arguments.ranks, limits)
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -102,9 +147,8 @@ def _render(arguments: argparse.Namespace) -> int:
     cluster = cluster_of(arguments.cluster)
     config.batches.require_split(cluster.nodes * cluster.num_ranks_per_node)
     job = checkout_job(
-        PRETRAIN, arguments.config, arguments.overrides, config.run_dir, os.getcwd(),
-        [config.data.dir], arguments.cluster,
-    )  # fmt: skip
+        config, arguments.config, arguments.overrides, os.getcwd(), arguments.cluster
+    )
     print(render(job, cluster), end="")
     return EXIT_FINISHED
 
@@ -153,7 +197,7 @@ def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> 
     problems = plan(config, cluster).problems
     if problems:
         raise ConfigError("the plan cannot work:\n" + "\n".join(f"  {line}" for line in problems))
-    return prepare(PRETRAIN, config, config.run_dir, cluster, source, [config.data.dir])
+    return prepare_training(config, cluster, source)
 
 
 def _hand_over(draft: Draft, *, dry_run: bool) -> int:
@@ -170,12 +214,11 @@ def _hand_over(draft: Draft, *, dry_run: bool) -> int:
 def _decide(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run_dir
     codes = exit_codes(run_dir, f"{arguments.job}.{arguments.restart}")
-    all_finished = codes == (EXIT_FINISHED,) * arguments.ranks
     attempt = Attempt(
         job=arguments.job, restart=arguments.restart, nodes=tuple(arguments.nodes.split()),
         before=arguments.before or None, after=newest_checkpoint(run_dir), codes=codes,
         ranks=arguments.ranks,
-        is_done=is_done(run_dir) if arguments.kind == PRETRAIN else all_finished,
+        is_done=is_done(arguments.kind, run_dir, codes, arguments.ranks),
         at_limit=bool(arguments.asked_to_stop), step_code=arguments.step_code,
     )  # fmt: skip
     limits = Limits(arguments.max_restarts, arguments.max_attempts)

@@ -19,7 +19,9 @@ from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
     CONFIG_FILE,
+    EVALUATE,
     FOLDER,
+    PRETRAIN,
     SCRIPT_FILE,
     SUBMISSION_FILE,
     next_number,
@@ -30,6 +32,7 @@ from launch.render import Job, render
 from launch.slurm import run_command
 from launch.snapshot import snapshot, start_file
 from pipeline.config.load import git_revision, resolved_text, to_yaml
+from pipeline.config.run import PretrainConfig
 from pipeline.errors import BusyError, ConfigError
 from pipeline.runtime.files import STOP_FILE, write_atomic, write_json_atomic
 
@@ -54,7 +57,7 @@ class Draft:
     """Absolute."""
     job: Job
     config: Any
-    """Resolved, of the job's kind."""
+    """Resolved, of training; None for what has none."""
     cluster: ClusterConfig
     source: Source
 
@@ -69,66 +72,77 @@ class Draft:
         return render(self.job, self.cluster)
 
 
-def prepare(
-    kind: str,
-    config: Any,
-    run_dir: str,
-    cluster: ClusterConfig,
-    source: Source,
-    inputs: Sequence[str],
-) -> Draft:
-    """Decides names and renders; changes nothing.
+def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Draft:
+    """A run's training; decides names and changes nothing.
 
     Args:
-        kind: `pretrain` or `evaluate`: the command of `python -m pipeline`.
-        config: resolved; given to that command as a file.
-        run_dir: as the config has it.
+        config: resolved.
         cluster: where it is to run.
         source: what a person asked for.
-        inputs: folders that the command reads, as the config has them.
     """
-    absolute = Path(source.work_dir) / run_dir
-    number = next_number(absolute)
-    folder = submission_folder(absolute, number)
-    start = start_file(absolute / FOLDER / CODE_FOLDER)
-    job = Job(
+    run_dir = Path(source.work_dir, config.run_dir)
+    number = next_number(run_dir)
+    file = submission_folder(run_dir, number) / CONFIG_FILE
+    words = ("pipeline", PRETRAIN, str(file))
+    job = _job(PRETRAIN, run_dir, number, words, source, [config.data.dir])
+    return Draft(number, run_dir, job, config, cluster, source)
+
+
+def prepare_evaluation(
+    run_dir: Path, options: Sequence[str], inputs: Sequence[str], cluster: ClusterConfig,
+    source: Source,
+) -> Draft:  # fmt: skip
+    """An evaluation of a run's checkpoints; decides names and changes nothing.
+
+    Args:
+        run_dir: folder of the run, absolute.
+        options: of `python -m pipeline evaluate`.
+        inputs: folders that it reads beside the run's.
+        cluster: where it is to run.
+        source: what a person asked for.
+    """
+    number = next_number(run_dir)
+    words = ("pipeline", EVALUATE, str(run_dir), *options)
+    job = _job(EVALUATE, run_dir, number, words, source, inputs)
+    return Draft(number, run_dir, job, None, cluster, source)
+
+
+def _job(
+    kind: str, run_dir: Path, number: int, words: tuple[str, ...], source: Source,
+    inputs: Sequence[str],
+) -> Job:  # fmt: skip
+    """A job that runs a copy of the code."""
+    return Job(
         kind=kind,
-        name=absolute.name or kind,
-        run_dir=str(absolute),
-        words=("pipeline", kind, str(folder / CONFIG_FILE)),
+        name=run_dir.name if kind == PRETRAIN else f"{run_dir.name}-{kind}",
+        run_dir=str(run_dir),
+        words=words,
         work_dir=source.work_dir,
-        start=(str(start),),
-        log_dir=str(absolute / "logs"),
-        mounts=_mounts(source.work_dir, run_dir, *inputs),
-        profile=str(folder / CLUSTER_FILE),
+        start=(str(start_file(run_dir / FOLDER / CODE_FOLDER)),),
+        log_dir=str(run_dir / "logs"),
+        mounts=_mounts(source.work_dir, str(run_dir), *inputs),
+        profile=str(submission_folder(run_dir, number) / CLUSTER_FILE),
     )
-    return Draft(number, absolute, job, config, cluster, source)
 
 
 def checkout_job(
-    kind: str,
-    config_path: str,
-    overrides: Sequence[str],
-    run_dir: str,
-    work_dir: str,
-    inputs: Sequence[str],
+    config: PretrainConfig, config_path: str, overrides: Sequence[str], work_dir: str,
     profile: str | None,
-) -> Job:
-    """A job that runs the checkout itself, for a script that a person hands to sbatch.
+) -> Job:  # fmt: skip
+    """Training with the checkout itself, for a script that a person hands to sbatch.
 
     Args:
-        kind: as for `prepare`.
-        config_path: given to the command.
-        overrides: given to the command.
-        run_dir: as the config has it.
+        config: resolved.
+        config_path: given to the trainer.
+        overrides: given to the trainer.
         work_dir: folder that relative paths start at; the log goes there.
-        inputs: as for `prepare`.
         profile: file of the cluster profile, for preflight.
     """
     return Job(
-        kind=kind, name=Path(run_dir).name or kind, run_dir=run_dir,
-        words=("pipeline", kind, config_path, *overrides), work_dir=work_dir, start=("-m",),
-        log_dir=work_dir, mounts=_mounts(work_dir, run_dir, *inputs), profile=profile,
+        kind=PRETRAIN, name=Path(config.run_dir).name or PRETRAIN, run_dir=config.run_dir,
+        words=("pipeline", PRETRAIN, config_path, *overrides), work_dir=work_dir, start=("-m",),
+        log_dir=work_dir, mounts=_mounts(work_dir, config.run_dir, config.data.dir),
+        profile=profile,
     )  # fmt: skip
 
 
@@ -145,7 +159,7 @@ def submit(draft: Draft) -> str:
     """
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
-    if (run_dir / STOP_FILE).exists():
+    if draft.job.kind == PRETRAIN and (run_dir / STOP_FILE).exists():
         raise ConfigError(
             f"{run_dir / STOP_FILE} is there: the run would end at once; remove it, or continue "
             f"with `python -m launch resume {run_dir}`, which does"
@@ -158,7 +172,8 @@ def submit(draft: Draft) -> str:
     try:
         (run_dir / "logs").mkdir(exist_ok=True)
         snapshot(run_dir / FOLDER / CODE_FOLDER)
-        write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
+        if draft.config is not None:
+            write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
         # With several clusters: id;cluster.

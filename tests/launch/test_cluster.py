@@ -13,6 +13,7 @@ from launch.render import render
 from launch.render_prep import StagePlan, render_prep
 from launch.submit_run import checkout_job
 from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +112,8 @@ def _set_by(script: str) -> set[str]:
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_profiles_render_and_no_option_of_theirs_can_be_given_again(path: Path) -> None:
     cluster = load(ClusterConfig, path).config
-    run = _set_by(render(checkout_job("pretrain", "c", [], "run", "/work", [], None), cluster))
+    config = load(PretrainConfig, ROOT / "configs/demo.yaml").config
+    run = _set_by(render(checkout_job(config, "c", [], "/work", None), cluster))
     # Fields that choose nodes may be given in their own words: sbatch takes some of them twice.
     assert run - set(sbatch_resources(cluster)) <= SET_OPTIONS
     [stage] = render_prep(

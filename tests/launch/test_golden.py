@@ -13,6 +13,7 @@ from launch.render import render
 from launch.render_prep import StagePlan, render_prep
 from launch.submit_run import checkout_job
 from pipeline.config.load import load
+from pipeline.config.run import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -21,14 +22,11 @@ PROFILES = sorted(path.stem for path in (ROOT / "configs/cluster").glob("*.yaml"
 
 def _scripts(profile: str) -> dict[str, str]:
     cluster = load(ClusterConfig, ROOT / f"configs/cluster/{profile}.yaml").config
+    config = load(
+        PretrainConfig, ROOT / "configs/demo.yaml", ["run_dir=runs/mine", "data.dir=data/mine"]
+    ).config
     job = checkout_job(
-        "pretrain",
-        "train.yaml",
-        ["train.lr=3e-4"],
-        "runs/mine",
-        "/shared/me",
-        ["data/mine"],
-        f"configs/cluster/{profile}.yaml",
+        config, "train.yaml", ["train.lr=3e-4"], "/shared/me", f"configs/cluster/{profile}.yaml"
     )
     [stage] = render_prep(
         [StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)], cluster,

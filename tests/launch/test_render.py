@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> str:
     config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
     profile = ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster})  # type: ignore[arg-type]
-    job = checkout_job(
-        "pretrain", "configs/demo.yaml", overrides, config.run_dir, work_dir, [], None
-    )
+    job = checkout_job(config, "configs/demo.yaml", overrides, work_dir, None)
     return render(job, profile)
 
 

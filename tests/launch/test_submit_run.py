@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from launch.cluster import ClusterConfig
-from pipeline.config.load import load
+from pipeline.config.load import load, resolved_text
 from pipeline.config.run import PretrainConfig
 from pipeline.data.shards import DatasetIndex
+from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
 
 ROOT = Path(__file__).parents[2]
@@ -154,8 +155,6 @@ def test_resume_needs_a_submission_or_a_cluster(place: Place) -> None:
     place.run_dir.mkdir(parents=True)
     assert "has no job that was submitted" in place.launch("resume", "runs/mine", code=2)
     config = load(PretrainConfig, place.folder / "train.yaml").config
-    from pipeline.config.load import resolved_text
-
     (place.run_dir / "resolved.yaml").write_text(resolved_text(config))
     assert "--cluster" in place.launch("resume", "runs/mine", code=2)
     place.launch("resume", "runs/mine", "--cluster", "c.yaml")
@@ -167,3 +166,25 @@ def test_resume_of_a_folder_that_was_moved_is_refused(place: Place) -> None:
     moved = place.run_dir.rename(place.folder / "elsewhere")
     assert "the folder was moved" in place.launch("resume", str(moved), code=2)
     assert len(place.slurm.calls) == 1
+
+
+def test_evaluation_of_a_run_is_a_job_of_its_own(place: Place) -> None:
+    evaluate = ["submit", "--evaluate", "runs/mine", "--cluster", "c.yaml"]
+    assert "has no checkpoint to evaluate" in place.launch(*evaluate, code=2)
+    place.submit()
+    config = load(PretrainConfig, place.run_dir / "launch" / "0001" / "config.yaml").config
+    (place.run_dir / "resolved.yaml").write_text(resolved_text(config))
+    make_checkpoint(place.run_dir, 20)
+    # The training job is in the queue, which is no reason to wait.
+    (place.slurm.folder / "queue").write_text("101\n")
+    place.launch(*evaluate, "--all", "data.mask_prob=0.2")
+    script = place.slurm.calls[-1][1]
+    assert f"pipeline evaluate {place.run_dir} --all data.mask_prob=0.2" in script
+    assert "--kind evaluate" in script
+    assert "preflight" not in script
+    assert not (place.run_dir / "launch" / "0002" / "config.yaml").exists()
+    assert place.record(2)["kind"] == "evaluate"
+    # What is resumed is the training.
+    (place.slurm.folder / "queue").write_text("")
+    place.launch("resume", "runs/mine")
+    assert "pipeline pretrain" in place.slurm.calls[-1][1]
