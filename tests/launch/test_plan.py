@@ -76,7 +76,7 @@ def test_zero_stages_divide_the_state(tmp_path: Path) -> None:
     state = {}
     for stage in (0, 1, 3):
         found, text = _plan(
-            f"train.zero_stage={stage}", "train.optimizer=adamw", run_dir=tmp_path / "run",
+            f"train.zero_stage={stage}", "train.optimizer=adamw", "train.lamb_bias_correction=true", run_dir=tmp_path / "run",
             hardware=HardwareConfig(tflops=100, memory_gib=4),
         )  # fmt: skip
         state[stage] = found.state_bytes
