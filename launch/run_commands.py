@@ -161,11 +161,8 @@ def _resume(arguments: argparse.Namespace) -> int:
         config_path, work_dir = folder / CONFIG_FILE, earlier[-1].work_dir
         cluster_path = arguments.cluster or str(folder / CLUSTER_FILE)
     else:
-        config_path, work_dir, cluster_path = (
-            run_dir / RESOLVED_FILE,
-            os.getcwd(),
-            arguments.cluster,
-        )
+        config_path, work_dir = run_dir / RESOLVED_FILE, os.getcwd()
+        cluster_path = arguments.cluster
         if not config_path.is_file() or cluster_path is None:
             raise ConfigError(
                 f"{run_dir} has no job that was submitted; submit its config, or, if the run was "
@@ -178,11 +175,10 @@ def _resume(arguments: argparse.Namespace) -> int:
             "the folder was moved; submit its config from where it is now"
         )
     source = Source(str(config_path), tuple(arguments.overrides), cluster_path, work_dir)
-    draft = _checked(config, cluster_of(cluster_path), source)
-    if not arguments.dry_run and (run_dir / STOP_FILE).exists():
-        (run_dir / STOP_FILE).unlink()
-        print(f"removed {run_dir / STOP_FILE}")
-    return _hand_over(draft, dry_run=arguments.dry_run)
+    cluster = cluster_of(cluster_path)
+    os.chdir(work_dir)  # where relative paths of the config start
+    draft = _checked(config, cluster, source)
+    return _hand_over(draft, dry_run=arguments.dry_run, stop_file=run_dir / STOP_FILE)
 
 
 def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Draft:
@@ -200,12 +196,16 @@ def _checked(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> 
     return prepare_training(config, cluster, source)
 
 
-def _hand_over(draft: Draft, *, dry_run: bool) -> int:
+def _hand_over(draft: Draft, *, dry_run: bool, stop_file: Path | None = None) -> int:
+    """The last checks, then sbatch; a STOP file that must not stop this job is removed before."""
     said = check(draft.cluster, draft.job.kind, work_dir=draft.job.work_dir, optional=dry_run)
     if dry_run:
         print(f"# {said}\n{dry_run_text(draft)}", end="")
         return EXIT_FINISHED
     print(f"{said}; {ask_sbatch(draft.script)}")
+    if stop_file and stop_file.exists():
+        stop_file.unlink()
+        print(f"removed {stop_file}")
     for line in summary_text(draft, submit(draft)):
         print(line)
     return EXIT_FINISHED
