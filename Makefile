@@ -22,7 +22,7 @@ check: $(STAMP) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check ## check, then all tests (gloo, no GPU, no network), on up to 4 cores
+test: check ## check, then all tests but the slow ones (gloo, no GPU, no network), on up to 4 cores
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not slow"
 
 test-slow: $(STAMP) ## training through lost nodes, preemption and time limits on a SLURM cluster

@@ -63,6 +63,7 @@ def test_signal_in_the_start_of_one_rank_ends_all(
     assert (tmp_path / "run/exit/local/rank-00001").read_text() == f"{EXIT_PREEMPTED}\n"
 
 
+@pytest.mark.slow
 def test_signals_until_the_end_do_no_harm(dataset: DatasetIndex, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ranks = Ranks(run_dir, dataset, *_QUIET)

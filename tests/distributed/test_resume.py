@@ -69,7 +69,7 @@ def test_tensorboard_has_every_curve(straight_run: Path) -> None:
     assert points == pytest.approx(losses(straight_run), rel=1e-6)
 
 
-@pytest.mark.parametrize("killed_rank", [0, 1])
+@pytest.mark.parametrize("killed_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_run_continues_bit_for_bit(
     dataset: DatasetIndex, straight_run: Path, tmp_path: Path, killed_rank: int
 ) -> None:
@@ -95,7 +95,10 @@ def test_killed_run_continues_bit_for_bit(
     _same_state(run_dir, straight_run)
 
 
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR1, None), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [pytest.param(signal.SIGUSR1, None, marks=pytest.mark.slow), (signal.SIGTERM, 1)],
+)
 def test_stopped_run_saves_and_continues_bit_for_bit(
     dataset: DatasetIndex, straight_run: Path, tmp_path: Path, number: signal.Signals,
     rank: int | None,
@@ -204,7 +207,9 @@ def test_run_that_does_not_fit_its_checkpoint_is_refused(
     assert _checkpoints(run_dir) == before
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "stage"), [pytest.param(1, 3, marks=pytest.mark.slow), (4, 2)]
+)
 def test_other_number_of_ranks_and_stage_continue(
     dataset: DatasetIndex, straight_run: Path, tmp_path: Path, world_size: int, stage: int
 ) -> None:

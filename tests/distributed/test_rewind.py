@@ -131,6 +131,7 @@ def test_killed_before_it_goes_back(
     _require_equal(newest_state(run_dir), newest_state(spiking))
 
 
+@pytest.mark.slow
 def test_a_loss_that_always_jumps_ends_the_run(
     dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def test_nothing_changes_to_the_bit(folder: Path, case: Case) -> None:
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
     [case] = [case for case in switches_main.SWITCHED if case.switch == "compiled"]
     found, expected = _results(folder, case), _results(folder, case.without)
@@ -58,6 +59,7 @@ def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
     assert state.keys() == reference.keys(), "names have changed"
 
 
+@pytest.mark.slow
 def test_a_layer_is_compiled_once_for_all_layers_steps_and_numbers_of_sequences(
     folder: Path,
 ) -> None:
