@@ -230,3 +230,15 @@ def _exit_code(value: str) -> str:
     if not value.isdigit():
         return value
     return f"{int(value) >> 8}:{int(value) & 0x7F}"
+
+
+def still_queued(jobs: Sequence[str]) -> list[str]:
+    """Those of some jobs or arrays that are waiting or running.
+
+    Raises:
+        SlurmError: SLURM is not there or does not answer.
+    """
+    if not jobs:
+        return []
+    there = run_command(["squeue", "--me", "--noheader", "--format=%F"]).split()
+    return [job for job in jobs if job in there]

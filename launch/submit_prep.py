@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -194,11 +195,7 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
 
 def _refuse_twice(draft: PrepDraft) -> None:
     """Two chains at once would redo each other's tasks under each other's feet."""
-    earlier = _all(prep_jobs(draft.output_dir) or {})
-    if not earlier:
-        return
-    there = run_command(["squeue", "--me", "--noheader", "--format=%F"]).split()
-    left = [job for job in earlier if job in there]
+    left = still_queued(_all(prep_jobs(draft.output_dir) or {}))
     if left:
         raise BusyError(
             f"jobs of an earlier submission are still in the queue: {' '.join(left)}; wait for "

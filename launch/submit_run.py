@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -194,11 +195,7 @@ def refuse_twice(run_dir: Path, kind: str) -> None:
     Raises:
         BusyError: one is in the queue.
     """
-    earlier = [one.job for one in submissions(run_dir) if one.kind == kind]
-    if not earlier:
-        return
-    there = run_command(["squeue", "--me", "--noheader", "--format=%A"]).split()
-    left = [job for job in earlier if job in there]
+    left = still_queued([one.job for one in submissions(run_dir) if one.kind == kind])
     if left:
         raise BusyError(
             f"job {left[-1]} of {run_dir} is in the queue: look at it with `python -m launch "

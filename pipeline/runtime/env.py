@@ -56,7 +56,7 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
             f"process-group variables not set: {', '.join(missing)}. On one machine start with "
             "`torchrun --standalone --nproc-per-node N -m pipeline pretrain CONFIG`; for a single "
             "process set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500; "
-            "under SLURM use the script of `python -m launch render CONFIG`"
+            "under SLURM use `python -m launch submit CONFIG`"
         )
     numbers = {name: environ[name] for name in _GROUP_VARIABLES if name != "MASTER_ADDR"}
     for name, text in numbers.items():
