@@ -73,7 +73,7 @@ def rules(project: Path, target: Target, torch: str | None) -> Rules:
         raise DataError(f"PYTHON={target.python}: expected {metadata['requires-python']}")
     roots = _parsed([*metadata["dependencies"], *content["build-system"]["requires"], "pip"])
     lines = (project / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = {
+    pins: dict[str, str] = {
         canonicalize_name(line.name): str(line.specifier).removeprefix("==")
         for line in _parsed(text for text in lines if text and not text.startswith("#"))
         if _holds(line, target)
