@@ -19,7 +19,9 @@ _SOURCE_ONLY = ("deepspeed",)
 """Published without wheels. One is built here, once."""
 _BUILD = {
     "DS_BUILD_OPS": "0",  # DeepSpeed: no CUDA code; what a machine needs is compiled there
-    "SOURCE_DATE_EPOCH": "1600000000",  # the same bytes every time
+    # The same bytes every time; DeepSpeed lists its extras in the order of a set.
+    "SOURCE_DATE_EPOCH": "1600000000",
+    "PYTHONHASHSEED": "0",
 }
 
 
