@@ -15,6 +15,7 @@ from pathlib import Path
 
 # pip is the one package that is there before anything is installed; its version is pinned.
 from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.specifiers import SpecifierSet
 from pip._vendor.packaging.utils import canonicalize_name, parse_wheel_filename
 
 from launch.offline.manifest import Target
@@ -121,9 +122,9 @@ def needs(known: Rules, wheels: Iterable[Path]) -> Needs:
     """
     there = {parse_wheel_filename(path.name)[:2]: path for path in wheels}
     result = Needs()
-    start = Requirement(f"{known.project}[{','.join(_EXTRAS)}]")
-    waiting = [("the project", need) for need in (*known.roots, start)]
+    waiting = [("the project", Requirement(f"{known.project}[{','.join(_EXTRAS)}]"))]
     seen = set()
+    unpinned: dict[str, SpecifierSet] = {}
     while waiting:
         asker, need = waiting.pop()
         name = canonicalize_name(need.name)
@@ -131,13 +132,10 @@ def needs(known: Rules, wheels: Iterable[Path]) -> Needs:
             continue
         seen.add((asker, str(need)))
         if name == known.project:
-            waiting += [
-                ("the project", inner)
-                for extra in sorted(need.extras)
-                for inner in known.extras[extra]
-            ]
+            own = [*known.roots, *(n for extra in need.extras for n in known.extras[extra])]
+            waiting += [("the project", inner) for inner in own if _holds(inner, known.target)]
             continue
-        wanted = _wanted(known, asker, need)
+        wanted = _wanted(known, asker, need, unpinned)
         path = next(
             (path for (other, version), path in there.items()
              if other == name and wanted.specifier.contains(version, prereleases=True)),
@@ -155,13 +153,17 @@ def needs(known: Rules, wheels: Iterable[Path]) -> Needs:
     return result
 
 
-def _wanted(known: Rules, asker: str, need: Requirement) -> Requirement:
-    """The exact version of a package that is asked for."""
+def _wanted(
+    known: Rules, asker: str, need: Requirement, unpinned: dict[str, SpecifierSet]
+) -> Requirement:
+    """The version of a package that is asked for; `unpinned` gathers what all said of the rest."""
     pin = known.pins.get(canonicalize_name(need.name))
     if pin is None:
-        # torch names exact versions of its own CUDA packages, which name exact versions in turn.
+        # torch names versions of its own CUDA packages, which name each other without one.
         if known.torch is not None and _is_of_torch(asker):
-            return Requirement(f"{need.name}{need.specifier}")
+            name = canonicalize_name(need.name)
+            unpinned[name] = unpinned.get(name, SpecifierSet()) & need.specifier
+            return Requirement(f"{name}{unpinned[name]}")
         raise DataError(
             f"{asker} needs {need}, and constraints.txt has no version of {need.name} for Python "
             f"{known.target.python}; add a line {need.name}==VERSION"
