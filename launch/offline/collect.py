@@ -46,9 +46,9 @@ def collect(known: Rules, project: Path, folder: Path) -> Needs:
         for need in built:
             _build(need, project, folder, pip)
         after = needs(known, folder.glob("*.whl"))
-        still = sorted(need for name, need in state.missing.items() if after.missing.get(name))
+        still = sorted(set(state.missing.values()) & set(after.missing.values()))
         if still:
-            raise DataError(f"{', '.join(still)}: pip fetched another version than was asked for")
+            raise DataError(f"{', '.join(still)}: pip fetched no such wheel, though it said so")
     for path in folder.glob("*.whl"):
         if path not in state.found.values():
             path.unlink()
