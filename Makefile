@@ -6,16 +6,23 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
 
-setup: $(STAMP) ## make .venv and install, with the versions in constraints.txt
+setup: $(STAMP) ## make .venv and install, with the versions in constraints.txt; OFFLINE=1 from wheelhouse/
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info < (3, 13); \
 	  sys.exit(None if ok else f"Python {sys.version.split()[0]} found, 3.10 to 3.12 needed: make setup PYTHON=python3.11")'
+ifdef OFFLINE
+	$(PYTHON) -m launch.offline install
+else
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+endif
 	touch $@
+
+wheelhouse: ## fetch what setup OFFLINE=1 installs, without torch; PYTHON=3.12 for another one, TORCH=2.13.0 with torch
+	python3 -m launch.offline collect --python '$(PYTHON)' $(if $(TORCH),--torch '$(TORCH)')
 
 check: $(STAMP) ## formatting, lint and types
 	$(BIN)/ruff format --check .
@@ -41,4 +48,4 @@ image: ## container image with everything installed
 clean: ## remove .venv, runs and caches
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup check test test-slow fmt demo image clean
+.PHONY: help setup wheelhouse check test test-slow fmt demo image clean

@@ -66,6 +66,7 @@ DOORS = {
     "rjieba": {"data_prep.words"},
     "opencc": {"data_prep.clean.simplified"},
     "psutil": {"launch.demo"},
+    "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
 }
 
