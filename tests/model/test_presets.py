@@ -1,6 +1,7 @@
 """The named architectures: published sizes, packing, alpha, initialisation."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_every_published_size_is_there() -> None:
     }  # fmt: skip
     expected = {f"{family}-{size}" for family, names in sizes.items() for size in names.split()}
     assert set(PRESETS) == expected
+
+
+@pytest.mark.parametrize("size", ["base", "large", "small"])
+def test_realformer_v2_is_roformer_v2_but_for_its_carry_and_start(size: str) -> None:
+    ours, theirs = (
+        asdict(config(f"{family}-{size}")) for family in ("realformer_v2", "roformer_v2")
+    )
+    assert {name: value for name, value in ours.items() if value != theirs[name]} == {
+        "score_residual": "mean", "residual": "deepnorm", "init": "deepnorm",
+    }  # fmt: skip
 
 
 # Published, in millions: RoFormerV2 at vocabulary 12,000, RealFormer (google-research
