@@ -103,7 +103,7 @@ def _grads(model: MaskedLanguageModel, x: Tensor, direction: Tensor) -> list[Ten
 def test_packed_padded_and_rows_are_one_model(family: str) -> None:
     extra = {
         "mean": ["score_residual=mean"], "entropy": ["attention_scale=entropy_invariant"],
-        "pre": ["norm_placement=pre"],
+        "pre": ["norm_placement=pre", "residual=plain"],
     }.get(family, [])  # fmt: skip
     preset = "realformer_v2-small" if extra else f"{family}-base"
     torch.manual_seed(0)
@@ -133,18 +133,18 @@ def test_packed_padded_and_rows_are_one_model(family: str) -> None:
             torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("extra", ["norm_placement=post", "norm_placement=pre", "norm_eps=0.1",
-                                   "residual=deepnorm", "residual=rezero"])  # fmt: skip
+@pytest.mark.parametrize("extra", ["norm_placement=post", "norm_placement=pre residual=plain",
+                                   "norm_eps=0.1", "residual=deepnorm", "residual=rezero"])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alpha_zero_makes_every_block_the_identity(family: str, extra: str) -> None:
     torch.manual_seed(0)
-    model = MaskedLanguageModel(config(f"{family}-base", *SMALL, extra)).bfloat16()
+    model = MaskedLanguageModel(config(f"{family}-base", *SMALL, *extra.split())).bfloat16()
     ids, layout = torch.randint(60, (2, 9)), padded(torch.tensor([9, 6]), 9)
     trace = Trace()
     model.encoder(ids, layout, alpha=torch.zeros(()), trace=trace)
     embedded, *after = trace.hidden
     assert len(after) == 3
-    if extra == "norm_placement=pre":
+    if "norm_placement=pre" in extra:
         after[-1] = embedded  # the final norm stands behind the last block
     assert all(torch.equal(hidden, embedded) for hidden in after)
 
