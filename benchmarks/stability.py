@@ -3,7 +3,7 @@
     python -m benchmarks.stability OUT [--only '24x48 alpha*'] [--seeds 3] [--jobs 2]
         [--dataset DATASET] [--table benchmarks/results/stability.md]
 
-Example, all of the published table, an hour on two quiet cores:
+Example, all of the published table, 144 trials and 2.4 CPU hours:
 
     python -m benchmarks.stability runs/stability --table benchmarks/results/stability.md
 
