@@ -3,7 +3,7 @@
     python -m benchmarks.stability OUT [--only '24x48 alpha*'] [--seeds 3] [--jobs 2]
         [--dataset DATASET] [--table benchmarks/results/stability.md]
 
-Example, all of the published table, an hour on two quiet cores:
+Example, all of the published table, 144 trials and 2.4 CPU hours:
 
     python -m benchmarks.stability runs/stability --table benchmarks/results/stability.md
 
@@ -68,13 +68,15 @@ def methods(size: Size) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         f"alpha {percent}%": ({}, {"alpha_warmup_steps": size.steps * percent // 100})
         for percent in (25, 50, 75)
     }
+    deepnorm = {"residual": "deepnorm", "init": "deepnorm"}
     return {
         "plain": ({}, {}),
         **warm_ups,
-        "deepnorm": ({"residual": "deepnorm", "init": "deepnorm"}, {}),
+        "deepnorm": (deepnorm, {}),
         "rezero": ({"residual": "rezero"}, {}),
         "rsqrt_depth": ({"init": "rsqrt_depth"}, {}),
         "rsqrt_depth, alpha 50%": ({"init": "rsqrt_depth"}, warm_ups["alpha 50%"][1]),
+        "deepnorm, alpha 50%": (deepnorm, warm_ups["alpha 50%"][1]),
         "pre": ({"norm_placement": "pre"}, {}),
     }
 
@@ -128,7 +130,7 @@ def arms() -> Iterator[tuple[Arm, int]]:
     for method in ("rsqrt_depth", "alpha 50%", "deepnorm"):
         for carry in CARRIES:
             yield Arm(Size(24, 48, 3 * _STEPS), method, carry), 1
-    for layers in (12, 4):
+    for layers in (12, 6, 4):
         size = Size(layers, 48, _STEPS)
         for method in ("rsqrt_depth", "deepnorm"):
             for carry in CARRIES:

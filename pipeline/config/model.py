@@ -88,6 +88,13 @@ class ModelConfig:
                 "times an even head size (rotary positions turn pairs of coordinates); "
                 "change one of the two"
             )
+        if self.residual == "deepnorm" and self.norm_placement == "pre":
+            raise ConfigError(
+                "model.residual=deepnorm must stand with model.norm_placement=post: without a norm "
+                f"behind it, x would grow by {(2 * self.num_layers) ** 0.25:.2f} in each of "
+                f"{2 * self.num_layers} sub-layers; set model.residual=plain, and another "
+                "model.init than deepnorm"
+            )
         if self.position_offset >= self.max_positions:
             raise ConfigError(
                 f"model.position_offset={self.position_offset} must be below model.max_positions="

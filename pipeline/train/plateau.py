@@ -16,6 +16,8 @@ _NEAR = 0.05
 _LEAST_INTERVALS = 20
 _SHARE_OF_RUN = 0.02
 _REPORT_FILE = "report.json"
+# (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
+_SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,7 @@ class PlateauDoctor:
                 f"- learning rate: {last.lr:.2e} now, peak train.lr={train.lr:g}, warm-up "
                 f"{train.warmup_steps:,} steps; a Post-LN encoder that got too much too soon may "
                 "stay here: halve train.lr or double train.warmup_steps, and start afresh",
-                f"- alpha: {last.alpha:.3f}, "
-                + (
-                    f"from 0 to 1 in {train.alpha_warmup_steps:,} steps"
-                    if train.alpha_warmup_steps
-                    else "1 from the start (train.alpha_warmup_steps=0)"
-                )
-                + "; a deeper model may need it slower: lengthen train.alpha_warmup_steps",
-                *self._start(),
+                *self._start(last.alpha),
                 f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
                 "a noisy gradient: raise train.global_batch",
                 f"- gradient norm {last.grad_norm:.3g}, by layer: {_by_layer(last.layers)}; "
@@ -92,17 +87,25 @@ class PlateauDoctor:
             ]
         )
 
-    def _start(self) -> list[str]:
-        """The initialisation, where it is one that deep models fail with."""
-        model = self._config.model
-        if model.init != "unit" or model.residual != "plain":
-            return []
-        return [
-            f"- initialisation: model.init=unit with {model.num_layers} layers and "
-            f"model.score_residual={model.score_residual}; sub-layers then add as much as there "
-            "is, and deep models make all tokens alike, with carried scores even through an alpha "
-            "warm-up: set model.init=rsqrt_depth, and start afresh",
-        ]
+    def _start(self, alpha: float) -> list[str]:
+        """Alpha, and the initialisation where it is one that deep models fail with."""
+        model, steps = self._config.model, self._config.train.alpha_warmup_steps
+        pace = f"from 0 to 1 in {steps:,} steps" if steps else "1 from the start"
+        advice = (
+            f"model.init={model.init} with model.residual={model.residual} needs no warm-up"
+            if (model.init, model.residual) in _SMALL_STARTS
+            else "a deeper model may need it slower: lengthen train.alpha_warmup_steps"
+        )
+        told = [f"- alpha: {alpha:.3f}, {pace} (train.alpha_warmup_steps={steps}); {advice}"]
+        if model.init == "unit" and model.residual == "plain":
+            told.append(
+                f"- initialisation: model.init=unit with {model.num_layers} layers and "
+                f"model.score_residual={model.score_residual}; sub-layers then add as much as "
+                "there is, and deep models make all tokens alike, with carried scores even through "
+                "an alpha warm-up: set model.init=deepnorm and model.residual=deepnorm, or "
+                "model.init=rsqrt_depth, and start afresh"
+            )
+        return told
 
 
 def _by_layer(layers: dict[str, GroupNorms]) -> str:

@@ -74,6 +74,10 @@ def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
         ("train.num_steps=0", r"out of range: expected >= 1"),
         ("model.score_residual=summ", r"expected one of none, sum, mean; did you mean 'sum'"),
         ("model.num_heads=7", r"model\.hidden_size=384 must be a multiple of model\.num_heads=7"),
+        (
+            "model={residual: deepnorm, norm_placement: pre}",
+            r"x would grow by 1\.86 in each of 12 sub-layers; set model\.residual=plain",
+        ),
         ("train.warmup_steps=1000", r"train\.warmup_steps=1000 must be below"),
         ("train.zero_stage=4", r"train\.zero_stage"),
         ("train.alpha_warmup_steps=1000", r"never saw alpha = 1"),

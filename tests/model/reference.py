@@ -31,7 +31,8 @@ def logits(weights, config, ids, documents, positions, masked_index, alpha=1.0):
             hidden[row, here] = _document(w, config, ids[row, here], positions[row, here], alpha)
     x = hidden.reshape(-1, config.hidden_size)[masked_index]
     if config.mlm_head == "bert":
-        x = _norm(w, "head_norm", config, _activate(_linear(w, "head_dense", x), config))
+        activation = "gelu" if config.activation == "swiglu" else config.activation
+        x = _norm(w, "head_norm", config, _activate(_linear(w, "head_dense", x), activation))
     elif "head_dense.weight" in w:
         x = _linear(w, "head_dense", x)
     return x @ w["encoder.token_embedding.weight"].T + w.get("head_bias", 0.0)
@@ -54,7 +55,7 @@ def _document(w, config, ids, positions, alpha):
             if part == "attention":
                 update = _attention(w, name, config, y, positions, carry, number)
             else:
-                inner = _activate(_linear(w, f"{name}.inner", y), config)
+                inner = _activate(_linear(w, f"{name}.inner", y), config.activation)
                 update = _linear(w, f"{name}.output", inner)
             update = alpha * update * w.get(f"{name}_residual.gain", 1.0)
             keep = (2 * config.num_layers) ** 0.25 if config.residual == "deepnorm" else 1.0
@@ -90,13 +91,13 @@ def _linear(w, name, x):
     return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
 
-def _activate(x, config):
-    if config.activation == "swiglu":
+def _activate(x, activation):
+    if activation == "swiglu":
         gate, value = np.split(x, 2, axis=-1)
         return gate / (1.0 + np.exp(-gate)) * value
-    if config.activation == "relu":
+    if activation == "relu":
         return np.maximum(x, 0.0)
-    if config.activation == "gelu":
+    if activation == "gelu":
         return x * (1.0 + _erf(x / np.sqrt(2.0))) / 2.0
     return x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3))) / 2.0
 

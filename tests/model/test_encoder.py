@@ -49,6 +49,7 @@ SWITCHES = {
     "running mean": {"score_residual": "mean"},
     "entropy-invariant": {"attention_scale": "entropy_invariant", "score_residual": "sum"},
     "deepnorm": {"residual": "deepnorm"},
+    "deepnorm, running mean": {"residual": "deepnorm", "score_residual": "mean"},
     "rezero": {"residual": "rezero"},
     "swiglu": {"activation": "swiglu"},
     "gains": {"norm_affine": True},

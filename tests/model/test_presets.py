@@ -1,6 +1,7 @@
 """The named architectures: published sizes, packing, alpha, initialisation."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_every_published_size_is_there() -> None:
     }  # fmt: skip
     expected = {f"{family}-{size}" for family, names in sizes.items() for size in names.split()}
     assert set(PRESETS) == expected
+
+
+@pytest.mark.parametrize("size", ["base", "large", "small"])
+def test_realformer_v2_is_roformer_v2_but_for_its_carry_and_start(size: str) -> None:
+    ours, theirs = (
+        asdict(config(f"{family}-{size}")) for family in ("realformer_v2", "roformer_v2")
+    )
+    assert {name: value for name, value in ours.items() if value != theirs[name]} == {
+        "score_residual": "mean", "residual": "deepnorm", "init": "deepnorm",
+    }  # fmt: skip
 
 
 # Published, in millions: RoFormerV2 at vocabulary 12,000, RealFormer (google-research
@@ -92,7 +103,7 @@ def _grads(model: MaskedLanguageModel, x: Tensor, direction: Tensor) -> list[Ten
 def test_packed_padded_and_rows_are_one_model(family: str) -> None:
     extra = {
         "mean": ["score_residual=mean"], "entropy": ["attention_scale=entropy_invariant"],
-        "pre": ["norm_placement=pre"],
+        "pre": ["norm_placement=pre", "residual=plain"],
     }.get(family, [])  # fmt: skip
     preset = "realformer_v2-small" if extra else f"{family}-base"
     torch.manual_seed(0)
@@ -122,18 +133,21 @@ def test_packed_padded_and_rows_are_one_model(family: str) -> None:
             torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("extra", ["norm_placement=post", "norm_placement=pre", "norm_eps=0.1",
-                                   "residual=deepnorm", "residual=rezero"])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    ["norm_placement=post", "norm_placement=pre residual=plain", "norm_eps=0.1",
+     "residual=deepnorm", "residual=rezero"],
+)  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alpha_zero_makes_every_block_the_identity(family: str, extra: str) -> None:
     torch.manual_seed(0)
-    model = MaskedLanguageModel(config(f"{family}-base", *SMALL, extra)).bfloat16()
+    model = MaskedLanguageModel(config(f"{family}-base", *SMALL, *extra.split())).bfloat16()
     ids, layout = torch.randint(60, (2, 9)), padded(torch.tensor([9, 6]), 9)
     trace = Trace()
     model.encoder(ids, layout, alpha=torch.zeros(()), trace=trace)
     embedded, *after = trace.hidden
     assert len(after) == 3
-    if extra == "norm_placement=pre":
+    if "norm_placement=pre" in extra:
         after[-1] = embedded  # the final norm stands behind the last block
     assert all(torch.equal(hidden, embedded) for hidden in after)
 

@@ -63,7 +63,8 @@ def test_the_text_names_causes_with_numbers(dataset: DatasetIndex, tmp_path: Pat
     for part in (
         "unigram entropy (6.000 nats) from step 210 to 410; it is 6.100",
         "6.50e-04 now, peak train.lr=0.0007, warm-up 50 steps",
-        "alpha: 1.000, from 0 to 1 in 200 steps",
+        "alpha: 1.000, from 0 to 1 in 200 steps (train.alpha_warmup_steps=200); "
+        "model.init=rsqrt_depth with model.residual=plain needs no warm-up",
         "batch: 4,096 tokens a step",
         "gradient norm 0.51, by layer: embeddings 0.5, layer_00 1e-05",
         "of the documents were dropped by stage dedup; near duplicates were not looked for",
@@ -77,6 +78,13 @@ def test_the_initialisation_is_named_where_it_may_be_the_cause(tmp_path: Path) -
     losses = dict.fromkeys(range(10, 420, 10), 6.1)
     text = _told(_doctor(str(tmp_path), init="unit", score_residual="sum"), losses)[410]
     assert "model.init=unit with 6 layers and model.score_residual=sum" in text
-    assert "set model.init=rsqrt_depth" in text
-    for other in ({}, {"init": "unit", "residual": "rezero"}):
-        assert "model.init" not in _told(_doctor(str(tmp_path), **other), losses)[410]
+    assert "set model.init=deepnorm and model.residual=deepnorm, or model.init=rsqrt_depth" in text
+    assert "lengthen train.alpha_warmup_steps" in text
+    for init, residual, advice in (
+        ("rsqrt_depth", "plain", "needs no warm-up"), ("deepnorm", "deepnorm", "needs no warm-up"),
+        ("unit", "rezero", "needs no warm-up"), ("unit", "deepnorm", "lengthen"),
+        ("bert", "plain", "lengthen"),
+    ):  # fmt: skip
+        text = _told(_doctor(str(tmp_path), init=init, residual=residual), losses)[410]
+        assert "initialisation:" not in text
+        assert advice in text
