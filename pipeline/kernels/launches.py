@@ -149,12 +149,12 @@ def _launch(
         "log2_temperature": numbers.temperature * _LOG2_E,
         "threshold": round(numbers.dropout * _RANDOM_VALUES),
         "keep_scale": 1.0 / (1.0 - numbers.dropout),
-        "H": _shape(tensors, "q")[-1],
     }
     for name in ("q", "k", "v"):
         tensor = tensors[name]
         assert tensor is not None
         known |= {f"{name}_token": tensor.stride(0), f"{name}_head": tensor.stride(1)}
+    constants = {**constants, "H": _shape(tensors, "q")[-1]}
     arguments = {name: known[name] for name in kernel.arg_names if name not in constants}
     return Launch(kernel, programs, arguments, constants, warps, stages)
 
