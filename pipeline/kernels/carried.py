@@ -11,30 +11,16 @@ Letters: T tokens end to end, N heads, H head size, W slots of a row of scores; 
 `carried_kernels`, which is loaded when something is computed, and Triton with it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from pipeline.kernels.windows import HEAD_SIZES, WINDOW_LIMIT, Windows, padded_width
 
-HEAD_SIZES = (32, 64, 128)
-WINDOW_LIMIT = 128
-"""Longest window that is one tile."""
 _LABEL = torch.bfloat16
 _STORED = torch.float16
-
-
-class Windows(NamedTuple):
-    """Which tokens see which: each an interval of its window."""
-
-    spans: Tensor
-    """(T, 4) int32: keys that a token sees, from and up to, and queries that see it, from and up
-    to. Both are inside its window; equal numbers are none."""
-    bounds: Tensor
-    """(B + 1,) int32: 0, then the end of each window, the last of them T; none is empty."""
-    longest: int
-    """Tokens of the longest window, or more."""
 
 
 def carried_attention(
@@ -86,13 +72,6 @@ def scores_of(carry_NTW: Tensor) -> Tensor:
     """The values that carried scores have, (N, T, W) fp16 or fp32; without a gradient."""
     carry_NTW = carry_NTW.detach()
     return carry_NTW.view(_STORED) if carry_NTW.dtype == _LABEL else carry_NTW
-
-
-def padded_width(longest: int) -> int:
-    """W: whole tiles, so that no tile of scores needs a mask on its columns."""
-    if longest > WINDOW_LIMIT:
-        return -(-longest // WINDOW_LIMIT) * WINDOW_LIMIT
-    return next(width for width in (16, 32, 64, WINDOW_LIMIT) if longest <= width)
 
 
 def _require(dtype: torch.dtype, head_size: int) -> None:

@@ -66,14 +66,18 @@ def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
 
 
 @triton.jit
-def _kept(seed, row, column, head, width, threshold):
-    """Which probabilities dropout keeps: the same whatever the tile."""
-    bits, _, _, _ = tl.philox(
-        tl.load(seed), row[:, None] * width + column[None, :],
-        tl.zeros_like(row)[:, None] + head + tl.zeros_like(column)[None, :],
-        tl.zeros_like(row)[:, None] + tl.zeros_like(column)[None, :],
-        tl.zeros_like(row)[:, None] + tl.zeros_like(column)[None, :], PHILOX_ROUNDS,
-    )  # fmt: skip
+def _kept(seed, row, column, head, threshold):
+    """Which probabilities dropout keeps: the same whatever the tile.
+
+    Philox for each row, and from there a Weyl sequence through the finaliser of MurmurHash3, keyed:
+    Philox for each element holds so much at a time that registers spill.
+    """
+    zero = tl.zeros_like(row)
+    start, key, _, _ = tl.philox(tl.load(seed), row, zero + head, zero, zero, PHILOX_ROUNDS)
+    bits = start[:, None] + column.to(tl.uint32)[None, :] * 0x9E3779B9
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = bits ^ key[:, None]
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
     return (bits >> 8).to(tl.int32) >= threshold
 
 
@@ -124,7 +128,7 @@ def forward_kernel(
         shrink = tl.exp2(most - shift)
         total = total * shrink + tl.sum(p_QK, axis=1)
         if DROPS:
-            p_QK = tl.where(_kept(seed, row, column, head, width, threshold), p_QK, 0.0)
+            p_QK = tl.where(_kept(seed, row, column, head, threshold), p_QK, 0.0)
         v_KH = _load_rows(v, key, head, v_token, v_head, key < end, H)
         out_QH = out_QH * shrink[:, None] + _dot(p_QK.to(v_KH.dtype), v_KH)
         most = new_most
@@ -190,7 +194,7 @@ def backward_window_kernel(
     dp_QK = _dot(do_QH, tl.trans(v_KH))
     p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
     if DROPS:
-        kept = _kept(seed, row, column, head, width, threshold)
+        kept = _kept(seed, row, column, head, threshold)
         dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
         dropped_QK = tl.where(kept, p_QK * keep_scale, 0.0)
         dv_KH = _dot(tl.trans(dropped_QK.to(do_QH.dtype)), do_QH)
@@ -243,7 +247,7 @@ def backward_keys_kernel(
         do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
         dp_QK = _dot(do_QH, tl.trans(v_KH))
         if DROPS:
-            kept = _kept(seed, row, column, head, width, threshold)
+            kept = _kept(seed, row, column, head, threshold)
             dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
             dropped_QK = tl.where(kept, p_QK * keep_scale, 0.0)
             dv_KH += _dot(tl.trans(dropped_QK.to(do_QH.dtype)), do_QH)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import carried_kernels as kernels
-from pipeline.kernels.carried import WINDOW_LIMIT
+from pipeline.kernels.windows import WINDOW_LIMIT
 
 Tensors = Mapping[str, Tensor | None]
 """By the names that the kernels give them."""
