@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.windows import HEAD_SIZES, WINDOW_LIMIT, Windows, padded_width
+from pipeline.kernels.windows import HEAD_SIZES, Windows, padded_width
 
 _LABEL = torch.bfloat16
 _STORED = torch.float16
@@ -122,17 +122,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import launches
 
-    dq, dk, dv, d_carry = _empty_gradients(q, scores, has_carry)
+    dq, dk, dv, d_carry = _empty_gradients(q, scores)
     q, k, v = _rows_in_one_piece(q, k, v)
     tensors = {
         "q": q, "k": k, "v": v, "scores": _stored(scores), "out": out, "lse": lse,
-        "d_out": d_out.contiguous(),
+        "carry": scores if has_carry else None, "d_out": d_out.contiguous(),
         "d_scores": None if d_scores is None else d_scores.contiguous(),
-        "dq": dq, "dk": dk, "dv": dv, "d_carry": d_carry if d_carry.numel() else None,
+        "dq": dq, "dk": dk, "dv": dv, "d_carry": d_carry,
         "spans": spans, "bounds": bounds, "seed": seed,
     }  # fmt: skip
     numbers = launches.Numbers(longest, scale, temperature, dropout)
-    for launch in launches.backward(tensors, numbers):
+    for launch in launches.backward(tensors, numbers, launches.capability_of(q.device)):
         launch.run()
     return dq, dk, dv, d_carry
 
@@ -143,7 +143,7 @@ def _(
     d_scores: Tensor | None, has_carry: bool, spans: Tensor, bounds: Tensor, seed: Tensor | None,
     longest: int, scale: float, temperature: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(q, scores, has_carry)
+    return _empty_gradients(q, scores)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -191,10 +191,7 @@ def _empty_results(q: Tensor, longest: int, compact: bool) -> tuple[Tensor, Tens
     return q.new_empty(q.shape), scores, lse
 
 
-def _empty_gradients(
-    q: Tensor, scores: Tensor, has_carry: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # The second pass over longer windows reads it, also in the first layer.
-    written = has_carry or scores.shape[-1] > WINDOW_LIMIT
-    d_carry = torch.empty_like(scores) if written else scores.new_empty(0)
+def _empty_gradients(q: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # A first layer's is used where a second pass reads it, which depends on the GPU.
+    d_carry = torch.empty_like(scores)
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape), d_carry

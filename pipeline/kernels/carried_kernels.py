@@ -29,6 +29,16 @@ def _dot(a, b):
 
 
 @triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """Rounded to the nearest, which the interpreter does not do for bf16: it cuts bits off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def _load_rows(base, row, head, token_stride, head_stride, real, H: tl.constexpr):
     """(rows, H) of a (T, N, H) tensor; 0 where not real."""
     offset = row.to(tl.int64)[:, None] * token_stride + head * head_stride
@@ -39,7 +49,7 @@ def _load_rows(base, row, head, token_stride, head_stride, real, H: tl.constexpr
 def _store_rows(base, row, head, num_heads, value, real, H: tl.constexpr):
     """(rows, H) of a contiguous (T, N, H) tensor."""
     offset = (row.to(tl.int64)[:, None] * num_heads + head) * H
-    value = value.to(base.dtype.element_ty)
+    value = _narrow(value, base.dtype.element_ty)
     tl.store(base + offset + tl.arange(0, H)[None, :], value, mask=real[:, None])
 
 
@@ -130,7 +140,7 @@ def forward_kernel(
         if DROPS:
             p_QK = tl.where(_kept(seed, row, column, head, threshold), p_QK, 0.0)
         v_KH = _load_rows(v, key, head, v_token, v_head, key < end, H)
-        out_QH = out_QH * shrink[:, None] + _dot(p_QK.to(v_KH.dtype), v_KH)
+        out_QH = out_QH * shrink[:, None] + _dot(_narrow(p_QK, v_KH.dtype), v_KH)
         most = new_most
     none = total == 0.0
     out_QH = out_QH * (keep_scale / tl.where(none, 1.0, total))[:, None]
@@ -190,23 +200,23 @@ def backward_window_kernel(
     at = _score_offsets(row, column, head, num_tokens, width)
     logarithm = tl.load(lse + head.to(tl.int64) * num_tokens + row, mask=real, other=float("inf"))
     do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
-    v_KH = _load_rows(v, row, head, v_token, v_head, real, H)
-    dp_QK = _dot(do_QH, tl.trans(v_KH))
     p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
+    used_QK = p_QK
     if DROPS:
         kept = _kept(seed, row, column, head, threshold)
-        dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
-        dropped_QK = tl.where(kept, p_QK * keep_scale, 0.0)
-        dv_KH = _dot(tl.trans(dropped_QK.to(do_QH.dtype)), do_QH)
-    else:
-        dv_KH = _dot(tl.trans(p_QK.to(do_QH.dtype)), do_QH)
+        used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
+    dv_KH = _dot(tl.trans(_narrow(used_QK, do_QH.dtype)), do_QH)
     _store_rows(dv, row, head, num_heads, dv_KH, real, H)
+    v_KH = _load_rows(v, row, head, v_token, v_head, real, H)
+    dp_QK = _dot(do_QH, tl.trans(v_KH))
+    if DROPS:
+        dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
     delta = tl.sum(p_QK * dp_QK, axis=1)
     ds_QK = _through_softmax(p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D)
     if HAS_CARRY:
-        tl.store(d_carry + at, ds_QK.to(d_carry.dtype.element_ty), mask=real[:, None])
+        tl.store(d_carry + at, _narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
     k_KH = _load_rows(k, row, head, k_token, k_head, real, H)
-    narrow_QK = ds_QK.to(k_KH.dtype)
+    narrow_QK = _narrow(ds_QK, k_KH.dtype)
     _store_rows(dq, row, head, num_heads, _dot(narrow_QK, k_KH) * scale, real, H)
     q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
     _store_rows(dk, row, head, num_heads, _dot(tl.trans(narrow_QK), q_QH) * scale, real, H)
@@ -245,21 +255,21 @@ def backward_keys_kernel(
         logarithm = tl.load(lse + by_row, mask=real, other=float("inf"))
         p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
         do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
-        dp_QK = _dot(do_QH, tl.trans(v_KH))
+        used_QK = p_QK
         if DROPS:
             kept = _kept(seed, row, column, head, threshold)
+            used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
+        dv_KH += _dot(tl.trans(_narrow(used_QK, do_QH.dtype)), do_QH)
+        dp_QK = _dot(do_QH, tl.trans(v_KH))
+        if DROPS:
             dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
-            dropped_QK = tl.where(kept, p_QK * keep_scale, 0.0)
-            dv_KH += _dot(tl.trans(dropped_QK.to(do_QH.dtype)), do_QH)
-        else:
-            dv_KH += _dot(tl.trans(p_QK.to(do_QH.dtype)), do_QH)
         subtracted = tl.load(delta + by_row, mask=real, other=0.0)
         ds_QK = _through_softmax(
             p_QK, dp_QK, subtracted, d_scores, at, seen, real, temperature, HAS_D
         )
-        tl.store(d_carry + at, ds_QK.to(d_carry.dtype.element_ty), mask=real[:, None])
+        tl.store(d_carry + at, _narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
         q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
-        dk_KH += _dot(tl.trans(ds_QK.to(q_QH.dtype)), q_QH)
+        dk_KH += _dot(tl.trans(_narrow(ds_QK, q_QH.dtype)), q_QH)
     _store_rows(dk, key, head, num_heads, dk_KH * scale, real_key, H)
     _store_rows(dv, key, head, num_heads, dv_KH, real_key, H)
 
@@ -291,5 +301,5 @@ def backward_queries_kernel(
         ds_QK = tl.load(d_carry + at, mask=real[:, None], other=0.0)
         seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         k_KH = _load_rows(k, key, head, k_token, k_head, key < end, H)
-        dq_QH += _dot(tl.where(seen, ds_QK, 0.0).to(k_KH.dtype), k_KH)
+        dq_QH += _dot(_narrow(tl.where(seen, ds_QK, 0.0).to(tl.float32), k_KH.dtype), k_KH)
     _store_rows(dq, row, head, num_heads, dq_QH * scale, real, H)

@@ -72,26 +72,29 @@ def forward(tensors: Tensors, numbers: Numbers) -> Launch:
         numbers: of the layer.
     """
     constants = {"HAS_CARRY": tensors["carry"] is not None, "DROPS": numbers.dropout > 0}
-    tile = _forward_tile(tensors)
+    width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
+    tile = _forward_tile(width, head_size)
     return _by_blocks(kernels.forward_kernel, tensors, numbers, constants, tile, tile.queries)
 
 
-def backward(tensors: Tensors, numbers: Numbers) -> Iterator[Launch]:
+def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) -> Iterator[Launch]:
     """Fills `dq`, `dk`, `dv` and `d_carry`, one launch after another.
 
     Args:
-        tensors: those of `forward`, where `carry` is not read, with `d_out`, `d_scores` or None,
-            `dq`, `dk`, `dv`, and `d_carry`, None if not wanted and a window is one tile.
+        tensors: those of `forward`, of whose `carry` only counts whether there is one, with
+            `d_out`, `d_scores` or None, `dq`, `dk`, `dv`, and `d_carry`, which in a first layer
+            that `takes_window` stays as it is.
         numbers: of the layer.
+        capability: compute capability of the GPU.
     """
     constants: dict[str, Any] = {
         "HAS_D": tensors["d_scores"] is not None,
         "DROPS": numbers.dropout > 0,
     }
-    heads, width = _shape(tensors, "lse")[0], _shape(tensors, "scores")[-1]
-    if width <= WINDOW_LIMIT:
-        constants |= {"HAS_CARRY": tensors["d_carry"] is not None, "BLOCK": width}
-        programs = heads * (_shape(tensors, "bounds")[0] - 1)
+    width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
+    if takes_window(width, head_size, numbers.dropout, capability):
+        constants |= {"HAS_CARRY": tensors["carry"] is not None, "BLOCK": width}
+        programs = _shape(tensors, "lse")[0] * (_shape(tensors, "bounds")[0] - 1)
         kernel = kernels.backward_window_kernel
         yield _launch(kernel, tensors, numbers, constants, programs, 8 if width > 64 else 4, 1)
         return
@@ -100,25 +103,43 @@ def backward(tensors: Tensors, numbers: Numbers) -> Iterator[Launch]:
     tensors = {**tensors, "delta": torch.empty_like(lse)}
     programs = -(-lse.numel() // 64)
     yield _launch(kernels.delta_kernel, tensors, numbers, {"BLOCK": 64}, programs, 4, 1)
-    tile = _keys_tile(tensors)
+    tile = _keys_tile(width, head_size)
     kernel = kernels.backward_keys_kernel
     yield _by_blocks(kernel, tensors, numbers, constants, tile, tile.keys)
-    tile = _queries_tile(tensors)
+    tile = _queries_tile(width, head_size)
     kernel = kernels.backward_queries_kernel
     yield _by_blocks(kernel, tensors, numbers, {}, tile, tile.queries)
 
 
-def _forward_tile(tensors: Tensors) -> Tile:
-    width = _shape(tensors, "scores")[-1]
-    return Tile(width, width, 4, 1) if width <= 64 else Tile(128, 64, 8, 2)
+def takes_window(width: int, head_size: int, dropout: float, capability: tuple[int, int]) -> bool:
+    """Whether backward takes a window in one program: where its registers suffice.
+
+    A whole tile takes Hopper's matrix instructions, whose operands may lie in shared memory.
+    """
+    if head_size == 128 or width > WINDOW_LIMIT:
+        return False
+    return width <= 64 or (dropout == 0 and capability[0] in (9, 10))
 
 
-def _keys_tile(tensors: Tensors) -> Tile:
-    return Tile(64, 64, 4, 2)
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; the interpreter goes Hopper's way."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-def _queries_tile(tensors: Tensors) -> Tile:
-    return Tile(128, 64, 4, 3)
+# Without spilled registers on sm_80 and sm_90, with and without dropout.
+def _forward_tile(width: int, head_size: int) -> Tile:
+    if width <= 64:
+        return Tile(width, width, 4, 1)
+    return Tile(128, 32 if head_size == 128 else 64, 8, 2)
+
+
+def _keys_tile(width: int, head_size: int) -> Tile:
+    return Tile(min(width, 64), min(width, 32 if head_size == 128 else 64), 8, 2)
+
+
+def _queries_tile(width: int, head_size: int) -> Tile:
+    keys = min(width, 64)
+    return Tile(128, keys, 8, 2) if head_size == 128 else Tile(128, keys, 4, 3)
 
 
 def _by_blocks(

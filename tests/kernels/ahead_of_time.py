@@ -34,8 +34,9 @@ COUNTED = {
 }  # fmt: skip
 
 
-def launched(longest: int, head_size: int, *, carries: bool, dropout: float,
-             dtype: torch.dtype = torch.bfloat16) -> Iterator[launches.Launch]:  # fmt: skip
+def launched(
+    longest: int, head_size: int, capability: tuple[int, int], dropout: float, dtype: torch.dtype
+) -> Iterator[launches.Launch]:
     """Of a forward and a backward pass over tensors that have no memory."""
     heads, tokens, width = 12, 8 * longest, padded_width(longest)
 
@@ -53,13 +54,13 @@ def launched(longest: int, head_size: int, *, carries: bool, dropout: float,
     numbers = launches.Numbers(longest, head_size**-0.5, 0.5, dropout)
     rows = empty(tokens, heads, head_size)
     tensors = {
-        "q": q, "k": k, "v": v, "carry": scores if carries else None, "scores": scores,
+        "q": q, "k": k, "v": v, "carry": scores, "scores": scores,
         "out": rows, "lse": lse, "spans": spans, "bounds": bounds, "seed": seed, "d_out": rows,
-        "d_scores": gradient if carries else None, "dq": rows, "dk": rows, "dv": rows,
+        "d_scores": gradient, "dq": rows, "dk": rows, "dv": rows,
         "d_carry": gradient,
     }  # fmt: skip
     yield launches.forward(tensors, numbers)
-    yield from launches.backward(tensors, numbers)
+    yield from launches.backward(tensors, numbers, capability)
 
 
 def compiled(launch: launches.Launch, capability: int) -> Any:
@@ -101,15 +102,19 @@ def found_in(binary: Any) -> dict[str, int]:
     return counts | {"registers": int(registers[1]), "shared": binary.metadata.shared}
 
 
-if __name__ == "__main__":
+def main(cases: list[str]) -> dict[str, dict[str, int]]:
+    """By GPU, case and kernel; a case is CAPABILITY-LONGEST-HEAD_SIZE-DROPOUT-DTYPE."""
     results = {}
-    for capability in map(int, sys.argv[1].split(",")):
-        for case in sys.argv[2:]:
-            longest, head_size, dropout, *dtype = case.split("-")
-            for launch in launched(
-                int(longest), int(head_size), carries=True, dropout=float(dropout),
-                dtype=torch.float32 if dtype else torch.bfloat16,
-            ):  # fmt: skip
-                name = f"sm_{capability} {case} {launch.kernel.fn.__name__}"
-                results[name] = found_in(compiled(launch, capability))
-    json.dump(results, sys.stdout)
+    for case in cases:
+        capability, longest, head_size, dropout, dtype = case.split("-")
+        for launch in launched(
+            int(longest), int(head_size), divmod(int(capability), 10), float(dropout),
+            getattr(torch, dtype),
+        ):  # fmt: skip
+            name = f"{case} {launch.kernel.fn.__name__}"
+            results[name] = found_in(compiled(launch, int(capability)))
+    return results
+
+
+if __name__ == "__main__":
+    json.dump(main(sys.argv[1:]), sys.stdout)
