@@ -103,7 +103,7 @@ def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) ->
     tensors = {**tensors, "delta": torch.empty_like(lse)}
     programs = -(-lse.numel() // 64)
     yield _launch(kernels.delta_kernel, tensors, numbers, {"BLOCK": 64}, programs, 4, 1)
-    tile = _keys_tile(width, head_size)
+    tile = _keys_tile(width, head_size, capability)
     kernel = kernels.backward_keys_kernel
     yield _by_blocks(kernel, tensors, numbers, constants, tile, tile.keys)
     tile = _queries_tile(width, head_size)
@@ -112,18 +112,20 @@ def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) ->
 
 
 def takes_window(width: int, head_size: int, dropout: float, capability: tuple[int, int]) -> bool:
-    """Whether backward takes a window in one program: where its registers suffice.
-
-    A whole tile takes Hopper's matrix instructions, whose operands may lie in shared memory.
-    """
+    """Whether backward takes a window in one program: where its registers suffice."""
     if head_size == 128 or width > WINDOW_LIMIT:
         return False
-    return width <= 64 or (dropout == 0 and capability[0] in (9, 10))
+    return width <= 64 or (dropout == 0 and _is_hopper(capability))
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; the interpreter goes Hopper's way."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _is_hopper(capability: tuple[int, int]) -> bool:
+    """Whether matrix instructions take operands from shared memory, 64 rows or more at a time."""
+    return capability[0] in (9, 10)
 
 
 # Without spilled registers on sm_80 and sm_90, with and without dropout.
@@ -133,8 +135,13 @@ def _forward_tile(width: int, head_size: int) -> Tile:
     return Tile(128, 32 if head_size == 128 else 64, 8, 2)
 
 
-def _keys_tile(width: int, head_size: int) -> Tile:
-    return Tile(min(width, 64), min(width, 32 if head_size == 128 else 64), 8, 2)
+def _keys_tile(width: int, head_size: int, capability: tuple[int, int]) -> Tile:
+    queries = min(width, 64)
+    if head_size == 128:
+        return Tile(queries, min(width, 32), 8, 1)
+    if _is_hopper(capability):
+        return Tile(queries, min(width, 64), 8, 2)
+    return Tile(queries, min(width, 32), 4, 2)
 
 
 def _queries_tile(width: int, head_size: int) -> Tile:

@@ -216,8 +216,8 @@ LAYOUTS = {
     "lengths 1 to 128": lambda: ends(5, 77, 128, 33, 1),
     "documents of rows": lambda: documents((5, 20, 7), (32,)),
     "beyond a tile": lambda: ends(130, 3),
-    "padded beyond a tile": lambda: padding(150, 150, 20),
-    "documents beyond a tile": lambda: documents((70, 75, 5)),
+    "padded beyond a tile": lambda: padding(140, 140, 20),
+    "documents beyond a tile": lambda: documents((70, 60, 5)),
 }
 
 
@@ -225,7 +225,7 @@ LAYOUTS = {
 def test_fp32(name: str) -> None:
     windows = windows_of(LAYOUTS[name]())
     inputs = make(3, len(windows.spans), 2, 32)
-    for mean in (False, True) if name in ("padded", "beyond a tile") else (False,):
+    for mean in (False, True) if name in ("padded", "documents beyond a tile") else (False,):
         found = errors(
             computed(inputs, windows, torch.float32, mean=mean),
             expected(inputs, windows, mean=mean),
@@ -266,13 +266,13 @@ def test_head_sizes(size: int, length: int) -> None:
 @pytest.mark.parametrize("length", [60, 140])
 def test_bf16_stays_within_its_floor(length: int) -> None:
     windows = windows_of(padding(length, length, 33))
-    inputs = [each.bfloat16() for each in make(3, 2 * length, 2, 32)]
+    inputs = [each.bfloat16() for each in make(3, 2 * length, 1, 32)]
     wanted = expected(inputs, windows)
     found = errors(computed(inputs, windows, torch.bfloat16), wanted)
     floor = errors(plain(inputs, windows), wanted)
     print(length, found, floor)
-    assert_all(found, 1.1e-2)
-    assert found[1] <= 5e-4  # fp16
+    for mine, of_plain in zip(found, floor, strict=True):
+        assert mine <= of_plain <= 5e-3
 
 
 def test_narrow_storage_does_not_underflow() -> None:
@@ -287,7 +287,7 @@ def test_narrow_storage_does_not_underflow() -> None:
     for out, scores, gradients in found:
         assert out <= 1e-3
         assert scores <= 5e-4  # fp16: 2^-11 at most
-        assert gradients <= 6e-3
+        assert gradients <= 3e-3  # bf16: 2^-9 at most
     # As good at any scale.
     assert max(each[2] for each in found) <= 1.1 * min(each[2] for each in found)
 
@@ -335,8 +335,9 @@ def kept_by_rule(seed: int, tokens: int, heads: int, dropout: float) -> np.ndarr
 @pytest.mark.parametrize("length", [24, 130])
 def test_dropout_is_what_its_seed_says(length: int) -> None:
     windows = windows_of(ends(length))
-    inputs = make(2, length, 2, 32)
-    masks = [torch.from_numpy(kept_by_rule(SEED + n, length, 2, 0.25)) for n in range(2)]
+    heads = 2 if length < 100 else 1
+    inputs = make(2, length, heads, 32)
+    masks = [torch.from_numpy(kept_by_rule(SEED + n, length, heads, 0.25)) for n in range(2)]
     found = computed(inputs, windows, torch.float32, dropout=0.25)
     wanted = expected(inputs, windows, kept=torch.stack(masks), dropout=0.25)
     print(errors(found, wanted))
