@@ -1,5 +1,6 @@
 """Spans say the same as the mask, from the queries' and from the keys' side."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -27,7 +28,7 @@ def test_spans_are_the_mask(make: Callable[[], Layout]) -> None:
     bounds = windows.bounds.tolist()
     assert bounds[-1] == len(windows.spans)
     expected = torch.zeros(bounds[-1], bounds[-1], dtype=torch.bool)
-    for number, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         size = end - start
         assert size <= windows.longest
         expected[start:end, start:end] = allowed[number, :size, :size]
