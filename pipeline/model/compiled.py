@@ -36,10 +36,12 @@ class CompiledLayer:
         index: int,
     ) -> tuple[Tensor, Tensor | None]:
         """As `Layer.forward`."""
-        inputs = [x, carry_BNSS, *shared.layout, *(shared.tables or ()), shared.query_scale]
+        inputs = [x, *shared.layout, *(shared.tables or ()), shared.query_scale]
         for each in inputs:
             if isinstance(each, Tensor):
                 torch._dynamo.maybe_mark_dynamic(each, 0)
+        if carry_BNSS is not None:  # the fused kernels' is (N, T, W)
+            torch._dynamo.maybe_mark_dynamic(carry_BNSS, 1 if shared.fused else 0)
         return self._run(layer, x, shared, carry_BNSS, index)
 
 

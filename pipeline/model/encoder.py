@@ -61,6 +61,7 @@ class Encoder(nn.Module):
         initialise(self, config)
         self._group_size: int | None = None
         self._runner: LayerRunner = run_layer
+        self._fuses = False
 
     def checkpoint_activations(self, group_size: int) -> None:
         """From now on, training passes keep the inputs of groups of layers and not what is inside.
@@ -78,6 +79,13 @@ class Encoder(nn.Module):
     def run_layers_by(self, runner: LayerRunner) -> None:
         """From now on, passes without a trace call layers in another way, such as compiled."""
         self._runner = runner
+
+    def fuse_attention(self) -> None:
+        """From now on, carried scores are computed by the fused kernels.
+
+        Not in passes that trace probabilities, nor over layouts without spans.
+        """
+        self._fuses = self.config.score_residual != "none"
 
     def forward(
         self,
@@ -101,9 +109,11 @@ class Encoder(nn.Module):
             (..., D) in the parameters' dtype.
         """
         x = self._embed(input_ids, layout, segments)
+        traces_probabilities = trace is not None and trace.keep_probabilities
         shared = SharedInputs(
-            layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace
-        )
+            layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace,
+            self._fuses and layout.spans is not None and not traces_probabilities,
+        )  # fmt: skip
         indices = range(self.config.num_layers)
         if self._group_size is None or trace is not None or not torch.is_grad_enabled():
             x, _ = self._run_layers(x, shared, None, indices)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.kernels.attention import attention, probabilities, raw_scores, weighted_values
+from pipeline.kernels.carried import carried_attention
 from pipeline.model.layout import Layout
 from pipeline.model.rotary import rotate
 
@@ -37,6 +38,8 @@ class SharedInputs(NamedTuple):
     query_scale: Tensor | float
     alpha: Tensor | None
     trace: Trace | None
+    fused: bool
+    """Whether carried scores are computed by the fused kernels."""
 
 
 class RMSNorm(nn.Module):
@@ -110,6 +113,8 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
         if shared.tables is not None:
             q, k = rotate(q, *shared.tables), rotate(k, *shared.tables)
+        if shared.fused:
+            return self._fused(q, k, v, shared, carry_BNSS, index)
         # A query sees as many keys in every layer, so that scaling it by their number commutes
         # with the carry: it is the scale of the sum.
         q = q * shared.query_scale
@@ -127,6 +132,27 @@ class SelfAttention(nn.Module):
         else:
             context_BNSH = attention(q_BNSH, k_BNSH, v_BNSH, layout.allowed, dropout)
         return self.output(layout.from_rows(context_BNSH)), carry_BNSS
+
+    def _fused(
+        self, q: Tensor, k: Tensor, v: Tensor, shared: SharedInputs, carry: Tensor | None,
+        index: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The same from (..., N, H), without moving tokens; the carry is that of the kernels."""
+        windows = shared.layout.windows()
+        assert windows is not None, "the encoder looks"
+        scale = 1.0
+        if isinstance(shared.query_scale, Tensor):
+            q = q * shared.query_scale
+        else:
+            scale = shared.query_scale
+        q_TNH, k_TNH, v_TNH = (each.flatten(0, -3) for each in (q, k, v))
+        context_TNH, carry = carried_attention(
+            q_TNH, k_TNH, v_TNH, carry, windows,
+            scale=scale,
+            num_summed=index + 1 if self.score_residual == "mean" else 1,
+            dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.output(context_TNH.view(*q.shape[:-2], -1)), carry
 
 
 class FeedForward(nn.Module):

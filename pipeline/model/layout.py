@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.kernels.windows import Windows
+
 
 class Layout(NamedTuple):
     """Made by `rows`, `padded` or `packed`; tensors only, so that it passes through wrappers."""
@@ -21,6 +23,16 @@ class Layout(NamedTuple):
     """Bool, broadcasts to (B, N, S, S): query (row) may see key (column)."""
     slots: Tensor | None
     """(T,) int64: slot of each packed token in the rows that attention sees; None for rows."""
+    spans: Tensor | None = None
+    """(T, 4) or (B * S, 4) int32, as in `Windows`; None where what is seen may be no interval."""
+    bounds: Tensor | None = None
+    """(B + 1,) int32, as in `Windows`."""
+
+    def windows(self) -> Windows | None:
+        """The same for fused kernels, which see tokens where they lie; None if they cannot."""
+        if self.spans is None or self.bounds is None:
+            return None
+        return Windows(self.spans, self.bounds, self.allowed.shape[-1])
 
     def num_keys(self) -> Tensor:
         """Number of tokens that each token sees, itself among them; shaped as `positions`."""
@@ -45,11 +57,21 @@ def rows(documents: Tensor, positions: Tensor) -> Layout:
     """Several documents in each row; tokens see the tokens with their own number only.
 
     Args:
-        documents: (B, S) integers. Padding has a number of its own, and sees itself.
+        documents: (B, S) integers, equal ones side by side. Padding has a number of its own, and
+            sees itself.
         positions: (B, S) int64.
     """
     same_BSS = documents[:, :, None] == documents[:, None, :]
-    return Layout(positions, same_BSS[:, None], None)
+    num_rows, length = documents.shape
+    slots = torch.arange(num_rows * length, dtype=torch.int32, device=documents.device)
+    slots = slots.view(num_rows, length)
+    changes = documents[:, 1:] != documents[:, :-1]
+    ends = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    first = torch.where(torch.cat((ends, changes), 1), slots, slots[:, :1]).cummax(1).values
+    last = torch.where(torch.cat((changes, ends), 1), slots, slots[:, -1:])
+    last = last.flip(1).cummin(1).values.flip(1)
+    span = torch.stack((first, last + 1), -1).flatten(0, 1)
+    return Layout(positions, same_BSS[:, None], None, span.repeat(1, 2), _equal_bounds(slots))
 
 
 def padded(lengths: Tensor, num_slots: int) -> Layout:
@@ -61,7 +83,14 @@ def padded(lengths: Tensor, num_slots: int) -> Layout:
     """
     positions = torch.arange(num_slots, device=lengths.device).expand(len(lengths), -1)
     allowed_BS = positions < lengths[:, None]
-    return Layout(positions, allowed_BS[:, None, None, :], None)
+    slots = torch.arange(positions.numel(), dtype=torch.int32, device=lengths.device)
+    slots = slots.view(positions.shape)
+    start = slots[:, :1].expand_as(slots)
+    stop = start + lengths[:, None].int()
+    # Padding is seen by none.
+    seen_by = (start, start + num_slots * allowed_BS.int())
+    spans = torch.stack((start, stop, *seen_by), -1).flatten(0, 1)
+    return Layout(positions, allowed_BS[:, None, None, :], None, spans, _equal_bounds(slots))
 
 
 def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
@@ -76,4 +105,12 @@ def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
     row = torch.repeat_interleave(lengths, output_size=num_tokens)
     positions = torch.arange(num_tokens, device=row.device) - starts[row]
     allowed_BS = torch.arange(max_seqlen, device=row.device) < lengths[:, None]
-    return Layout(positions, allowed_BS[:, None, None, :], row * max_seqlen + positions)
+    slots = row * max_seqlen + positions
+    bounds = cu_seqlens.int()
+    span = torch.stack((bounds[:-1][row], bounds[1:][row]), -1)
+    return Layout(positions, allowed_BS[:, None, None, :], slots, span.repeat(1, 2), bounds)
+
+
+def _equal_bounds(slots: Tensor) -> Tensor:
+    """(B + 1,) int32 of windows that are the rows of (B, S) slots."""
+    return torch.cat((slots[:, 0], slots[-1, -1:] + 1))

@@ -1,0 +1,305 @@
+"""Triton kernels of attention by carried scores: S = scale q k^T + S of the layer below.
+
+Letters: T tokens end to end, N heads, H head size (32, 64 or 128), W slots of a row of scores. A
+window is a range of tokens that see nothing outside of it; its scores are (N, T, W), where column c
+of a token is the c-th token of its window. `spans` (T, 4) int32 has for each token the keys that it
+sees, from and up to, and the queries that see it. Scores are defined where a query sees a key;
+elsewhere they are anything, NaN included, and so is their gradient.
+
+All are stored rounded before the softmax reads them, so that backward, which reads what is stored,
+is the gradient of what was computed. What is masked is masked after a whole tile was loaded: a mask
+on the load would split it into accesses of 2 bytes.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""The interpreter multiplies bf16 matrices as if their bits were whole numbers."""
+FP16_MAX = tl.constexpr(65504.0)
+PHILOX_ROUNDS = tl.constexpr(7)
+"""Fewest that pass BigCrush: Salmon et al. 2011, "Parallel random numbers", table 2."""
+
+
+@triton.jit
+def _dot(a, b):
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """Rounded to the nearest, which the interpreter does not do for bf16: it cuts bits off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _load_rows(base, row, head, token_stride, head_stride, real, H: tl.constexpr):
+    """(rows, H) of a (T, N, H) tensor; 0 where not real."""
+    offset = row.to(tl.int64)[:, None] * token_stride + head * head_stride
+    return tl.load(base + offset + tl.arange(0, H)[None, :], mask=real[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(base, row, head, num_heads, value, real, H: tl.constexpr):
+    """(rows, H) of a contiguous (T, N, H) tensor."""
+    offset = (row.to(tl.int64)[:, None] * num_heads + head) * H
+    value = _narrow(value, base.dtype.element_ty)
+    tl.store(base + offset + tl.arange(0, H)[None, :], value, mask=real[:, None])
+
+
+@triton.jit
+def _score_offsets(row, column, head, num_tokens, width):
+    return (head.to(tl.int64) * num_tokens + row)[:, None] * width + column[None, :]
+
+
+@triton.jit
+def _load_spans(spans, token, real, SIDE: tl.constexpr):
+    """From and up to; both 0 where not real."""
+    first = tl.load(spans + token * 4 + SIDE, mask=real, other=0)
+    stop = tl.load(spans + token * 4 + SIDE + 1, mask=real, other=0)
+    return first, stop
+
+
+@triton.jit
+def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
+    """Offsets in the window, in whole steps, between which all spans lie; empty if they are."""
+    some = first < stop
+    lowest = tl.min(tl.where(some, first, window_stop), axis=0) - window_start
+    highest = tl.max(tl.where(some, stop, window_start), axis=0) - window_start
+    return lowest // STEP * STEP, highest
+
+
+@triton.jit
+def _kept(seed, row, column, head, threshold):
+    """Which probabilities dropout keeps: the same whatever the tile.
+
+    Philox for each row, and from there a Weyl sequence through the finaliser of MurmurHash3, keyed:
+    Philox for each element holds so much at a time that registers spill.
+    """
+    zero = tl.zeros_like(row)
+    start, key, _, _ = tl.philox(tl.load(seed), row, zero + head, zero, zero, PHILOX_ROUNDS)
+    bits = start[:, None] + column.to(tl.uint32)[None, :] * 0x9E3779B9
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = bits ^ key[:, None]
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return (bits >> 8).to(tl.int32) >= threshold
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, carry, scores, out, lse, spans, bounds, seed,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    num_tokens, width, num_heads, num_blocks, scale, log2_temperature, threshold, keep_scale,
+    HAS_CARRY: tl.constexpr, DROPS: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Softmax as it goes along (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
+
+    One program for a block of queries of one head. `lse` (N, T) fp32 is the binary logarithm of the
+    softmax's denominator, +inf for a query that sees nothing, whose output is 0.
+    """
+    block = tl.program_id(0) % num_blocks
+    head = (tl.program_id(0) // num_blocks) % num_heads
+    window = tl.program_id(0) // num_blocks // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    if block * BLOCK_Q >= end - start:
+        return
+    row = start + block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    real = row < end
+    first, stop = _load_spans(spans, row, real, 0)
+    lowest, highest = _common_range(first, stop, start, end, BLOCK_K)
+    q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+    most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    out_QH = tl.zeros([BLOCK_Q, H], tl.float32)
+    for offset in range(lowest, highest, BLOCK_K):
+        column = offset + tl.arange(0, BLOCK_K)
+        key = start + column
+        k_KH = _load_rows(k, key, head, k_token, k_head, key < end, H)
+        s_QK = _dot(q_QH, tl.trans(k_KH)) * scale
+        at = _score_offsets(row, column, head, num_tokens, width)
+        if HAS_CARRY:
+            s_QK += tl.load(carry + at, mask=real[:, None], other=0.0).to(tl.float32)
+        if scores.dtype.element_ty == tl.float16:
+            s_QK = tl.minimum(tl.maximum(s_QK, -FP16_MAX), FP16_MAX)
+        stored_QK = s_QK.to(scores.dtype.element_ty)
+        tl.store(scores + at, stored_QK, mask=real[:, None])
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        x_QK = tl.where(seen, stored_QK.to(tl.float32) * log2_temperature, float("-inf"))
+        new_most = tl.maximum(most, tl.max(x_QK, axis=1))
+        shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+        p_QK = tl.exp2(x_QK - shift[:, None])
+        shrink = tl.exp2(most - shift)
+        total = total * shrink + tl.sum(p_QK, axis=1)
+        if DROPS:
+            p_QK = tl.where(_kept(seed, row, column, head, threshold), p_QK, 0.0)
+        v_KH = _load_rows(v, key, head, v_token, v_head, key < end, H)
+        out_QH = out_QH * shrink[:, None] + _dot(_narrow(p_QK, v_KH.dtype), v_KH)
+        most = new_most
+    none = total == 0.0
+    out_QH = out_QH * (keep_scale / tl.where(none, 1.0, total))[:, None]
+    _store_rows(out, row, head, num_heads, out_QH, real, H)
+    logarithm = tl.where(none, float("inf"), most + tl.log2(tl.where(none, 1.0, total)))
+    tl.store(lse + head.to(tl.int64) * num_tokens + row, logarithm, mask=real)
+
+
+@triton.jit
+def delta_kernel(out, d_out, delta, num_tokens, num_heads, H: tl.constexpr, BLOCK: tl.constexpr):
+    """(N, T) fp32 sums of out * d_out over H: what the softmax's gradient subtracts."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = number < num_tokens * num_heads
+    at = number[:, None] * H + tl.arange(0, H)[None, :]
+    product = tl.load(out + at, mask=real[:, None], other=0.0).to(tl.float32)
+    product *= tl.load(d_out + at, mask=real[:, None], other=0.0).to(tl.float32)
+    to = number % num_heads * num_tokens + number // num_heads
+    tl.store(delta + to, tl.sum(product, axis=1), mask=real)
+
+
+@triton.jit
+def _probabilities(scores, at, seen, real, logarithm, log2_temperature):
+    """The softmax once more, from stored scores; 0 where not seen."""
+    s_QK = tl.load(scores + at, mask=real[:, None], other=0.0).to(tl.float32)
+    return tl.where(seen, tl.exp2(s_QK * log2_temperature - logarithm[:, None]), 0.0)
+
+
+@triton.jit
+def _through_softmax(
+    p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D: tl.constexpr
+):
+    """Gradient of the scores: that of this layer's softmax, and what the layer above hands down."""
+    ds_QK = p_QK * (dp_QK - delta[:, None]) * temperature
+    if HAS_D:
+        above_QK = tl.load(d_scores + at, mask=real[:, None], other=0.0).to(tl.float32)
+        ds_QK += tl.where(seen, above_QK, 0.0)
+    return ds_QK
+
+
+@triton.jit
+def backward_window_kernel(
+    q, k, v, scores, lse, d_out, d_scores, dq, dk, dv, d_carry, spans, bounds, seed,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    num_tokens, width, num_heads, scale, temperature, log2_temperature, threshold, keep_scale,
+    HAS_CARRY: tl.constexpr, HAS_D: tl.constexpr, DROPS: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one head of a window of at most BLOCK tokens, in one program."""
+    head = tl.program_id(0) % num_heads
+    window = tl.program_id(0) // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    column = tl.arange(0, BLOCK)
+    row = start + column
+    real = row < end
+    first, stop = _load_spans(spans, row, real, 0)
+    seen = (row[None, :] >= first[:, None]) & (row[None, :] < stop[:, None])
+    at = _score_offsets(row, column, head, num_tokens, width)
+    logarithm = tl.load(lse + head.to(tl.int64) * num_tokens + row, mask=real, other=float("inf"))
+    do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
+    p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
+    used_QK = p_QK
+    if DROPS:
+        kept = _kept(seed, row, column, head, threshold)
+        used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
+    dv_KH = _dot(tl.trans(_narrow(used_QK, do_QH.dtype)), do_QH)
+    _store_rows(dv, row, head, num_heads, dv_KH, real, H)
+    v_KH = _load_rows(v, row, head, v_token, v_head, real, H)
+    dp_QK = _dot(do_QH, tl.trans(v_KH))
+    if DROPS:
+        dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
+    delta = tl.sum(p_QK * dp_QK, axis=1)
+    ds_QK = _through_softmax(p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D)
+    if HAS_CARRY:
+        tl.store(d_carry + at, _narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
+    k_KH = _load_rows(k, row, head, k_token, k_head, real, H)
+    narrow_QK = _narrow(ds_QK, k_KH.dtype)
+    _store_rows(dq, row, head, num_heads, _dot(narrow_QK, k_KH) * scale, real, H)
+    q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+    _store_rows(dk, row, head, num_heads, _dot(tl.trans(narrow_QK), q_QH) * scale, real, H)
+
+
+@triton.jit
+def backward_keys_kernel(
+    q, v, scores, lse, delta, d_out, d_scores, dk, dv, d_carry, spans, bounds, seed,
+    q_token, q_head, v_token, v_head,
+    num_tokens, width, num_heads, num_blocks, scale, temperature, log2_temperature, threshold,
+    keep_scale, HAS_D: tl.constexpr, DROPS: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of keys, their values and their column of scores."""
+    block = tl.program_id(0) % num_blocks
+    head = (tl.program_id(0) // num_blocks) % num_heads
+    window = tl.program_id(0) // num_blocks // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    if block * BLOCK_K >= end - start:
+        return
+    column = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    key = start + column
+    real_key = key < end
+    by_first, by_stop = _load_spans(spans, key, real_key, 2)
+    lowest, highest = _common_range(by_first, by_stop, start, end, BLOCK_Q)
+    v_KH = _load_rows(v, key, head, v_token, v_head, real_key, H)
+    dk_KH = tl.zeros([BLOCK_K, H], tl.float32)
+    dv_KH = tl.zeros([BLOCK_K, H], tl.float32)
+    for offset in range(lowest, highest, BLOCK_Q):
+        row = start + offset + tl.arange(0, BLOCK_Q)
+        real = row < end
+        first, stop = _load_spans(spans, row, real, 0)
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        at = _score_offsets(row, column, head, num_tokens, width)
+        by_row = head.to(tl.int64) * num_tokens + row
+        logarithm = tl.load(lse + by_row, mask=real, other=float("inf"))
+        p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
+        do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
+        used_QK = p_QK
+        if DROPS:
+            kept = _kept(seed, row, column, head, threshold)
+            used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
+        dv_KH += _dot(tl.trans(_narrow(used_QK, do_QH.dtype)), do_QH)
+        dp_QK = _dot(do_QH, tl.trans(v_KH))
+        if DROPS:
+            dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
+        subtracted = tl.load(delta + by_row, mask=real, other=0.0)
+        ds_QK = _through_softmax(
+            p_QK, dp_QK, subtracted, d_scores, at, seen, real, temperature, HAS_D
+        )
+        tl.store(d_carry + at, _narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
+        q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+        dk_KH += _dot(tl.trans(_narrow(ds_QK, q_QH.dtype)), q_QH)
+    _store_rows(dk, key, head, num_heads, dk_KH * scale, real_key, H)
+    _store_rows(dv, key, head, num_heads, dv_KH, real_key, H)
+
+
+@triton.jit
+def backward_queries_kernel(
+    k, d_carry, dq, spans, bounds, k_token, k_head, num_tokens, width, num_heads, num_blocks,
+    scale, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of queries, from that of the scores which `backward_keys_kernel` left.
+
+    A second pass instead of atomic additions: the same bits each time.
+    """
+    block = tl.program_id(0) % num_blocks
+    head = (tl.program_id(0) // num_blocks) % num_heads
+    window = tl.program_id(0) // num_blocks // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    if block * BLOCK_Q >= end - start:
+        return
+    row = start + block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    real = row < end
+    first, stop = _load_spans(spans, row, real, 0)
+    lowest, highest = _common_range(first, stop, start, end, BLOCK_K)
+    dq_QH = tl.zeros([BLOCK_Q, H], tl.float32)
+    for offset in range(lowest, highest, BLOCK_K):
+        column = offset + tl.arange(0, BLOCK_K)
+        key = start + column
+        at = _score_offsets(row, column, head, num_tokens, width)
+        ds_QK = tl.load(d_carry + at, mask=real[:, None], other=0.0)
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        k_KH = _load_rows(k, key, head, k_token, k_head, key < end, H)
+        dq_QH += _dot(_narrow(tl.where(seen, ds_QK, 0.0).to(tl.float32), k_KH.dtype), k_KH)
+    _store_rows(dq, row, head, num_heads, dq_QH * scale, real, H)

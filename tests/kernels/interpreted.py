@@ -1,0 +1,482 @@
+"""The fused kernels in Triton's interpreter against float64; run by `test_carried.py`.
+
+The interpreter must be asked for before Triton is imported, so this is a process of its own. All
+buffers are full of NaN before the kernels write to them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from pipeline.config.model import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.kernels import carried, launches
+from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
+from pipeline.kernels.carried import carried_attention, scores_of
+from pipeline.kernels.windows import Windows
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.layers import run_layer
+from pipeline.model.layout import Layout, packed, padded, rows
+
+EXACT = 2e-6
+"""Relative Frobenius error of fp32 kernels."""
+OPERATOR: Any = torch.ops.postnorm.carried_attention
+
+
+@pytest.fixture(autouse=True)
+def _buffers_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(make: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.full_like(each, torch.nan) if each.device.type == "cpu" else each
+            for each in make(*arguments)
+        )
+
+    for name in ("_empty_results", "_empty_gradients"):
+        monkeypatch.setattr(carried, name, partial(full, getattr(carried, name)))
+
+
+@pytest.fixture(params=["window", "tiles"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Either way of the backward pass over a window of at most a tile."""
+    monkeypatch.setattr(launches, "takes_window", lambda *_: request.param == "window")
+    return str(request.param)
+
+
+def windows_of(layout: Layout) -> Windows:
+    found = layout.windows()
+    assert found is not None
+    return found
+
+
+def ends(*lengths: int) -> Layout:
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    return packed(bounds, max(lengths), sum(lengths))
+
+
+def padding(num_slots: int, *lengths: int) -> Layout:
+    return padded(torch.tensor(lengths), num_slots)
+
+
+def documents(*lengths_of_rows: tuple[int, ...]) -> Layout:
+    numbers = [
+        torch.repeat_interleave(torch.arange(len(each)), torch.tensor(each))
+        for each in lengths_of_rows
+    ]
+    return rows(torch.stack(numbers), torch.zeros(len(numbers), len(numbers[0]), dtype=torch.int64))
+
+
+def seen(windows: Windows) -> Tensor:
+    """(T, T) bool, from the queries' side of the spans."""
+    keys = torch.arange(len(windows.spans))
+    return (keys >= windows.spans[:, :1]) & (keys < windows.spans[:, 1:2])
+
+
+def by_column(windows: Windows, width: int) -> tuple[Tensor, Tensor]:
+    """(T, W) number of the token that a column of scores stands for, and whether it is seen."""
+    sizes = windows.bounds.diff()
+    start = torch.repeat_interleave(windows.bounds[:-1], sizes)
+    columns = (start[:, None] + torch.arange(width)).long()
+    is_token = columns < windows.bounds[-1]
+    columns = columns.clamp(max=int(windows.bounds[-1]) - 1)
+    return columns, torch.gather(seen(windows), 1, columns) & is_token
+
+
+@dataclass
+class Chain:
+    """Layers of attention, a loss on all outputs and on the last scores, and its gradients."""
+
+    outputs: list[Tensor]
+    scores: Tensor
+    """(N, T, T), 0 where not seen."""
+    gradients: list[Tensor]
+    """Of all queries, then keys, then values."""
+
+
+def make(layers: int, tokens: int, heads: int, size: int, spread: float = 1.0) -> list[Tensor]:
+    """q, k and v, each (L, T, N, H) float64."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (layers, tokens, heads, size)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    return [q * spread, k, v]
+
+
+def directions(like: Tensor) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    layers, tokens, heads, size = like.shape
+    out = torch.randn((layers, tokens, heads, size), generator=generator, dtype=torch.float64)
+    return out, torch.randn((heads, tokens, tokens), generator=generator, dtype=torch.float64)
+
+
+def expected(
+    inputs: list[Tensor], windows: Windows, *, mean: bool = False, kept: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Chain:  # fmt: skip
+    """In float64; `kept` (L, N, T, T) is dropout's mask."""
+    leaves = [each.double().clone().requires_grad_() for each in inputs]
+    allowed, outputs = seen(windows), []
+    scores = torch.zeros(())
+    for number, (q, k, v) in enumerate(zip(*leaves, strict=True)):
+        scores = scores + torch.einsum("qnh,knh->nqk", q, k) * q.shape[-1] ** -0.5
+        logits = scores / (number + 1 if mean else 1)
+        share = torch.softmax(logits.masked_fill(~allowed, -1e300), -1) * allowed
+        if kept is not None:
+            share = share * kept[number] / (1 - dropout)
+        outputs.append(torch.einsum("nqk,knh->qnh", share, v))
+    on_out, on_scores = directions(leaves[0])
+    loss = sum((o * d).sum() for o, d in zip(outputs, on_out, strict=True))
+    loss = loss + (scores * allowed * on_scores).sum()
+    found = torch.autograd.grad(loss, leaves)
+    return Chain([o.detach() for o in outputs], scores.detach() * allowed, list(found))
+
+
+def computed(
+    inputs: list[Tensor], windows: Windows, dtype: torch.dtype, *, mean: bool = False,
+    compact: bool | None = None, loss_scale: float = 1.0, dropout: float = 0.0,
+) -> Chain:  # fmt: skip
+    leaves = [each.to(dtype).clone().requires_grad_() for each in inputs]
+    outputs, carry = [], None
+    scale = inputs[0].shape[-1] ** -0.5
+    for number, (q, k, v) in enumerate(zip(*leaves, strict=True)):
+        num_summed = number + 1 if mean else 1
+        seed = torch.tensor([SEED + number]) if dropout else None
+        if compact is None:
+            compact = dtype != torch.float32
+        out, carry, _ = OPERATOR(
+            q, k, v, carry, windows.spans, windows.bounds, seed, windows.longest, scale,
+            1 / num_summed, dropout, compact,
+        )  # fmt: skip
+        outputs.append(out)
+    assert carry is not None
+    on_out, on_scores = directions(leaves[0])
+    columns, there = by_column(windows, carry.shape[-1])
+    on_carry = torch.gather(on_scores, 2, columns.expand(len(on_scores), -1, -1)) * there
+    # What no one sees has no gradient, whatever is handed down: NaN here.
+    on_carry = on_carry.masked_fill(~there, torch.nan)
+    grads = [loss_scale * d.to(dtype) for d in on_out]
+    found = torch.autograd.grad(
+        [*outputs, carry], leaves, [*grads, (loss_scale * on_carry).to(carry.dtype)]
+    )
+    scores = torch.zeros(on_scores.shape, dtype=torch.float64)
+    values = scores_of(carry).double().masked_fill(~there, 0.0)
+    scores = scores.scatter_add(2, columns.expand(len(scores), -1, -1), values)
+    return Chain(
+        [o.detach().double() for o in outputs], scores, [g.double() / loss_scale for g in found]
+    )
+
+
+def plain(inputs: list[Tensor], windows: Windows) -> Chain:
+    """With bf16 matrix products and fp32 scores, in PyTorch."""
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    allowed, outputs, carry = seen(windows), [], None
+    for q, k, v in zip(*leaves, strict=True):
+        q, k, v = (each.transpose(0, 1) for each in (q * q.shape[-1] ** -0.5, k, v))
+        carry = raw_scores(q, k, carry)
+        share = probabilities(carry, allowed, 1).masked_fill(~allowed, 0.0)
+        outputs.append(weighted_values(share, v, 0.0).transpose(0, 1))
+    on_out, on_scores = directions(leaves[0])
+    grads = [*(d.bfloat16() for d in on_out), (on_scores * allowed).float()]
+    found = torch.autograd.grad([*outputs, carry], leaves, grads)  # type: ignore[list-item]
+    scores = carry.detach().double() * allowed  # type: ignore[union-attr]
+    return Chain([o.detach().double() for o in outputs], scores, [g.double() for g in found])
+
+
+SEED = 1234567890123
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def errors(found: Chain, wanted: Chain) -> tuple[float, float, float]:
+    """Of outputs, scores and gradients, the largest."""
+    return (
+        max(error(f, w) for f, w in zip(found.outputs, wanted.outputs, strict=True)),
+        error(found.scores, wanted.scores),
+        max(error(f, w) for f, w in zip(found.gradients, wanted.gradients, strict=True)),
+    )
+
+
+def assert_all(found: tuple[float, ...], tolerance: float) -> None:
+    assert all(each <= tolerance for each in found), found  # max would pass over a NaN
+
+
+LAYOUTS = {
+    "padded": lambda: padding(40, 40, 7, 33),
+    "lengths 1 to 128": lambda: ends(5, 77, 128, 33, 1),
+    "documents of rows": lambda: documents((5, 20, 7), (32,)),
+    "beyond a tile": lambda: ends(130, 3),
+    "padded beyond a tile": lambda: padding(140, 140, 20),
+    "documents beyond a tile": lambda: documents((70, 60, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp32(name: str) -> None:
+    windows = windows_of(LAYOUTS[name]())
+    inputs = make(3, len(windows.spans), 2, 32)
+    for mean in (False, True) if name in ("padded", "documents beyond a tile") else (False,):
+        found = errors(
+            computed(inputs, windows, torch.float32, mean=mean),
+            expected(inputs, windows, mean=mean),
+        )
+        print(name, mean, found)
+        assert_all(found, EXACT)
+
+
+def test_four_layers_on_either_path(path: str) -> None:
+    windows = windows_of(ends(9, 20))
+    inputs = make(4, 29, 2, 32)
+    found = errors(computed(inputs, windows, torch.float32), expected(inputs, windows))
+    print(path, found)
+    assert_all(found, EXACT)
+
+
+def test_sequence_that_sees_nothing(path: str) -> None:
+    layout = padding(20, 20, 9)
+    assert layout.spans is not None
+    layout.spans[20:] = 0
+    windows = windows_of(layout)
+    inputs = make(3, 40, 2, 32)
+    found, wanted = computed(inputs, windows, torch.float32), expected(inputs, windows)
+    assert_all(errors(found, wanted), EXACT)
+    assert all(float(out[20:].abs().max()) == 0 for out in found.outputs)
+    assert all(float(grad[:, 20:].abs().max()) == 0 for grad in found.gradients)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("length", [20, 130])
+def test_head_sizes(size: int, length: int) -> None:
+    windows = windows_of(ends(length))
+    inputs = make(2, length, 1, size)
+    found = errors(computed(inputs, windows, torch.float32), expected(inputs, windows))
+    assert_all(found, EXACT)
+
+
+@pytest.mark.parametrize("length", [60, 140])
+def test_bf16_stays_within_its_floor(length: int) -> None:
+    windows = windows_of(padding(length, length, 33))
+    inputs = [each.bfloat16() for each in make(3, 2 * length, 1, 32)]
+    wanted = expected(inputs, windows)
+    found = errors(computed(inputs, windows, torch.bfloat16), wanted)
+    floor = errors(plain(inputs, windows), wanted)
+    print(length, found, floor)
+    for mine, of_plain in zip(found, floor, strict=True):
+        assert mine <= of_plain <= 5e-3
+
+
+def test_narrow_storage_does_not_underflow() -> None:
+    windows = windows_of(ends(60, 30))
+    inputs = make(3, 90, 2, 32)
+    wanted = expected(inputs, windows)
+    found = [
+        errors(computed(inputs, windows, torch.float32, compact=True, loss_scale=scale), wanted)
+        for scale in (1.0, 1e-5, 1e-8)
+    ]
+    print(found)
+    for out, scores, gradients in found:
+        assert out <= 1e-3
+        assert scores <= 5e-4  # fp16: 2^-11 at most
+        assert gradients <= 3e-3  # bf16: 2^-9 at most
+    # As good at any scale.
+    assert max(each[2] for each in found) <= 1.1 * min(each[2] for each in found)
+
+
+def test_scores_saturate(path: str) -> None:
+    windows = windows_of(ends(30, 12))
+    inputs = make(3, 42, 2, 32, spread=4e4)
+    found = computed(inputs, windows, torch.bfloat16)
+    assert float(found.scores.abs().max()) == 65504
+    assert all(bool(each.isfinite().all()) for each in [*found.outputs, *found.gradients])
+
+
+def test_gradients_of_several_users_add_up() -> None:
+    windows = windows_of(ends(20))
+    q, k, v = (each[0].float().requires_grad_() for each in make(1, 20, 1, 32))
+    _, carry, *_ = OPERATOR(
+        q, k, v, None, windows.spans, windows.bounds, None, 20, 1.0, 1.0, 0.0, True
+    )
+    given = torch.full_like(carry, 1e-6)
+    [once] = torch.autograd.grad(carry, q, given, retain_graph=True)
+    [twice] = torch.autograd.grad([carry, carry], q, [given, given])
+    assert float(once.abs().sum()) > 0
+    torch.testing.assert_close(twice, 2 * once)
+
+
+def kept_by_rule(seed: int, tokens: int, heads: int, dropout: float) -> np.ndarray:
+    """(N, T, T) by column: Philox4x32-7 for each row, then the keyed finaliser, in Python."""
+    mask, kept = 0xFFFFFFFF, np.zeros((heads, tokens, tokens), bool)
+    for head in range(heads):
+        for row in range(tokens):
+            c, key = [row, head, 0, 0], [seed & mask, seed >> 32]
+            for _ in range(7):
+                a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+                c = [(b >> 32) ^ c[1] ^ key[0], b & mask, (a >> 32) ^ c[3] ^ key[1], a & mask]
+                key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
+            for column in range(tokens):
+                bits = (c[0] + column * 0x9E3779B9) & mask
+                bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & mask
+                bits ^= c[1]
+                bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & mask
+                kept[head, row, column] = (bits >> 8) >= round(dropout * (1 << 24))
+    return kept
+
+
+@pytest.mark.parametrize("length", [24, 130])
+def test_dropout_is_what_its_seed_says(length: int) -> None:
+    windows = windows_of(ends(length))
+    heads = 2 if length < 100 else 1
+    inputs = make(2, length, heads, 32)
+    masks = [torch.from_numpy(kept_by_rule(SEED + n, length, heads, 0.25)) for n in range(2)]
+    found = computed(inputs, windows, torch.float32, dropout=0.25)
+    wanted = expected(inputs, windows, kept=torch.stack(masks), dropout=0.25)
+    print(errors(found, wanted))
+    assert_all(errors(found, wanted), EXACT)
+
+
+def test_dropout_looks_random() -> None:
+    kept = np.stack([kept_by_rule(SEED + n, 128, 2, 0.1) for n in range(2)]).astype(float)
+    # 65,536 draws: the deviation of their mean is 0.0012.
+    assert kept.mean() == pytest.approx(0.9, abs=0.005)
+    centred = (kept - 0.9) / 0.3
+    for axis in range(4):  # seeds, heads, rows and columns next to each other
+        one, other = (
+            centred.take(range(1, centred.shape[axis]), axis),
+            centred.take(range(centred.shape[axis] - 1), axis),
+        )
+        assert abs((one * other).mean()) <= 5 / np.sqrt(one.size)
+    # Rows and columns keep as many as independent draws do: deviation 0.3 / sqrt(128).
+    for axis in (2, 3):
+        assert kept.mean(axis).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.15)
+
+
+def test_the_operator_is_registered_as_torch_wants_it() -> None:
+    q, k, v = (each[0].float().requires_grad_() for each in make(1, 16, 1, 32))
+    windows = windows_of(ends(16))
+    given = (windows.spans, windows.bounds, None, 16, 0.2, 1.0, 0.0)
+    torch.library.opcheck(OPERATOR, (q, k, v, None, *given, False))
+    carry = torch.randn(1, 16, 16, requires_grad=True)
+    torch.library.opcheck(OPERATOR, (q, k, v, carry, *given, False))
+
+
+def _layers(inputs: list[Tensor], windows: Windows, wrap: Callable[..., Any]) -> Tensor:
+    total, carry = torch.zeros(()), None
+    for number, (q, k, v) in enumerate(zip(*inputs, strict=True)):
+
+        def layer(q: Tensor, k: Tensor, v: Tensor, carry: Tensor | None, number: int = number
+                  ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            return carried_attention(
+                q * 1.5, k, v, carry, windows, scale=0.2, num_summed=number + 1, dropout=0.2
+            )
+
+        out, carry = wrap(layer, q, k, v, carry)
+        total = total + (out * out).sum()
+    return total
+
+
+def _selected(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = operator == OPERATOR.default
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = launches.forward
+    monkeypatch.setattr(launches, "forward", lambda *a: calls.append(1) or original(*a))
+    windows = windows_of(ends(9, 3))
+    selective = partial(
+        checkpoint, use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _selected),
+    )  # fmt: skip
+    ways: dict[str, tuple[Callable[..., Any], int]] = {
+        "plain": (lambda layer, *inputs: layer(*inputs), 4),
+        "whole layers": (partial(checkpoint, use_reentrant=False), 8),
+        "selective": (selective, 4),
+    }
+    found = {}
+    for name, (wrap, num_calls) in ways.items():
+        torch.manual_seed(0)
+        leaves = [each.float().requires_grad_() for each in make(4, 12, 1, 32)]
+        calls.clear()
+        _layers(leaves, windows, wrap).backward()
+        assert len(calls) == num_calls, name
+        found[name] = [each.grad for each in leaves]
+    for name in ("whole layers", "selective"):
+        for one, other in zip(found["plain"], found[name], strict=True):
+            assert torch.equal(one, other), name  # type: ignore[arg-type]
+
+
+CONFIG = ModelConfig(
+    vocab_size=50, num_layers=3, hidden_size=64, num_heads=2, ffn_size=40, init="unit",
+    dropout=0.0, attention_dropout=0.0, score_residual="sum",
+)  # fmt: skip
+
+
+def _model(**changes: Any) -> MaskedLanguageModel:
+    torch.manual_seed(0)
+    config = ModelConfig(**{**vars(CONFIG), **changes})
+    return MaskedLanguageModel(config)
+
+
+def _results(model: MaskedLanguageModel, layout: Layout, shape: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(3)
+    ids = torch.randint(0, 50, shape)
+    logits = model(ids, layout, torch.arange(0, ids.numel(), 3), torch.tensor(0.8))
+    loss = torch.nn.functional.cross_entropy(logits.double(), torch.arange(len(logits)) % 50)
+    return [
+        logits.detach(),
+        *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "shape"),
+    [
+        ({}, lambda: documents((5, 9, 2), (16,)), (2, 16)),
+        ({"score_residual": "mean"}, lambda: padding(16, 16, 5), (2, 16)),
+        ({"attention_scale": "entropy_invariant"}, lambda: ends(5, 9, 2), (16,)),
+        ({"num_heads": 1, "share_layers": True}, lambda: ends(131), (131,)),
+    ],
+    ids=["rows", "padded", "packed", "beyond a tile"],
+)
+def test_the_model_is_the_same(
+    changes: dict[str, Any], layout: Callable[[], Layout], shape: tuple[int, ...]
+) -> None:
+    model = _model(**changes)
+    wanted = _results(model, layout(), shape)
+    model.encoder.fuse_attention()
+    found = _results(model, layout(), shape)
+    assert not torch.equal(found[0], wanted[0])  # it was another computation
+    for one, other in zip(found, wanted, strict=True):
+        if other is not None:
+            assert error(one.double(), other.double()) <= 2e-5
+
+
+def test_a_compiled_layer_is_one_graph() -> None:
+    model = _model()
+    model.encoder.fuse_attention()
+    layout = documents((5, 9, 2), (16,))
+    wanted = _results(model, layout, (2, 16))
+    model.encoder.run_layers_by(torch.compile(run_layer, backend="aot_eager", fullgraph=True))
+    for one, other in zip(_results(model, layout, (2, 16)), wanted, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "said"), [(torch.float64, 32, "float64"), (torch.float32, 24, "have 24")]
+)
+def test_what_the_kernels_cannot_take(dtype: torch.dtype, size: int, said: str) -> None:
+    q = torch.zeros(4, 1, size, dtype=dtype)
+    with pytest.raises(ConfigError, match=said):
+        carried_attention(q, q, q, None, windows_of(ends(4)), scale=1.0)

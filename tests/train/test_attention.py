@@ -1,0 +1,35 @@
+"""A run with the fused kernels, interpreted, has the losses of one with plain PyTorch."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.shards import DatasetIndex
+from tests.support.ranks import Ranks, losses
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+]
+SETTINGS = (
+    "model.num_heads=1", "model.attention_dropout=0", "train.precision=fp32", "train.num_steps=3",
+    "train.warmup_steps=1", "train.alpha_warmup_steps=2",
+    "train.zero_stage=0", "train.global_batch=2", "monitor.eval_every_steps=3",
+    "monitor.eval_sequences=2",
+)  # fmt: skip
+
+
+def test_losses_are_the_same(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    found = {}
+    for name, said in (("reference", "PyTorch"), ("fused", "fused kernels")):
+        run = Ranks(tmp_path / name, dataset, *SETTINGS, f"train.attention={name}", world_size=1)
+        assert run.wait() == [0], run.output
+        assert f"attention: {said} (train.attention={name})" in run.output
+        found[name] = losses(tmp_path / name)
+    assert len(found["fused"]) == 3
+    assert found["fused"] == pytest.approx(found["reference"], rel=2e-5)
