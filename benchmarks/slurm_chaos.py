@@ -54,6 +54,8 @@ _PAIRS = (
 )
 _PAIRS_A_DECK = 3
 _MOMENTS = ("step", "step", "save", "start")
+_SETTINGS = {"KillWait": 30}
+"""SLURM's default, from SIGTERM to SIGKILL; tests of the launcher have it shorter."""
 _STEPS_PER_FAULT = 80
 _EVERY_STEPS = 20
 _WITHIN_STEPS = 35
@@ -198,7 +200,7 @@ def run_campaign(folder: Path, faults: int, seed: int, *, slow: bool) -> dict[st
     problems: list[str] = []
     same: dict[str, int] = {}
     (folder / "slurm").mkdir()
-    with SlurmCluster(folder / "slurm", num_nodes=6) as cluster:
+    with SlurmCluster(folder / "slurm", num_nodes=6, settings=_SETTINGS) as cluster:
         _say(f"the reference took {time.monotonic() - started:.0f} s; now the job")
         begun = time.monotonic()
         run = SlurmRun(cluster, folder / "run", dataset, *steps, max_attempts_without_progress=10)

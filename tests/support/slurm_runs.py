@@ -93,11 +93,11 @@ class SlurmRun:
         """Of job scripts that lived to the end of an attempt."""
         return history(self.run_dir)
 
-    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
         """Waits until a step is logged."""
         self.wait_until(lambda: self.step >= step, f"step {step}", timeout_s)
 
-    def wait_for_start(self, number: int, timeout_s: float = 180) -> None:
+    def wait_for_start(self, number: int, timeout_s: float = 240) -> None:
         """Waits until the run has started so many times and does steps."""
         self.wait_until(
             lambda: any(record["attempt"] == number for record in records(self.run_dir)),
