@@ -56,7 +56,7 @@ _PAIRS_A_DECK = 3
 _MOMENTS = ("step", "step", "save", "start")
 _SETTINGS = {"KillWait": 30}
 """SLURM's default, from SIGTERM to SIGKILL; tests of the launcher have it shorter."""
-_STEPS_PER_FAULT = 80
+_STEPS_PER_FAULT = 60
 _EVERY_STEPS = 20
 _WITHIN_STEPS = 35
 """Of the first step of a start, a fault strikes."""
@@ -264,7 +264,7 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         f"| {row['fault']} | {row['moment']} | {row['step']} | {row['lost_s']} | {row['slurm_s']} "
         f"| {row['again']} | {row['restarts']} |"
-        if row["survived"] else f"| {row['fault']} | {row['moment']} | not survived |||||"
+        if row["survived"] else f"| {row['fault']} | {row['moment']} | not survived | - | - | - | - |"
         for row in result["rows"]
     ]  # fmt: skip
     return "\n".join([*lines, ""])

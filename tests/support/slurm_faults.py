@@ -22,8 +22,10 @@ class Blow:
     """A fault with all that had to be looked up for it, so that it strikes at once."""
 
     strike: Callable[[], object]
+    relent: Callable[[], object] = _nothing
+    """Called when SLURM has noticed."""
     heal: Callable[[], object] = _nothing
-    """Undoes it; called when SLURM has noticed."""
+    """Called when the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,13 @@ def suffer(
     if ends:
         run.wait_until(lambda: run.restarts > restarts, f"{names} noticed", NOTICED_WITHIN_S)
     for blow in blows:
-        blow.heal()
+        blow.relent()
     known = len(run.starts())  # a job that was requeued waits for some seconds at least
     last = run.step
     seen_from = (struck, known + 1) if ends else (time.time(), 1)
     run.wait_until(lambda: _steps(run, *seen_from), f"a step after {names}", 240)
+    for blow in blows:
+        blow.heal()
     next_s = min(line["unix_s"] for line in _steps(run, struck, seen_from[1]))
     assert ends or run.restarts == restarts, f"{names} ended an attempt"
     resumed = min((start["resumed_from_step"] or 0 for start in run.starts()[known:]), default=last)
@@ -131,7 +135,7 @@ def _preempt(run: SlurmRun, _choice: Random) -> Blow:
 def _power_off(place: int) -> Callable[[SlurmRun, Random], Blow]:
     def aim(run: SlurmRun, _choice: Random) -> Blow:
         number = run.nodes()[place]
-        return Blow(lambda: run.cluster.poweroff(number), lambda: run.cluster.boot(number))
+        return Blow(lambda: run.cluster.poweroff(number), heal=lambda: run.cluster.boot(number))
 
     return aim
 
@@ -139,6 +143,7 @@ def _power_off(place: int) -> Callable[[SlurmRun, Random], Blow]:
 def _cut_network(place: int) -> Callable[[SlurmRun, Random], Blow]:
     def aim(run: SlurmRun, _choice: Random) -> Blow:
         number = run.nodes()[place]
+        # A node that is cut off runs its ranks on, which may hold the lock of the run.
         return Blow(lambda: run.cluster.netcut(number), lambda: run.cluster.netheal(number))
 
     return aim
