@@ -88,27 +88,38 @@ def suffer(
         run.wait_until(lambda: run.restarts > restarts, f"{names} noticed", NOTICED_WITHIN_S)
     for blow in blows:
         blow.relent()
-    known = len(run.starts())  # a job that was requeued waits for some seconds at least
-    last = run.step
-    seen_from = (struck, known + 1) if ends else (time.time(), 1)
-    run.wait_until(lambda: _steps(run, *seen_from), f"a step after {names}", 240)
+    since = time.time()
+    if ends:
+        run.wait_until(lambda: _later_starts(run, restarts), f"a start after {names}", 240)
+        later = _later_starts(run, restarts)
+        first, resumed = later[0]["attempt"], later[0]["resumed_from_step"] or 0
+        run.wait_until(lambda: _steps(run, first, struck), f"a step after {names}", 120)
+        last = max((each["step"] for each in _steps(run) if each["attempt"] < first), default=0)
+    else:
+        first = len(run.starts())
+        run.wait_until(lambda: _steps(run, first, since), f"a step after {names}", 120)
+        assert run.restarts == restarts, f"{names} ended an attempt"
+        last = resumed = run.step
     for blow in blows:
         blow.heal()
-    next_s = min(line["unix_s"] for line in _steps(run, struck, seen_from[1]))
-    assert ends or run.restarts == restarts, f"{names} ended an attempt"
-    resumed = min((start["resumed_from_step"] or 0 for start in run.starts()[known:]), default=last)
     assert resumed >= saved, f"{names}: resumed at {resumed}, saved was {saved}"
-    again = max(0, last - resumed) if ends else 0
+    again = max(0, last - resumed)
     is_announced = all(fault.is_announced for fault in faults)
     assert not (again and is_announced), f"{names}: {again} steps up to {last} were done twice"
+    next_s = min(each["unix_s"] for each in _steps(run, first, struck))
     waited_s = run.waited_s(restarts, struck) if ends else 0.0
     return Toll(last, next_s - struck, waited_s, again, run.restarts - restarts)
 
 
-def _steps(run: SlurmRun, moment: float, attempt: int) -> list[dict[str, Any]]:
-    """Steps that were done after a moment, in Unix time, by one start or a later one."""
+def _later_starts(run: SlurmRun, restarts: int) -> list[dict[str, Any]]:
+    """Those after so many restarts; one that is being ended may still join the earlier ones."""
+    return [start for start in run.starts() if int(start["job"].partition(".")[2]) > restarts]
+
+
+def _steps(run: SlurmRun, attempt: int = 1, moment: float = 0.0) -> list[dict[str, Any]]:
+    """Steps that were done by a start or later ones, after a moment in Unix time."""
     every = records(run.run_dir)
-    return [each for each in every if each["unix_s"] > moment and each["attempt"] >= attempt]
+    return [each for each in every if each["attempt"] >= attempt and each["unix_s"] > moment]
 
 
 def _announce_limit(run: SlurmRun, _choice: Random) -> Blow:
