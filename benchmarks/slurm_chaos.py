@@ -56,7 +56,8 @@ _PAIRS_A_DECK = 3
 _MOMENTS = ("step", "step", "save", "start")
 _SETTINGS = {"KillWait": 30}
 """SLURM's default, from SIGTERM to SIGKILL; tests of the launcher have it shorter."""
-_STEPS_PER_FAULT = 60
+_STEPS_PER_FAULT = 120
+"""More than the run does between two of them, on a fast machine, too."""
 _EVERY_STEPS = 20
 _WITHIN_STEPS = 35
 """Of the first step of a start, a fault strikes."""
@@ -80,7 +81,6 @@ class Chaos:
             if (slow or not fault.is_slow) and (cluster.can_cut_network or not fault.needs_network)
         ]  # fmt: skip
         self._deck: list[tuple[str, ...]] = []
-        self._startup_s = 0.0
         self.rows: list[dict[str, Any]] = []
         """What struck, and what it cost."""
 
@@ -91,8 +91,6 @@ class Chaos:
             AssertionError: the run did not survive one as it must.
         """
         self._run.wait_for_start(1, timeout_s=240)
-        submitted = float(self._cluster_start())
-        self._startup_s = records(self._run.run_dir)[0]["unix_s"] - submitted
         for _ in range(number):
             self._deck = self._deck or self._shuffled()
             names, moment = self._deck.pop(), self._random.choice(_MOMENTS)
@@ -116,12 +114,12 @@ class Chaos:
         """Waits until faults may be prepared; returns what then waits for the moment itself."""
         run = self._run
         if moment == "start":
-            restarts = run.restarts
+            restarts, usual_s = run.restarts, self._startup_s()
             self._cluster.run("scontrol", "requeue", run.job)
             run.wait_until(
                 lambda: f"restart {restarts + 1}, nodes" in run.log, "started again", 120
             )
-            time.sleep(self._random.uniform(0, self._startup_s))
+            time.sleep(self._random.uniform(0, usual_s))
             return lambda: None
         run.wait_for_step(run.step + self._random.randint(1, _WITHIN_STEPS))
         return self._wait_for_save if moment == "save" else lambda: None
@@ -136,10 +134,13 @@ class Chaos:
             time.sleep(0.0005)
         time.sleep(self._random.uniform(0, 0.03))
 
-    def _cluster_start(self) -> float:
-        """When the first script began, in Unix time."""
+    def _startup_s(self) -> float:
+        """From the start of the newest script that came so far to its first step."""
+        steps = records(self._run.run_dir)
+        first_s = min(each["unix_s"] for each in steps if each["attempt"] == steps[-1]["attempt"])
         folder = self._run.run_dir / "launch" / "preflight"
-        return min(float(path.read_text()) for path in folder.glob("*/started"))
+        begun = [float(path.read_text()) for path in folder.glob("*/started")]
+        return float(first_s - max(each for each in begun if each < first_s))
 
 
 def differences(run_dir: Path, straight: Path) -> dict[str, int]:
