@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.shards import DatasetIndex, read_index
+from tests.support.ranks import records
 from tests.support.slurm import SlurmCluster
-from tests.support.slurm_runs import FAULTS, SlurmRun
+from tests.support.slurm_runs import PROFILE, SlurmRun
 
 LONG = ("train.num_steps=20_000", "checkpoint.every_steps=20", "monitor.eval_every_steps=20_000")
 
@@ -42,7 +43,10 @@ def test_corrupt_data_stops_the_run_at_once_and_names_the_block(
         for place in range(2000, len(content), 4000):
             content[place] ^= 1
         shard.write_bytes(content)
-    run = SlurmRun(slurm_cluster, tmp_path / "run", read_index(tmp_path / "data"), *LONG)
+    run = SlurmRun(
+        slurm_cluster, tmp_path / "run", read_index(tmp_path / "data"), *LONG,
+        preflight={**PROFILE["preflight"], "shards": 0},  # which would find it before
+    )  # fmt: skip
     assert run.wait_for_end(timeout_s=120) == "FAILED"
     assert "trying again is no use" in run.log.splitlines()[-1], run.log
     assert ".tar" in run.log
@@ -63,7 +67,8 @@ def test_time_limit_is_announced_and_no_step_is_lost(
     run.wait_for_step(step + 20)
     assert len(run.starts()) == 1
     run.wait_for_start(2)
-    run.check_resume(1, FAULTS["time limit announced"], run.saved_step)
+    last = max(record["step"] for record in records(run.run_dir) if record["attempt"] == 1)
+    assert run.starts()[1]["resumed_from_step"] == last
     [decision] = run.decisions()
     assert decision["at_limit"]
     assert "saved and stopped, as asked" in decision["reason"]

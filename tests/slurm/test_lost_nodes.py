@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.data.shards import DatasetIndex
 from tests.support.slurm import SlurmCluster
+from tests.support.slurm_faults import suffer
 from tests.support.slurm_runs import SlurmRun, assert_same, run_locally
 
 pytestmark = pytest.mark.slow
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_run_survives_and_ends_with_the_same_bits(
     slurm_cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
-    steps = ("train.num_steps=700", "checkpoint.every_steps=20", "monitor.eval_every_steps=300")
+    steps = ("train.num_steps=420", "checkpoint.every_steps=20", "monitor.eval_every_steps=200")
     run_locally(tmp_path / "straight", dataset, *steps)
     run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, *steps)
     faults = [
@@ -24,10 +25,10 @@ def test_run_survives_and_ends_with_the_same_bits(
         "power of the batch node",
     ]
     if slurm_cluster.can_cut_network:
-        faults.append("network of a node")
+        faults.append("network of the batch node")
     for number, name in enumerate(faults, 1):
-        run.wait_for_step(100 * number)
-        run.suffer(name)
+        run.wait_for_step(60 * number)
+        suffer(run, name)
     assert run.wait_for_end(timeout_s=300) == "COMPLETED"
     assert len(run.starts()) == len(faults) + 1
     assert_same(run.run_dir, tmp_path / "straight")

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.data.shards import DatasetIndex
 from tests.support.slurm import SlurmCluster
+from tests.support.slurm_faults import suffer
 from tests.support.slurm_runs import SlurmRun, assert_same, run_locally
 
 STEPS = ("train.num_steps=140", "checkpoint.every_steps=20", "monitor.eval_every_steps=70")
@@ -39,7 +40,7 @@ def test_announced_end_loses_no_step_and_a_killed_rank_few(
     run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, *STEPS)
     for step, name in ((30, "time limit announced"), (80, "rank killed")):
         run.wait_for_step(step)
-        run.suffer(name)
+        suffer(run, name)
     assert run.wait_for_end() == "COMPLETED"
     assert [decision["decision"] for decision in run.decisions()] == [
         "requeue", "requeue", "finished"

@@ -1,20 +1,19 @@
-"""A training run on a test cluster, and what can befall it there."""
+"""A training run on a test cluster."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.records import history
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.data.shards import DatasetIndex
+from pipeline.runtime.files import read_json_lines
 from tests.support.ranks import CONFIG, records
-from tests.support.slurm import SlurmCluster
+from tests.support.slurm import ENDED, SlurmCluster
 
 ROOT = Path(__file__).parents[2]
 PROFILE: dict[str, object] = {
@@ -23,15 +22,6 @@ PROFILE: dict[str, object] = {
     "max_attempts_without_progress": 3, "hardware": {"start_s": 10},
     "preflight": {"min_free_gb": 0.5, "min_shm_gb": 0.01},
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that ends an attempt."""
-
-    strike: Callable[["SlurmRun"], None]
-    is_announced: bool
-    """Whether the ranks hear of it in time to save."""
 
 
 class SlurmRun:
@@ -55,6 +45,7 @@ class SlurmRun:
         self._config.write_text(CONFIG)
         self._profile = run_dir.with_suffix(".cluster.yaml")
         self._profile.write_text(json.dumps({**PROFILE, **profile}))
+        self.ranks = 2 * int(str({**PROFILE, **profile}["ranks_per_node"]))
         self._overrides = [f"run_dir={run_dir}", f"data.dir={dataset.folder}", *overrides]
         self.launch("submit", str(self._config), *self._overrides, "--cluster", str(self._profile))
 
@@ -96,123 +87,72 @@ class SlurmRun:
 
     def starts(self) -> list[dict[str, Any]]:
         """Those that got as far as the data, from attempts.jsonl."""
-        path = self.run_dir / "attempts.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return read_json_lines(self.run_dir / "attempts.jsonl")
 
     def decisions(self) -> list[dict[str, Any]]:
         """Of job scripts that lived to the end of an attempt."""
-        path = self.run_dir / "launch" / "history.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return history(self.run_dir)
 
-    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
         """Waits until a step is logged."""
-        self.cluster.wait_until(
-            lambda: self._goes_on() and self.step >= step, f"step {step}", timeout_s=timeout_s
-        )
+        self.wait_until(lambda: self.step >= step, f"step {step}", timeout_s)
 
-    def wait_for_start(self, number: int, timeout_s: float = 180) -> None:
+    def wait_for_start(self, number: int, timeout_s: float = 240) -> None:
         """Waits until the run has started so many times and does steps."""
-        self.cluster.wait_until(
-            lambda: self._goes_on() and len(self.starts()) >= number
-            and any(record["attempt"] == number for record in records(self.run_dir)),
-            f"start {number}", timeout_s=timeout_s,
+        self.wait_until(
+            lambda: any(record["attempt"] == number for record in records(self.run_dir)),
+            f"start {number}", timeout_s,
         )  # fmt: skip
 
     def wait_for_end(self, timeout_s: float = 180) -> str:
         """Waits until the job stays out of the queue and returns its state."""
         return self.cluster.wait_for(self.job, timeout_s=timeout_s)
 
-    def suffer(self, name: str) -> float:
-        """Waits for a step after a save, strikes, and waits until the run goes on.
-
-        Returns:
-            Seconds from the fault to the next step.
-        """
-        number = len(self.starts())
-        fault = FAULTS[name]
-        before = self.saved_step
-        fault.strike(self)
-        started = time.monotonic()
-        self.wait_for_start(number + 1)
-        took_s = time.monotonic() - started
-        self.check_resume(number, fault, before)
-        return took_s
-
-    def check_resume(self, number: int, fault: Fault, saved_before: int) -> None:
-        """That start `number` was continued from where it must be."""
-        last = max(r["step"] for r in records(self.run_dir) if r["attempt"] == number)
-        resumed = self.starts()[number]["resumed_from_step"]
-        if fault.is_announced:
-            assert resumed >= last, f"steps {resumed} to {last} were done twice"
-        assert resumed >= saved_before, f"resumed at {resumed}, saved was {saved_before}"
-
-    def node_of(self, rank: int) -> int:
-        """Number of a rank's node, from 1."""
+    def nodes(self) -> list[int]:
+        """Numbers of the job's nodes, from 1; the batch script is on the first."""
         names = self.cluster.run(
             "scontrol", "show", "hostnames", self.cluster.job(self.job)["NodeList"]
         ).split()
-        per_node = int(str(PROFILE["ranks_per_node"]))
-        return self.cluster.nodes.index(names[rank // per_node]) + 1
+        return [self.cluster.nodes.index(name) + 1 for name in names]
 
-    def _goes_on(self) -> bool:
-        """Fails where waiting is in vain."""
-        state = self.cluster.state(self.job)
-        assert state not in ("FAILED", "TIMEOUT", "CANCELLED"), f"{state}\n{self.log[-5000:]}"
-        return True
+    @property
+    def restarts(self) -> int:
+        """Times that SLURM has put the job back into the queue."""
+        return int(self.cluster.job(self.job)["Restarts"])
 
+    def waited_s(self, restart: int, struck: float) -> float:
+        """Seconds for which no script of the job ran, from the end of a start on.
 
-def _announce_limit(run: SlurmRun) -> None:
-    run.cluster.run("scancel", "--batch", "--signal=USR1", run.job)
+        Args:
+            restart: number of that start.
+            struck: when a fault hit it, in Unix time: SLURM says when a script ended only if the
+                script did, which writes down its decision just before.
+        """
+        folder = self.run_dir / "launch" / "preflight"
+        begun = {
+            int(path.parent.suffix[1:]): float(path.read_text())
+            for path in folder.glob(f"{self.job}.*/started")
+        }
+        ours = [line for line in self.decisions() if line["job"] == self.job]
+        decided = {line["restart"]: line["unix_s"] for line in ours}
+        total, left = 0.0, max(struck, decided.get(restart, 0.0))
+        for number in sorted(number for number in begun if number > restart):
+            total += max(0.0, begun[number] - left)
+            left = decided.get(number, float("inf"))
+        return total
 
+    def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+        """Waits until something is so; fails where waiting is in vain."""
 
-def _requeue(run: SlurmRun) -> None:
-    run.cluster.run("scontrol", "requeue", run.job)
+        def is_so() -> object:
+            state = self.cluster.state(self.job)
+            there = condition()
+            # A job that lost a node is NODE_FAIL for a moment.
+            has_ended = state in ENDED - {"NODE_FAIL"}
+            assert there or not has_ended, f"{state} before: {what}\n{self.log[-5000:]}"
+            return there
 
-
-def _kill_rank(run: SlurmRun, rank: int = 3) -> None:
-    run.cluster.tasks(run.job)[rank].send_signal(signal.SIGKILL)
-
-
-def _preempt(run: SlurmRun) -> None:
-    restarts = int(run.cluster.job(run.job)["Restarts"])
-    with run.cluster.preempting():
-        run.cluster.wait_until(
-            lambda: int(run.cluster.job(run.job)["Restarts"]) > restarts, "preempted", timeout_s=90
-        )
-
-
-def _power_off(rank: int) -> Callable[[SlurmRun], None]:
-    def strike(run: SlurmRun) -> None:
-        number, restarts = run.node_of(rank), int(run.cluster.job(run.job)["Restarts"])
-        run.cluster.poweroff(number)
-        run.cluster.wait_until(
-            lambda: int(run.cluster.job(run.job)["Restarts"]) > restarts, "noticed", timeout_s=120
-        )
-        run.cluster.boot(number)
-
-    return strike
-
-
-def _cut_network(run: SlurmRun) -> None:
-    number, restarts = run.node_of(3), int(run.cluster.job(run.job)["Restarts"])
-    run.cluster.netcut(number)
-    run.cluster.wait_until(
-        lambda: int(run.cluster.job(run.job)["Restarts"]) > restarts, "noticed", timeout_s=180
-    )
-    run.cluster.netheal(number)
-
-
-FAULTS = {
-    "time limit announced": Fault(_announce_limit, is_announced=True),
-    "requeued by an administrator": Fault(_requeue, is_announced=True),
-    "rank killed": Fault(_kill_rank, is_announced=False),
-    "preempted": Fault(_preempt, is_announced=True),
-    "power of a worker node": Fault(_power_off(3), is_announced=False),
-    "power of the batch node": Fault(_power_off(0), is_announced=False),
-    "network of a node": Fault(_cut_network, is_announced=False),
-}
+        self.cluster.wait_until(is_so, what, timeout_s=timeout_s)
 
 
 def run_locally(run_dir: Path, dataset: DatasetIndex, *overrides: str) -> None:

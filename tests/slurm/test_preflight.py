@@ -1,0 +1,57 @@
+"""Preflight on a real cluster: a bad node is left out, and what every node has stops the job."""
+
+import sys
+from pathlib import Path
+
+from launch.records import excluded_nodes
+from pipeline.data.shards import DatasetIndex
+from pipeline.runtime.env import RUN_DIR_VARIABLE
+from tests.support.slurm import SlurmCluster
+from tests.support.slurm_runs import PROFILE, SlurmRun
+
+# The second node of the first start stays bad: it lets processes open few files. Ranks do nothing
+# but end well.
+PYTHON = f"""#!/bin/bash
+start=$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}
+case $3 in
+  preflight)
+    [ "$4 $SLURM_NODEID ${{start#*.}}" != "check 1 0" ] || echo "$SLURMD_NODENAME" >"$0.bad"
+    [ "$SLURMD_NODENAME" != "$(cat "$0.bad" 2>/dev/null)" ] || ulimit -n 100 ;;
+  pretrain)
+    mkdir -p "${RUN_DIR_VARIABLE}/exit/$start"
+    echo 0 >"${RUN_DIR_VARIABLE}/exit/$start/rank-0000$SLURM_PROCID"
+    exec touch "${RUN_DIR_VARIABLE}/done.json" ;;
+esac
+exec {sys.executable} "$@"
+"""
+
+
+def test_job_restarts_without_a_bad_node_and_a_problem_of_all_nodes_stops_it(
+    slurm_cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, python=str(python))
+    want_more = {**PROFILE["preflight"], "min_open_files": 2**30}
+    hopeless = SlurmRun(slurm_cluster, tmp_path / "hopeless", dataset, preflight=want_more)
+
+    assert run.wait_for_end() == "COMPLETED"
+    bad = (tmp_path / "python.bad").read_text().strip()
+    first, second = run.decisions()
+    assert [first["decision"], second["decision"]] == ["requeue", "finished"]
+    assert first["job"] == second["job"] == run.job
+    assert first["nodes"][1] == bad
+    assert f"preflight: without {bad}: " in first["reason"]
+    assert "`ulimit -n` is 100, expected" in first["reason"]
+    assert excluded_nodes(run.run_dir) == [bad]
+    assert bad not in second["nodes"]
+    assert len(second["nodes"]) == 2
+    assert run.restarts == 1
+    assert slurm_cluster.job(run.job)["ExcNodeList"] == bad
+
+    assert hopeless.wait_for_end() == "FAILED"
+    assert hopeless.restarts == 0
+    assert hopeless.log.endswith("end: no other node cures what preflight found\n")
+    assert hopeless.decisions() == []
+    assert not hopeless.starts()

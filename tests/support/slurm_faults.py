@@ -1,0 +1,188 @@
+"""What can befall a training run on a test cluster, and what it costs the run."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from tests.support.ranks import records
+from tests.support.slurm_runs import SlurmRun
+
+NOTICED_WITHIN_S = 180
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A fault with all that had to be looked up for it, so that it strikes at once."""
+
+    strike: Callable[[], object]
+    relent: Callable[[], object] = _nothing
+    """Called when SLURM has noticed."""
+    heal: Callable[[], object] = _nothing
+    """Called when the run goes on."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that befalls a run."""
+
+    aim: Callable[[SlurmRun, Random], Blow]
+    is_announced: bool = False
+    """Whether the ranks hear of it in time to save."""
+    is_slow: bool = False
+    """Whether SLURM takes a quarter of a minute or more to act."""
+    ends_attempt: bool = True
+    """Whether the job starts again after it."""
+    needs_network: bool = False
+    """Whether nodes need networks of their own."""
+
+
+@dataclass(frozen=True)
+class Toll:
+    """What faults that struck at once have cost a run."""
+
+    step: int
+    """Last step before them that was logged."""
+    lost_s: float
+    """From them to the next step."""
+    waited_s: float
+    """Of it, from the end of an attempt to the start of the next one's script: SLURM's own."""
+    again: int
+    """Steps that were done twice."""
+    restarts: int
+    """Times that SLURM started the job again."""
+
+
+def suffer(
+    run: SlurmRun,
+    *names: str,
+    choice: Random | None = None,
+    moment: Callable[[], object] = _nothing,
+) -> Toll:
+    """Lets faults strike together, and waits until the run goes on.
+
+    Args:
+        run: that does steps, or is starting.
+        names: of FAULTS.
+        choice: decides which rank or node is hit; default: always the same.
+        moment: waits for it when all is prepared.
+
+    Returns:
+        The toll. Fails if the run does not go on, or from an older step than it must.
+    """
+    faults = [FAULTS[name] for name in names]
+    blows = [fault.aim(run, choice or Random(0)) for fault in faults]
+    restarts = run.restarts
+    moment()
+    saved, struck = run.saved_step, time.time()
+    for blow in blows:
+        blow.strike()
+    ends = any(fault.ends_attempt for fault in faults)
+    if ends:
+        run.wait_until(lambda: run.restarts > restarts, f"{names} noticed", NOTICED_WITHIN_S)
+    for blow in blows:
+        blow.relent()
+    since = time.time()
+    if ends:
+        run.wait_until(lambda: _later_starts(run, restarts), f"a start after {names}", 240)
+        later = _later_starts(run, restarts)
+        first, resumed = later[0]["attempt"], later[0]["resumed_from_step"] or 0
+        run.wait_until(lambda: _steps(run, first, struck), f"a step after {names}", 120)
+        last = max((each["step"] for each in _steps(run) if each["attempt"] < first), default=0)
+    else:
+        first = len(run.starts())
+        run.wait_until(lambda: _steps(run, first, since), f"a step after {names}", 120)
+        assert run.restarts == restarts, f"{names} ended an attempt"
+        last = resumed = run.step
+    for blow in blows:
+        blow.heal()
+    assert resumed >= saved, f"{names}: resumed at {resumed}, saved was {saved}"
+    again = max(0, last - resumed)
+    is_announced = all(fault.is_announced for fault in faults)
+    assert not (again and is_announced), f"{names}: {again} steps up to {last} were done twice"
+    next_s = min(each["unix_s"] for each in _steps(run, first, struck))
+    waited_s = run.waited_s(restarts, struck) if ends else 0.0
+    return Toll(last, next_s - struck, waited_s, again, run.restarts - restarts)
+
+
+def _later_starts(run: SlurmRun, restarts: int) -> list[dict[str, Any]]:
+    """Those after so many restarts; one that is being ended may still join the earlier ones."""
+    return [start for start in run.starts() if int(start["job"].partition(".")[2]) > restarts]
+
+
+def _steps(run: SlurmRun, attempt: int = 1, moment: float = 0.0) -> list[dict[str, Any]]:
+    """Steps that were done by a start or later ones, after a moment in Unix time."""
+    every = records(run.run_dir)
+    return [each for each in every if each["attempt"] >= attempt and each["unix_s"] > moment]
+
+
+def _announce_limit(run: SlurmRun, _choice: Random) -> Blow:
+    job = run.job
+    return Blow(lambda: run.cluster.run("scancel", "--batch", "--signal=USR1", job))
+
+
+def _requeue(run: SlurmRun, _choice: Random) -> Blow:
+    job = run.job
+    return Blow(lambda: run.cluster.run("scontrol", "requeue", job))
+
+
+def _kill_rank(run: SlurmRun, choice: Random) -> Blow:
+    run.cluster.wait_for_tasks(run.job, run.ranks)
+    tasks = run.cluster.tasks(run.job)
+    return Blow(tasks[choice.choice(sorted(tasks))].kill)
+
+
+def _preempt(run: SlurmRun, _choice: Random) -> Blow:
+    stack = ExitStack()
+    return Blow(lambda: stack.enter_context(run.cluster.preempting()), stack.close)
+
+
+def _power_off(place: int) -> Callable[[SlurmRun, Random], Blow]:
+    def aim(run: SlurmRun, _choice: Random) -> Blow:
+        number = run.nodes()[place]
+        return Blow(lambda: run.cluster.poweroff(number), heal=lambda: run.cluster.boot(number))
+
+    return aim
+
+
+def _cut_network(place: int) -> Callable[[SlurmRun, Random], Blow]:
+    def aim(run: SlurmRun, _choice: Random) -> Blow:
+        number = run.nodes()[place]
+        # A node that is cut off runs its ranks on, which may hold the lock of the run.
+        return Blow(lambda: run.cluster.netcut(number), lambda: run.cluster.netheal(number))
+
+    return aim
+
+
+def _kill_controller(run: SlurmRun, choice: Random) -> Blow:
+    away_s = choice.uniform(0.5, 4)
+
+    def strike() -> None:
+        run.cluster.kill_controller()
+        time.sleep(away_s)
+        run.cluster.start_controller()
+
+    return Blow(strike)
+
+
+FAULTS = {
+    "time limit announced": Fault(_announce_limit, is_announced=True),
+    "requeued by an administrator": Fault(_requeue, is_announced=True),
+    "rank killed": Fault(_kill_rank),
+    "preempted": Fault(_preempt, is_announced=True, is_slow=True),
+    "power of a worker node": Fault(_power_off(-1), is_slow=True),
+    "power of the batch node": Fault(_power_off(0), is_slow=True),
+    "network of a worker node": Fault(_cut_network(-1), is_slow=True, needs_network=True),
+    "network of the batch node": Fault(_cut_network(0), is_slow=True, needs_network=True),
+    # Together with others it comes last: nothing can be asked while it is away.
+    "controller restarted": Fault(
+        lambda run, _choice: Blow(run.cluster.restart_controller), ends_attempt=False
+    ),
+    "controller killed": Fault(_kill_controller, ends_attempt=False),
+}
