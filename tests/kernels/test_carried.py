@@ -50,6 +50,7 @@ CASES = [
 
 
 @NEEDS_TRITON
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 def test_compiled_kernels() -> None:
     found = json.loads(_python("-m", "tests.kernels.ahead_of_time", *CASES))
