@@ -165,7 +165,7 @@ def delta_kernel(out, d_out, delta, num_tokens, num_heads, H: tl.constexpr, BLOC
 def _probabilities(scores, at, seen, real, logarithm, log2_temperature):
     """The softmax once more, from stored scores; 0 where not seen."""
     s_QK = tl.load(scores + at, mask=real[:, None], other=0.0).to(tl.float32)
-    return tl.where(seen, tl.exp2(s_QK * log2_temperature - logarithm[:, None]), 0.0)
+    return tl.exp2(tl.where(seen, s_QK * log2_temperature - logarithm[:, None], float("-inf")))
 
 
 @triton.jit
@@ -200,6 +200,8 @@ def backward_window_kernel(
     at = _score_offsets(row, column, head, num_tokens, width)
     logarithm = tl.load(lse + head.to(tl.int64) * num_tokens + row, mask=real, other=float("inf"))
     do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
+    v_KH = _load_rows(v, row, head, v_token, v_head, real, H)
+    dp_QK = _dot(do_QH, tl.trans(v_KH))
     p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
     used_QK = p_QK
     if DROPS:
@@ -207,8 +209,6 @@ def backward_window_kernel(
         used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
     dv_KH = _dot(tl.trans(_narrow(used_QK, do_QH.dtype)), do_QH)
     _store_rows(dv, row, head, num_heads, dv_KH, real, H)
-    v_KH = _load_rows(v, row, head, v_token, v_head, real, H)
-    dp_QK = _dot(do_QH, tl.trans(v_KH))
     if DROPS:
         dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
     delta = tl.sum(p_QK * dp_QK, axis=1)

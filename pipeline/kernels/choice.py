@@ -20,6 +20,7 @@ def takes_fused(
     *,
     carries: bool,
     head_size: int,
+    precision: str,
     device: torch.device,
 ) -> bool:
     """Whether `carried` is used, or the plain PyTorch of `attention`; logs it.
@@ -28,6 +29,8 @@ def takes_fused(
         asked: `train.attention`; `auto` takes the fused kernels on a GPU where they can run.
         carries: whether the model carries scores; if not, torch's own attention is used anyway.
         head_size: of the model.
+        precision: `bf16`, or `fp32`, for which the kernels are right and not fast: `auto` leaves
+            it to PyTorch.
         device: where it runs.
 
     Raises:
@@ -36,8 +39,10 @@ def takes_fused(
     obstacle = _obstacle(carries, head_size, device, interpreting=asked == "fused")
     if asked == "fused" and obstacle:
         raise ConfigError(f"train.attention=fused: {obstacle}; set train.attention=auto")
+    if asked == "auto" and obstacle is None and precision == "fp32":
+        obstacle = "train.precision=fp32, the kernels' tiles are for bf16"
     fused = asked != "reference" and obstacle is None
-    reason = f"{obstacle}" if asked == "auto" and obstacle else f"train.attention={asked}"
+    reason = obstacle if asked == "auto" and obstacle else f"train.attention={asked}"
     logger.info("attention: %s (%s)", "fused kernels" if fused else "PyTorch", reason)
     return fused
 

@@ -128,11 +128,11 @@ def _is_hopper(capability: tuple[int, int]) -> bool:
     return capability[0] in (9, 10)
 
 
-# Without spilled registers on sm_80 and sm_90, with and without dropout.
+# Without spilled registers for bf16 on sm_80 and sm_90, with and without dropout.
 def _forward_tile(width: int, head_size: int) -> Tile:
-    if width <= 64:
-        return Tile(width, width, 4, 1)
-    return Tile(128, 32 if head_size == 128 else 64, 8, 2)
+    if head_size == 128:
+        return Tile(128, min(width, 32), 8, 2)
+    return Tile(width, width, 4, 1) if width <= 64 else Tile(128, 64, 8, 2)
 
 
 def _keys_tile(width: int, head_size: int, capability: tuple[int, int]) -> Tile:

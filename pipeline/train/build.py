@@ -145,6 +145,7 @@ def _run(
         config.train.attention,
         carries=config.model.score_residual != "none",
         head_size=config.model.head_size,
+        precision=config.train.precision,
         device=device,
     ):
         model.encoder.fuse_attention()

@@ -45,7 +45,7 @@ def test_interpreted_kernels() -> None:
 CASES = [
     "90-64-64-0.1-bfloat16", "90-128-64-0-bfloat16", "90-512-64-0.1-bfloat16",
     "90-512-128-0.1-bfloat16", "80-64-64-0.1-bfloat16", "80-512-64-0.1-bfloat16",
-    "80-512-128-0.1-bfloat16",
+    "80-512-128-0.1-bfloat16", "80-64-128-0.1-bfloat16",
 ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ CASES = [
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 def test_compiled_kernels() -> None:
     found = json.loads(_python("-m", "tests.kernels.ahead_of_time", *CASES))
-    assert len(found) == 3 * 2 + 4 * 4
+    assert len(found) == 3 * 2 + 5 * 4
     for name, counts in found.items():
         assert counts["local stores"] == counts["local loads"] == 0, name
         assert counts["narrow stores"] == counts["narrow loads"] == 0, name
@@ -69,15 +69,15 @@ def test_compiled_kernels() -> None:
 
 def test_choice_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert not takes_fused("auto", carries=True, head_size=64, device=CPU)
-    assert not takes_fused("reference", carries=True, head_size=64, device=CPU)
+    assert not takes_fused("auto", carries=True, head_size=64, precision="bf16", device=CPU)
+    assert not takes_fused("reference", carries=True, head_size=64, precision="bf16", device=CPU)
     assert [r.message.split(" (")[0] for r in caplog.records] == ["attention: PyTorch"] * 2
     with pytest.raises(ConfigError, match=r"train\.attention=fused: (the device is cpu|Triton is)"):
-        takes_fused("fused", carries=True, head_size=64, device=CPU)
+        takes_fused("fused", carries=True, head_size=64, precision="bf16", device=CPU)
     with pytest.raises(ConfigError, match="score_residual=none"):
-        takes_fused("fused", carries=False, head_size=64, device=CPU)
+        takes_fused("fused", carries=False, head_size=64, precision="bf16", device=CPU)
     with pytest.raises(ConfigError, match="is 24, expected one of 32, 64, 128"):
-        takes_fused("fused", carries=True, head_size=24, device=CPU)
+        takes_fused("fused", carries=True, head_size=24, precision="bf16", device=CPU)
 
 
 def test_models_without_carried_scores_are_left_alone() -> None:
