@@ -21,8 +21,6 @@ last checkpoint are those of a run on this machine that no fault befell, to the 
 import argparse
 import json
 import platform
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -202,6 +200,7 @@ def run_campaign(folder: Path, faults: int, seed: int, *, slow: bool) -> dict[st
     same: dict[str, int] = {}
     (folder / "slurm").mkdir()
     with SlurmCluster(folder / "slurm", num_nodes=6, settings=_SETTINGS) as cluster:
+        slurm = cluster.run("sinfo", "--version").split()[-1]
         _say(f"the reference took {time.monotonic() - started:.0f} s; now the job")
         begun = time.monotonic()
         run = SlurmRun(cluster, folder / "run", dataset, *steps, max_attempts_without_progress=10)
@@ -219,14 +218,13 @@ def run_campaign(folder: Path, faults: int, seed: int, *, slow: bool) -> dict[st
         f"{name.replace('_', ' ')}: {number}" for name, number in same.items()
         if number and name != "tensors"
     ]  # fmt: skip
-    slurm = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True)
     return {
         "seed": seed, "slow": slow, "steps": num_steps, "checkpoint_every_steps": _EVERY_STEPS,
         "faults": len(chaos.rows), "survived": sum(row["survived"] for row in chaos.rows),
         "restarts": restarts, "job_s": round(job_s), "wall_s": round(time.monotonic() - started),
         "same": same, "problems": problems, "kinds": by_kind(chaos.rows), "rows": chaos.rows,
         "versions": {"python": platform.python_version(), "machine": platform.machine(),
-                     "slurm": re.sub(r"^\S+ ", "", slurm.stdout.strip()),
+                     "slurm": slurm,
                      "torch": torch.__version__, "deepspeed": version("deepspeed")},
     }  # fmt: skip
 
