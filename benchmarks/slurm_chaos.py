@@ -229,10 +229,11 @@ def run_campaign(folder: Path, faults: int, seed: int, *, slow: bool) -> dict[st
         "other_restarts": restarts - sum(
             row.get("restarts", 0) + (row["moment"] == "start") for row in chaos.rows
         ),
-        "log": log, "same": same, "problems": problems, "kinds": by_kind(chaos.rows), "rows": chaos.rows,
+        "same": same, "problems": problems, "kinds": by_kind(chaos.rows), "rows": chaos.rows,
+        "log": log,
         "versions": {"python": platform.python_version(), "machine": platform.machine(),
-                     "slurm": slurm,
-                     "torch": torch.__version__, "deepspeed": version("deepspeed")},
+                     "slurm": slurm, "torch": torch.__version__,
+                     "deepspeed": version("deepspeed")},
     }  # fmt: skip
 
 
