@@ -21,6 +21,7 @@ last checkpoint are those of a run on this machine that no fault befell, to the 
 import argparse
 import json
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -54,6 +55,8 @@ _PAIRS_A_DECK = 3
 _MOMENTS = ("step", "step", "save", "start")
 _SETTINGS = {"KillWait": 30}
 """SLURM's default, from SIGTERM to SIGKILL; tests of the launcher have it shorter."""
+_TELLS = re.compile(r"^(start|requeue|end): | JOB \d+ ON ")
+"""Lines of the job's log that say when it started and why it ended."""
 _STEPS_PER_FAULT = 120
 """More than the run does between two of them, on a fast machine, too."""
 _EVERY_STEPS = 20
@@ -214,6 +217,7 @@ def run_campaign(folder: Path, faults: int, seed: int, *, slow: bool) -> dict[st
         except AssertionError as error:
             problems.append(str(error))
         restarts, job_s = run.restarts, time.monotonic() - begun
+        log = [line for line in run.log.splitlines() if _TELLS.search(line)]
     problems += [
         f"{name.replace('_', ' ')}: {number}" for name, number in same.items()
         if number and name != "tensors"
@@ -222,10 +226,14 @@ def run_campaign(folder: Path, faults: int, seed: int, *, slow: bool) -> dict[st
         "seed": seed, "slow": slow, "steps": num_steps, "checkpoint_every_steps": _EVERY_STEPS,
         "faults": len(chaos.rows), "survived": sum(row["survived"] for row in chaos.rows),
         "restarts": restarts, "job_s": round(job_s), "wall_s": round(time.monotonic() - started),
+        "other_restarts": restarts - sum(
+            row.get("restarts", 0) + (row["moment"] == "start") for row in chaos.rows
+        ),
         "same": same, "problems": problems, "kinds": by_kind(chaos.rows), "rows": chaos.rows,
+        "log": log,
         "versions": {"python": platform.python_version(), "machine": platform.machine(),
-                     "slurm": slurm,
-                     "torch": torch.__version__, "deepspeed": version("deepspeed")},
+                     "slurm": slurm, "torch": torch.__version__,
+                     "deepspeed": version("deepspeed")},
     }  # fmt: skip
 
 
@@ -244,7 +252,8 @@ def table(result: dict[str, Any]) -> str:
         f"{slow}`, {versions}; what is done and compared is said in `benchmarks/slurm_chaos.py`. "
         f"{result['faults']} times faults in one job of {result['steps']} steps, a checkpoint "
         f"every {result['checkpoint_every_steps']}; SLURM started it again {result['restarts']} "
-        f"times in {result['job_s']} s.", "",
+        f"times in {result['job_s']} s, {result['other_restarts']} of them neither for a fault nor "
+        "so that one could strike a start.", "",
         *verdict, "",
         "Seconds from a fault to the next step, how many of them SLURM waited (median), and steps "
         "done twice. A requeued job waits 6 s here; by default SLURM lets it wait 121 s.", "",
