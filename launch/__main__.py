@@ -22,6 +22,7 @@ _EXAMPLES = """\
   python -m launch submit train.yaml --local --ranks 2
   python -m launch submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml
   python -m launch submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml
+  python -m launch submit --program runs/tuned --cluster c.yaml -- python finetune.py models/mine
   python -m launch resume runs/mine train.num_steps=200_000
   python -m launch status
   python -m launch status runs/mine --watch 30
@@ -44,6 +45,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    if arguments.program:
+        return run_commands.submit_program(arguments)
+    if arguments.words:
+        raise ConfigError(f"`-- {' '.join(arguments.words)}`: words behind -- are for --program")
     if arguments.evaluate:
         return run_commands.submit_evaluation(arguments)
     if not arguments.prep:
@@ -90,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--evaluate", action="store_true", help="CONFIG is a run folder: its held-out losses"
     )
+    what.add_argument(
+        "--program", action="store_true",
+        help="CONFIG is a new folder; `-- WORDS` is a program to run on all ranks, such as your "
+        "fine-tuning of an exported model",
+    )  # fmt: skip
     cli.add_config_arguments(submit_)
     add_cluster(submit_)
     run_commands.add_run_options(submit_)
@@ -109,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
             "decide", help="for job scripts: what becomes of a job after an attempt"
         )
     )
+    run_commands.add_rank(
+        commands.add_parser("rank", help="for job scripts: run `-- WORDS` as one rank")
+    )
     add_preflight(commands)
     job_commands.add_commands(commands)
     demo_ = commands.add_parser(
@@ -120,5 +133,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _words_of_program() -> list[str]:
+    """What stands behind `--`, taken off the command line: its options are not ours."""
+    if "--" not in sys.argv:
+        return []
+    place = sys.argv.index("--")
+    words = sys.argv[place + 1 :]
+    del sys.argv[place:]
+    return words
+
+
 if __name__ == "__main__":
-    sys.exit(cli.run(_parser()))
+    _words = _words_of_program()
+    _launcher = _parser()
+    _launcher.set_defaults(words=_words)
+    sys.exit(cli.run(_launcher))

@@ -12,8 +12,8 @@ from pipeline.errors import DataError
 from pipeline.runtime.append import AppendedFile
 from pipeline.runtime.files import ATTEMPTS_FILE, read_json_lines, write_atomic
 
-PRETRAIN, EVALUATE = "pretrain", "evaluate"
-"""Kinds of jobs: commands of `python -m pipeline`."""
+PRETRAIN, EVALUATE, PROGRAM = "pretrain", "evaluate", "program"
+"""Kinds of jobs: two commands of `python -m pipeline`, and programs of the user."""
 FOLDER = "launch"
 """In a run's folder: one folder for each submission, and what follows."""
 SUBMISSION_FILE = "submission.json"

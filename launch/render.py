@@ -37,7 +37,7 @@ class Job:
     """What a script runs, and where it finds it."""
 
     kind: str
-    """PRETRAIN or EVALUATE."""
+    """PRETRAIN, EVALUATE or PROGRAM."""
     name: str
     """In the queue."""
     run_dir: str

@@ -9,11 +9,13 @@ from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done, new
 from launch.fit import check
 from launch.local import run_local
 from launch.plan import plan
+from launch.program import run_program
 from launch.records import (
     CLUSTER_FILE,
     CONFIG_FILE,
     EVALUATE,
     PRETRAIN,
+    PROGRAM,
     submission_folder,
     submissions,
 )
@@ -25,6 +27,7 @@ from launch.submit_run import (
     checkout_job,
     dry_run_text,
     prepare_evaluation,
+    prepare_program,
     prepare_training,
     submit,
     summary_text,
@@ -90,6 +93,11 @@ def add_decide(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_decide)
 
 
+def add_rank(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `rank`."""
+    parser.set_defaults(run=_rank)
+
+
 def add_cluster(parser: argparse.ArgumentParser, default: str = "one GPU") -> None:
     """The option that names a cluster profile."""
     parser.add_argument("--cluster", help=f"YAML file of the cluster; default: {default}")
@@ -130,6 +138,25 @@ def submit_evaluation(arguments: argparse.Namespace) -> int:
     inputs = [arguments.data or config.data.dir]
     draft = prepare_evaluation(run_dir, options, inputs, cluster, source)
     return _hand_over(draft, dry_run=arguments.dry_run)
+
+
+def submit_program(arguments: argparse.Namespace) -> int:
+    """`submit --program RUN -- WORDS`, with `--local` or not."""
+    run_dir, words = Path(arguments.config).absolute(), arguments.words
+    if not words or arguments.overrides:
+        raise ConfigError(
+            "--program wants a folder for its log, then `--` and the program: "
+            "python -m launch submit --program runs/tuned --cluster C -- python finetune.py ..."
+        )
+    cluster = cluster_of(arguments.cluster)
+    if arguments.local:
+        return _run_here(arguments, ["launch", "rank", "--", *words], PROGRAM, run_dir, cluster)
+    source = Source(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
+    return _hand_over(prepare_program(run_dir, words, cluster, source), dry_run=arguments.dry_run)
+
+
+def _rank(arguments: argparse.Namespace) -> int:
+    return run_program(arguments.words)
 
 
 def _run_here(

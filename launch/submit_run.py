@@ -23,6 +23,7 @@ from launch.records import (
     EVALUATE,
     FOLDER,
     PRETRAIN,
+    PROGRAM,
     SCRIPT_FILE,
     SUBMISSION_FILE,
     next_number,
@@ -105,6 +106,23 @@ def prepare_evaluation(
     number = next_number(run_dir)
     words = ("pipeline", EVALUATE, str(run_dir), *options)
     job = _job(EVALUATE, run_dir, number, words, source, inputs)
+    return Draft(number, run_dir, job, None, cluster, source)
+
+
+def prepare_program(
+    run_dir: Path, words: Sequence[str], cluster: ClusterConfig, source: Source
+) -> Draft:
+    """A program of the user, such as a fine-tuning of an exported model; changes nothing.
+
+    Args:
+        run_dir: folder for its log and its ranks' exit codes, absolute.
+        words: the program and its arguments.
+        cluster: where it is to run.
+        source: what a person asked for.
+    """
+    number = next_number(run_dir)
+    start = ("launch", "rank", "--", *words)
+    job = _job(PROGRAM, run_dir, number, start, source, [])
     return Draft(number, run_dir, job, None, cluster, source)
 
 
