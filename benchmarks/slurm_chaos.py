@@ -252,8 +252,8 @@ def table(result: dict[str, Any]) -> str:
         f"{slow}`, {versions}; what is done and compared is said in `benchmarks/slurm_chaos.py`. "
         f"{result['faults']} times faults in one job of {result['steps']} steps, a checkpoint "
         f"every {result['checkpoint_every_steps']}; SLURM started it again {result['restarts']} "
-        f"times in {result['job_s']} s, {result['other_restarts']} of them neither for a fault nor "
-        "so that one could strike a start.", "",
+        f"times in {result['job_s']} s, {result['other_restarts']} times without a cause from here "
+        "(a fault, or a restart to be hit).", "",
         *verdict, "",
         "Seconds from a fault to the next step, how many of them SLURM waited (median), and steps "
         "done twice. A requeued job waits 6 s here; by default SLURM lets it wait 121 s.", "",
