@@ -97,14 +97,7 @@ def render_prep(
         if not ranks:
             continue
         processes = min(prep.cores, ceil(plan.max_tasks / world))
-        hours = plan.core_hours / world / processes
-        if hours * 3600 > prep.time_limit_s:
-            raise ConfigError(
-                f"stage {plan.name}: {plan.core_hours:,.1f} core-hours for {world} array tasks of "
-                f"{processes} processes are {hours:.1f} hours each, more than prep.time_limit="
-                f"{prep.time_limit!r}; raise prep.time_limit, or array_tasks={prep.array_tasks} "
-                f"where the stage can use more ({plan.max_tasks} processes)"
-            )
+        hours = _hours(plan, prep, world, processes)
         options = {
             "job-name": shlex.quote(f"{name}-{plan.name}"),
             "comment": shlex.quote(str(Path(work_dir, output_dir))),
@@ -139,6 +132,19 @@ def render_prep(
         )  # fmt: skip
         stages.append(PrepStage(plan.name, world, len(ranks), hours, scripts))
     return stages
+
+
+def _hours(plan: StagePlan, prep: PrepJobsConfig, world: int, processes: int) -> float:
+    """Expected time of an array task, which must be within its limit."""
+    hours = plan.core_hours / world / processes
+    if hours * 3600 > prep.time_limit_s:
+        raise ConfigError(
+            f"stage {plan.name}: {plan.core_hours:,.1f} core-hours for {world} array tasks of "
+            f"{processes} processes are {hours:.1f} hours each, more than prep.time_limit="
+            f"{prep.time_limit!r}; raise prep.time_limit, or array_tasks={prep.array_tasks} "
+            f"where the stage can use more ({plan.max_tasks} processes)"
+        )
+    return hours
 
 
 def _resources(plan: StagePlan, cluster: ClusterConfig, processes: int) -> dict[str, object]:
