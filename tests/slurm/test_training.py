@@ -34,6 +34,7 @@ def test_two_nodes_give_what_torchrun_gives(
     assert_same(run.run_dir, straight)
 
 
+@pytest.mark.slow
 def test_announced_end_loses_no_step_and_a_killed_rank_few(
     slurm_cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
 ) -> None:
