@@ -28,8 +28,6 @@ HISTORY_FILE = "history.jsonl"
 """One line for each attempt that ended in a decision."""
 EXCLUDED_FILE = "excluded"
 """Nodes that the run must not get again."""
-TRAINING = "pretrain"
-"""Kind of a submission that trains."""
 PREP_RECORD = Path("work", "logs", "submitted.json")
 """In a dataset folder: jobs of each stage."""
 
@@ -41,7 +39,7 @@ class Submission:
     number: int
     job: str
     kind: str
-    """TRAINING or `evaluate`."""
+    """PRETRAIN or `evaluate`."""
     config: str
     submitted_unix_s: float
     work_dir: str
@@ -71,7 +69,7 @@ def submissions(run_dir: Path) -> list[Submission]:
 def newest(found: Sequence[Submission]) -> list[Submission]:
     """The last submission of each kind, that of training first."""
     by_kind = {submission.kind: submission for submission in found}
-    return sorted(by_kind.values(), key=lambda submission: submission.kind != TRAINING)
+    return sorted(by_kind.values(), key=lambda submission: submission.kind != PRETRAIN)
 
 
 def _submission(path: Path) -> Submission:

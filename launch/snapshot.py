@@ -69,6 +69,20 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
     return target
 
 
+def snapshot_for(start: Path, folder: Path) -> None:
+    """Makes the copy that a job runs.
+
+    Args:
+        start: what `start_file(folder)` was when the job was rendered.
+        folder: as for `snapshot`.
+
+    Raises:
+        SnapshotError: see `snapshot`; or the code was edited since the job was rendered.
+    """
+    if snapshot(folder) not in start.parents:
+        raise SnapshotError("the code was edited while it was being submitted; submit again")
+
+
 def _files(root: Path) -> list[Path]:
     """Of the packages, in a fixed order, without what Python compiled."""
     return sorted(

@@ -32,7 +32,7 @@ from launch.records import (
 )
 from launch.render import Job, render
 from launch.slurm import run_command
-from launch.snapshot import snapshot, start_file
+from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, resolved_text, to_yaml
 from pipeline.config.run import PretrainConfig
 from pipeline.errors import BusyError, ConfigError
@@ -190,7 +190,7 @@ def submit(draft: Draft) -> str:
     job: str | None = None
     try:
         (run_dir / "logs").mkdir(exist_ok=True)
-        snapshot(run_dir / FOLDER / CODE_FOLDER)
+        snapshot_for(Path(draft.job.start[0]), run_dir / FOLDER / CODE_FOLDER)
         if draft.config is not None:
             write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.snapshot import SnapshotError, code_hash, snapshot
+from launch.snapshot import SnapshotError, code_hash, snapshot, snapshot_for, start_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,3 +77,9 @@ def test_copy_that_was_changed_is_refused(checkout: Path, tmp_path: Path) -> Non
     (code / "launch" / "render.py").write_text("")
     with pytest.raises(SnapshotError, match="a file in it was changed"):
         snapshot(tmp_path / "code", checkout)
+
+
+def test_script_of_other_code_is_refused(tmp_path: Path) -> None:
+    snapshot_for(start_file(tmp_path), tmp_path)
+    with pytest.raises(SnapshotError, match="edited while it was being submitted"):
+        snapshot_for(tmp_path / "0123456789abcdef/pipeline/runtime/start.py", tmp_path)

@@ -170,16 +170,6 @@ class SlurmCluster:
         self.wait_until(is_there, f"job {job} {' or '.join(wanted)}", timeout_s=timeout_s)
         return self.state(job)
 
-    def wait_for_restart(self, job: str, restarts: int, timeout_s: float = 60) -> None:
-        """Waits until a job runs that was put back into the queue so many times."""
-
-        def is_there() -> bool:
-            seen = self.job(job)
-            assert seen["JobState"] not in ENDED, f"job {job} has ended\n{self.tell()}"
-            return seen["JobState"] == "RUNNING" and int(seen["Restarts"]) >= restarts
-
-        self.wait_until(is_there, f"job {job} running, {restarts} restarts", timeout_s=timeout_s)
-
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
         """Waits until something is so."""
         deadline = time.monotonic() + timeout_s
