@@ -5,6 +5,7 @@ from functools import cached_property
 
 from pipeline.config.batches import BatchPlan, PhaseConfig
 from pipeline.config.data import DataConfig
+from pipeline.config.kernels import KernelsConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.config.spikes import SpikeConfig
@@ -24,6 +25,7 @@ class PretrainConfig:
     model: ModelConfig = section(ModelConfig, "architecture")
     data: DataConfig = section(DataConfig, "dataset, packing and masking")
     train: TrainConfig = section(TrainConfig, "optimisation")
+    kernels: KernelsConfig = section(KernelsConfig, "implementations, chosen for speed")
     phases: tuple[PhaseConfig, ...] = param(
         (), "what comes first, with other lengths of sequences or batches; train and data hold for "
         "the rest"

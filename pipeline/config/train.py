@@ -108,11 +108,6 @@ class TrainConfig:
         unit="layers",
         ge=1,
     )
-    attention: Literal["auto", "reference", "fused"] = param(
-        "auto",
-        "what computes carried scores: plain PyTorch (reference), fused Triton kernels, or those "
-        "on a GPU where they can run (auto)",
-    )
     compile: bool = param(
         False, "compile the layers with torch.compile, in the first steps; not at zero_stage 3"
     )

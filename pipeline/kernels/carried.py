@@ -78,11 +78,12 @@ def _require(dtype: torch.dtype, head_size: int) -> None:
     if head_size not in HEAD_SIZES:
         raise ConfigError(
             f"the fused kernels take heads of {', '.join(map(str, HEAD_SIZES))}, these have "
-            f"{head_size}; change model.num_heads, or set train.attention=reference"
+            f"{head_size}; change model.num_heads, or set kernels.attention=reference"
         )
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(
-            f"the fused kernels take bf16 and fp32, this is {dtype}; set train.attention=reference"
+            f"the fused kernels take bf16 and fp32, this is {dtype}; set "
+            "kernels.attention=reference"
         )
 
 
@@ -92,7 +93,7 @@ def _forward(
     seed: Tensor | None, longest: int, scale: float, temperature: float, dropout: float,
     compact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from pipeline.kernels import launches
+    from pipeline.kernels import carried_launches as launches
 
     out, scores, lse = _empty_results(q, longest, compact)
     q, k, v = _rows_in_one_piece(q, k, v)
@@ -120,7 +121,7 @@ def _backward(
     d_scores: Tensor | None, has_carry: bool, spans: Tensor, bounds: Tensor, seed: Tensor | None,
     longest: int, scale: float, temperature: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from pipeline.kernels import launches
+    from pipeline.kernels import carried_launches as launches
 
     dq, dk, dv, d_carry = _empty_gradients(q, scores)
     q, k, v = _rows_in_one_piece(q, k, v)

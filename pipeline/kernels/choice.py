@@ -1,11 +1,13 @@
-"""The one place that decides which attention computes carried scores."""
+"""The one place that decides which implementations compute a step."""
 
 import logging
 from importlib.util import find_spec
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 
+from pipeline.config.kernels import Implementation, KernelsConfig
+from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.windows import HEAD_SIZES
 
@@ -15,58 +17,96 @@ OLDEST_GPU = (8, 0)
 """Compute capability; before it there are no bf16 matrix instructions."""
 
 
-def takes_fused(
-    asked: Literal["auto", "reference", "fused"],
-    *,
-    carries: bool,
-    head_size: int,
-    precision: str,
-    device: torch.device,
-) -> bool:
-    """Whether `carried` is used, or the plain PyTorch of `attention`; logs it.
+class Choice(NamedTuple):
+    """Whether fused kernels compute a part; otherwise plain PyTorch does."""
+
+    attention: bool = False
+    residual_norm: bool = False
+    loss: bool = False
+
+
+def choose(
+    asked: KernelsConfig, model: ModelConfig, precision: str, device: torch.device
+) -> Choice:
+    """Decides and logs it.
 
     Args:
-        asked: `train.attention`; `auto` takes the fused kernels on a GPU where they can run.
-        carries: whether the model carries scores; if not, torch's own attention is used anyway.
-        head_size: of the model.
+        asked: what the user wants.
+        model: the architecture.
         precision: `bf16`, or `fp32`, for which the kernels are right and not fast: `auto` leaves
             it to PyTorch.
         device: where it runs.
 
     Raises:
-        ConfigError: the fused kernels are asked for and cannot run.
+        ConfigError: fused kernels are asked for and cannot run.
     """
-    obstacle = _obstacle(carries, head_size, device, interpreting=asked == "fused")
+    triton = _for_triton(device)
+    attention, norm = _for_attention(model, precision, device), _for_residual_norm(model) or triton
+    return Choice(
+        attention=_takes("attention", asked.attention, attention, precision),
+        residual_norm=_takes("residual_norm", asked.residual_norm, norm, precision),
+        loss=_takes("loss", asked.loss, triton, precision),
+    )
+
+
+def _takes(part: str, asked: Implementation, obstacle: str | None, precision: str) -> bool:
     if asked == "fused" and obstacle:
-        raise ConfigError(f"train.attention=fused: {obstacle}; set train.attention=auto")
-    if asked == "auto" and obstacle is None and precision == "fp32":
-        obstacle = "train.precision=fp32, the kernels' tiles are for bf16"
+        raise ConfigError(f"kernels.{part}=fused: {obstacle}; set kernels.{part}=auto")
+    reason = f"kernels.{part}={asked}"
+    if asked == "auto":
+        if obstacle is None and precision == "fp32":
+            obstacle = "train.precision=fp32, the kernels are tuned for bf16"
+        reason = obstacle or reason
     fused = asked != "reference" and obstacle is None
-    reason = obstacle if asked == "auto" and obstacle else f"train.attention={asked}"
-    logger.info("attention: %s (%s)", "fused kernels" if fused else "PyTorch", reason)
+    name = part.replace("_", " and ")
+    logger.info("%s: %s (%s)", name, "fused kernels" if fused else "PyTorch", reason)
     return fused
 
 
-def _obstacle(
-    carries: bool, head_size: int, device: torch.device, *, interpreting: bool
-) -> str | None:
-    """Why the fused kernels cannot run, None if they can; the interpreter is for tests."""
-    if not carries:
-        return "model.score_residual=none carries no scores, torch's own attention computes it"
-    if head_size not in HEAD_SIZES:
+def _for_attention(model: ModelConfig, precision: str, device: torch.device) -> str | None:
+    """Why there is no fused attention, None if there is."""
+    if model.score_residual == "none":
+        if device.type != "cuda":
+            return f"the device is {device.type}, flash attention over documents is for GPUs"
+        if precision == "fp32":
+            return "train.precision=fp32, flash attention takes bf16"
+        return _for_gpu(device)
+    if model.head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
-        return f"model.hidden_size over model.num_heads is {head_size}, expected one of {sizes}"
+        return (
+            f"model.hidden_size over model.num_heads is {model.head_size}, expected one of {sizes}"
+        )
+    return _for_triton(device)
+
+
+def _for_residual_norm(model: ModelConfig) -> str | None:
+    found = (model.norm, model.norm_affine, model.norm_placement, model.residual == "rezero")
+    if found == ("rmsnorm", False, "post", False):
+        return None
+    return (
+        f"model.norm={model.norm}, norm_affine={model.norm_affine}, norm_placement="
+        f"{model.norm_placement}, residual={model.residual}; the kernel is for rmsnorm without "
+        "gain, post, and any residual but rezero"
+    )
+
+
+def _for_triton(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda":
-        return None if interpreting and _is_interpreted() else f"the device is {device.type}"
+        return None if _is_interpreted() else f"the device is {device.type}"
+    return _for_gpu(device)
+
+
+def _for_gpu(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_GPU:
-        return f"this GPU has compute capability {capability[0]}.{capability[1]}, expected 8.0"
-    return None
+    if capability >= OLDEST_GPU:
+        return None
+    return f"this GPU has compute capability {capability[0]}.{capability[1]}, expected 8.0"
 
 
 def _is_interpreted() -> bool:
+    """For tests: in the interpreter kernels run on a CPU."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

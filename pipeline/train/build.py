@@ -27,7 +27,7 @@ from pipeline.errors import (
     DataError,
     LostRankError,
 )
-from pipeline.kernels.choice import takes_fused
+from pipeline.kernels.choice import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
@@ -141,13 +141,8 @@ def _run(
     model = MaskedLanguageModel(config.model)
     if config.train.activation_checkpoint_layers is not None:
         model.encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
-    if takes_fused(
-        config.train.attention,
-        carries=config.model.score_residual != "none",
-        head_size=config.model.head_size,
-        precision=config.train.precision,
-        device=device,
-    ):
+    chosen = choose(config.kernels, config.model, config.train.precision, device)
+    if chosen.attention and config.model.score_residual != "none":
         model.encoder.fuse_attention()
     if config.train.compile:
         require_compiler(device)

@@ -4,41 +4,25 @@ Without a GPU nothing here says how fast they are.
 """
 
 import json
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pipeline.config.kernels import Implementation, KernelsConfig
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.choice import takes_fused
+from pipeline.kernels.choice import choose
 from pipeline.model.encoder import MaskedLanguageModel
+from tests.support.triton import NEEDS_TRITON, python, run_interpreted
 
-ROOT = Path(__file__).parents[2]
-NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 CPU = torch.device("cpu")
-
-
-def _python(*arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @NEEDS_TRITON
 def test_interpreted_kernels() -> None:
-    out = _python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted.py",
-        TRITON_INTERPRET="1",
-    )  # fmt: skip
-    assert " passed" in out
+    run_interpreted("tests/kernels/interpreted_carried.py")
 
 
 # Capability, longest window, head size, dropout and dtype: each tile that is chosen.
@@ -53,7 +37,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 def test_compiled_kernels() -> None:
-    found = json.loads(_python("-m", "tests.kernels.ahead_of_time", *CASES))
+    found = json.loads(python("-m", "tests.kernels.ahead_of_time", *CASES))
     assert len(found) == 3 * 2 + 5 * 4
     for name, counts in found.items():
         assert counts["local stores"] == counts["local loads"] == 0, name
@@ -67,17 +51,23 @@ def test_compiled_kernels() -> None:
         assert counts["shared"] <= (227 if name.startswith("90") else 163) * 1024, name
 
 
+def _chosen(attention: Implementation, **model: Any) -> bool:
+    config = ModelConfig(**{"score_residual": "sum", **model})
+    return choose(KernelsConfig(attention=attention), config, "bf16", CPU).attention
+
+
 def test_choice_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert not takes_fused("auto", carries=True, head_size=64, precision="bf16", device=CPU)
-    assert not takes_fused("reference", carries=True, head_size=64, precision="bf16", device=CPU)
-    assert [r.message.split(" (")[0] for r in caplog.records] == ["attention: PyTorch"] * 2
-    with pytest.raises(ConfigError, match=r"train\.attention=fused: (the device is cpu|Triton is)"):
-        takes_fused("fused", carries=True, head_size=64, precision="bf16", device=CPU)
-    with pytest.raises(ConfigError, match="score_residual=none"):
-        takes_fused("fused", carries=False, head_size=64, precision="bf16", device=CPU)
+    assert not _chosen("auto")
+    assert not _chosen("reference")
+    said = [each.message.split(" (")[0] for each in caplog.records]
+    assert said == ["attention: PyTorch", "residual and norm: PyTorch", "loss: PyTorch"] * 2
+    with pytest.raises(ConfigError, match=r"attention=fused: (the device is cpu|Triton is)"):
+        _chosen("fused")
+    with pytest.raises(ConfigError, match="flash attention over documents is for GPUs"):
+        _chosen("fused", score_residual="none")
     with pytest.raises(ConfigError, match="is 24, expected one of 32, 64, 128"):
-        takes_fused("fused", carries=True, head_size=24, precision="bf16", device=CPU)
+        _chosen("fused", hidden_size=48, num_heads=2)
 
 
 def test_models_without_carried_scores_are_left_alone() -> None:

@@ -27,9 +27,9 @@ def test_losses_are_the_same(
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     found = {}
     for name, said in (("reference", "PyTorch"), ("fused", "fused kernels")):
-        run = Ranks(tmp_path / name, dataset, *SETTINGS, f"train.attention={name}", world_size=1)
+        run = Ranks(tmp_path / name, dataset, *SETTINGS, f"kernels.attention={name}", world_size=1)
         assert run.wait() == [0], run.output
-        assert f"attention: {said} (train.attention={name})" in run.output
+        assert f"attention: {said} (kernels.attention={name})" in run.output
         found[name] = losses(tmp_path / name)
     assert len(found["fused"]) == 3
     assert found["fused"] == pytest.approx(found["reference"], rel=2e-5)

@@ -6,13 +6,13 @@ for a GPU that is not there.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.kernels import carried_kernels as kernels
+from pipeline.kernels.launch import Launch
 from pipeline.kernels.windows import WINDOW_LIMIT
 
 Tensors = Mapping[str, Tensor | None]
@@ -41,26 +41,6 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel with everything it gets."""
-
-    kernel: Any
-    num_programs: int
-    arguments: dict[str, Any]
-    """Tensors and numbers by name."""
-    constants: dict[str, Any]
-    """Compiled in."""
-    warps: int
-    stages: int
-
-    def run(self) -> None:
-        """Starts it on the current stream."""
-        self.kernel[(self.num_programs,)](
-            **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
-        )
 
 
 def forward(tensors: Tensors, numbers: Numbers) -> Launch:

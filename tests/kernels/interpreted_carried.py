@@ -21,7 +21,8 @@ from torch.utils.checkpoint import (
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels import carried, launches
+from pipeline.kernels import carried
+from pipeline.kernels import carried_launches as launches
 from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention, scores_of
 from pipeline.kernels.windows import Windows

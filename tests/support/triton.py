@@ -1,0 +1,31 @@
+"""Triton without a GPU: its interpreter must be asked for before it is imported.
+
+So what is interpreted runs in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def python(*arguments: str, **environment: str) -> str:
+    """What Python prints in the project's folder; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def run_interpreted(tests: str) -> None:
+    """Runs a file of tests under the interpreter; all must pass."""
+    out = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, TRITON_INTERPRET="1")
+    assert " passed" in out
