@@ -14,11 +14,11 @@ on the load would split it into accesses of 2 bytes.
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""The interpreter multiplies bf16 matrices as if their bits were whole numbers."""
+from pipeline.kernels.elements import INTERPRETED
+from pipeline.kernels.elements import is_kept as _kept
+from pipeline.kernels.elements import narrow as _narrow
+
 FP16_MAX = tl.constexpr(65504.0)
-PHILOX_ROUNDS = tl.constexpr(7)
-"""Fewest that pass BigCrush: Salmon et al. 2011, "Parallel random numbers", table 2."""
 
 
 @triton.jit
@@ -26,16 +26,6 @@ def _dot(a, b):
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _narrow(x, dtype: tl.constexpr):
-    """Rounded to the nearest, which the interpreter does not do for bf16: it cuts bits off."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -73,22 +63,6 @@ def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
     lowest = tl.min(tl.where(some, first, window_stop), axis=0) - window_start
     highest = tl.max(tl.where(some, stop, window_start), axis=0) - window_start
     return lowest // STEP * STEP, highest
-
-
-@triton.jit
-def _kept(seed, row, column, head, threshold):
-    """Which probabilities dropout keeps: the same whatever the tile.
-
-    Philox for each row, and from there a Weyl sequence through the finaliser of MurmurHash3, keyed:
-    Philox for each element holds so much at a time that registers spill.
-    """
-    zero = tl.zeros_like(row)
-    start, key, _, _ = tl.philox(tl.load(seed), row, zero + head, zero, zero, PHILOX_ROUNDS)
-    bits = start[:, None] + column.to(tl.uint32)[None, :] * 0x9E3779B9
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = bits ^ key[:, None]
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return (bits >> 8).to(tl.int32) >= threshold
 
 
 @triton.jit
