@@ -10,13 +10,15 @@ positions.
 from dataclasses import dataclass
 
 from pipeline.config.model import ModelConfig
+from pipeline.kernels.windows import padded_width
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
 """Bytes per parameter that every rank holds."""
 DIVIDED_STATE_BYTES = {"fp32 master weights": 4, "fp32 Adam moments": 8}
 """Bytes per parameter that are divided by the number of ranks."""
 
-_FP32, _INT64 = 4, 8
+_FP32, _INT32, _INT64 = 4, 4, 8
+_SEED = _INT64
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
@@ -133,6 +135,9 @@ def activation_bytes(
     masked_share: float = 0.15,
     dropout_mask_bytes: int = 1,
     checkpoint_layers: int | None = None,
+    *,
+    fused_attention: bool = False,
+    fused_norm: bool = False,
 ) -> dict[str, int]:
     """Bytes that autograd keeps from one forward pass and its loss to the backward pass, by group.
 
@@ -143,8 +148,7 @@ def activation_bytes(
     Attention without carried scores is taken as a fused kernel that keeps queries, keys, values,
     its output and one fp32 sum a query and head, whatever its dropout. PyTorch's memory-efficient
     kernel, and that of the CPU, also keep the mask in the dtype of the queries, num_layers * T * S
-    * bytes_per_value, which is not in it; a CPU with attention dropout has no fused kernel. Carried
-    scores are those of the plain PyTorch of `pipeline/kernels/attention.py`.
+    * bytes_per_value, which is not in it; a CPU with attention dropout has no fused kernel.
 
     With activation checkpointing the inputs of groups of layers are kept, and one group's insides
     at a time, once the backward pass has computed them again: the total is a little above the peak,
@@ -162,15 +166,21 @@ def activation_bytes(
         dropout_mask_bytes: what dropout keeps of each value: a bool on a GPU; PyTorch on a CPU
             keeps a factor in the dtype of the activations.
         checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
+        fused_attention: carried scores are those of `pipeline/kernels/carried.py`, and not of the
+            plain PyTorch of `pipeline/kernels/attention.py`.
+        fused_norm: residuals and norms are those of `pipeline/kernels/residual_norm.py`.
 
     Returns:
         Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
         layers around it), `carried scores`, `feed-forward`, `norms and residuals`, `head`, `loss`,
         and their `total`.
     """
-    kept = _Kept(config, tokens, seq_len, bytes_per_value, dropout_mask_bytes)
+    carries = config.score_residual != "none"
+    kept = _Kept(
+        config, tokens, seq_len, bytes_per_value, dropout_mask_bytes, fused_attention and carries
+    )
     masked = masked_share * tokens
-    layers, carries = config.num_layers, config.score_residual != "none"
+    layers = config.num_layers
     inputs = 0
     if checkpoint_layers is not None:
         inputs = kept.group_inputs(-(-layers // checkpoint_layers))
@@ -181,8 +191,7 @@ def activation_bytes(
         "attention": layers * kept.attention() + kept.shared_by_layers(),
         "carried scores": layers * kept.scores() if carries else 0,
         "feed-forward": layers * kept.feed_forward(),
-        "norms and residuals": 2 * layers * kept.residual_and_norm()
-        + (kept.norm(tokens, config.hidden_size) if config.norm_placement == "pre" else 0),
+        "norms and residuals": kept.fused_norms(layers) if fused_norm else kept.norms(layers),
         "head": kept.head(masked),
         # The log-probabilities, in fp32, and the targets.
         "loss": masked * (_vocabulary(config) * _FP32 + _INT64),
@@ -199,6 +208,8 @@ class _Kept:
     seq_len: int
     value: int
     mask: int
+    fused: bool
+    """Whether the fused kernels compute the attention."""
 
     def embeddings(self) -> float:
         config, width = self.config, self.config.embedding_width
@@ -208,16 +219,20 @@ class _Kept:
         return ids + self._dropout(self.tokens * width) + self.norm(self.tokens, width) + projected
 
     def shared_by_layers(self) -> int:
-        """Rotary tables and the queries' scale, made once."""
+        """Rotary tables, the queries' scale, and windows for fused kernels, made once."""
         tables = 2 * self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
         scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
-        return self.tokens * (tables + scale)
+        bounds = self.tokens // self.seq_len + 1
+        windows = _INT32 * (4 * self.tokens + bounds) if self.fused else 0
+        return self.tokens * (tables + scale) + windows
 
     def group_inputs(self, num_groups: int) -> int:
-        """Hidden states, and the carried fp32 scores of all groups but the first."""
+        """Hidden states, and the carried scores of all groups but the first."""
         hidden = self.tokens * self.config.hidden_size * self.value
         carries = self.config.score_residual != "none"
         scores = self.tokens * self.seq_len * self.config.num_heads * _FP32 if carries else 0
+        if self.fused:
+            scores = self._fused_scores()
         return num_groups * hidden + (num_groups - 1) * scores
 
     def attention(self) -> int:
@@ -227,6 +242,8 @@ class _Kept:
         qkv = 5 if config.positions == "rotary" else 4
         if config.score_residual == "none":
             return (2 + qkv) * one + self.tokens * config.num_heads * _FP32
+        if self.fused:
+            return (2 + self._fused_qkv()) * one + self.tokens * config.num_heads * _FP32
         # torch.matmul copies what it cannot view as one batch of matrices, and keeps the copies.
         if self.tokens > self.seq_len and config.num_heads > 1:
             qkv = 3
@@ -235,9 +252,12 @@ class _Kept:
     def scores(self) -> int:
         """Softmax in fp32, the same in the values' dtype after dropout, dropout's mask, the mask.
 
-        The scores themselves are not kept: neither sum nor softmax needs them.
+        The scores themselves are not kept, neither sum nor softmax needs them; fused kernels keep
+        nothing else.
         """
         drops = self.config.attention_dropout > 0
+        if self.fused:
+            return self._fused_scores() + (_SEED if drops else 0)
         cast = self.value if drops or self.value != _FP32 else 0
         each = _FP32 + cast + (self.mask if drops else 0)
         return self.tokens * self.seq_len * (self.config.num_heads * each + 1)
@@ -249,11 +269,33 @@ class _Kept:
         inner = {"relu": 1, "swiglu": 4}.get(config.activation, 2) * config.ffn_size
         return self.tokens * (config.hidden_size + inner) * self.value
 
-    def residual_and_norm(self) -> float:
-        """One sub-layer's."""
-        size = self.tokens * self.config.hidden_size
-        gained = size * self.value if self.config.residual == "rezero" else 0
-        return self._dropout(size) + gained + self.norm(self.tokens, self.config.hidden_size)
+    def _fused_scores(self) -> int:
+        """Of one layer, in 16 bits or fp32."""
+        return self.config.num_heads * self.tokens * padded_width(self.seq_len) * self.value
+
+    def _fused_qkv(self) -> int:
+        """The product of all three; both that turned, or the queries if they were scaled."""
+        if self.config.positions == "rotary":
+            return 5
+        return 4 if self.config.attention_scale == "entropy_invariant" else 3
+
+    def norms(self, layers: int) -> float:
+        """Of all sub-layers, with their residuals, and the last."""
+        config, size = self.config, self.tokens * self.config.hidden_size
+        norm = self.norm(self.tokens, config.hidden_size)
+        gained = size * self.value if config.residual == "rezero" else 0
+        last = norm if config.norm_placement == "pre" else 0
+        return 2 * layers * (self._dropout(size) + gained + norm) + last
+
+    def fused_norms(self, layers: int) -> float:
+        """The root of each token, dropout's seed, and the outputs.
+
+        All but the last output are the inputs of linear layers, counted there.
+        """
+        seed = _SEED if self.config.dropout > 0 else 0
+        return 2 * layers * (self.tokens * _FP32 + seed) + (
+            self.tokens * self.config.hidden_size * self.value
+        )
 
     def norm(self, rows: float, width: int) -> float:
         """Without its output."""
