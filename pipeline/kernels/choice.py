@@ -32,6 +32,9 @@ class Choice(NamedTuple):
     loss: bool = False
 
 
+REFERENCE = Choice()
+
+
 def choose(
     asked: KernelsConfig, model: ModelConfig, precision: str, device: torch.device
 ) -> Choice:

@@ -10,6 +10,7 @@ positions.
 from dataclasses import dataclass
 
 from pipeline.config.model import ModelConfig
+from pipeline.kernels.choice import REFERENCE, Choice
 from pipeline.kernels.windows import padded_width
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
@@ -135,9 +136,7 @@ def activation_bytes(
     masked_share: float = 0.15,
     dropout_mask_bytes: int = 1,
     checkpoint_layers: int | None = None,
-    *,
-    fused_attention: bool = False,
-    fused_norm: bool = False,
+    fused: Choice = REFERENCE,
 ) -> dict[str, int]:
     """Bytes that autograd keeps from one forward pass and its loss to the backward pass, by group.
 
@@ -166,19 +165,16 @@ def activation_bytes(
         dropout_mask_bytes: what dropout keeps of each value: a bool on a GPU; PyTorch on a CPU
             keeps a factor in the dtype of the activations.
         checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
-        fused_attention: carried scores are those of `pipeline/kernels/carried.py`, and not of the
-            plain PyTorch of `pipeline/kernels/attention.py`.
-        fused_norm: residuals and norms are those of `pipeline/kernels/residual_norm.py`.
+        fused: whether carried scores are those of `pipeline/kernels/carried.py`, and not of the
+            plain PyTorch of `pipeline/kernels/attention.py`; and residuals and norms those of
+            `pipeline/kernels/residual_norm.py`.
 
     Returns:
         Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
         layers around it), `carried scores`, `feed-forward`, `norms and residuals`, `head`, `loss`,
         and their `total`.
     """
-    carries = config.score_residual != "none"
-    kept = _Kept(
-        config, tokens, seq_len, bytes_per_value, dropout_mask_bytes, fused_attention and carries
-    )
+    kept = _Kept(config, tokens, seq_len, bytes_per_value, dropout_mask_bytes, fused)
     masked = masked_share * tokens
     layers = config.num_layers
     inputs = 0
@@ -189,9 +185,9 @@ def activation_bytes(
         "embeddings": kept.embeddings(),
         "layer inputs": inputs,
         "attention": layers * kept.attention() + kept.shared_by_layers(),
-        "carried scores": layers * kept.scores() if carries else 0,
+        "carried scores": layers * kept.scores(),
         "feed-forward": layers * kept.feed_forward(),
-        "norms and residuals": kept.fused_norms(layers) if fused_norm else kept.norms(layers),
+        "norms and residuals": kept.residuals_and_norms(layers),
         "head": kept.head(masked),
         # The log-probabilities, in fp32, and the targets.
         "loss": masked * (_vocabulary(config) * _FP32 + _INT64),
@@ -208,8 +204,7 @@ class _Kept:
     seq_len: int
     value: int
     mask: int
-    fused: bool
-    """Whether the fused kernels compute the attention."""
+    fused: Choice
 
     def embeddings(self) -> float:
         config, width = self.config, self.config.embedding_width
@@ -223,7 +218,7 @@ class _Kept:
         tables = 2 * self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
         scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
         bounds = self.tokens // self.seq_len + 1
-        windows = _INT32 * (4 * self.tokens + bounds) if self.fused else 0
+        windows = _INT32 * (4 * self.tokens + bounds) if self._carries_fused else 0
         return self.tokens * (tables + scale) + windows
 
     def group_inputs(self, num_groups: int) -> int:
@@ -231,7 +226,7 @@ class _Kept:
         hidden = self.tokens * self.config.hidden_size * self.value
         carries = self.config.score_residual != "none"
         scores = self.tokens * self.seq_len * self.config.num_heads * _FP32 if carries else 0
-        if self.fused:
+        if self._carries_fused:
             scores = self._fused_scores()
         return num_groups * hidden + (num_groups - 1) * scores
 
@@ -242,7 +237,7 @@ class _Kept:
         qkv = 5 if config.positions == "rotary" else 4
         if config.score_residual == "none":
             return (2 + qkv) * one + self.tokens * config.num_heads * _FP32
-        if self.fused:
+        if self._carries_fused:
             return (2 + self._fused_qkv()) * one + self.tokens * config.num_heads * _FP32
         # torch.matmul copies what it cannot view as one batch of matrices, and keeps the copies.
         if self.tokens > self.seq_len and config.num_heads > 1:
@@ -250,17 +245,31 @@ class _Kept:
         return (2 + qkv) * one
 
     def scores(self) -> int:
-        """Softmax in fp32, the same in the values' dtype after dropout, dropout's mask, the mask.
-
-        The scores themselves are not kept, neither sum nor softmax needs them; fused kernels keep
-        nothing else.
+        """Carried scores of one layer. What backward reads is the softmax in fp32, the same in the
+        values' dtype after dropout, dropout's mask, the mask; or fused, the scores and a seed.
         """
+        if self.config.score_residual == "none":
+            return 0
         drops = self.config.attention_dropout > 0
-        if self.fused:
+        if self._carries_fused:
             return self._fused_scores() + (_SEED if drops else 0)
         cast = self.value if drops or self.value != _FP32 else 0
         each = _FP32 + cast + (self.mask if drops else 0)
         return self.tokens * self.seq_len * (self.config.num_heads * each + 1)
+
+    @property
+    def _carries_fused(self) -> bool:
+        return self.fused.attention and self.config.score_residual != "none"
+
+    def _fused_scores(self) -> int:
+        """Of one layer, in 16 bits or fp32."""
+        return self.config.num_heads * self.tokens * padded_width(self.seq_len) * self.value
+
+    def _fused_qkv(self) -> int:
+        """The product of all three; queries and keys that turned, or queries that were scaled."""
+        if self.config.positions == "rotary":
+            return 5
+        return 4 if self.config.attention_scale == "entropy_invariant" else 3
 
     def feed_forward(self) -> int:
         # relu keeps its result, which the next layer keeps, too; gelu keeps its input; swiglu keeps
@@ -269,33 +278,17 @@ class _Kept:
         inner = {"relu": 1, "swiglu": 4}.get(config.activation, 2) * config.ffn_size
         return self.tokens * (config.hidden_size + inner) * self.value
 
-    def _fused_scores(self) -> int:
-        """Of one layer, in 16 bits or fp32."""
-        return self.config.num_heads * self.tokens * padded_width(self.seq_len) * self.value
-
-    def _fused_qkv(self) -> int:
-        """The product of all three; both that turned, or the queries if they were scaled."""
-        if self.config.positions == "rotary":
-            return 5
-        return 4 if self.config.attention_scale == "entropy_invariant" else 3
-
-    def norms(self, layers: int) -> float:
-        """Of all sub-layers, with their residuals, and the last."""
+    def residuals_and_norms(self, layers: int) -> float:
+        """Of all sub-layers, and the last norm."""
         config, size = self.config, self.tokens * self.config.hidden_size
+        if self.fused.residual_norm:
+            # The last output is the input of no linear layer that counts it.
+            seed = _SEED if config.dropout > 0 else 0
+            return 2 * layers * (self.tokens * _FP32 + seed) + size * self.value
         norm = self.norm(self.tokens, config.hidden_size)
         gained = size * self.value if config.residual == "rezero" else 0
         last = norm if config.norm_placement == "pre" else 0
         return 2 * layers * (self._dropout(size) + gained + norm) + last
-
-    def fused_norms(self, layers: int) -> float:
-        """The root of each token, dropout's seed, and the outputs.
-
-        All but the last output are the inputs of linear layers, counted there.
-        """
-        seed = _SEED if self.config.dropout > 0 else 0
-        return 2 * layers * (self.tokens * _FP32 + seed) + (
-            self.tokens * self.config.hidden_size * self.value
-        )
 
     def norm(self, rows: float, width: int) -> float:
         """Without its output."""

@@ -24,6 +24,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels import residual_norm as operator
 from pipeline.kernels import residual_norm_kernels as kernels
+from pipeline.kernels.choice import Choice
 from pipeline.kernels.residual_norm import residual_norm
 from pipeline.model import cost
 from pipeline.model.compiled import CompiledLayer
@@ -38,6 +39,7 @@ EXACT = 2e-6
 SEED, EPS = 1234567890123, 1e-12
 DEEPNORM = 24**0.25
 OPERATOR: Any = torch.ops.postnorm.residual_norm
+torch.set_num_threads(1)  # matrices are so small that threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +111,9 @@ def rounded(alpha: float | None) -> float | None:
 CASES = list(product([None, 0.3, 1.0], [1.0, DEEPNORM]))
 
 
-@pytest.mark.parametrize("size", [8, 40, 384, 768, 4096])
-@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(1, 40), (33, 40), (1, 384), (7, 768), (2, 8), (3, 4096)]
+)
 def test_fp32(tokens: int, size: int) -> None:
     drawn = draw(tokens, size, dtype=torch.float32)
     for alpha, keep in CASES:
@@ -131,7 +134,7 @@ def test_large_eps_is_differentiated_exactly() -> None:
 
 @pytest.mark.parametrize("size", [40, 384, 768])
 def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
-    drawn = draw(33, size, dtype=torch.bfloat16)
+    drawn = draw(9, size, dtype=torch.bfloat16)
     for alpha, keep in CASES:
         wanted = expected(drawn, rounded(alpha), keep)
         found = [error(f, w) for f, w in zip(computed(drawn, alpha, keep), wanted, strict=True)]
@@ -268,9 +271,9 @@ def test_dropout_depends_on_the_place_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_dropout_looks_random() -> None:
-    kept = np.stack([_kept(SEED + n, 128, 768, 0.1).double().numpy() for n in range(2)])
-    # 196,608 draws: the deviation of their mean is 0.3 / sqrt(196,608) = 0.00068.
-    assert kept.mean() == pytest.approx(0.9, abs=5 * 0.00068)
+    kept = np.stack([_kept(SEED + n, 64, 768, 0.1).double().numpy() for n in range(2)])
+    # 98,304 draws: the deviation of their mean is 0.3 / sqrt(98,304) = 0.00096.
+    assert kept.mean() == pytest.approx(0.9, abs=5 * 0.00096)
     centred = (kept - 0.9) / 0.3
     for axis in range(3):  # seeds, tokens and columns next to each other
         one, other = (
@@ -280,7 +283,7 @@ def test_dropout_looks_random() -> None:
         assert abs((one * other).mean()) <= 5 / np.sqrt(one.size)
     # Tokens and columns keep as many as independent draws do.
     assert kept.mean(2).std() == pytest.approx(0.3 / np.sqrt(768), rel=0.2)
-    assert kept.mean((0, 1)).std() == pytest.approx(0.3 / np.sqrt(256), rel=0.2)
+    assert kept.mean((0, 1)).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.2)
 
 
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
@@ -392,7 +395,7 @@ def test_evaluation_drops_nothing() -> None:
     assert error(_results(fused.train(), layout, 0.3)[0], wanted.double()) > 0.1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_layer_is_one_graph(backend: str) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["rows"]
     model = _model(config, fused=True)
@@ -448,8 +451,9 @@ COSTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dropout", "dtype"), [(0.1, torch.bfloat16), (0.0, torch.float32)], ids=["bf16", "fp32"]
+)
 @pytest.mark.parametrize("name", COSTS)
 def test_activations_equal_what_autograd_keeps(
     name: str, dropout: float, dtype: torch.dtype
@@ -461,7 +465,7 @@ def test_activations_equal_what_autograd_keeps(
     _, others = kept_bytes(config, 4, 15, dtype, fused=True)
     formula = cost.activation_bytes(
         config, 4 * 24, 24, dtype.itemsize, 15 / 96, dtype.itemsize,
-        fused_attention=True, fused_norm=True,
+        fused=Choice(attention=True, residual_norm=True),
     )  # fmt: skip
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
