@@ -209,7 +209,7 @@ class _Kept:
 
     def shared_by_layers(self) -> int:
         """Rotary tables and the queries' scale, made once."""
-        tables = 2 * self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
+        tables = self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
         scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
         return self.tokens * (tables + scale)
 
