@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.elements import RANDOM_VALUES, is_kept, narrow
+from pipeline.kernels.dropping import RANDOM_VALUES, is_kept
 from pipeline.kernels.launch import Launch
+from pipeline.kernels.rounding import narrow
 
 Tensors = Mapping[str, Tensor | None]
 """By the names that the kernels give them; of (T, D) but for `rstd` (T,), `alpha` and `seed`."""

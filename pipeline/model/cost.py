@@ -215,7 +215,7 @@ class _Kept:
 
     def shared_by_layers(self) -> int:
         """Rotary tables, the queries' scale, and windows for fused kernels, made once."""
-        tables = 2 * self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
+        tables = self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
         scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
         bounds = self.tokens // self.seq_len + 1
         windows = _INT32 * (4 * self.tokens + bounds) if self._carries_fused else 0
@@ -266,10 +266,10 @@ class _Kept:
         return self.config.num_heads * self.tokens * padded_width(self.seq_len) * self.value
 
     def _fused_qkv(self) -> int:
-        """The product of all three; queries and keys that turned, or queries that were scaled."""
-        if self.config.positions == "rotary":
-            return 5
-        return 4 if self.config.attention_scale == "entropy_invariant" else 3
+        """The product of all three; queries and keys again where they are turned or scaled."""
+        config = self.config
+        again = config.positions == "rotary" or config.attention_scale == "entropy_invariant"
+        return 5 if again else 3
 
     def feed_forward(self) -> int:
         # relu keeps its result, which the next layer keeps, too; gelu keeps its input; swiglu keeps

@@ -113,11 +113,12 @@ class SelfAttention(nn.Module):
         """
         layout = shared.layout
         trace = shared.trace if shared.trace and shared.trace.keep_probabilities else None
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        if shared.fused:
+            return self._fused(qkv, shared, carry_BNSS, index)
+        q, k, v = qkv.unbind(-3)
         if shared.tables is not None:
             q, k = rotate(q, *shared.tables), rotate(k, *shared.tables)
-        if shared.fused:
-            return self._fused(q, k, v, shared, carry_BNSS, index)
         # A query sees as many keys in every layer, so that scaling it by their number commutes
         # with the carry: it is the scale of the sum.
         q = q * shared.query_scale
@@ -137,25 +138,28 @@ class SelfAttention(nn.Module):
         return self.output(layout.from_rows(context_BNSH)), carry_BNSS
 
     def _fused(
-        self, q: Tensor, k: Tensor, v: Tensor, shared: SharedInputs, carry: Tensor | None,
-        index: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same from (..., N, H), without moving tokens; the carry is that of the kernels."""
+        self, qkv: Tensor, shared: SharedInputs, carry_NTW: Tensor | None, index: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same from (..., 3, N, H), without moving tokens; the carry is that of the kernels."""
         windows = shared.layout.windows()
         assert windows is not None, "the encoder looks"
-        scale = 1.0
+        angles, token_scale, scale = None, None, 1.0
         if isinstance(shared.query_scale, Tensor):
-            q = q * shared.query_scale
+            token_scale = shared.query_scale.flatten()
         else:
             scale = shared.query_scale
-        q_TNH, k_TNH, v_TNH = (each.flatten(0, -3) for each in (q, k, v))
-        context_TNH, carry = carried_attention(
-            q_TNH, k_TNH, v_TNH, carry, windows,
+        if shared.tables is not None:
+            cos, sin = shared.tables
+            angles = cos.flatten(0, -2), sin.flatten(0, -2)
+        context_TNH, carry_NTW = carried_attention(
+            qkv.flatten(0, -4), carry_NTW, windows,
             scale=scale,
+            angles=angles,
+            token_scale=token_scale,
             num_summed=index + 1 if self.score_residual == "mean" else 1,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        return self.output(context_TNH.view(*q.shape[:-2], -1)), carry
+        return self.output(context_TNH.view(*qkv.shape[:-3], -1)), carry_NTW
 
 
 class FeedForward(nn.Module):

@@ -38,7 +38,7 @@ CASES = [
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 def test_compiled_kernels() -> None:
     found = json.loads(python("-m", "tests.kernels.ahead_of_time", *CASES))
-    assert len(found) == 3 * 2 + 5 * 4
+    assert len(found) == 3 * 3 + 5 * 5
     for name, counts in found.items():
         assert counts["local stores"] == counts["local loads"] == 0, name
         assert counts["narrow stores"] == counts["narrow loads"] == 0, name
@@ -46,6 +46,8 @@ def test_compiled_kernels() -> None:
         if "delta" in name:
             continue
         assert counts["wide stores"] > 0, name
+        if "turn" in name:
+            continue
         assert counts["HGMMA" if name.startswith("90") else "HMMA"] > 0, name
         # What a program may have on sm_80 and sm_90.
         assert counts["shared"] <= (227 if name.startswith("90") else 163) * 1024, name

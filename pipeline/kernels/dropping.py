@@ -1,24 +1,12 @@
-"""What Triton kernels do to single values: rounding, and which of them dropout keeps."""
+"""Dropout inside Triton kernels: what it keeps is a function of a seed and a place alone."""
 
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""The interpreter multiplies bf16 matrices as if their bits were whole numbers."""
 PHILOX_ROUNDS = tl.constexpr(7)
 """Fewest that pass BigCrush: Salmon et al. 2011, "Parallel random numbers", table 2."""
 RANDOM_VALUES = 1 << 24
-"""A probability of dropping is rounded to this many parts: the `threshold` of `is_kept`."""
-
-
-@triton.jit
-def narrow(x, dtype: tl.constexpr):
-    """Rounded to the nearest, which the interpreter does not do for bf16: it cuts bits off."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
+"""Parts to which a probability of dropping is rounded: the `threshold` of `is_kept`."""
 
 
 @triton.jit
