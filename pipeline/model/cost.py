@@ -195,6 +195,15 @@ def activation_bytes(
     return _with_total({name: round(size) for name, size in groups.items()})
 
 
+def fused_parts(config: ModelConfig, fused: Choice) -> tuple[str, ...]:
+    """What of `fused` changes the bytes of a model's activations, in words."""
+    parts = {
+        "carried scores": fused.attention and config.score_residual != "none",
+        "residuals and norms": fused.residual_norm,
+    }
+    return tuple(part for part, is_fused in parts.items() if is_fused)
+
+
 @dataclass(frozen=True)
 class _Kept:
     """Bytes kept by each part. A linear layer keeps its input, which is counted with the layer."""
