@@ -31,6 +31,8 @@ from pipeline.model.compiled import CompiledLayer
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Residual, RMSNorm, run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
+from tests.model.test_checkpointing import BATCH, NUM_MASKED, SEQ_LEN, alive_bytes
+from tests.model.test_checkpointing import CONFIG as CHECKPOINTED
 from tests.model.test_cost import kept_bytes
 from tests.support.dropout_rule import kept_by_rule
 
@@ -55,7 +57,8 @@ def _buffers_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.detach().double() - wanted).norm() / wanted.detach().norm())
+    wanted = wanted.detach()
+    return float((found.detach().double() - wanted).norm() / wanted.norm())
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -468,6 +471,22 @@ def test_activations_equal_what_autograd_keeps(
         fused=Choice(attention=True, residual_norm=True),
     )  # fmt: skip
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_checkpointed_memory_is_what_cost_says(group_size: int, dtype: torch.dtype) -> None:
+    config = replace(CHECKPOINTED, score_residual="sum", hidden_size=64, num_heads=2)
+    tokens = BATCH * SEQ_LEN
+    formula = cost.activation_bytes(
+        config, tokens, SEQ_LEN, dtype.itemsize, NUM_MASKED / tokens, dtype.itemsize, group_size,
+        Choice(attention=True, residual_norm=True),
+    )  # fmt: skip
+    lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))
+    # What all layers share: the rotary tables in fp32, the mask, the spans and the layout.
+    shared = tokens * (config.head_size * 4 + SEQ_LEN + 4 * 4)
+    found = alive_bytes(config, dtype, group_size, fused=True)
+    assert found == pytest.approx(lasting + shared, abs=300)
 
 
 def test_what_the_kernel_cannot_take() -> None:

@@ -279,6 +279,18 @@ def test_command_on_a_run_that_checkpoints_activations() -> None:
     assert "layer inputs" not in texts[0]
 
 
+def test_command_says_what_fused_kernels_save() -> None:
+    plans = [
+        read_plan(ROOT / "configs" / "demo.yaml", ["model.vocab_size=21128", *overrides])
+        for overrides in ((), ("kernels.attention=reference", "kernels.residual_norm=reference"))
+    ]
+    fused, plain = map(describe, plans)
+    assert "tokens; fused, as on a GPU: carried scores, residuals and norms\n" in fused
+    assert "fused" not in plain
+    for label in ("carried scores", "norms and residuals"):
+        assert float(_numbers(fused, label)[0]) < float(_numbers(plain, label)[0]) / 2
+
+
 def test_an_included_run_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"from: {ROOT / 'configs' / 'demo.yaml'}\n")
     (tmp_path / "model.yaml").write_text(f"from: {ROOT / 'configs/model/bert-base.yaml'}\n")
