@@ -291,7 +291,7 @@ def test_dropout_looks_random() -> None:
 
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
     x, update, _ = draw(3, 5, 40, dtype=torch.float32)
-    for alpha, dropout in ((None, 0.0), (0.5, 0.0), (0.5, 0.25), (0.0, 0.25)):
+    for alpha, dropout in ((None, 0.0), (0.5, 0.25)):
         x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
         tensor = None if alpha is None else torch.tensor(alpha)
         seed = torch.tensor([SEED]) if dropout else None
@@ -473,19 +473,17 @@ def test_activations_equal_what_autograd_keeps(
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("group_size", [1, 2])
-def test_checkpointed_memory_is_what_cost_says(group_size: int, dtype: torch.dtype) -> None:
-    config = replace(CHECKPOINTED, score_residual="sum", hidden_size=64, num_heads=2)
+def test_checkpointed_memory_is_what_cost_says() -> None:
+    config = replace(CHECKPOINTED, score_residual="sum", num_layers=3, hidden_size=64, num_heads=2)
     tokens = BATCH * SEQ_LEN
     formula = cost.activation_bytes(
-        config, tokens, SEQ_LEN, dtype.itemsize, NUM_MASKED / tokens, dtype.itemsize, group_size,
+        config, tokens, SEQ_LEN, 2, NUM_MASKED / tokens, 2, 1,
         Choice(attention=True, residual_norm=True),
     )  # fmt: skip
     lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))
     # What all layers share: the rotary tables in fp32, the mask, the spans and the layout.
     shared = tokens * (config.head_size * 4 + SEQ_LEN + 4 * 4)
-    found = alive_bytes(config, dtype, group_size, fused=True)
+    found = alive_bytes(config, torch.bfloat16, 1, fused=True)
     assert found == pytest.approx(lasting + shared, abs=300)
 
 
