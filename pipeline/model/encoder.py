@@ -83,11 +83,11 @@ class Encoder(nn.Module):
         self._runner = runner
 
     def fuse_attention(self) -> None:
-        """From now on, carried scores are computed by the fused kernels.
+        """From now on, fused kernels compute attention, with carried scores or without.
 
-        Not in passes that trace probabilities, nor over layouts without spans.
+        Not in passes that trace probabilities, nor over layouts that do not say what kernels need.
         """
-        self._fuses = self.config.score_residual != "none"
+        self._fuses = True
 
     def fuse_residual_norms(self) -> None:
         """From now on, residual, alpha, dropout and the norm behind them are one fused kernel.
@@ -121,9 +121,10 @@ class Encoder(nn.Module):
         """
         x = self._embed(input_ids, layout, segments)
         traces_probabilities = trace is not None and trace.keep_probabilities
+        needed = layout.cu_seqlens if self.config.score_residual == "none" else layout.spans
         shared = SharedInputs(
             layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace,
-            self._fuses and layout.spans is not None and not traces_probabilities,
+            self._fuses and needed is not None and not traces_probabilities,
             self._fuses_norms,
         )  # fmt: skip
         indices = range(self.config.num_layers)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeline.config.model import ModelConfig
 from pipeline.kernels.attention import attention, probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention
+from pipeline.kernels.flash import flash_attention
 from pipeline.kernels.residual_norm import residual_norm
 from pipeline.model.layout import Layout
 from pipeline.model.rotary import rotate
@@ -40,9 +41,9 @@ class SharedInputs(NamedTuple):
     alpha: Tensor | None
     trace: Trace | None
     fused: bool
-    """Whether carried scores are computed by the fused kernels."""
+    """Whether fused kernels compute attention."""
     fused_norm: bool
-    """Whether residual, alpha, dropout and the norm behind them are."""
+    """Whether they compute residual, alpha, dropout and the norm behind."""
 
 
 class RMSNorm(nn.Module):
@@ -114,17 +115,24 @@ class SelfAttention(nn.Module):
         layout = shared.layout
         trace = shared.trace if shared.trace and shared.trace.keep_probabilities else None
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        if shared.fused:
-            return self._fused(qkv, shared, carry_BNSS, index)
+        carries = self.score_residual != "none"
+        if shared.fused and carries:
+            return self._carried(qkv, shared, carry_BNSS, index)
         q, k, v = qkv.unbind(-3)
         if shared.tables is not None:
             q, k = rotate(q, *shared.tables), rotate(k, *shared.tables)
         # A query sees as many keys in every layer, so that scaling it by their number commutes
         # with the carry: it is the scale of the sum.
         q = q * shared.query_scale
-        q_BNSH, k_BNSH, v_BNSH = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         dropout = self.dropout if self.training else 0.0
-        carries = self.score_residual != "none"
+        if shared.fused:
+            assert layout.cu_seqlens is not None, "the encoder looks"
+            context_TNH = flash_attention(
+                q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), layout.cu_seqlens,
+                layout.allowed.shape[-1], dropout,
+            )  # fmt: skip
+            return self.output(context_TNH.view(*q.shape[:-2], -1)), None
+        q_BNSH, k_BNSH, v_BNSH = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         if carries or trace is not None:
             scores_BNSS = raw_scores(q_BNSH, k_BNSH, carry_BNSS if carries else None)
             num_summed = index + 1 if self.score_residual == "mean" else 1
@@ -137,7 +145,7 @@ class SelfAttention(nn.Module):
             context_BNSH = attention(q_BNSH, k_BNSH, v_BNSH, layout.allowed, dropout)
         return self.output(layout.from_rows(context_BNSH)), carry_BNSS
 
-    def _fused(
+    def _carried(
         self, qkv: Tensor, shared: SharedInputs, carry_NTW: Tensor | None, index: int
     ) -> tuple[Tensor, Tensor]:
         """The same from (..., 3, N, H), without moving tokens; the carry is that of the kernels."""

@@ -14,7 +14,6 @@ from pipeline.config.kernels import Implementation, KernelsConfig
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choice import choose
-from pipeline.model.encoder import MaskedLanguageModel
 from tests.support.triton import NEEDS_TRITON, python, run_interpreted
 
 CPU = torch.device("cpu")
@@ -70,9 +69,3 @@ def test_choice_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
         _chosen("fused", score_residual="none")
     with pytest.raises(ConfigError, match="is 24, expected one of 32, 64, 128"):
         _chosen("fused", hidden_size=48, num_heads=2)
-
-
-def test_models_without_carried_scores_are_left_alone() -> None:
-    model = MaskedLanguageModel(ModelConfig(vocab_size=8, hidden_size=24, num_heads=3))
-    model.encoder.fuse_attention()
-    assert not model.encoder._fuses
