@@ -14,12 +14,11 @@ on the load would split it into accesses of 2 bytes.
 import triton
 import triton.language as tl
 
+from pipeline.kernels.dropping import is_kept
 from pipeline.kernels.rounding import INTERPRETED, narrow
 from pipeline.kernels.turn_kernels import load_angles, turn
 
 FP16_MAX = tl.constexpr(65504.0)
-PHILOX_ROUNDS = tl.constexpr(7)
-"""Fewest that pass BigCrush: Salmon et al. 2011, "Parallel random numbers", table 2."""
 
 
 @triton.jit
@@ -87,22 +86,6 @@ def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
 
 
 @triton.jit
-def _kept(seed, row, column, head, threshold):
-    """Which probabilities dropout keeps: the same whatever the tile.
-
-    Philox for each row, and from there a Weyl sequence through the finaliser of MurmurHash3, keyed:
-    Philox for each element holds so much at a time that registers spill.
-    """
-    zero = tl.zeros_like(row)
-    start, key, _, _ = tl.philox(tl.load(seed), row, zero + head, zero, zero, PHILOX_ROUNDS)
-    bits = start[:, None] + column.to(tl.uint32)[None, :] * 0x9E3779B9
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = bits ^ key[:, None]
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return (bits >> 8).to(tl.int32) >= threshold
-
-
-@triton.jit
 def forward_kernel(
     q, k, v, carry, scores, out, lse, spans, bounds, seed,
     q_token, q_head, k_token, k_head, v_token, v_head,
@@ -149,7 +132,7 @@ def forward_kernel(
         shrink = tl.exp2(most - shift)
         total = total * shrink + tl.sum(p_QK, axis=1)
         if DROPS:
-            p_QK = tl.where(_kept(seed, row, column, head, threshold), p_QK, 0.0)
+            p_QK = tl.where(is_kept(seed, row, column, head, threshold), p_QK, 0.0)
         v_KH = _load_rows(v, key, head, v_token, v_head, key < end, H)
         out_QH = out_QH * shrink[:, None] + _dot(narrow(p_QK, v_KH.dtype), v_KH)
         most = new_most
@@ -217,7 +200,7 @@ def backward_window_kernel(
     p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
     used_QK = p_QK
     if DROPS:
-        kept = _kept(seed, row, column, head, threshold)
+        kept = is_kept(seed, row, column, head, threshold)
         used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
     dv_KH = _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
     _store_rows(dv, row, head, 3 * num_heads * H, dv_KH, real, H)
@@ -271,7 +254,7 @@ def backward_keys_kernel(
         do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
         used_QK = p_QK
         if DROPS:
-            kept = _kept(seed, row, column, head, threshold)
+            kept = is_kept(seed, row, column, head, threshold)
             used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
         dv_KH += _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
         dp_QK = _dot(do_QH, tl.trans(v_KH))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import carried_kernels as kernels
+from pipeline.kernels.dropping import RANDOM_VALUES
 from pipeline.kernels.launch import Launch
 from pipeline.kernels.turn_kernels import turn_kernel
 from pipeline.kernels.windows import WINDOW_LIMIT
@@ -19,7 +20,6 @@ from pipeline.kernels.windows import WINDOW_LIMIT
 Tensors = Mapping[str, Tensor | None]
 """By the names that the kernels give them."""
 _LOG2_E = math.log2(math.e)
-_RANDOM_VALUES = 1 << 24
 
 
 class Numbers(NamedTuple):
@@ -178,7 +178,7 @@ def _launch(
         "scale": numbers.scale,
         "temperature": numbers.temperature,
         "log2_temperature": numbers.temperature * _LOG2_E,
-        "threshold": round(numbers.dropout * _RANDOM_VALUES),
+        "threshold": round(numbers.dropout * RANDOM_VALUES),
         "keep_scale": 1.0 / (1.0 - numbers.dropout),
     }
     for name in ("q", "k", "v"):

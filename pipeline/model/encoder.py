@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
+from pipeline.kernels.choice import require_residual_norm
 from pipeline.model.initialise import initialise
 from pipeline.model.layers import (
     Layer,
@@ -62,6 +63,7 @@ class Encoder(nn.Module):
         self._group_size: int | None = None
         self._runner: LayerRunner = run_layer
         self._fuses = False
+        self._fuses_norms = False
 
     def checkpoint_activations(self, group_size: int) -> None:
         """From now on, training passes keep the inputs of groups of layers and not what is inside.
@@ -86,6 +88,15 @@ class Encoder(nn.Module):
         Not in passes that trace probabilities, nor over layouts that do not say what kernels need.
         """
         self._fuses = True
+
+    def fuse_residual_norms(self) -> None:
+        """From now on, residual, alpha, dropout and the norm behind them are one fused kernel.
+
+        Raises:
+            ConfigError: there is no kernel for this architecture.
+        """
+        require_residual_norm(self.config)
+        self._fuses_norms = True
 
     def forward(
         self,
@@ -114,6 +125,7 @@ class Encoder(nn.Module):
         shared = SharedInputs(
             layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace,
             self._fuses and needed is not None and not traces_probabilities,
+            self._fuses_norms,
         )  # fmt: skip
         indices = range(self.config.num_layers)
         if self._group_size is None or trace is not None or not torch.is_grad_enabled():

@@ -15,6 +15,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.kernels.attention import attention, probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention
 from pipeline.kernels.flash import flash_attention
+from pipeline.kernels.residual_norm import residual_norm
 from pipeline.model.layout import Layout
 from pipeline.model.rotary import rotate
 
@@ -41,6 +42,8 @@ class SharedInputs(NamedTuple):
     trace: Trace | None
     fused: bool
     """Whether fused kernels compute attention."""
+    fused_norm: bool
+    """Whether they compute residual, alpha, dropout and the norm behind."""
 
 
 class RMSNorm(nn.Module):
@@ -236,15 +239,25 @@ class Layer(nn.Module):
             update = self.feed_forward(self.feed_forward_norm(x))
             return self.feed_forward_residual(x, update, shared.alpha), carry_BNSS
         update, carry_BNSS = self.attention(x, shared, carry_BNSS, index)
-        joined = self.attention_residual(x, update, shared.alpha)
-        x = _unless_zero(shared.alpha, x, self.attention_norm(joined))
-        joined = self.feed_forward_residual(x, self.feed_forward(x), shared.alpha)
-        return _unless_zero(shared.alpha, x, self.feed_forward_norm(joined)), carry_BNSS
+        x = _join_and_norm(self.attention_residual, self.attention_norm, x, update, shared)
+        update, residual = self.feed_forward(x), self.feed_forward_residual
+        return _join_and_norm(residual, self.feed_forward_norm, x, update, shared), carry_BNSS
 
 
-def _unless_zero(alpha: Tensor | None, x: Tensor, normed: Tensor) -> Tensor:
-    """x itself where alpha is 0: normed again it would differ by eps and by rounding."""
-    return normed if alpha is None else torch.where(alpha == 0, x, normed)
+def _join_and_norm(
+    residual: Residual, norm: nn.Module, x: Tensor, update: Tensor, shared: SharedInputs
+) -> Tensor:
+    """Norm(residual), but x where alpha is 0: normed again it would differ by eps and rounding."""
+    if shared.fused_norm:
+        assert isinstance(norm, RMSNorm), "the encoder looks"
+        dropout = residual.dropout.p if residual.training else 0.0
+        return residual_norm(
+            x, update, shared.alpha, keep=residual.keep, dropout=dropout, eps=norm.eps
+        )
+    normed = norm(residual(x, update, shared.alpha))
+    if shared.alpha is None:
+        return normed  # type: ignore[no-any-return]
+    return torch.where(shared.alpha == 0, x, normed)
 
 
 def run_layer(

@@ -144,6 +144,8 @@ def _run(
     chosen = choose(config.kernels, config.model, config.train.precision, device)
     if chosen.attention:
         model.encoder.fuse_attention()
+    if chosen.residual_norm:
+        model.encoder.fuse_residual_norms()
     if config.train.compile:
         require_compiler(device)
         model.encoder.run_layers_by(CompiledLayer())

@@ -30,10 +30,12 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
 from pipeline.model.rotary import rotary_tables
+from tests.support.dropout_rule import kept_by_rule
 
 EXACT = 2e-6
 """Relative Frobenius error of fp32 kernels."""
 OPERATOR: Any = torch.ops.postnorm.carried_attention
+torch.set_num_threads(1)  # matrices are so small that threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
@@ -361,23 +363,9 @@ def test_gradients_of_several_users_add_up() -> None:
     torch.testing.assert_close(twice, 2 * once)
 
 
-def kept_by_rule(seed: int, tokens: int, heads: int, dropout: float) -> np.ndarray:
-    """(N, T, T) by column: Philox4x32-7 for each row, then the keyed finaliser, in Python."""
-    mask, kept = 0xFFFFFFFF, np.zeros((heads, tokens, tokens), bool)
-    for head in range(heads):
-        for row in range(tokens):
-            c, key = [row, head, 0, 0], [seed & mask, seed >> 32]
-            for _ in range(7):
-                a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-                c = [(b >> 32) ^ c[1] ^ key[0], b & mask, (a >> 32) ^ c[3] ^ key[1], a & mask]
-                key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
-            for column in range(tokens):
-                bits = (c[0] + column * 0x9E3779B9) & mask
-                bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & mask
-                bits ^= c[1]
-                bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & mask
-                kept[head, row, column] = (bits >> 8) >= round(dropout * (1 << 24))
-    return kept
+def kept_by_head(seed: int, tokens: int, heads: int, dropout: float) -> np.ndarray:
+    """(N, T, T) by column."""
+    return np.stack([kept_by_rule(seed, tokens, tokens, dropout, head) for head in range(heads)])
 
 
 @pytest.mark.parametrize("length", [24, 130])
@@ -385,7 +373,7 @@ def test_dropout_is_what_its_seed_says(length: int) -> None:
     windows = windows_of(ends(length))
     heads = 2 if length < 100 else 1
     inputs = make(2, length, heads, 32)
-    masks = [torch.from_numpy(kept_by_rule(SEED + n, length, heads, 0.25)) for n in range(2)]
+    masks = [torch.from_numpy(kept_by_head(SEED + n, length, heads, 0.25)) for n in range(2)]
     found = computed(inputs, windows, torch.float32, dropout=0.25)
     wanted = expected(inputs, windows, kept=torch.stack(masks), dropout=0.25)
     print(errors(found, wanted))
@@ -393,7 +381,7 @@ def test_dropout_is_what_its_seed_says(length: int) -> None:
 
 
 def test_dropout_looks_random() -> None:
-    kept = np.stack([kept_by_rule(SEED + n, 128, 2, 0.1) for n in range(2)]).astype(float)
+    kept = np.stack([kept_by_head(SEED + n, 128, 2, 0.1) for n in range(2)]).astype(float)
     # 65,536 draws: the deviation of their mean is 0.0012.
     assert kept.mean() == pytest.approx(0.9, abs=0.005)
     centred = (kept - 0.9) / 0.3
