@@ -144,6 +144,8 @@ def _run(
     chosen = choose(config.kernels, config.model, config.train.precision, device)
     if chosen.attention and config.model.score_residual != "none":
         model.encoder.fuse_attention()
+    if chosen.loss:
+        model.fuse_loss()
     if config.train.compile:
         require_compiler(device)
         model.encoder.run_layers_by(CompiledLayer())
