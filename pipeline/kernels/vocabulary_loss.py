@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pipeline.errors import ConfigError
 
@@ -79,8 +78,13 @@ class _VocabularyLoss(torch.autograd.Function):
         return loss, correct
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # torch's once_differentiable says nothing where the gradient is one term among others.
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "gradients of vocabulary_loss are constants: they cannot be differentiated again; "
+                "leave out create_graph, or take F.cross_entropy of MaskedLanguageModel.head"
+            )
         # A 0-dimensional factor would be rounded to bf16 first, and all gradients with it.
         factor = d_loss.reshape(1)
         scaled = [

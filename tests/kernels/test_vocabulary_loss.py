@@ -27,8 +27,8 @@ FUSED = os.environ.get("TRITON_INTERPRET") == "1"
 BY_ROWS = module._by_kernel if FUSED else module._by_torch
 EXACT = 2e-6
 """Relative error in fp32, of losses and (Frobenius) of gradients."""
-OF_PLAIN = 1.25
-"""Errors in bf16 over those of plain PyTorch on all logits; 1.02 was the largest found."""
+OF_PLAIN = 1.1
+"""Errors in bf16 over those of plain PyTorch on all logits; 1.05 was the largest found."""
 
 
 @NEEDS_TRITON
@@ -92,10 +92,9 @@ def test_fp32(chunk: int, size: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-8])
-@pytest.mark.parametrize("size", [64, 4099])
-def test_bf16(chunk: int, size: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    allow(chunk, size, torch.bfloat16, monkeypatch)
-    inputs = make(40, 32, size, torch.bfloat16, True)
+def test_bf16(chunk: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(chunk, 4099, torch.bfloat16, monkeypatch)
+    inputs = make(12, 32, 4099, torch.bfloat16, True)
     wanted = expected(inputs, torch.float64)
     plain = errors(expected(inputs, torch.bfloat16, scale), wanted)
     for mine, theirs in zip(errors(computed(inputs, scale), wanted), plain, strict=True):
@@ -108,7 +107,7 @@ def test_float64(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(8, 16, 64, torch.float64, True)
     assert max(errors(computed(inputs), expected(inputs, torch.float64))) < 1e-14
     x, weight, _, targets = inputs
-    with pytest.raises(ConfigError, match="this is torch.float64; set kernels.loss=reference"):
+    with pytest.raises(ConfigError, match=r"this is torch\.float64; set kernels.loss=reference"):
         vocabulary_loss(x, weight, None, targets, fused=True)
 
 
@@ -139,7 +138,12 @@ class _Largest(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = result if isinstance(result, (tuple, list)) else [result]
-        sizes = [each.numel() for each in made if isinstance(each, torch.Tensor)]
+        # Triton's interpreter looks at memory as bytes.
+        sizes = [
+            each.numel()
+            for each in made
+            if isinstance(each, torch.Tensor) and each.is_floating_point()
+        ]
         self.elements = max(self.elements, *sizes, 0)
         return result
 
@@ -148,7 +152,7 @@ class _Largest(TorchDispatchMode):
 def test_no_tensor_is_larger_than_the_budget(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, width, size = 400, 8, 300
+    rows, width, size = 60, 8, 300
     allow(10, size, dtype, monkeypatch)
     *values, targets = make(rows, width, size, dtype, True)
     x, weight, bias = (value.requires_grad_() for value in values)
@@ -190,9 +194,8 @@ def test_backward_again_and_twice() -> None:
     [first] = torch.autograd.grad(loss, x, retain_graph=True)
     [again] = torch.autograd.grad(loss, x, retain_graph=True)
     assert torch.equal(first, again)
-    [once] = torch.autograd.grad(loss * 2, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(once.sum(), x)
+    with pytest.raises(NotImplementedError, match="leave out create_graph"):
+        torch.autograd.grad(loss * 2, x, create_graph=True)
 
 
 def test_checkpointing_and_compiling() -> None:
@@ -232,19 +235,19 @@ def test_one_row_reads_and_writes_itself_alone(size: int) -> None:
     leaf = logits.double().requires_grad_()
     loss = F.cross_entropy(leaf, targets)
     loss.backward()
-    assert float(losses) == pytest.approx(float(loss), rel=EXACT)
+    assert losses.item() == pytest.approx(loss.item(), rel=EXACT)
     assert bool(hits) == (int(logits.argmax()) == size - 1)
     torch.testing.assert_close(gradient.double(), leaf.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_the_first_of_equal_logits_is_the_likeliest() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randint(-3, 4, (300, 50), generator=generator).bfloat16()
+    logits = torch.randint(-3, 4, (90, 50), generator=generator).bfloat16()
     logits[:10] = 0
-    targets = torch.randint(50, (300,), generator=generator)
+    targets = torch.randint(50, (90,), generator=generator)
     targets[:10] = torch.arange(10)
     first = torch.tensor([row.index(max(row)) for row in logits.tolist()])
-    targets[10:110] = first[10:110]
+    targets[10:40] = first[10:40]
     hits = by_rows(logits, targets)[1]
     assert torch.equal(hits.bool(), first == targets)
     assert hits[:10].tolist() == [1.0] + [0.0] * 9
@@ -318,8 +321,8 @@ def test_the_model_gives_the_loss_of_its_logits(
 @NEEDS_TRITON
 @pytest.mark.skipif(FUSED or sys.platform != "linux", reason="ptxas is Linux's")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("size", "is_wide"), [(50_000, True), (21_128, True), (30_522, False)])
-def test_compiled_kernel(capability: int, size: int, is_wide: bool) -> None:
+@pytest.mark.parametrize("size", [50_000, 21_128, 30_522])
+def test_compiled_kernel(capability: int, size: int) -> None:
     from pipeline.kernels.cross_entropy_kernel import cross_entropy
     from tests.support.machine_code import compiled, found_in
 
@@ -327,8 +330,7 @@ def test_compiled_kernel(capability: int, size: int, is_wide: bool) -> None:
     of_rows = torch.empty(8, device="meta")
     targets = torch.empty(8, dtype=torch.int64, device="meta")
     counts = found_in(compiled(cross_entropy(logits, targets, of_rows, of_rows, True), capability))
-    assert counts["local stores"] == counts["local loads"] == 0
-    assert (counts["wide loads"] > 0) == (counts["wide stores"] > 0) == is_wide
-    # One narrow load, of the target's logit.
-    assert (counts["narrow loads"] == 1) == (counts["narrow stores"] == 0) == is_wide
-    print(counts)
+    assert counts["local stores"] == counts["local loads"] == counts["narrow stores"] == 0
+    assert counts["narrow loads"] == 1  # of the target's logit
+    # All other accesses are of 16 bytes where rows are multiples of them.
+    assert (counts["wide loads"] > 0) == (counts["wide stores"] > 0) == (size % 8 == 0)
