@@ -3,7 +3,7 @@
 A chunk of rows at a time: the logits, the losses, the gradient in the logits' place, and what comes
 of it for inputs and weights. So the gradients are there when the forward pass ends, from three
 matrix products and no recomputation, and backward scales them. Liger's fused linear cross-entropy
-(linkedin/Liger-Kernel, `ops/fused_linear_cross_entropy.py`) is made like this.
+(`src/liger_kernel/ops/fused_linear_cross_entropy.py`) is made like this.
 
 Letters: M rows, R those of a chunk, E width, V vocabulary.
 """
