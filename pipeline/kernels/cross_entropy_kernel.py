@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.carried_kernels import _narrow
 from pipeline.kernels.launch import Launch
+from pipeline.kernels.rounding import narrow
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -60,7 +60,7 @@ def cross_entropy_kernel(
             value = tl.load(start + column, mask=column < V, other=float("-inf")).to(tl.float32)
             share = tl.exp2((value - highest) * LOG2_E) * scale
             gradient = tl.where(column == target, share - 1.0, share)
-            gradient = _narrow(gradient, logits.dtype.element_ty)
+            gradient = narrow(gradient, logits.dtype.element_ty)
             tl.store(start + column, gradient, mask=column < V)
 
 

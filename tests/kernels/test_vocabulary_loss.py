@@ -306,7 +306,7 @@ def test_the_model_gives_the_loss_of_its_logits(
     if FUSED:
         model.fuse_loss()
     loss, correct = model(*batch, targets=targets)
-    assert float(loss) == pytest.approx(float(wanted), rel=EXACT)
+    assert loss.item() == pytest.approx(wanted.item(), rel=EXACT)
     assert float(correct) == int((logits.argmax(-1) == targets).sum())
     parameters = list(model.parameters())
     for found, other in zip(
