@@ -153,8 +153,10 @@ def activation_bytes(
     at a time, once the backward pass has computed them again: the total is a little above the peak,
     because head and loss are gone by then.
 
-    Not in it either: what backward holds for a moment, the gradient of the carried scores most of
-    all (T * N * S fp32 values), and the allocator's rounding.
+    Not in it either: what is held for a moment, in backward the gradient of the carried scores most
+    of all (T * N * S fp32 values), in the loss the logits of a chunk of rows (up to 256 MiB, and an
+    fp32 copy of them without the fused kernel) and a sum in fp32 of V * E values; and the
+    allocator's rounding.
 
     Args:
         config: the model.
@@ -189,8 +191,7 @@ def activation_bytes(
         "feed-forward": layers * kept.feed_forward(),
         "norms and residuals": kept.residuals_and_norms(layers),
         "head": kept.head(masked),
-        # The log-probabilities, in fp32, and the targets.
-        "loss": masked * (_vocabulary(config) * _FP32 + _INT64),
+        "loss": kept.loss(masked),
     }
     return _with_total({name: round(size) for name, size in groups.items()})
 
@@ -308,15 +309,21 @@ class _Kept:
 
     def head(self, masked: float) -> float:
         config, width = self.config, self.config.embedding_width
-        inputs = masked * (_INT64 + width * self.value)
+        index = masked * _INT64
         dense = masked * config.hidden_size * self.value
         if config.mlm_head == "linear":
             projected = dense if width != config.hidden_size else 0
-            return inputs + projected + self._dropout(masked * width)
+            return index + projected + self._dropout(masked * width)
         # relu's result is the input that the norm keeps, unless that keeps an fp32 copy.
         shares = config.norm == "layernorm" or self.value == _FP32
         activation = 0 if config.activation == "relu" and shares else masked * width * self.value
-        return inputs + dense + activation + self.norm(masked, width)
+        return index + dense + activation + self.norm(masked, width)
+
+    def loss(self, masked: float) -> float:
+        """Gradients of the output layer's inputs, weights and bias; see `vocabulary_loss`."""
+        config, size = self.config, _vocabulary(self.config)
+        bias = size if config.mlm_head == "bert" and config.bias else 0
+        return ((masked + size) * config.embedding_width + bias) * self.value
 
     def _dropout(self, size: float) -> float:
         return size * self.mask if self.config.dropout > 0 else 0

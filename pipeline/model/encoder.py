@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
 from pipeline.kernels.choice import require_residual_norm
+from pipeline.kernels.vocabulary_loss import vocabulary_loss
 from pipeline.model.initialise import initialise
 from pipeline.model.layers import (
     Layer,
@@ -210,6 +211,11 @@ class MaskedLanguageModel(nn.Module):
             if width != config.hidden_size:
                 self.head_dense = nn.Linear(config.hidden_size, width, bias=config.bias)
                 initialise(self.head_dense, config)
+        self._fuses_loss = False
+
+    def fuse_loss(self) -> None:
+        """From now on, cross-entropies are computed by the fused kernel."""
+        self._fuses_loss = True
 
     def forward(
         self,
@@ -218,8 +224,9 @@ class MaskedLanguageModel(nn.Module):
         masked_index: Tensor,
         alpha: Tensor | None = None,
         segments: Tensor | None = None,
-    ) -> Tensor:
-        """Logits of chosen positions only; no (B, S, V) tensor is made.
+        targets: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Losses or logits of chosen positions only; no (B, S, V) tensor is made.
 
         Args:
             input_ids: as in `Encoder.forward`.
@@ -227,21 +234,37 @@ class MaskedLanguageModel(nn.Module):
             masked_index: (M,) int64 numbers of tokens, b * S + s in rows.
             alpha: as in `Encoder.forward`.
             segments: as in `Encoder.forward`.
+            targets: (M,) int64 original token ids.
 
         Returns:
-            (M, V) in the parameters' dtype.
+            With targets, the sum of losses and the number of hits, as `vocabulary_loss`, which
+            makes no (M, V) tensor either. Without, logits (M, V) in the parameters' dtype.
         """
         x = self.encoder(input_ids, layout, alpha=alpha, segments=segments)
-        return self.head(x.reshape(-1, self.config.hidden_size)[masked_index])
+        x_MD = x.reshape(-1, self.config.hidden_size)[masked_index]
+        if targets is None:
+            return self.head(x_MD)
+        weight_VE, bias_V = self._output()
+        return vocabulary_loss(
+            self._before_output(x_MD), weight_VE, bias_V, targets, fused=self._fuses_loss
+        )
 
     def head(self, x_MD: Tensor) -> Tensor:
         """(M, V) logits of (M, D) hidden states."""
-        embedding = self.encoder.token_embedding.weight
+        return F.linear(self._before_output(x_MD), *self._output())
+
+    def _before_output(self, x_MD: Tensor) -> Tensor:
+        """(M, E)."""
         if self.config.mlm_head == "bert":
             # Where the feed-forward has a gate, the head has BERT's activation.
             activation = "gelu" if self.config.activation == "swiglu" else self.config.activation
-            x_ME = self.head_norm(activate(self.head_dense(x_MD), activation))
-            return F.linear(x_ME, embedding, self.head_bias)
+            x_ME = activate(self.head_dense(x_MD), activation)
+            return self.head_norm(x_ME)  # type: ignore[no-any-return]
         if self.config.embedding_width != self.config.hidden_size:
             x_MD = self.head_dense(x_MD)
-        return F.linear(self.head_dropout(x_MD), embedding)
+        return self.head_dropout(x_MD)  # type: ignore[no-any-return]
+
+    def _output(self) -> tuple[Tensor, Tensor | None]:
+        """(V, E) and (V,)."""
+        bias_V = self.head_bias if self.config.mlm_head == "bert" else None
+        return self.encoder.token_embedding.weight, bias_V

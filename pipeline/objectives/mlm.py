@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.data.batch import MicroBatch
@@ -12,7 +11,10 @@ from pipeline.model.layout import rows
 
 @dataclass(frozen=True)
 class LossSums:
-    """0-dimensional fp32 tensors over M masked positions; add freely, divide at the end."""
+    """0-dimensional fp32 tensors over M masked positions; add freely, divide at the end.
+
+    Loss and correct are fp64 where the model is.
+    """
 
     loss: Tensor
     """Sum of the cross-entropies, nats."""
@@ -20,21 +22,6 @@ class LossSums:
     """Number of positions where the most likely token is right."""
     weight: Tensor
     """M."""
-
-
-def masked_lm_loss(logits: Tensor, targets: Tensor) -> LossSums:
-    """Cross-entropy of masked positions.
-
-    Args:
-        logits: (M, V) any float dtype; M may be 0.
-        targets: (M,) int64 original token ids.
-    """
-    wide = logits.float()
-    return LossSums(
-        loss=F.cross_entropy(wide, targets, reduction="sum"),
-        correct=(wide.argmax(-1) == targets).sum().float() if len(targets) else wide.sum() * 0,
-        weight=torch.full((), len(targets), dtype=torch.float32, device=logits.device),
-    )
 
 
 class MaskedLanguageModeling:
@@ -53,5 +40,9 @@ class MaskedLanguageModeling:
     def __call__(self, model: nn.Module, batch: MicroBatch) -> LossSums:
         """Runs the model on a micro-batch that lies on its device."""
         layout = rows(batch.documents, batch.positions, batch.cu_seqlens)
-        logits = model(batch.input_ids, layout, batch.masked_index, self.alpha)
-        return masked_lm_loss(logits, batch.targets)
+        # In the model's forward pass, where ZeRO stage 3 has the weights together.
+        loss, correct = model(
+            batch.input_ids, layout, batch.masked_index, self.alpha, targets=batch.targets
+        )
+        count = torch.full((), len(batch.targets), dtype=torch.float32, device=loss.device)
+        return LossSums(loss, correct, count)

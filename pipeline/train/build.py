@@ -146,6 +146,8 @@ def _run(
         model.encoder.fuse_attention()
     if chosen.residual_norm:
         model.encoder.fuse_residual_norms()
+    if chosen.loss:
+        model.fuse_loss()
     if config.train.compile:
         require_compiler(device)
         model.encoder.run_layers_by(CompiledLayer())

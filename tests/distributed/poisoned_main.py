@@ -7,26 +7,28 @@ import os
 import runpy
 
 import torch
+from torch import nn
 
-from pipeline.objectives import mlm
+from pipeline.data.batch import MicroBatch
+from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
 
-_original = mlm.masked_lm_loss
+_original = MaskedLanguageModeling.__call__
 _calls = 0
 
 
-def _poisoned(logits: torch.Tensor, targets: torch.Tensor) -> mlm.LossSums:
+def _poisoned(self: MaskedLanguageModeling, model: nn.Module, batch: MicroBatch) -> LossSums:
     global _calls
-    sums = _original(logits, targets)
+    sums = _original(self, model, batch)
     if not torch.is_grad_enabled():
         return sums
     _calls += 1
     wanted = os.environ["POISON_CALLS"]
     here = os.environ["RANK"] == os.environ["POISON_RANK"]
     if here and (wanted == "all" or str(_calls) in wanted.split(",")):
-        return mlm.LossSums(sums.loss * float("nan"), sums.correct, sums.weight)
+        return LossSums(sums.loss * float("nan"), sums.correct, sums.weight)
     return sums
 
 
 if __name__ == "__main__":
-    mlm.masked_lm_loss = _poisoned
+    MaskedLanguageModeling.__call__ = _poisoned  # type: ignore[method-assign]
     runpy.run_module("pipeline", run_name="__main__")
