@@ -16,6 +16,7 @@ halved, and said. What does not fit into --budget-s is listed. Results are writt
 """
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -137,6 +138,8 @@ class Process:
             return {"error": f"no answer within {limit_s:.0f} s"}
         if line is not None:
             return json.loads(line)  # type: ignore[no-any-return]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
         self.end()
         said = self._log.read_text(errors="replace").strip().splitlines()
         return {"error": f"ended with exit code {self._process.returncode}: "
@@ -145,11 +148,9 @@ class Process:
     def ask(self, limit_s: float, **command: Any) -> dict[str, Any]:
         """Gives a command and waits for its answer."""
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `answer` says how it ended
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # `answer` says how it ended
         return self.answer(limit_s)
 
     def end(self) -> None:

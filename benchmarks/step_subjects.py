@@ -5,8 +5,8 @@ A subject's name says what it is:
         PRESET a file of configs/model; KERNELS auto or reference; RUN plain or compile (the layers,
         `train.compile`); ENGINE zero1 (DeepSpeed) or zero0
     hf/MODEL-SIZE/PRECISION/RUN      such as hf/roberta-base/autocast/compile
-        MODEL roberta, bert or roformer; SIZE base or large, of which we have a preset; PRECISION autocast (bf16 over fp32
-        weights) or bf16 (weights too); RUN plain or compile (the whole model)
+        MODEL roberta, bert or roformer; SIZE base or large, of which we have a preset; PRECISION
+        autocast (bf16 over fp32 weights) or bf16 (weights too); RUN plain or compile (the model)
 
 Both train on the same micro-batches of our loader, AdamW with gradients clipped to norm 1, dropout
 as the model's config has it. Ours is `Engine.train_step` with fp32 master weights and the
@@ -34,7 +34,10 @@ from pipeline.data.batch import MicroBatch
 from pipeline.data.loader import TrainLoader
 from pipeline.data.shards import read_index
 from pipeline.data.steps import Share
+from pipeline.kernels.choice import choose
+from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
+from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.engine import Engine, init_process_group
 from pipeline.train.marks import DATA, FORWARD, UPDATE, mark
 
@@ -112,7 +115,9 @@ def run_config(subject: Subject, setting: Setting, seq_len: int, tokens: int) ->
 
 def read_batches(config: PretrainConfig, setting: Setting) -> list[MicroBatch]:
     """The first micro-batches of a run, in pinned memory where there is a GPU."""
-    loader = TrainLoader(read_index(setting.data), config, Share(0, 1))
+    index = read_index(setting.data)
+    with_vocabulary(config, index)  # it must be large enough
+    loader = TrainLoader(index, config, Share(0, 1))
     steps = loader.steps_from(0)
     return [next(steps)[0] for _ in range(setting.num_batches)]
 
@@ -122,10 +127,6 @@ class Ours:
 
     def __init__(self, subject: Subject, setting: Setting) -> None:
         """Makes model and engine."""
-        from pipeline.kernels.choice import choose
-        from pipeline.objectives.mlm import MaskedLanguageModeling
-        from pipeline.train.build import make_model
-
         config = run_config(subject, setting, 128, 128)
         process = env.process_info()
         if subject.engine == "zero0":  # which needs no DeepSpeed

@@ -17,6 +17,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,10 +149,10 @@ class Worker:
             torch.cuda.synchronize()
 
 
-def _try(do: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+def _try(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What a call returns, or its error; memory that ran out has a name of its own."""
     try:
-        found: dict[str, Any] = do(*arguments, **options)
+        found = work()
     except torch.OutOfMemoryError as error:
         found = {"error": str(error).splitlines()[0], "out_of_memory": True}
     except Exception as error:  # noqa: BLE001 - whatever a peer raises is what it did
@@ -181,7 +183,7 @@ def main() -> None:
         return
     for line in sys.stdin:
         command = json.loads(line)
-        say(_try(workers[0].answer, **command))
+        say(_try(partial(workers[0].answer, **command)))
 
 
 if __name__ == "__main__":
