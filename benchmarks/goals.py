@@ -36,10 +36,11 @@ class Verdict:
     @property
     def ratio(self) -> float | None:
         """1 or more: reached."""
-        if self.measured is None or not self.measured:
+        if self.measured is None:
             return None
-        both = self.measured / self.goal.target
-        return 1 / both if self.goal.at_most else both
+        if self.goal.at_most:
+            return self.goal.target / max(self.measured, 1e-12)
+        return self.measured / self.goal.target
 
     @property
     def text(self) -> str:
@@ -51,7 +52,7 @@ class Verdict:
         missed = f"missed by {1 - self.ratio:.1%}"
         floor = self.goal.floor
         if floor is not None and self.measured is not None and self.measured < floor:
-            missed += f", below the floor of {floor:,.10g}"
+            missed += ", below the floor"
         return missed
 
 

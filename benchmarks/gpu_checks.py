@@ -60,9 +60,9 @@ class Size:
     def __init__(self, device: torch.device, *, tiny: bool) -> None:
         """Sizes of what is checked."""
         self.device, self.tiny = device, tiny
-        self.lengths = (32,) if tiny else (64, 128, 512, 640)
+        self.lengths = (16,) if tiny else (64, 128, 512, 640)
         self.heads, self.head_size = (1, 32) if tiny else (4, 64)
-        self.seq_len, self.rows = (24, 2) if tiny else (256, 8)
+        self.seq_len, self.rows = (16, 2) if tiny else (256, 8)
 
 
 def attention(size: Size) -> Numbers:

@@ -84,7 +84,8 @@ def _number(value: float | None) -> str:
 
 def _goals(results: Results) -> list[str]:
     lines = ["## Goals", "", "One H200, vocabulary of 50,000, bf16, real optimizer steps.", "",
-             _row("goal", "", "floor", "measured", "verdict"), "|---|---|---|---|---|"]  # fmt: skip
+             _row("goal", "", "floor", "measured", "ratio", "verdict"),
+             "|---|---|---|---|---|---|"]  # fmt: skip
     # What ran on a CPU, as in the tests, says nothing about the goals.
     verdicts = judge(results if _device(results) is not None else {})
     for verdict in verdicts:
@@ -92,7 +93,16 @@ def _goals(results: Results) -> list[str]:
         sign = "<=" if goal.at_most else ">="
         floor = "" if goal.floor is None else _number(goal.floor)
         target = f"{sign} {_number(goal.target)} {goal.unit}".rstrip()
-        lines.append(_row(goal.text, target, floor, _number(verdict.measured), verdict.text))
+        lines.append(
+            _row(
+                goal.text,
+                target,
+                floor,
+                _number(verdict.measured),
+                "" if verdict.ratio is None else f"{verdict.ratio:.2f}",
+                verdict.text,
+            )
+        )
     return [*lines, ""]
 
 

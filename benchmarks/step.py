@@ -70,6 +70,10 @@ OTHER_SUBJECTS = (
 )
 _PREPARING_SHARE = 0.6
 """Of the budget; what has not begun to compile by then does not."""
+_MEASURING_SHARE = 0.2
+"""Of the budget, which compiling must leave."""
+_PROFILE_S = 12.0
+"""Kept for each profile once every subject has had a turn."""
 _HALVINGS = 3
 
 
@@ -95,8 +99,12 @@ class Plan:
 
     def may_prepare(self) -> bool:
         """Whether there is time to compile another subject."""
-        whole = self.deadline - self.started
-        return self.left_s() > (1 - _PREPARING_SHARE) * whole
+        return self.left_s() > (1 - _PREPARING_SHARE) * (self.deadline - self.started)
+
+    def preparing_limit_s(self) -> float:
+        """For an answer while subjects are made and compiled."""
+        left_s = self.left_s() - _MEASURING_SHARE * (self.deadline - self.started)
+        return max(1.0, min(self.limit_s, left_s))
 
 
 class Process:
@@ -206,7 +214,7 @@ class Comparison:
         process = Process(name, self.setting, logs / f"{name.replace('/', '-')}.log")
         with self._lock:
             self._processes[name] = process
-        made = process.answer(self._limit_s())
+        made = process.answer(self.plan.preparing_limit_s())
         of |= made
         if "error" in made:
             self._drop(name)
@@ -223,7 +231,11 @@ class Comparison:
             tokens = self.plan.tokens
             for _ in range(_HALVINGS + 1):
                 answer = self._processes[name].ask(
-                    self._limit_s(), do="prepare", seq_len=length, tokens=tokens, steps=3
+                    self.plan.preparing_limit_s(),
+                    do="prepare",
+                    seq_len=length,
+                    tokens=tokens,
+                    steps=3,
                 )
                 if not answer.get("out_of_memory"):
                     break
@@ -248,7 +260,8 @@ class Comparison:
                     continue
                 steps = max(2, min(100, round(self.plan.seconds / at["step_s"])))
                 expected_s = (steps + 2) * at["step_s"]
-                if self.plan.left_s() < expected_s and number:
+                kept_s = _PROFILE_S * len(self.plan.profile) * len(self.plan.lengths)
+                if number and self.plan.left_s() - kept_s < expected_s:
                     return False
                 answer = self._processes[name].ask(
                     30 + 10 * expected_s, do="time", seq_len=int(length), tokens=at["tokens"],
@@ -277,7 +290,7 @@ class Comparison:
         for name in self.plan.profile:
             of = self.found["subjects"].get(name, {})
             for length, at in of.get("lengths", {}).items():
-                if "error" in of or self.plan.left_s() < 30:
+                if "error" in of or "error" in at or self.plan.left_s() < _PROFILE_S:
                     continue
                 answer = self._processes[name].ask(
                     min(120.0, self.plan.left_s()), do="profile", seq_len=int(length),
@@ -285,9 +298,6 @@ class Comparison:
                 )  # fmt: skip
                 self.found["profiles"][f"{name} {length}"] = answer
                 self.write()
-
-    def _limit_s(self) -> float:
-        return min(self.plan.limit_s, max(self.plan.left_s(), 1.0))
 
     def _drop(self, name: str) -> None:
         self._processes[name].end()
