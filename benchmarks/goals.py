@@ -8,8 +8,6 @@ from typing import Any
 Results = dict[str, Any]
 """By file: `correctness`, `attention`, `step`, `training`; what was not run is not there."""
 
-_COMPILED = "auto/compile/zero1"
-
 
 @dataclass(frozen=True)
 class Goal:

@@ -129,7 +129,8 @@ def _attention(found: dict[str, Any]) -> list[str]:
                 lines.append(_row(subject, f"not measured: {one['not measured']}", *[""] * 4))
                 continue
             flash = f"{one['x_flash']:.2f}" if "x_flash" in one else ""
-            lines.append(_row(subject, f"{one['ms']:.3f}", f"{one['spread']:.1%}",
+            bound = ", host-bound" if one["host_bound"] else ""
+            lines.append(_row(subject, f"{one['ms']:.3f}{bound}", f"{one['spread']:.1%}",
                               _number(one["gb_per_s"]), _number(one["tflop_per_s"]),
                               flash))  # fmt: skip
         lines.append("")
@@ -143,7 +144,7 @@ def _steps(found: dict[str, Any]) -> list[str]:
              "", _row("subject", "length", "tokens/s", "spread", "rounds", "MFU", "peak GiB",
                       "slots", "first step s"),
              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for name, of in found["subjects"].items():
+    for name, of in (found.get("absent", {}) | found["subjects"]).items():
         if "error" in of:
             lines.append(_row(name, "", f"not measured: {of['error']}", *[""] * 6))
         for length, at in of.get("lengths", {}).items():

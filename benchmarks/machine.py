@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "deepspeed", "numpy", "numba", "tensorboard")
-OURS = {
-    "deepspeed": "subjects of zero1",
+_NEEDED = {
+    "deepspeed": "ZeRO stage 1 (zero0 takes its place in the steps)",
     "transformers": "Hugging Face's subjects",
     "triton": "our kernels and torch.compile",
     "numba": "the loader: everything but attention",
@@ -24,7 +24,8 @@ OURS = {
     "tensorboard": "the training run",
 }
 """What is not measured without them."""
-_QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+_QUERIES = ("clocks.sm,clocks.mem,temperature.gpu,power.draw", "clocks_event_reasons.active")
+"""nvidia-smi refuses a whole query for one field that it does not know."""
 
 
 def versions() -> dict[str, str]:
@@ -46,7 +47,7 @@ def versions() -> dict[str, str]:
 
 def missing() -> dict[str, str]:
     """Packages that are not there, and what is not measured for that."""
-    return {name: what for name, what in OURS.items() if find_spec(name) is None}
+    return {name: what for name, what in _NEEDED.items() if find_spec(name) is None}
 
 
 def describe() -> dict[str, Any]:
@@ -64,14 +65,17 @@ def describe() -> dict[str, Any]:
 
 def clocks() -> dict[str, str]:
     """What nvidia-smi says of the first GPU now; empty where there is none."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    values = done.stdout.strip().split(", ")
-    names = _QUERY.split(",")
-    return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
+    found: dict[str, str] = {}
+    for query in _QUERIES:
+        command = ["nvidia-smi", "--id=0", f"--query-gpu={query}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return found
+        values = done.stdout.strip().split(", ")
+        if done.returncode == 0 and len(values) == query.count(",") + 1:
+            found |= zip(query.split(","), values, strict=True)
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,7 +4,8 @@
 
 DATASET is a folder written by `python -m data_prep run`; without it the documentation that Python
 brings along is prepared first. `benchmarks/step_subjects.py` says what a subject is and does;
-without --subjects those of the goals run, `--subjects all` adds the others. Each is a process of
+without --subjects those of the goals run, `--subjects all` adds the others. Where DeepSpeed is not
+installed, zero1 is named as not measured and zero0 runs in its place. Each is a process of
 its own. They start and compile at once, a few at a time; then they take turns, one at a time, and
 give the GPU's memory back after each: turn by turn, round by round. A subject's figure is the
 median over the rounds, its spread the range between the quartiles over the median; a turn is
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import statistics
 import subprocess
@@ -350,6 +352,14 @@ def main() -> None:
     )
     for name in names:
         parse(name)
+    absent = {}
+    if "deepspeed" in machine.missing():
+        absent = {name: {"error": "not measured: deepspeed is not installed"}
+                  for name in names if name.endswith("/zero1")}  # fmt: skip
+        names = list(dict.fromkeys(name.replace("/zero1", "/zero0") for name in names))
+        arguments.profile = [name.replace("/zero1", "/zero0") for name in arguments.profile]
+    # Subjects end with this process.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     plan = Plan(
         arguments.seq_len, arguments.tokens, arguments.rounds, arguments.seconds,
         arguments.limit_s, arguments.at_once, arguments.profile,
@@ -360,7 +370,9 @@ def main() -> None:
         setting = Setting(
             str(data.resolve()), arguments.vocab_size, arguments.batches, arguments.tiny
         )
-        found = Comparison(names, setting, plan, arguments.out).run()
+        comparison = Comparison(names, setting, plan, arguments.out)
+        comparison.found["absent"] = absent
+        found = comparison.run()
     sys.stdout.write(json.dumps(found) + "\n")
 
 
