@@ -4,7 +4,7 @@
 #   DATA=DIR OUT=results benchmarks/run_gpu.sh
 #
 # DATA      prepared dataset; without it, the documentation that Python brings along is prepared
-# OUT       folder for JSON files and gpu.md (default benchmarks/results/gpu)
+# OUT       folder for JSON files and gpu.md (default benchmarks/results/gpu, and the page beside it)
 # PYTHON    with torch, Triton, transformers and what pyproject.toml lists (default python3)
 # BUDGET_S  for everything (default 520); what does not fit is listed, goals come first
 # SUBJECTS  of benchmarks/step.py (default goals; all; or names)
@@ -15,6 +15,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
+TABLE=${TABLE:-${OUT:-benchmarks/results}/gpu.md}
 OUT=${OUT:-benchmarks/results/gpu}
 BUDGET_S=${BUDGET_S:-520}
 SUBJECTS=${SUBJECTS:-goals}
@@ -30,7 +31,7 @@ step() {
   if [[ -z ${DRY_RUN:-} ]]; then "$@" >>"$OUT/run.log" 2> >(tee -a "$OUT/run.log" | tail -n 5 >&2); fi
 }
 
-report() { step "$PYTHON" -m benchmarks.gpu_report "$OUT" && tail -n 20 "$OUT/run.log" | grep -E '^(reached|missed|not measured)' || true; }
+report() { step "$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$TABLE" && tail -n 20 "$OUT/run.log" | grep -E '^(reached|missed|not measured)' || true; }
 
 : >"$OUT/run.log"
 step "$PYTHON" -m benchmarks.machine "$OUT/machine.json"
@@ -64,4 +65,4 @@ if ((${#data[@]})); then
     echo "step.py failed or was cut off: what it wrote counts; see $OUT/run.log"
 fi
 report
-echo "== $OUT/gpu.md after $SECONDS s"
+echo "== $TABLE after $SECONDS s"

@@ -269,6 +269,11 @@ class Comparison:
                     30 + 10 * expected_s, do="time", seq_len=int(length), tokens=at["tokens"],
                     steps=steps,
                 )  # fmt: skip
+                if answer.get("out_of_memory"):
+                    # More of it is taken now than when the subject was prepared.
+                    del of["lengths"][length]
+                    self._warm_up(name, may_halve=True)
+                    continue
                 if "error" in answer:
                     at["error"] = answer["error"]
                     continue

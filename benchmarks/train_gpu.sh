@@ -13,6 +13,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
+TABLE=${TABLE:-${OUT:-benchmarks/results}/gpu.md}
 OUT=${OUT:-benchmarks/results/gpu}
 CONFIG=${CONFIG:-benchmarks/train_gpu.yaml}
 DATA=${DATA:?set DATA to a prepared dataset: python -m data_prep run configs/prep/demo.yaml output_dir=DIR}
@@ -29,5 +30,5 @@ code=0
 mkdir -p "$OUT/tensorboard"
 cp "$RUN"/metrics.jsonl "$OUT/"
 find "$RUN" -name 'events.out.tfevents*' -exec cp {} "$OUT/tensorboard/" \;
-"$PYTHON" -m benchmarks.gpu_report "$OUT"
+"$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$TABLE"
 exit "$code"
