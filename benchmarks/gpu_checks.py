@@ -45,7 +45,6 @@ FLOOR = 5e-3
 """Relative Frobenius error of plain PyTorch in bf16, of outputs and gradients of attention."""
 _MORE_THAN_PLAIN = 1.25
 """A model of fused kernels rounds elsewhere than plain PyTorch: as good but for chance."""
-_STEPS = 5
 _SAME_LOSS = 5e-3
 _PARTS: tuple[Literal["attention", "residual_norm", "loss"], ...] = (
     "attention", "residual_norm", "loss",
@@ -62,6 +61,7 @@ class Size:
         self.device, self.tiny = device, tiny
         self.lengths = (16,) if tiny else (64, 128, 512, 640)
         self.heads, self.head_size = (1, 32) if tiny else (4, 64)
+        self.steps = 3 if tiny else 8
         self.seq_len, self.rows = (16, 2) if tiny else (256, 8)
 
 
@@ -187,17 +187,16 @@ def training(size: Size) -> Numbers:
     losses: dict[str, list[float]] = {}
     for how in ("reference", "fused"):
         kernels: Any = how
-        config = _config(size, "realformer_v2-base",
-                         KernelsConfig(attention=kernels, residual_norm="reference" if
-                                       how == "reference" else "auto",
-                                       loss="reference" if how == "reference" else "auto")
-                         )  # fmt: skip
+        others: Any = "reference" if how == "reference" else "auto"
+        asked = KernelsConfig(attention=kernels, residual_norm=others, loss=others)
+        config = _config(size, "realformer_v2-base", asked)
         torch.manual_seed(0)
         engine = Engine(make_model(config, size.device), config.train, process, size.device)
         objective = MaskedLanguageModeling(size.device)
         batch = _batch(size, config.model.vocab_size or 0)
-        steps = [engine.train_step([batch], objective, config.train.lr).sums
-                 for _ in range(_STEPS)]  # fmt: skip
+        steps = [
+            engine.train_step([batch], objective, config.train.lr).sums for _ in range(size.steps)
+        ]
         losses[how] = [float(sums.loss / sums.weight) for sums in steps]
     worst = max(abs(a - b) / b for a, b in zip(losses["fused"], losses["reference"], strict=True))
     assert worst <= _SAME_LOSS, f"losses differ: {losses}"

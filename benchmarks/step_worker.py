@@ -46,16 +46,16 @@ class Worker:
     """A subject, and its batches by length and size."""
 
     def __init__(self, subject: Subject, setting: Setting) -> None:
-        """Makes the model; nothing runs yet."""
+        """Makes nothing yet."""
         self.subject, self.setting = subject, setting
-        self.runner: Ours | Peer = make(subject, setting)
-        self.on_gpu = self.runner.device.type == "cuda"
+        self.on_gpu = torch.cuda.is_available()
         self._batches: dict[tuple[int, int], list[Any]] = {}
         self._made: dict[tuple[int, int], list[Any]] = {}
         self._next = 0
 
-    def about(self) -> dict[str, Any]:
-        """What it is."""
+    def make(self) -> dict[str, Any]:
+        """Makes the model, and says what it is; nothing runs yet."""
+        self.runner: Ours | Peer = make(self.subject, self.setting)
         config = model_config(self.subject, self.setting)
         return {
             "chosen": self.runner.chosen, "parameters": parameters(config)["total"],
@@ -176,14 +176,13 @@ def main() -> None:
         answers.flush()
 
     subject, setting = parse(sys.argv[1]), Setting(**json.loads(sys.argv[2]))
-    workers: list[Worker] = []
-    made = _try(lambda: workers.append(Worker(subject, setting)) or workers[0].about())
+    worker = Worker(subject, setting)
+    made = _try(worker.make)
     say(made)
     if "error" in made:
         return
     for line in sys.stdin:
-        command = json.loads(line)
-        say(_try(partial(workers[0].answer, **command)))
+        say(_try(partial(worker.answer, **json.loads(line))))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from pipeline.runtime.log import to_console
 _DESCRIPTION = """\
 Where the time of a run's training steps goes on this machine: real steps with the run's own data,
 from random weights. Times are means over the steps and ranks and add up to the step. Nothing is
-read from or written to run_dir, so it may be profiled while the run goes on, elsewhere. Tracing
-costs a few percent; on a CPU much more. GEMM and attention: the share of the device's limits
-(docs of pipeline/train/roofline.py). With attention in plain PyTorch, batched products are
-attention, too."""
+read from or written to run_dir. As many steps are taken before without the profiler, which slows
+the host down: what it adds is in "idle or host". Of the roofline: the least time in which the
+device, by its data sheet, could do the products of the linear layers, or compute and move what
+attention must (pipeline/train/roofline.py), over the time taken."""
 _EXAMPLES = """\
 examples:
   python -m pipeline profile configs/demo.yaml --steps 20

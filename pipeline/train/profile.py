@@ -3,6 +3,7 @@
 import gzip
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,8 +43,10 @@ class Profile:
     num_ranks: int
     steps: int
     step_ms: float
+    untraced_step_ms: float
+    """Of as many steps before, without the profiler: what a step really takes."""
     tokens_per_s: float
-    """Slots that are no padding, of all ranks."""
+    """Of these; slots that are no padding, of all ranks."""
     categories_ms: dict[str, float]
     """They add up to `step_ms`."""
     roofline: dict[str, float]
@@ -95,9 +98,10 @@ def profile_run(
             for _ in range(warm_up):
                 step()
             seen.clear()
-            dist.barrier()
+            untraced = _untraced(step, steps, seen)
+            seen.clear()
             timeline = profiled(step, steps, trace_file if process.is_first else None)
-        found = _profile(config, process, device, timeline, seen)
+        found = _profile(config, process, device, timeline, seen, untraced)
         close_process_group()
     return found
 
@@ -182,22 +186,22 @@ def roofline(
 
 def _profile(
     config: PretrainConfig, process: ProcessInfo, device: torch.device, timeline: Timeline,
-    seen: list[list[MicroBatch]],
+    seen: list[list[MicroBatch]], untraced: tuple[float, float],
 ) -> Profile:  # fmt: skip
     steps, name = len(seen), device_name(device)
     batches = [batch for step in seen for batch in step]
     shares = roofline(config, batches, timeline, name)
-    tokens = float(sum(batch.num_tokens for batch in batches))
-    mine = [timeline.wall_ms, tokens, *timeline.by_category.values(), *shares.values()]
+    mine = [timeline.wall_ms, *untraced, *timeline.by_category.values(), *shares.values()]
     everyone = torch.tensor(dist.gather(mine), dtype=torch.float64)
-    wall_ms, _, *rest = everyone.mean(0).tolist()
+    wall_ms, untraced_ms, tokens, *rest = everyone.mean(0).tolist()
     longest = sorted(timeline.by_name.items(), key=lambda item: -item[1])[:_SHOWN]
     return Profile(
         device=name,
         num_ranks=process.world_size,
         steps=steps,
         step_ms=wall_ms / steps,
-        tokens_per_s=float(everyone[:, 1].sum()) / wall_ms * 1e3,
+        untraced_step_ms=untraced_ms / steps,
+        tokens_per_s=tokens * process.world_size / untraced_ms * 1e3,
         categories_ms={
             key: value / steps for key, value in zip(CATEGORIES, rest, strict=False)
         },
@@ -211,7 +215,8 @@ def profile_text(profile: Profile) -> str:
     has_limits = limits(profile.device) is not None
     lines = [
         f"{profile.device}, {profile.num_ranks} ranks, {profile.steps} steps: "
-        f"{profile.step_ms:.2f} ms a step, {profile.tokens_per_s:,.0f} tokens/s",
+        f"{profile.untraced_step_ms:.2f} ms a step, {profile.tokens_per_s:,.0f} tokens/s; "
+        f"traced {profile.step_ms:.2f} ms:",
         f"{'':<24}{'ms a step':>10}{'share':>9}{'of roofline':>13}",
     ]
     for name, ms in profile.categories_ms.items():
@@ -222,6 +227,21 @@ def profile_text(profile: Profile) -> str:
     lines.append("longest:")
     lines += [f"{ms:>9.2f} ms  {kind:<22} {name[:90]}" for kind, name, ms in profile.kernels]
     return "\n".join(lines)
+
+
+def _untraced(
+    step: Callable[[], None], count: int, seen: list[list[MicroBatch]]
+) -> tuple[float, float]:
+    """Milliseconds of steps, and tokens of this rank in them, all together."""
+    on_gpu = torch.cuda.is_available()
+    dist.barrier()
+    _wait(on_gpu)
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    _wait(on_gpu)
+    elapsed_ms = (time.perf_counter() - began) * 1e3
+    return elapsed_ms, float(sum(batch.num_tokens for each in seen for batch in each))
 
 
 def _wait(on_gpu: bool) -> None:

@@ -4,15 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import attention, attention_subjects
+from benchmarks import attention, attention_subjects, step
 from benchmarks.attention_subjects import Attention, Case
-from benchmarks.step_subjects import parse
+from benchmarks.step_subjects import Setting, parse
 from pipeline.data.shards import DatasetIndex
 from pipeline.train.kernel_classes import CATEGORIES
 from tests.support.triton import NEEDS_TRITON, run_interpreted
@@ -62,6 +63,67 @@ def test_the_profile_of_a_subject_adds_up(measured: dict[str, Any]) -> None:
     assert list(profile["categories_ms"]) == list(CATEGORIES)
     assert sum(profile["categories_ms"].values()) == pytest.approx(profile["step_ms"])
     assert min(profile["categories_ms"][part] for part in CATEGORIES[:5]) > 0
+
+
+class Answering:
+    """In place of a subject's process: memory for so many slots, of which others may take some."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory, self.asked = memory, []
+
+    def ask(self, limit_s: float, *, do: str, seq_len: int, tokens: int, steps: int) -> Any:
+        assert limit_s > 0
+        self.asked.append((do, seq_len, tokens))
+        if tokens > self.memory:
+            return {"error": "out of memory", "out_of_memory": True}
+        return {"step_s": 0.5, "mflop_per_token": 1.0, "s": 0.5 * steps, "tokens": tokens * steps,
+                "loss": 1.0}  # fmt: skip
+
+
+def _comparison(tmp_path: Path, memory: int) -> tuple[step.Comparison, Answering]:
+    plan = step.Plan([128, 512], 1024, 2, 1.0, 10.0, 1, [], time.monotonic() + 1000)
+    comparison = step.Comparison([OURS], Setting("unused", 1000, 2), plan, tmp_path / "step.json")
+    process = comparison._processes[OURS] = Answering(memory)  # type: ignore[assignment]
+    return comparison, process
+
+
+def test_micro_batches_are_halved_where_memory_runs_out(tmp_path: Path) -> None:
+    comparison, process = _comparison(tmp_path, 300)
+    assert not comparison._warm_up(OURS, may_halve=False)
+    assert comparison._warm_up(OURS, may_halve=True)
+    found = comparison.found["subjects"][OURS]["lengths"]
+    assert [found[length]["tokens"] for length in ("128", "512")] == [256, 256]
+    assert comparison._round(0)
+    assert found["512"]["tokens_per_s"] == [512.0]
+    process.memory = 150  # others came
+    assert comparison._round(1)
+    assert [found[length]["tokens"] for length in ("128", "512")] == [128, 128]
+    assert comparison._round(2)
+    assert found["512"]["tokens_per_s"] == [256.0]
+
+
+def test_a_subject_for_which_there_is_no_memory_is_named(tmp_path: Path) -> None:
+    comparison, process = _comparison(tmp_path, 100)
+    process.end = lambda: None  # type: ignore[attr-defined]
+    assert comparison._warm_up(OURS, may_halve=True)
+    assert comparison.found["subjects"][OURS]["error"] == "length 128: out of memory"
+    assert [tokens for _, _, tokens in process.asked] == [1024, 512, 256, 128]
+
+
+def test_rounds_end_with_the_budget(tmp_path: Path) -> None:
+    comparison, _ = _comparison(tmp_path, 1024)
+    comparison._warm_up(OURS, may_halve=True)
+    comparison.plan.started -= 1000
+    comparison.plan.deadline = time.monotonic() + 1  # a turn takes 4 steps of half a second
+    assert comparison._round(0)  # the first is always taken
+    assert not comparison._round(1)
+    assert not comparison.plan.may_prepare()
+
+
+def test_a_process_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+    process = step.Process(OURS, Setting("/nowhere", 1000, 2), tmp_path / "log")
+    assert process.answer(0.2) == {"error": "no answer within 0 s"}
+    assert process.ask(5, do="time")["error"].startswith("ended with exit code -9")
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def _check(found: dict[str, Any], steps: int) -> None:
     for part in (GEMM, ATTENTION, NORMS, HEAD_LOSS, OPTIMIZER):
         assert found["categories_ms"][part] > 0, part
     assert found["steps"] == steps
-    assert found["tokens_per_s"] > 0
+    assert 0 < found["tokens_per_s"] <= 8 * 64 / found["untraced_step_ms"] * 1e3
 
 
 def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_profile_of_two_ranks(dataset: DatasetIndex, tmp_path: Path) -> None:
     _check(found, 2)
     assert found["num_ranks"] == 2
     assert found["categories_ms"][COMMUNICATION] > 0
-    assert log.read_text().count("ms a step") == 2
+    assert log.read_text().count("of roofline") == 1
     assert not (tmp_path / "run").exists()
 
 
