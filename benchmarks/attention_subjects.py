@@ -96,10 +96,12 @@ class Carry:
 
 def call_carried(
     q: Tensor, k: Tensor, v: Tensor, carry: Tensor | None, windows: Windows, scale: float,
-    num_summed: int,
+    num_summed: int, dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The one place that knows the signature of our fused kernels."""
-    return carried_attention(q, k, v, carry, windows, scale=scale, num_summed=num_summed)
+    return carried_attention(
+        q, k, v, carry, windows, scale=scale, num_summed=num_summed, dropout=dropout
+    )
 
 
 def _carried(case: Case, num_summed: int) -> Attention:

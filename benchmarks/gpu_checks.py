@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.attention import errors, full_documents, packed_documents
-from benchmarks.attention_subjects import SUBJECTS, Case
+from benchmarks.attention_subjects import SUBJECTS, Case, call_carried
 from benchmarks.machine import write_json
 from benchmarks.step_subjects import ROOT
 from pipeline.config.data import DataConfig
@@ -33,7 +33,6 @@ from pipeline.config.run import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.errors import ConfigError
-from pipeline.kernels.carried import carried_attention
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
@@ -94,7 +93,7 @@ def dropout(size: Size) -> Numbers:
     def run(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         q, k, v = (each.clone().requires_grad_() for each in qkv)
-        out, _ = carried_attention(q, k, v, None, windows, scale=case.scale, dropout=0.1)
+        out, _ = call_carried(q, k, v, None, windows, case.scale, 1, dropout=0.1)
         return [out.detach(), *torch.autograd.grad(out.float().sum(), (q, k, v))]
 
     one, same, other = run(2), run(2), run(3)

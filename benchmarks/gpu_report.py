@@ -140,7 +140,9 @@ def _attention(found: dict[str, Any]) -> list[str]:
 def _steps(found: dict[str, Any]) -> list[str]:
     setting = found["setting"]
     lines = ["## Training steps", "",
-             f"Micro-batches of {found['tokens']:,} slots, vocabulary {setting['vocab_size']:,}.",
+             f"Micro-batches of {found['tokens']:,} slots, vocabulary {setting['vocab_size']:,}, "
+             "one a step. tokens/s: median of the rounds, padding not counted; spread: the range "
+             "between quartiles over it. Subjects: see `benchmarks/step_subjects.py`.",
              "", _row("subject", "length", "tokens/s", "spread", "rounds", "MFU", "peak GiB",
                       "slots", "first step s"),
              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip

@@ -13,7 +13,8 @@ as the model's config has it. Ours is `Engine.train_step` with fp32 master weigh
 `MaskedLanguageModeling` objective. The peers' loop is that of their trainer: labels of -100 where
 nothing is masked and logits of all tokens, fused AdamW. They get no mask of padding or documents,
 which their own loops would not have either, so that SDPA takes its fastest kernel; what is padding
-for ours is text for them, and tokens/s counts it for nobody.
+for ours is text for them, and tokens/s counts it for nobody. Where the dataset's vocabulary is
+smaller than the model's, the other rows of the embedding are never looked up, by any subject.
 """
 
 from collections.abc import Callable

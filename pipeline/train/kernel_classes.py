@@ -33,7 +33,8 @@ _BY_NAME = tuple(
             # The carried kernels: pipeline/kernels/carried_kernels.py.
             r"|^(forward|delta|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
         ),
-        (NORMS, r"layer_?norm|rms_?norm|residual"),
+        # On a CPU compiled code is one event: what torch.compile fuses is no product.
+        (NORMS, r"layer_?norm|rms_?norm|residual|CompiledFxGraph"),
         (
             GEMM,
             r"gemm|nvjet|cutlass|xmma|cublas|wgmma|split_?k|triton_tem_|triton_mm"

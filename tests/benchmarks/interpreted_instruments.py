@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import attention, attention_subjects, gpu_checks
-from pipeline.kernels.carried import carried_attention
+from pipeline.config.run import PretrainConfig
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.train.build import make_model
 
 
 def test_attention_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -43,12 +46,25 @@ def test_checks_pass() -> None:
 
 
 def test_checks_find_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*inputs: Any, scale: float, **options: Any) -> Any:
-        return carried_attention(*inputs, scale=1.5 * scale, **options)
+    right = attention_subjects.call_carried
 
-    monkeypatch.setattr(attention_subjects, "carried_attention", wrong)
+    def wrong(q: Tensor, *others: Any) -> Any:
+        return right(1.05 * q, *others)
+
+    monkeypatch.setattr(attention_subjects, "call_carried", wrong)
     with pytest.raises(AssertionError, match=r"expected 0\.005 at most"):
         gpu_checks.attention(SIZE)
-    monkeypatch.setattr("pipeline.model.layers.carried_attention", wrong)
+
+
+def test_checks_find_a_wrong_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(config: PretrainConfig, device: torch.device) -> MaskedLanguageModel:
+        model = make_model(config, device)
+        if config.kernels.attention == "fused":
+            model.encoder.layers[0].register_forward_hook(lambda _, __, out: (out[0] * 2, out[1]))
+        return model
+
+    monkeypatch.setattr(gpu_checks, "make_model", wrong)
     with pytest.raises(AssertionError, match="attention fused: error of gradients"):
         gpu_checks.model_parts(SIZE)
+    with pytest.raises(AssertionError, match="losses differ"):
+        gpu_checks.training(SIZE)

@@ -66,6 +66,7 @@ KERNELS = {
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>>",
         "triton_red_fused_add_mean_mul_pow_rsqrt_3", "triton_poi_fused_relu_threshold_backward_1",
         "residual_norm_forward_kernel", "rms_norm_backward_kernel",
+        "## Call CompiledFxGraph fhzxphvdkz677ivpm4ylyqm2v5gxjkqw7sllirmbi4gqm3kyeipl ##",
     ],
     OPTIMIZER: [
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
