@@ -15,6 +15,7 @@ from launch.cluster import ClusterConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.data.shards import INDEX_FILE, read_index
 from pipeline.errors import ConfigError
+from pipeline.kernels.choice import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 
 _CHECKPOINT_BYTES = 12
@@ -49,6 +50,8 @@ class RunPlan:
     """Of those that divide a rank's share, the largest that fits."""
     state_bytes: int
     activation_bytes: int
+    fused: tuple[str, ...]
+    """Parts whose activations are taken as those of fused kernels."""
     gpu_bytes: float | None
     checkpoint_bytes: int
     save_s: float
@@ -105,6 +108,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     best_s = best_interval_s(save_s, failure_s)
     every_s = config.checkpoint.every_steps * step_s if step_s is not None else None
     gpu_bytes = hardware.memory_bytes
+    fused = _fused(config, cluster)
     found = RunPlan(
         parameters=parameters,
         ranks=ranks,
@@ -117,9 +121,12 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         sequences_per_rank=share,
         micro_batch=last.micro_batch,
         accumulation=share // last.micro_batch,
-        largest_micro_batch=_largest_micro_batch(config, vocab_size, share, state, gpu_bytes),
+        largest_micro_batch=_largest_micro_batch(
+            config, vocab_size, share, state, gpu_bytes, fused
+        ),
         state_bytes=state,
-        activation_bytes=_activations(config, vocab_size, last.micro_batch, last.seq_len),
+        activation_bytes=_activations(config, vocab_size, last.micro_batch, last.seq_len, fused),
+        fused=cost.fused_parts(config.model, fused),
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=checkpoint,
         save_s=save_s,
@@ -183,6 +190,7 @@ def plan_text(found: RunPlan, config: PretrainConfig, cluster: ClusterConfig) ->
     yield (
         f"memory       {needed / 2**30:,.1f}{of} GiB a rank: state "
         f"{found.state_bytes / 2**30:,.1f}, activations {found.activation_bytes / 2**30:,.1f}"
+        + (f", with fused kernels for {' and '.join(found.fused)}" if found.fused else "")
         + (_STAGE_1 if config.train.zero_stage in _DIVIDE_MORE else "")
     )
     every = f" ({_time(found.every_s)})" if found.every_s is not None else ""
@@ -276,7 +284,16 @@ def _with_vocabulary(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
     return replace(config, model=replace(config.model, vocab_size=vocab_size))
 
 
-def _activations(config: PretrainConfig, vocab_size: int, micro_batch: int, seq_len: int) -> int:
+def _fused(config: PretrainConfig, cluster: ClusterConfig) -> Choice:
+    """What the run will choose there, if its GPUs have what fused kernels need."""
+    if not cluster.gpus_per_node:
+        return REFERENCE
+    return expected_on_gpu(config.kernels, config.model, config.train.precision)
+
+
+def _activations(
+    config: PretrainConfig, vocab_size: int, micro_batch: int, seq_len: int, fused: Choice
+) -> int:
     model = _with_vocabulary(config, vocab_size).model
     value = 2 if config.train.precision == "bf16" else 4
     return cost.activation_bytes(
@@ -286,20 +303,22 @@ def _activations(config: PretrainConfig, vocab_size: int, micro_batch: int, seq_
         value,
         config.data.mask_prob,
         checkpoint_layers=config.train.activation_checkpoint_layers,
+        fused=fused,
     )["total"]
 
 
 def _largest_micro_batch(
-    config: PretrainConfig, vocab_size: int, share: int, state: int, gpu_bytes: float | None
-) -> int | None:
+    config: PretrainConfig, vocab_size: int, share: int, state: int, gpu_bytes: float | None,
+    fused: Choice,
+) -> int | None:  # fmt: skip
     if gpu_bytes is None:
         return None
     seq_len = config.batches.stretches[-1].seq_len
     sizes = [size for size in range(1, share + 1) if share % size == 0]
+    room = _MEMORY_SHARE * gpu_bytes - state
     fits = [
-        size for size in sizes
-        if state + _activations(config, vocab_size, size, seq_len) <= _MEMORY_SHARE * gpu_bytes
-    ]  # fmt: skip
+        size for size in sizes if _activations(config, vocab_size, size, seq_len, fused) <= room
+    ]
     return max(fits, default=None)
 
 

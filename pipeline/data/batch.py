@@ -3,10 +3,33 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.data.dataset import Batch
+
+_SHARED = ("input_ids", "documents", "positions", "masked_index", "targets")
+_MULTIPLE = 64
+
+
+def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Where pieces and paddings of sequences begin, if these lie end to end, and the end.
+
+    Args:
+        documents: (B, S), as in `MicroBatch`.
+
+    Returns:
+        (D + 1,) int32 from 0 to B * S. Its end is repeated, as of empty documents, up to a multiple
+        of 64: micro-batches then have few different shapes.
+    """
+    begins = np.ones(documents.shape, np.bool_)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = np.flatnonzero(begins)
+    bounds = np.full(-(-(len(starts) + 1) // _MULTIPLE) * _MULTIPLE, documents.size, np.int32)
+    bounds[: len(starts)] = starts
+    return bounds
 
 
 @dataclass(frozen=True)
@@ -23,6 +46,8 @@ class MicroBatch:
     """(M,) int64, flat indices b * S + s of the slots to predict."""
     targets: Tensor
     """(M,) int64, their original token ids."""
+    cu_seqlens: Tensor
+    """(D + 1,) int32, of `document_bounds`."""
     num_tokens: int
     """Slots that are no padding."""
     unmasked_documents: int
@@ -35,8 +60,10 @@ class MicroBatch:
         """Tensors that share the arrays' memory, or copies that a GPU can fetch by itself."""
         tensors = {
             name: torch.from_numpy(array).pin_memory() if pin else torch.from_numpy(array)
-            for name in ("input_ids", "documents", "positions", "masked_index", "targets")
-            for array in [getattr(batch, name)]
+            for name, array in (
+                *((name, getattr(batch, name)) for name in _SHARED),
+                ("cu_seqlens", document_bounds(batch.documents)),
+            )
         }
         return cls(
             **tensors,

@@ -24,46 +24,51 @@ _STORED = torch.float16
 
 
 def carried_attention(
-    q_TNH: Tensor,
-    k_TNH: Tensor,
-    v_TNH: Tensor,
+    qkv_T3NH: Tensor,
     carry_NTW: Tensor | None,
     windows: Windows,
     *,
     scale: float,
+    angles: tuple[Tensor, Tensor] | None = None,
+    token_scale: Tensor | None = None,
     num_summed: int = 1,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """softmax((scale q k^T + carry) / num_summed) v, dropout on the softmax.
 
+    Queries and keys are turned and scaled by a kernel of their own, since keys are read more often
+    than once; their gradients turn back where they are written, in the one tensor that the linear
+    layer before wants.
+
     Source: He et al. 2020 (arXiv 2012.11747), section 3.
 
     Args:
-        q_TNH: bf16 or fp32 queries; any strides, the last of them 1.
-        k_TNH: keys.
-        v_TNH: values.
+        qkv_T3NH: bf16 or fp32 queries, keys and values.
         carry_NTW: scores of the layer below, as this function gave them; None in the first layer.
         windows: who sees whom, the same in all layers.
         scale: of q k^T.
+        angles: cosines and sines of rotary positions, (T, H / 2) fp32; None without.
+        token_scale: (T,), of queries; None without.
         num_summed: as in `probabilities`: l + 1 in layer l for the running mean, 1 for the sum.
         dropout: probability of dropping a probability.
 
     Returns:
-        (T, N, H) in q's dtype, 0 for a query that sees nothing; and the scores (N, T, W), where
-        column c of a token is the c-th token of its window. Scores and their gradient mean
+        (T, N, H) in the dtype of qkv, 0 for a query that sees nothing; and the scores (N, T, W),
+        where column c of a token is the c-th token of its window. Scores and their gradient mean
         something only where a query sees a key. Where the inputs are bf16, their bf16 is a label.
 
     Raises:
         ConfigError: the dtype or the head size is none that there are kernels for.
     """
-    _require(q_TNH.dtype, q_TNH.shape[-1])
+    _require(qkv_T3NH.dtype, qkv_T3NH.shape[-1])
     # Drawn by torch, so that a checkpointed layer draws the same again.
     seed = None
     if dropout > 0:
-        seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q_TNH.device)
-    out_TNH, scores_NTW, _ = _forward(
-        q_TNH, k_TNH, v_TNH, carry_NTW, windows.spans, windows.bounds, seed, windows.longest,
-        scale, 1.0 / num_summed, dropout, q_TNH.dtype != torch.float32,
+        seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=qkv_T3NH.device)
+    cos, sin = (None, None) if angles is None else angles
+    out_TNH, scores_NTW, _, _ = _forward(
+        qkv_T3NH, carry_NTW, windows.spans, windows.bounds, cos, sin, token_scale, seed,
+        windows.longest, scale, 1.0 / num_summed, dropout, qkv_T3NH.dtype != torch.float32,
     )  # fmt: skip
     return out_TNH, scores_NTW
 
@@ -89,86 +94,93 @@ def _require(dtype: torch.dtype, head_size: int) -> None:
 
 @torch.library.custom_op("postnorm::carried_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, carry: Tensor | None, spans: Tensor, bounds: Tensor,
-    seed: Tensor | None, longest: int, scale: float, temperature: float, dropout: float,
-    compact: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, carry: Tensor | None, spans: Tensor, bounds: Tensor, cos: Tensor | None,
+    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
+    scale: float, temperature: float, dropout: float, compact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import carried_launches as launches
 
-    out, scores, lse = _empty_results(q, longest, compact)
-    q, k, v = _rows_in_one_piece(q, k, v)
+    turns = cos is not None or token_scale is not None
+    out, scores, lse, turned = _empty_results(qkv, longest, compact, turns)
+    qkv = qkv.contiguous()
+    turning = {"qkv": qkv, "turned": turned, "cos": cos, "sin": sin, "token_scale": token_scale}
+    if turns:
+        launches.turn(turning).run()
     tensors = {
-        "q": q, "k": k, "v": v, "carry": _stored(carry), "scores": _stored(scores), "out": out,
+        **_parts(qkv, turned), "carry": _stored(carry), "scores": _stored(scores), "out": out,
         "lse": lse, "spans": spans, "bounds": bounds, "seed": seed,
     }  # fmt: skip
     numbers = launches.Numbers(longest, scale, temperature, dropout)
     launches.forward(tensors, numbers).run()
-    return out, scores, lse
+    return out, scores, lse, turned
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, carry: Tensor | None, spans: Tensor, bounds: Tensor,
-    seed: Tensor | None, longest: int, scale: float, temperature: float, dropout: float,
-    compact: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_results(q, longest, compact)
+    qkv: Tensor, carry: Tensor | None, spans: Tensor, bounds: Tensor, cos: Tensor | None,
+    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
+    scale: float, temperature: float, dropout: float, compact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    turns = cos is not None or token_scale is not None
+    return _empty_results(qkv, longest, compact, turns)
 
 
 @torch.library.custom_op("postnorm::carried_attention_backward", mutates_args=())
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
-    d_scores: Tensor | None, has_carry: bool, spans: Tensor, bounds: Tensor, seed: Tensor | None,
-    longest: int, scale: float, temperature: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, turned: Tensor, scores: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+    d_scores: Tensor | None, has_carry: bool, spans: Tensor, bounds: Tensor, cos: Tensor | None,
+    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
+    scale: float, temperature: float, dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from pipeline.kernels import carried_launches as launches
 
-    dq, dk, dv, d_carry = _empty_gradients(q, scores)
-    q, k, v = _rows_in_one_piece(q, k, v)
+    d_qkv, d_carry = _empty_gradients(qkv, scores)
+    dq, dk, dv = d_qkv.unbind(1)
     tensors = {
-        "q": q, "k": k, "v": v, "scores": _stored(scores), "out": out, "lse": lse,
+        **_parts(qkv.contiguous(), turned), "scores": _stored(scores), "out": out, "lse": lse,
         "carry": scores if has_carry else None, "d_out": d_out.contiguous(),
         "d_scores": None if d_scores is None else d_scores.contiguous(),
-        "dq": dq, "dk": dk, "dv": dv, "d_carry": d_carry,
-        "spans": spans, "bounds": bounds, "seed": seed,
+        "dq": dq, "dk": dk, "dv": dv, "d_carry": d_carry, "spans": spans, "bounds": bounds,
+        "cos": cos, "sin": sin, "token_scale": token_scale, "seed": seed,
     }  # fmt: skip
     numbers = launches.Numbers(longest, scale, temperature, dropout)
-    for launch in launches.backward(tensors, numbers, launches.capability_of(q.device)):
+    for launch in launches.backward(tensors, numbers, launches.capability_of(qkv.device)):
         launch.run()
-    return dq, dk, dv, d_carry
+    return d_qkv, d_carry
 
 
 @_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
-    d_scores: Tensor | None, has_carry: bool, spans: Tensor, bounds: Tensor, seed: Tensor | None,
-    longest: int, scale: float, temperature: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(q, scores)
+    qkv: Tensor, turned: Tensor, scores: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+    d_scores: Tensor | None, has_carry: bool, spans: Tensor, bounds: Tensor, cos: Tensor | None,
+    sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
+    scale: float, temperature: float, dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _empty_gradients(qkv, scores)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, carry, spans, bounds, seed, longest, scale, temperature, dropout, _ = inputs
-    out, scores, lse = output
+    qkv, carry, *given = inputs
+    spans, bounds, cos, sin, token_scale, seed, longest, scale, temperature, dropout, _ = given
+    out, scores, lse, turned = output
     # Nobody reads the last layer's scores: no gradient of zeros is made for them.
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, scores, out, lse, spans, bounds, seed)
+    ctx.mark_non_differentiable(lse, turned)
+    ctx.save_for_backward(qkv, turned, scores, out, lse, spans, bounds, cos, sin, token_scale, seed)
     ctx.has_carry = carry is not None
     ctx.numbers = longest, scale, temperature, dropout
 
 
 def _differentiate(
-    ctx: Any, d_out: Tensor | None, d_scores: Tensor | None, _: Tensor | None
+    ctx: Any, d_out: Tensor | None, d_scores: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, scores, out, lse, spans, bounds, seed = ctx.saved_tensors
+    qkv, turned, scores, out, lse, *given = ctx.saved_tensors
     if d_out is None:
         d_out = torch.zeros_like(out)
-    dq, dk, dv, d_carry = _backward(
-        q, k, v, scores, out, lse, d_out, d_scores, ctx.has_carry, spans, bounds, seed,
-        *ctx.numbers,
-    )  # fmt: skip
-    return dq, dk, dv, d_carry if ctx.has_carry else None, *[None] * 8
+    d_qkv, d_carry = _backward(
+        qkv, turned, scores, out, lse, d_out, d_scores, ctx.has_carry, *given, *ctx.numbers
+    )
+    return d_qkv, d_carry if ctx.has_carry else None, *[None] * 11
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -179,20 +191,28 @@ def _stored(scores: Tensor | None) -> Tensor | None:
     return None if scores is None else scores_of(scores)
 
 
-def _rows_in_one_piece(*tensors: Tensor) -> list[Tensor]:
-    return [each if each.stride(-1) == 1 else each.contiguous() for each in tensors]
+def _parts(qkv: Tensor, turned: Tensor) -> dict[str, Tensor]:
+    """Queries, keys and values, each (T, N, H), where they lie."""
+    q, k, v = qkv.unbind(1)
+    if turned.numel():
+        q, k = turned.unbind(1)
+    return {"q": q, "k": k, "v": v}
 
 
-def _empty_results(q: Tensor, longest: int, compact: bool) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, num_heads, _ = q.shape
-    scores = q.new_empty(
+def _empty_results(
+    qkv: Tensor, longest: int, compact: bool, turns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, _, num_heads, head_size = qkv.shape
+    out = qkv.new_empty(num_tokens, num_heads, head_size)
+    scores = qkv.new_empty(
         num_heads, num_tokens, padded_width(longest), dtype=_LABEL if compact else torch.float32
     )
-    lse = q.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    return q.new_empty(q.shape), scores, lse
+    lse = qkv.new_empty(num_heads, num_tokens, dtype=torch.float32)
+    turned = qkv.new_empty(num_tokens if turns else 0, 2, num_heads, head_size)
+    return out, scores, lse, turned
 
 
-def _empty_gradients(q: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_gradients(qkv: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     # A first layer's is used where a second pass reads it, which depends on the GPU.
-    d_carry = torch.empty_like(scores)
-    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape), d_carry
+    d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    return d_qkv, torch.empty_like(scores)

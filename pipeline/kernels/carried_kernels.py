@@ -14,11 +14,11 @@ on the load would split it into accesses of 2 bytes.
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""The interpreter multiplies bf16 matrices as if their bits were whole numbers."""
+from pipeline.kernels.dropping import is_kept
+from pipeline.kernels.rounding import INTERPRETED, narrow
+from pipeline.kernels.turn_kernels import load_angles, turn
+
 FP16_MAX = tl.constexpr(65504.0)
-PHILOX_ROUNDS = tl.constexpr(7)
-"""Fewest that pass BigCrush: Salmon et al. 2011, "Parallel random numbers", table 2."""
 
 
 @triton.jit
@@ -29,16 +29,6 @@ def _dot(a, b):
 
 
 @triton.jit
-def _narrow(x, dtype: tl.constexpr):
-    """Rounded to the nearest, which the interpreter does not do for bf16: it cuts bits off."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
 def _load_rows(base, row, head, token_stride, head_stride, real, H: tl.constexpr):
     """(rows, H) of a (T, N, H) tensor; 0 where not real."""
     offset = row.to(tl.int64)[:, None] * token_stride + head * head_stride
@@ -46,11 +36,31 @@ def _load_rows(base, row, head, token_stride, head_stride, real, H: tl.constexpr
 
 
 @triton.jit
-def _store_rows(base, row, head, num_heads, value, real, H: tl.constexpr):
-    """(rows, H) of a contiguous (T, N, H) tensor."""
-    offset = (row.to(tl.int64)[:, None] * num_heads + head) * H
-    value = _narrow(value, base.dtype.element_ty)
+def _store_rows(base, row, head, token_stride, value, real, H: tl.constexpr):
+    """(rows, H) of a (T, N, H) tensor whose heads lie side by side."""
+    offset = row.to(tl.int64)[:, None] * token_stride + head * H
+    value = narrow(value, base.dtype.element_ty)
     tl.store(base + offset + tl.arange(0, H)[None, :], value, mask=real[:, None])
+
+
+@triton.jit
+def _store_gradient(
+    base, row, head, num_heads, value, real, cos, sin, TURNS: tl.constexpr, H: tl.constexpr
+):
+    """(rows, H) of queries' or keys' gradient, as it was before they were turned."""
+    if TURNS:
+        cosine, sine = load_angles(cos, sin, row, real, H)
+        value = turn(value, cosine, -sine)
+    _store_rows(base, row, head, 3 * num_heads * H, value, real, H)
+
+
+@triton.jit
+def _scaled_queries(value, token_scale, row, real, scale, SCALES: tl.constexpr):
+    """(rows, H) times what `turn_kernel` and the product scaled them by."""
+    value *= scale
+    if SCALES:
+        value *= tl.load(token_scale + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    return value
 
 
 @triton.jit
@@ -73,22 +83,6 @@ def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
     lowest = tl.min(tl.where(some, first, window_stop), axis=0) - window_start
     highest = tl.max(tl.where(some, stop, window_start), axis=0) - window_start
     return lowest // STEP * STEP, highest
-
-
-@triton.jit
-def _kept(seed, row, column, head, threshold):
-    """Which probabilities dropout keeps: the same whatever the tile.
-
-    Philox for each row, and from there a Weyl sequence through the finaliser of MurmurHash3, keyed:
-    Philox for each element holds so much at a time that registers spill.
-    """
-    zero = tl.zeros_like(row)
-    start, key, _, _ = tl.philox(tl.load(seed), row, zero + head, zero, zero, PHILOX_ROUNDS)
-    bits = start[:, None] + column.to(tl.uint32)[None, :] * 0x9E3779B9
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = bits ^ key[:, None]
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return (bits >> 8).to(tl.int32) >= threshold
 
 
 @triton.jit
@@ -138,13 +132,13 @@ def forward_kernel(
         shrink = tl.exp2(most - shift)
         total = total * shrink + tl.sum(p_QK, axis=1)
         if DROPS:
-            p_QK = tl.where(_kept(seed, row, column, head, threshold), p_QK, 0.0)
+            p_QK = tl.where(is_kept(seed, row, column, head, threshold), p_QK, 0.0)
         v_KH = _load_rows(v, key, head, v_token, v_head, key < end, H)
-        out_QH = out_QH * shrink[:, None] + _dot(_narrow(p_QK, v_KH.dtype), v_KH)
+        out_QH = out_QH * shrink[:, None] + _dot(narrow(p_QK, v_KH.dtype), v_KH)
         most = new_most
     none = total == 0.0
     out_QH = out_QH * (keep_scale / tl.where(none, 1.0, total))[:, None]
-    _store_rows(out, row, head, num_heads, out_QH, real, H)
+    _store_rows(out, row, head, num_heads * H, out_QH, real, H)
     logarithm = tl.where(none, float("inf"), most + tl.log2(tl.where(none, 1.0, total)))
     tl.store(lse + head.to(tl.int64) * num_tokens + row, logarithm, mask=real)
 
@@ -183,9 +177,10 @@ def _through_softmax(
 @triton.jit
 def backward_window_kernel(
     q, k, v, scores, lse, d_out, d_scores, dq, dk, dv, d_carry, spans, bounds, seed,
-    q_token, q_head, k_token, k_head, v_token, v_head,
+    cos, sin, token_scale, q_token, q_head, k_token, k_head, v_token, v_head,
     num_tokens, width, num_heads, scale, temperature, log2_temperature, threshold, keep_scale,
     HAS_CARRY: tl.constexpr, HAS_D: tl.constexpr, DROPS: tl.constexpr,
+    TURNS: tl.constexpr, SCALES: tl.constexpr,
     H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one head of a window of at most BLOCK tokens, in one program."""
@@ -205,29 +200,31 @@ def backward_window_kernel(
     p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
     used_QK = p_QK
     if DROPS:
-        kept = _kept(seed, row, column, head, threshold)
+        kept = is_kept(seed, row, column, head, threshold)
         used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
-    dv_KH = _dot(tl.trans(_narrow(used_QK, do_QH.dtype)), do_QH)
-    _store_rows(dv, row, head, num_heads, dv_KH, real, H)
+    dv_KH = _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
+    _store_rows(dv, row, head, 3 * num_heads * H, dv_KH, real, H)
     if DROPS:
         dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
     delta = tl.sum(p_QK * dp_QK, axis=1)
     ds_QK = _through_softmax(p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D)
     if HAS_CARRY:
-        tl.store(d_carry + at, _narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
-    k_KH = _load_rows(k, row, head, k_token, k_head, real, H)
-    narrow_QK = _narrow(ds_QK, k_KH.dtype)
-    _store_rows(dq, row, head, num_heads, _dot(narrow_QK, k_KH) * scale, real, H)
+        tl.store(d_carry + at, narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
     q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
-    _store_rows(dk, row, head, num_heads, _dot(tl.trans(narrow_QK), q_QH) * scale, real, H)
+    narrow_QK = narrow(ds_QK, q_QH.dtype)
+    dk_KH = _dot(tl.trans(narrow_QK), q_QH) * scale
+    _store_gradient(dk, row, head, num_heads, dk_KH, real, cos, sin, TURNS, H)
+    k_KH = _load_rows(k, row, head, k_token, k_head, real, H)
+    dq_QH = _scaled_queries(_dot(narrow_QK, k_KH), token_scale, row, real, scale, SCALES)
+    _store_gradient(dq, row, head, num_heads, dq_QH, real, cos, sin, TURNS, H)
 
 
 @triton.jit
 def backward_keys_kernel(
     q, v, scores, lse, delta, d_out, d_scores, dk, dv, d_carry, spans, bounds, seed,
-    q_token, q_head, v_token, v_head,
+    cos, sin, q_token, q_head, v_token, v_head,
     num_tokens, width, num_heads, num_blocks, scale, temperature, log2_temperature, threshold,
-    keep_scale, HAS_D: tl.constexpr, DROPS: tl.constexpr,
+    keep_scale, HAS_D: tl.constexpr, DROPS: tl.constexpr, TURNS: tl.constexpr,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of keys, their values and their column of scores."""
@@ -257,9 +254,9 @@ def backward_keys_kernel(
         do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
         used_QK = p_QK
         if DROPS:
-            kept = _kept(seed, row, column, head, threshold)
+            kept = is_kept(seed, row, column, head, threshold)
             used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
-        dv_KH += _dot(tl.trans(_narrow(used_QK, do_QH.dtype)), do_QH)
+        dv_KH += _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
         dp_QK = _dot(do_QH, tl.trans(v_KH))
         if DROPS:
             dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
@@ -267,17 +264,19 @@ def backward_keys_kernel(
         ds_QK = _through_softmax(
             p_QK, dp_QK, subtracted, d_scores, at, seen, real, temperature, HAS_D
         )
-        tl.store(d_carry + at, _narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
+        tl.store(d_carry + at, narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
         q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
-        dk_KH += _dot(tl.trans(_narrow(ds_QK, q_QH.dtype)), q_QH)
-    _store_rows(dk, key, head, num_heads, dk_KH * scale, real_key, H)
-    _store_rows(dv, key, head, num_heads, dv_KH, real_key, H)
+        dk_KH += _dot(tl.trans(narrow(ds_QK, q_QH.dtype)), q_QH)
+    _store_gradient(dk, key, head, num_heads, dk_KH * scale, real_key, cos, sin, TURNS, H)
+    _store_rows(dv, key, head, 3 * num_heads * H, dv_KH, real_key, H)
 
 
 @triton.jit
 def backward_queries_kernel(
-    k, d_carry, dq, spans, bounds, k_token, k_head, num_tokens, width, num_heads, num_blocks,
-    scale, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    k, d_carry, dq, spans, bounds, cos, sin, token_scale, k_token, k_head,
+    num_tokens, width, num_heads, num_blocks, scale,
+    TURNS: tl.constexpr, SCALES: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of queries, from that of the scores which `backward_keys_kernel` left.
 
@@ -301,5 +300,6 @@ def backward_queries_kernel(
         ds_QK = tl.load(d_carry + at, mask=real[:, None], other=0.0)
         seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         k_KH = _load_rows(k, key, head, k_token, k_head, key < end, H)
-        dq_QH += _dot(_narrow(tl.where(seen, ds_QK, 0.0).to(tl.float32), k_KH.dtype), k_KH)
-    _store_rows(dq, row, head, num_heads, dq_QH * scale, real, H)
+        dq_QH += _dot(narrow(tl.where(seen, ds_QK, 0.0).to(tl.float32), k_KH.dtype), k_KH)
+    dq_QH = _scaled_queries(dq_QH, token_scale, row, real, scale, SCALES)
+    _store_gradient(dq, row, head, num_heads, dq_QH, real, cos, sin, TURNS, H)

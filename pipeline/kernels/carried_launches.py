@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import carried_kernels as kernels
+from pipeline.kernels.dropping import RANDOM_VALUES
 from pipeline.kernels.launch import Launch
+from pipeline.kernels.turn_kernels import turn_kernel
 from pipeline.kernels.windows import WINDOW_LIMIT
 
 Tensors = Mapping[str, Tensor | None]
 """By the names that the kernels give them."""
 _LOG2_E = math.log2(math.e)
-_RANDOM_VALUES = 1 << 24
 
 
 class Numbers(NamedTuple):
@@ -43,6 +44,19 @@ class Tile(NamedTuple):
     stages: int
 
 
+def turn(tensors: Tensors) -> Launch:
+    """Fills `turned`.
+
+    Args:
+        tensors: `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
+    """
+    num_tokens, _, num_heads, head_size = _shape(tensors, "qkv")
+    constants = _of_turn(tensors) | {"H": head_size, "BLOCK": 16}
+    known = {**tensors, "num_tokens": num_tokens, "num_heads": num_heads}
+    arguments = {name: known[name] for name in turn_kernel.arg_names if name not in constants}
+    return Launch(turn_kernel, -(-num_tokens // 16), arguments, constants, 4, 3)
+
+
 def forward(tensors: Tensors, numbers: Numbers) -> Launch:
     """Fills `scores`, `out` and `lse`.
 
@@ -61,9 +75,9 @@ def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) ->
     """Fills `dq`, `dk`, `dv` and `d_carry`, one launch after another.
 
     Args:
-        tensors: those of `forward`, of whose `carry` only counts whether there is one, with
-            `d_out`, `d_scores` or None, `dq`, `dk`, `dv`, and `d_carry`, which in a first layer
-            that `takes_window` stays as it is.
+        tensors: those of `forward` and of `turn`, of whose `carry` only counts whether there is
+            one, with `d_out`, `d_scores` or None, `dq`, `dk`, `dv`, which are parts of one
+            (T, 3, N, H), and `d_carry`, which in a first layer that `takes_window` stays as it is.
         numbers: of the layer.
         capability: compute capability of the GPU.
     """
@@ -71,9 +85,10 @@ def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) ->
         "HAS_D": tensors["d_scores"] is not None,
         "DROPS": numbers.dropout > 0,
     }
+    turns = _of_turn(tensors)
     width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
     if takes_window(width, head_size, numbers.dropout, capability):
-        constants |= {"HAS_CARRY": tensors["carry"] is not None, "BLOCK": width}
+        constants |= turns | {"HAS_CARRY": tensors["carry"] is not None, "BLOCK": width}
         programs = _shape(tensors, "lse")[0] * (_shape(tensors, "bounds")[0] - 1)
         kernel = kernels.backward_window_kernel
         yield _launch(kernel, tensors, numbers, constants, programs, 8 if width > 64 else 4, 1)
@@ -85,10 +100,11 @@ def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) ->
     yield _launch(kernels.delta_kernel, tensors, numbers, {"BLOCK": 64}, programs, 4, 1)
     tile = _keys_tile(width, head_size, capability)
     kernel = kernels.backward_keys_kernel
+    constants |= {"TURNS": turns["TURNS"]}
     yield _by_blocks(kernel, tensors, numbers, constants, tile, tile.keys)
     tile = _queries_tile(width, head_size)
     kernel = kernels.backward_queries_kernel
-    yield _by_blocks(kernel, tensors, numbers, {}, tile, tile.queries)
+    yield _by_blocks(kernel, tensors, numbers, turns, tile, tile.queries)
 
 
 def takes_window(width: int, head_size: int, dropout: float, capability: tuple[int, int]) -> bool:
@@ -101,6 +117,13 @@ def takes_window(width: int, head_size: int, dropout: float, capability: tuple[i
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; the interpreter goes Hopper's way."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _of_turn(tensors: Tensors) -> dict[str, bool]:
+    return {
+        "TURNS": tensors["cos"] is not None,
+        "SCALES": tensors["token_scale"] is not None,
+    }
 
 
 def _is_hopper(capability: tuple[int, int]) -> bool:
@@ -155,7 +178,7 @@ def _launch(
         "scale": numbers.scale,
         "temperature": numbers.temperature,
         "log2_temperature": numbers.temperature * _LOG2_E,
-        "threshold": round(numbers.dropout * _RANDOM_VALUES),
+        "threshold": round(numbers.dropout * RANDOM_VALUES),
         "keep_scale": 1.0 / (1.0 - numbers.dropout),
     }
     for name in ("q", "k", "v"):

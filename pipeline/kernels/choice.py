@@ -1,20 +1,27 @@
 """The one place that decides which implementations compute a step."""
 
+from __future__ import annotations
+
 import logging
 from importlib.util import find_spec
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.config.kernels import Implementation, KernelsConfig
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.windows import HEAD_SIZES
 
+if TYPE_CHECKING:
+    import torch  # plans ask, too, and need none
+
 logger = logging.getLogger(__name__)
 
 OLDEST_GPU = (8, 0)
 """Compute capability; before it there are no bf16 matrix instructions."""
+NORM_MULTIPLE = 8
+"""Of which the fused residual and norm takes any hidden size: 16 bytes of bf16."""
+NORM_LIMIT = 4096
+"""The largest of them."""
 
 
 class Choice(NamedTuple):
@@ -23,6 +30,9 @@ class Choice(NamedTuple):
     attention: bool = False
     residual_norm: bool = False
     loss: bool = False
+
+
+REFERENCE = Choice()
 
 
 def choose(
@@ -41,7 +51,9 @@ def choose(
         ConfigError: fused kernels are asked for and cannot run.
     """
     triton = _for_triton(device)
-    attention, norm = _for_attention(model, precision, device), _for_residual_norm(model) or triton
+    flash = _for_flash(device) if model.score_residual == "none" else triton
+    attention = _for_attention(model, precision) or flash
+    norm = _for_residual_norm(model) or triton
     return Choice(
         attention=_takes("attention", asked.attention, attention, precision),
         residual_norm=_takes("residual_norm", asked.residual_norm, norm, precision),
@@ -49,45 +61,74 @@ def choose(
     )
 
 
+def expected_on_gpu(asked: KernelsConfig, model: ModelConfig, precision: str) -> Choice:
+    """What `choose` decides on a GPU that runs all kernels: for plans; needs no torch."""
+    attention, norm = _for_attention(model, precision), _for_residual_norm(model)
+    return Choice(
+        attention=_is_fused(asked.attention, attention, precision),
+        residual_norm=_is_fused(asked.residual_norm, norm, precision),
+        loss=_is_fused(asked.loss, None, precision),
+    )
+
+
+def require_residual_norm(model: ModelConfig) -> None:
+    """Checks that the fused residual and norm is for a model.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if obstacle := _for_residual_norm(model):
+        raise ConfigError(f"no fused residual and norm: {obstacle}")
+
+
+def _is_fused(asked: Implementation, obstacle: str | None, precision: str) -> bool:
+    return obstacle is None and (asked == "fused" or (asked == "auto" and precision != "fp32"))
+
+
 def _takes(part: str, asked: Implementation, obstacle: str | None, precision: str) -> bool:
     if asked == "fused" and obstacle:
         raise ConfigError(f"kernels.{part}=fused: {obstacle}; set kernels.{part}=auto")
     reason = f"kernels.{part}={asked}"
-    if asked == "auto":
-        if obstacle is None and precision == "fp32":
-            obstacle = "train.precision=fp32, the kernels are tuned for bf16"
-        reason = obstacle or reason
-    fused = asked != "reference" and obstacle is None
+    fused = _is_fused(asked, obstacle, precision)
+    if asked == "auto" and not fused:
+        reason = obstacle or "train.precision=fp32, the kernels are tuned for bf16"
     name = part.replace("_", " and ")
     logger.info("%s: %s (%s)", name, "fused kernels" if fused else "PyTorch", reason)
     return fused
 
 
-def _for_attention(model: ModelConfig, precision: str, device: torch.device) -> str | None:
-    """Why there is no fused attention, None if there is."""
+def _for_attention(model: ModelConfig, precision: str) -> str | None:
+    """Why there is no fused attention on any device, None if there is."""
     if model.score_residual == "none":
-        if device.type != "cuda":
-            return f"the device is {device.type}, flash attention over documents is for GPUs"
-        if precision == "fp32":
-            return "train.precision=fp32, flash attention takes bf16"
-        return _for_gpu(device)
+        return "train.precision=fp32, flash attention takes bf16" if precision == "fp32" else None
     if model.head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         return (
             f"model.hidden_size over model.num_heads is {model.head_size}, expected one of {sizes}"
         )
-    return _for_triton(device)
+    return None
 
 
 def _for_residual_norm(model: ModelConfig) -> str | None:
     found = (model.norm, model.norm_affine, model.norm_placement, model.residual == "rezero")
     if found == ("rmsnorm", False, "post", False):
-        return None
+        if model.hidden_size % NORM_MULTIPLE == 0 and model.hidden_size <= NORM_LIMIT:
+            return None
+        return (
+            f"model.hidden_size={model.hidden_size}, expected a multiple of {NORM_MULTIPLE} up to "
+            f"{NORM_LIMIT}"
+        )
     return (
         f"model.norm={model.norm}, norm_affine={model.norm_affine}, norm_placement="
         f"{model.norm_placement}, residual={model.residual}; the kernel is for rmsnorm without "
         "gain, post, and any residual but rezero"
     )
+
+
+def _for_flash(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the device is {device.type}, flash attention over documents is for GPUs"
+    return _for_gpu(device)
 
 
 def _for_triton(device: torch.device) -> str | None:
@@ -99,6 +140,8 @@ def _for_triton(device: torch.device) -> str | None:
 
 
 def _for_gpu(device: torch.device) -> str | None:
+    import torch
+
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST_GPU:
         return None

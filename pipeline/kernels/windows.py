@@ -1,8 +1,11 @@
 """What tokens see, as the fused kernels want to know it, and the sizes that they take."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor  # what a model costs is reckoned without torch
 
 HEAD_SIZES = (32, 64, 128)
 WINDOW_LIMIT = 128

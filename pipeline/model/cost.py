@@ -10,13 +10,16 @@ positions.
 from dataclasses import dataclass
 
 from pipeline.config.model import ModelConfig
+from pipeline.kernels.choice import REFERENCE, Choice
+from pipeline.kernels.windows import padded_width
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
 """Bytes per parameter that every rank holds."""
 DIVIDED_STATE_BYTES = {"fp32 master weights": 4, "fp32 Adam moments": 8}
 """Bytes per parameter that are divided by the number of ranks."""
 
-_FP32, _INT64 = 4, 8
+_FP32, _INT32, _INT64 = 4, 4, 8
+_SEED = _INT64
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
@@ -133,6 +136,7 @@ def activation_bytes(
     masked_share: float = 0.15,
     dropout_mask_bytes: int = 1,
     checkpoint_layers: int | None = None,
+    fused: Choice = REFERENCE,
 ) -> dict[str, int]:
     """Bytes that autograd keeps from one forward pass and its loss to the backward pass, by group.
 
@@ -143,8 +147,7 @@ def activation_bytes(
     Attention without carried scores is taken as a fused kernel that keeps queries, keys, values,
     its output and one fp32 sum a query and head, whatever its dropout. PyTorch's memory-efficient
     kernel, and that of the CPU, also keep the mask in the dtype of the queries, num_layers * T * S
-    * bytes_per_value, which is not in it; a CPU with attention dropout has no fused kernel. Carried
-    scores are those of the plain PyTorch of `pipeline/kernels/attention.py`.
+    * bytes_per_value, which is not in it; a CPU with attention dropout has no fused kernel.
 
     With activation checkpointing the inputs of groups of layers are kept, and one group's insides
     at a time, once the backward pass has computed them again: the total is a little above the peak,
@@ -162,15 +165,18 @@ def activation_bytes(
         dropout_mask_bytes: what dropout keeps of each value: a bool on a GPU; PyTorch on a CPU
             keeps a factor in the dtype of the activations.
         checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
+        fused: whether carried scores are those of `pipeline/kernels/carried.py`, and not of the
+            plain PyTorch of `pipeline/kernels/attention.py`; and residuals and norms those of
+            `pipeline/kernels/residual_norm.py`.
 
     Returns:
         Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
         layers around it), `carried scores`, `feed-forward`, `norms and residuals`, `head`, `loss`,
         and their `total`.
     """
-    kept = _Kept(config, tokens, seq_len, bytes_per_value, dropout_mask_bytes)
+    kept = _Kept(config, tokens, seq_len, bytes_per_value, dropout_mask_bytes, fused)
     masked = masked_share * tokens
-    layers, carries = config.num_layers, config.score_residual != "none"
+    layers = config.num_layers
     inputs = 0
     if checkpoint_layers is not None:
         inputs = kept.group_inputs(-(-layers // checkpoint_layers))
@@ -179,15 +185,23 @@ def activation_bytes(
         "embeddings": kept.embeddings(),
         "layer inputs": inputs,
         "attention": layers * kept.attention() + kept.shared_by_layers(),
-        "carried scores": layers * kept.scores() if carries else 0,
+        "carried scores": layers * kept.scores(),
         "feed-forward": layers * kept.feed_forward(),
-        "norms and residuals": 2 * layers * kept.residual_and_norm()
-        + (kept.norm(tokens, config.hidden_size) if config.norm_placement == "pre" else 0),
+        "norms and residuals": kept.residuals_and_norms(layers),
         "head": kept.head(masked),
         # The log-probabilities, in fp32, and the targets.
         "loss": masked * (_vocabulary(config) * _FP32 + _INT64),
     }
     return _with_total({name: round(size) for name, size in groups.items()})
+
+
+def fused_parts(config: ModelConfig, fused: Choice) -> tuple[str, ...]:
+    """What of `fused` changes the bytes of a model's activations, in words."""
+    parts = {
+        "carried scores": fused.attention and config.score_residual != "none",
+        "residuals and norms": fused.residual_norm,
+    }
+    return tuple(part for part, is_fused in parts.items() if is_fused)
 
 
 @dataclass(frozen=True)
@@ -199,6 +213,7 @@ class _Kept:
     seq_len: int
     value: int
     mask: int
+    fused: Choice
 
     def embeddings(self) -> float:
         config, width = self.config, self.config.embedding_width
@@ -208,16 +223,20 @@ class _Kept:
         return ids + self._dropout(self.tokens * width) + self.norm(self.tokens, width) + projected
 
     def shared_by_layers(self) -> int:
-        """Rotary tables and the queries' scale, made once."""
-        tables = 2 * self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
+        """Rotary tables, the queries' scale, and windows for fused kernels, made once."""
+        tables = self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
         scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
-        return self.tokens * (tables + scale)
+        bounds = self.tokens // self.seq_len + 1
+        windows = _INT32 * (4 * self.tokens + bounds) if self._carries_fused else 0
+        return self.tokens * (tables + scale) + windows
 
     def group_inputs(self, num_groups: int) -> int:
-        """Hidden states, and the carried fp32 scores of all groups but the first."""
+        """Hidden states, and the carried scores of all groups but the first."""
         hidden = self.tokens * self.config.hidden_size * self.value
         carries = self.config.score_residual != "none"
         scores = self.tokens * self.seq_len * self.config.num_heads * _FP32 if carries else 0
+        if self._carries_fused:
+            scores = self._fused_scores()
         return num_groups * hidden + (num_groups - 1) * scores
 
     def attention(self) -> int:
@@ -227,20 +246,39 @@ class _Kept:
         qkv = 5 if config.positions == "rotary" else 4
         if config.score_residual == "none":
             return (2 + qkv) * one + self.tokens * config.num_heads * _FP32
+        if self._carries_fused:
+            return (2 + self._fused_qkv()) * one + self.tokens * config.num_heads * _FP32
         # torch.matmul copies what it cannot view as one batch of matrices, and keeps the copies.
         if self.tokens > self.seq_len and config.num_heads > 1:
             qkv = 3
         return (2 + qkv) * one
 
     def scores(self) -> int:
-        """Softmax in fp32, the same in the values' dtype after dropout, dropout's mask, the mask.
-
-        The scores themselves are not kept: neither sum nor softmax needs them.
+        """Carried scores of one layer. What backward reads is the softmax in fp32, the same in the
+        values' dtype after dropout, dropout's mask, the mask; or fused, the scores and a seed.
         """
+        if self.config.score_residual == "none":
+            return 0
         drops = self.config.attention_dropout > 0
+        if self._carries_fused:
+            return self._fused_scores() + (_SEED if drops else 0)
         cast = self.value if drops or self.value != _FP32 else 0
         each = _FP32 + cast + (self.mask if drops else 0)
         return self.tokens * self.seq_len * (self.config.num_heads * each + 1)
+
+    @property
+    def _carries_fused(self) -> bool:
+        return self.fused.attention and self.config.score_residual != "none"
+
+    def _fused_scores(self) -> int:
+        """Of one layer, in 16 bits or fp32."""
+        return self.config.num_heads * self.tokens * padded_width(self.seq_len) * self.value
+
+    def _fused_qkv(self) -> int:
+        """The product of all three; queries and keys again where they are turned or scaled."""
+        config = self.config
+        again = config.positions == "rotary" or config.attention_scale == "entropy_invariant"
+        return 5 if again else 3
 
     def feed_forward(self) -> int:
         # relu keeps its result, which the next layer keeps, too; gelu keeps its input; swiglu keeps
@@ -249,11 +287,17 @@ class _Kept:
         inner = {"relu": 1, "swiglu": 4}.get(config.activation, 2) * config.ffn_size
         return self.tokens * (config.hidden_size + inner) * self.value
 
-    def residual_and_norm(self) -> float:
-        """One sub-layer's."""
-        size = self.tokens * self.config.hidden_size
-        gained = size * self.value if self.config.residual == "rezero" else 0
-        return self._dropout(size) + gained + self.norm(self.tokens, self.config.hidden_size)
+    def residuals_and_norms(self, layers: int) -> float:
+        """Of all sub-layers, and the last norm."""
+        config, size = self.config, self.tokens * self.config.hidden_size
+        if self.fused.residual_norm:
+            # The last output is the input of no linear layer that counts it.
+            seed = _SEED if config.dropout > 0 else 0
+            return 2 * layers * (self.tokens * _FP32 + seed) + size * self.value
+        norm = self.norm(self.tokens, config.hidden_size)
+        gained = size * self.value if config.residual == "rezero" else 0
+        last = norm if config.norm_placement == "pre" else 0
+        return 2 * layers * (self._dropout(size) + gained + norm) + last
 
     def norm(self, rows: float, width: int) -> float:
         """Without its output."""

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config import schema, strict_yaml
+from pipeline.config.kernels import KernelsConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.choice import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 
 VOCABULARIES = (12_000, 21_128, 30_522, 50_000)
@@ -35,6 +37,8 @@ class Plan:
     """Tokens that a token sees where attention leaves out other documents; None: all of the row."""
     checkpoint_layers: int | None = None
     """Layers of a group whose inputs alone are kept for the backward pass; None: all is kept."""
+    fused: Choice = REFERENCE
+    """What fused kernels compute."""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -74,10 +78,12 @@ def read_plan(
             run.model, run.data.seq_len, run.train.micro_batch, masked_share=run.data.mask_prob,
             checkpoint_layers=run.train.activation_checkpoint_layers,
         )  # fmt: skip
+        kernels = run.kernels
     else:
-        plan = Plan(load(ModelConfig, path, overrides).config)
+        plan, kernels = Plan(load(ModelConfig, path, overrides).config), KernelsConfig()
     return replace(
         plan,
+        fused=expected_on_gpu(kernels, plan.config, "bf16"),
         seq_len=plan.seq_len if seq_len is None else seq_len,
         micro_batch=plan.micro_batch if micro_batch is None else micro_batch,
         num_ranks=num_ranks,
@@ -174,6 +180,7 @@ def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
             plan.seq_len,
             masked_share=plan.masked_share,
             checkpoint_layers=plan.checkpoint_layers,
+            fused=plan.fused,
         )
         for config in configs
     ]
@@ -185,6 +192,8 @@ def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
     batch = f"micro-batch of {plan.micro_batch:,} x {plan.seq_len:,} tokens"
     if plan.checkpoint_layers is not None:
         batch += f", {_count(plan.checkpoint_layers, 'layer')} of them at a time"
+    if parts := cost.fused_parts(plan.config, plan.fused):
+        batch += f"; fused, as on a GPU: {', '.join(parts)}"
     return [
         "",
         f"MiB of activations kept for backward, bf16, {batch}",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
+from pipeline.kernels.choice import require_residual_norm
 from pipeline.model.initialise import initialise
 from pipeline.model.layers import (
     Layer,
@@ -62,6 +63,7 @@ class Encoder(nn.Module):
         self._group_size: int | None = None
         self._runner: LayerRunner = run_layer
         self._fuses = False
+        self._fuses_norms = False
 
     def checkpoint_activations(self, group_size: int) -> None:
         """From now on, training passes keep the inputs of groups of layers and not what is inside.
@@ -81,11 +83,20 @@ class Encoder(nn.Module):
         self._runner = runner
 
     def fuse_attention(self) -> None:
-        """From now on, carried scores are computed by the fused kernels.
+        """From now on, fused kernels compute attention, with carried scores or without.
 
-        Not in passes that trace probabilities, nor over layouts without spans.
+        Not in passes that trace probabilities, nor over layouts that do not say what kernels need.
         """
-        self._fuses = self.config.score_residual != "none"
+        self._fuses = True
+
+    def fuse_residual_norms(self) -> None:
+        """From now on, residual, alpha, dropout and the norm behind them are one fused kernel.
+
+        Raises:
+            ConfigError: there is no kernel for this architecture.
+        """
+        require_residual_norm(self.config)
+        self._fuses_norms = True
 
     def forward(
         self,
@@ -110,9 +121,11 @@ class Encoder(nn.Module):
         """
         x = self._embed(input_ids, layout, segments)
         traces_probabilities = trace is not None and trace.keep_probabilities
+        needed = layout.cu_seqlens if self.config.score_residual == "none" else layout.spans
         shared = SharedInputs(
             layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace,
-            self._fuses and layout.spans is not None and not traces_probabilities,
+            self._fuses and needed is not None and not traces_probabilities,
+            self._fuses_norms,
         )  # fmt: skip
         indices = range(self.config.num_layers)
         if self._group_size is None or trace is not None or not torch.is_grad_enabled():

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from pipeline.config.model import ModelConfig
 from pipeline.kernels.attention import attention, probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention
+from pipeline.kernels.flash import flash_attention
+from pipeline.kernels.residual_norm import residual_norm
 from pipeline.model.layout import Layout
 from pipeline.model.rotary import rotate
 
@@ -39,7 +41,9 @@ class SharedInputs(NamedTuple):
     alpha: Tensor | None
     trace: Trace | None
     fused: bool
-    """Whether carried scores are computed by the fused kernels."""
+    """Whether fused kernels compute attention."""
+    fused_norm: bool
+    """Whether they compute residual, alpha, dropout and the norm behind."""
 
 
 class RMSNorm(nn.Module):
@@ -110,17 +114,25 @@ class SelfAttention(nn.Module):
         """
         layout = shared.layout
         trace = shared.trace if shared.trace and shared.trace.keep_probabilities else None
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        carries = self.score_residual != "none"
+        if shared.fused and carries:
+            return self._carried(qkv, shared, carry_BNSS, index)
+        q, k, v = qkv.unbind(-3)
         if shared.tables is not None:
             q, k = rotate(q, *shared.tables), rotate(k, *shared.tables)
-        if shared.fused:
-            return self._fused(q, k, v, shared, carry_BNSS, index)
         # A query sees as many keys in every layer, so that scaling it by their number commutes
         # with the carry: it is the scale of the sum.
         q = q * shared.query_scale
-        q_BNSH, k_BNSH, v_BNSH = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         dropout = self.dropout if self.training else 0.0
-        carries = self.score_residual != "none"
+        if shared.fused:
+            assert layout.cu_seqlens is not None, "the encoder looks"
+            context_TNH = flash_attention(
+                q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), layout.cu_seqlens,
+                layout.allowed.shape[-1], dropout,
+            )  # fmt: skip
+            return self.output(context_TNH.view(*q.shape[:-2], -1)), None
+        q_BNSH, k_BNSH, v_BNSH = layout.to_rows(q), layout.to_rows(k), layout.to_rows(v)
         if carries or trace is not None:
             scores_BNSS = raw_scores(q_BNSH, k_BNSH, carry_BNSS if carries else None)
             num_summed = index + 1 if self.score_residual == "mean" else 1
@@ -133,26 +145,29 @@ class SelfAttention(nn.Module):
             context_BNSH = attention(q_BNSH, k_BNSH, v_BNSH, layout.allowed, dropout)
         return self.output(layout.from_rows(context_BNSH)), carry_BNSS
 
-    def _fused(
-        self, q: Tensor, k: Tensor, v: Tensor, shared: SharedInputs, carry: Tensor | None,
-        index: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same from (..., N, H), without moving tokens; the carry is that of the kernels."""
+    def _carried(
+        self, qkv: Tensor, shared: SharedInputs, carry_NTW: Tensor | None, index: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same from (..., 3, N, H), without moving tokens; the carry is that of the kernels."""
         windows = shared.layout.windows()
         assert windows is not None, "the encoder looks"
-        scale = 1.0
+        angles, token_scale, scale = None, None, 1.0
         if isinstance(shared.query_scale, Tensor):
-            q = q * shared.query_scale
+            token_scale = shared.query_scale.flatten()
         else:
             scale = shared.query_scale
-        q_TNH, k_TNH, v_TNH = (each.flatten(0, -3) for each in (q, k, v))
-        context_TNH, carry = carried_attention(
-            q_TNH, k_TNH, v_TNH, carry, windows,
+        if shared.tables is not None:
+            cos, sin = shared.tables
+            angles = cos.flatten(0, -2), sin.flatten(0, -2)
+        context_TNH, carry_NTW = carried_attention(
+            qkv.flatten(0, -4), carry_NTW, windows,
             scale=scale,
+            angles=angles,
+            token_scale=token_scale,
             num_summed=index + 1 if self.score_residual == "mean" else 1,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        return self.output(context_TNH.view(*q.shape[:-2], -1)), carry
+        return self.output(context_TNH.view(*qkv.shape[:-3], -1)), carry_NTW
 
 
 class FeedForward(nn.Module):
@@ -224,15 +239,25 @@ class Layer(nn.Module):
             update = self.feed_forward(self.feed_forward_norm(x))
             return self.feed_forward_residual(x, update, shared.alpha), carry_BNSS
         update, carry_BNSS = self.attention(x, shared, carry_BNSS, index)
-        joined = self.attention_residual(x, update, shared.alpha)
-        x = _unless_zero(shared.alpha, x, self.attention_norm(joined))
-        joined = self.feed_forward_residual(x, self.feed_forward(x), shared.alpha)
-        return _unless_zero(shared.alpha, x, self.feed_forward_norm(joined)), carry_BNSS
+        x = _join_and_norm(self.attention_residual, self.attention_norm, x, update, shared)
+        update, residual = self.feed_forward(x), self.feed_forward_residual
+        return _join_and_norm(residual, self.feed_forward_norm, x, update, shared), carry_BNSS
 
 
-def _unless_zero(alpha: Tensor | None, x: Tensor, normed: Tensor) -> Tensor:
-    """x itself where alpha is 0: normed again it would differ by eps and by rounding."""
-    return normed if alpha is None else torch.where(alpha == 0, x, normed)
+def _join_and_norm(
+    residual: Residual, norm: nn.Module, x: Tensor, update: Tensor, shared: SharedInputs
+) -> Tensor:
+    """Norm(residual), but x where alpha is 0: normed again it would differ by eps and rounding."""
+    if shared.fused_norm:
+        assert isinstance(norm, RMSNorm), "the encoder looks"
+        dropout = residual.dropout.p if residual.training else 0.0
+        return residual_norm(
+            x, update, shared.alpha, keep=residual.keep, dropout=dropout, eps=norm.eps
+        )
+    normed = norm(residual(x, update, shared.alpha))
+    if shared.alpha is None:
+        return normed  # type: ignore[no-any-return]
+    return torch.where(shared.alpha == 0, x, normed)
 
 
 def run_layer(

@@ -27,6 +27,9 @@ class Layout(NamedTuple):
     """(T, 4) or (B * S, 4) int32, as in `Windows`; None where what is seen may be no interval."""
     bounds: Tensor | None = None
     """(B + 1,) int32, as in `Windows`."""
+    cu_seqlens: Tensor | None = None
+    """(D + 1,) int32: 0, then the end of each document, tokens end to end as they lie, padding as
+    documents of its own; None where documents are not all that is seen."""
 
     def windows(self) -> Windows | None:
         """The same for fused kernels, which see tokens where they lie; None if they cannot."""
@@ -53,13 +56,14 @@ class Layout(NamedTuple):
         return x if self.slots is None else x.flatten(0, 1)[self.slots]
 
 
-def rows(documents: Tensor, positions: Tensor) -> Layout:
+def rows(documents: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None) -> Layout:
     """Several documents in each row; tokens see the tokens with their own number only.
 
     Args:
         documents: (B, S) integers, equal ones side by side. Padding has a number of its own, and
             sees itself.
         positions: (B, S) int64.
+        cu_seqlens: as `pipeline.data.batch.document_bounds` has it; flash attention needs it.
     """
     same_BSS = documents[:, :, None] == documents[:, None, :]
     num_rows, length = documents.shape
@@ -71,7 +75,8 @@ def rows(documents: Tensor, positions: Tensor) -> Layout:
     last = torch.where(torch.cat((changes, ends), 1), slots, slots[:, -1:])
     last = last.flip(1).cummin(1).values.flip(1)
     span = torch.stack((first, last + 1), -1).flatten(0, 1)
-    return Layout(positions, same_BSS[:, None], None, span.repeat(1, 2), _equal_bounds(slots))
+    bounds = _equal_bounds(slots)
+    return Layout(positions, same_BSS[:, None], None, span.repeat(1, 2), bounds, cu_seqlens)
 
 
 def padded(lengths: Tensor, num_slots: int) -> Layout:
@@ -108,7 +113,7 @@ def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
     slots = row * max_seqlen + positions
     bounds = cu_seqlens.int()
     span = torch.stack((bounds[:-1][row], bounds[1:][row]), -1)
-    return Layout(positions, allowed_BS[:, None, None, :], slots, span.repeat(1, 2), bounds)
+    return Layout(positions, allowed_BS[:, None, None, :], slots, span.repeat(1, 2), bounds, bounds)
 
 
 def _equal_bounds(slots: Tensor) -> Tensor:

@@ -23,17 +23,18 @@ def rotary_tables(
         dtype: of the activations.
 
     Returns:
-        Two (..., 1, H) tables, fp32 at least, each angle standing twice side by side.
+        Two (..., 1, H / 2) tables, fp32 at least: one angle for each pair of coordinates.
     """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64)
     frequencies = base ** (-exponents / head_size)
-    angles = (positions[..., None, None].double() * frequencies).repeat_interleave(2, dim=-1)
+    angles = positions[..., None, None].double() * frequencies
     wide = torch.promote_types(dtype, torch.float32)
     return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def rotate(x_NH: Tensor, cos_1H: Tensor, sin_1H: Tensor) -> Tensor:
-    """Turns (..., N, H) queries or keys by the angles of their positions; keeps dtype."""
-    x = x_NH.to(cos_1H.dtype)
-    turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
-    return (x * cos_1H + turned * sin_1H).to(x_NH.dtype)
+def rotate(x_NH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns (..., N, H) queries or keys by the angles of `rotary_tables`; keeps dtype."""
+    x = x_NH.to(cos.dtype)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).to(x_NH.dtype)

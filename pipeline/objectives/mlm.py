@@ -52,6 +52,6 @@ class MaskedLanguageModeling:
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> LossSums:
         """Runs the model on a micro-batch that lies on its device."""
-        layout = rows(batch.documents, batch.positions)
+        layout = rows(batch.documents, batch.positions, batch.cu_seqlens)
         logits = model(batch.input_ids, layout, batch.masked_index, self.alpha)
         return masked_lm_loss(logits, batch.targets)

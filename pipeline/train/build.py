@@ -138,8 +138,10 @@ def make_model(config: PretrainConfig, device: torch.device) -> MaskedLanguageMo
     if config.train.activation_checkpoint_layers is not None:
         model.encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
     chosen = choose(config.kernels, config.model, config.train.precision, device)
-    if chosen.attention and config.model.score_residual != "none":
+    if chosen.attention:
         model.encoder.fuse_attention()
+    if chosen.residual_norm:
+        model.encoder.fuse_residual_norms()
     if config.train.compile:
         require_compiler(device)
         model.encoder.run_layers_by(CompiledLayer())

@@ -264,7 +264,9 @@ class Engine:
         """Adam's state of a partition; before the first update, what it is going to make."""
         state: dict[str, Tensor] = self._optimizer.state[partition]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            # Where the fused update looks for it; LAMB's is on the host.
+            on_host = isinstance(self._optimizer, Lamb)
+            state["step"] = torch.tensor(0.0, device=None if on_host else partition.device)
             for kind in MOMENTS:
                 state[kind] = torch.zeros_like(partition, requires_grad=False)
         return state

@@ -27,7 +27,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         )  # fmt: skip
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps)
+        # Fused: one pass over weights, gradient and averages instead of one for each operation.
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
     assert config.lamb_bias_correction is not None, "checked by the config"
     # As in Google's code, what does not decay is not adapted; bert4keras adapts all.
     groups = [{**group, "adapts": is_matrix(group["params"][0])} for group in groups]

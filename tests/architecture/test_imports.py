@@ -33,6 +33,8 @@ TORCH_FREE = {
     "pipeline.runtime.log",
     "pipeline.runtime.env",
     "pipeline.runtime.cli",
+    "pipeline.kernels.choice",
+    "pipeline.kernels.windows",
     "pipeline.model.cost",
     "pipeline.model.describe",
     "pipeline.model.devices",

@@ -10,7 +10,7 @@ import torch
 from pipeline.config.data import DataConfig
 from pipeline.config.run import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
-from pipeline.data.batch import MicroBatch
+from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.data.dataset import Masks
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.order import Locations
@@ -75,6 +75,9 @@ def _step(
             [part.masked_index + at for part, at in zip(parts, offsets, strict=True)]
         ),
         targets=torch.cat([part.targets for part in parts]),
+        cu_seqlens=torch.from_numpy(
+            document_bounds(torch.cat([part.documents for part in parts]).numpy())
+        ),
         num_tokens=sum(part.num_tokens for part in parts),
         unmasked_documents=sum(part.unmasked_documents for part in parts),
         hash=sum(part.hash for part in parts) % 2**64,

@@ -13,12 +13,13 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import MicroBatch
+from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
@@ -83,6 +84,7 @@ def micro_batch(step: int, number: int, rows: int, length: int | None = None) ->
         positions=torch.arange(length).expand(shape).contiguous(),
         masked_index=masked,
         targets=targets,
+        cu_seqlens=torch.from_numpy(document_bounds(np.ones(shape, np.int32))),
         num_tokens=slots,
         unmasked_documents=0,
         hash=0,

@@ -122,8 +122,8 @@ def _micro_batch(number: int) -> MicroBatch:
     nothing = torch.zeros(1, 1, dtype=torch.int32)
     return MicroBatch(
         input_ids=torch.tensor([[number]]), documents=nothing, positions=nothing,
-        masked_index=torch.zeros(1), targets=torch.zeros(1), num_tokens=1, unmasked_documents=0,
-        hash=0,
+        masked_index=torch.zeros(1), targets=torch.zeros(1), cu_seqlens=torch.zeros(1),
+        num_tokens=1, unmasked_documents=0, hash=0,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.model.layout import rows
 from pipeline.train.state_files import SavedState, read_weights
 from tests.distributed import engine_main as case
@@ -134,6 +134,9 @@ def _joined(batches: list[MicroBatch]) -> MicroBatch:
             [batch.masked_index + first for batch, first in zip(batches, starts, strict=False)]
         ),
         targets=torch.cat([batch.targets for batch in batches]),
+        cu_seqlens=torch.from_numpy(
+            document_bounds(torch.cat([batch.documents for batch in batches]).numpy())
+        ),
         num_tokens=starts[-1],
         unmasked_documents=0,
         hash=0,

@@ -26,7 +26,9 @@ def launched(
 
     wide = dtype == torch.float32
     qkv = empty(tokens, 3, heads, head_size)
-    q, k, v = qkv.unbind(1)
+    turned = empty(tokens, 2, heads, head_size)
+    (q, k), (dq, dk, dv) = turned.unbind(1), qkv.unbind(1)
+    angles = empty(tokens, head_size // 2, dtype=torch.float32)
     scores = empty(heads, tokens, width, dtype=torch.float32 if wide else torch.float16)
     gradient = empty(heads, tokens, width, dtype=torch.float32 if wide else torch.bfloat16)
     lse = empty(heads, tokens, dtype=torch.float32)
@@ -35,11 +37,13 @@ def launched(
     numbers = launches.Numbers(longest, head_size**-0.5, 0.5, dropout)
     rows = empty(tokens, heads, head_size)
     tensors = {
-        "q": q, "k": k, "v": v, "carry": scores, "scores": scores,
+        "q": q, "k": k, "v": dv, "carry": scores, "scores": scores,
         "out": rows, "lse": lse, "spans": spans, "bounds": bounds, "seed": seed, "d_out": rows,
-        "d_scores": gradient, "dq": rows, "dk": rows, "dv": rows,
-        "d_carry": gradient,
+        "d_scores": gradient, "dq": dq, "dk": dk, "dv": dv, "d_carry": gradient,
+        "qkv": qkv, "turned": turned, "cos": angles, "sin": angles,
+        "token_scale": None,
     }  # fmt: skip
+    yield launches.turn(tensors)
     yield launches.forward(tensors, numbers)
     yield from launches.backward(tensors, numbers, capability)
 

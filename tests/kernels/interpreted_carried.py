@@ -29,10 +29,13 @@ from pipeline.kernels.windows import Windows
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
+from pipeline.model.rotary import rotary_tables
+from tests.support.dropout_rule import kept_by_rule
 
 EXACT = 2e-6
 """Relative Frobenius error of fp32 kernels."""
 OPERATOR: Any = torch.ops.postnorm.carried_attention
+torch.set_num_threads(1)  # matrices are so small that threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
@@ -119,15 +122,27 @@ def directions(like: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.randn((heads, tokens, tokens), generator=generator, dtype=torch.float64)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """By complex numbers: a pair is one, and turns by another."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    turns = torch.complex(cos.double(), sin.double())[:, None]
+    return torch.view_as_real(pairs * turns).flatten(-2)
+
+
 def expected(
     inputs: list[Tensor], windows: Windows, *, mean: bool = False, kept: Tensor | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0.0, angles: tuple[Tensor, Tensor] | None = None,
+    token_scale: Tensor | None = None,
 ) -> Chain:  # fmt: skip
     """In float64; `kept` (L, N, T, T) is dropout's mask."""
     leaves = [each.double().clone().requires_grad_() for each in inputs]
     allowed, outputs = seen(windows), []
     scores = torch.zeros(())
     for number, (q, k, v) in enumerate(zip(*leaves, strict=True)):
+        if angles is not None:
+            q, k = turned(q, *angles), turned(k, *angles)
+        if token_scale is not None:
+            q = q * token_scale.double()[:, None, None]
         scores = scores + torch.einsum("qnh,knh->nqk", q, k) * q.shape[-1] ** -0.5
         logits = scores / (number + 1 if mean else 1)
         share = torch.softmax(logits.masked_fill(~allowed, -1e300), -1) * allowed
@@ -144,18 +159,20 @@ def expected(
 def computed(
     inputs: list[Tensor], windows: Windows, dtype: torch.dtype, *, mean: bool = False,
     compact: bool | None = None, loss_scale: float = 1.0, dropout: float = 0.0,
+    angles: tuple[Tensor, Tensor] | None = None, token_scale: Tensor | None = None,
 ) -> Chain:  # fmt: skip
     leaves = [each.to(dtype).clone().requires_grad_() for each in inputs]
     outputs, carry = [], None
     scale = inputs[0].shape[-1] ** -0.5
-    for number, (q, k, v) in enumerate(zip(*leaves, strict=True)):
+    cos, sin = angles or (None, None)
+    for number, qkv in enumerate(torch.stack(leaves, 2)):
         num_summed = number + 1 if mean else 1
         seed = torch.tensor([SEED + number]) if dropout else None
         if compact is None:
             compact = dtype != torch.float32
-        out, carry, _ = OPERATOR(
-            q, k, v, carry, windows.spans, windows.bounds, seed, windows.longest, scale,
-            1 / num_summed, dropout, compact,
+        out, carry, *_ = OPERATOR(
+            qkv, carry, windows.spans, windows.bounds, cos, sin, token_scale, seed,
+            windows.longest, scale, 1 / num_summed, dropout, compact,
         )  # fmt: skip
         outputs.append(out)
     assert carry is not None
@@ -255,6 +272,31 @@ def test_sequence_that_sees_nothing(path: str) -> None:
     assert all(float(grad[:, 20:].abs().max()) == 0 for grad in found.gradients)
 
 
+def angles_of(tokens: int, size: int) -> tuple[Tensor, Tensor]:
+    """(T, H / 2) fp32 tables."""
+    cos, sin = rotary_tables(torch.arange(tokens) % 50, size, 100.0, torch.float32)
+    return cos[:, 0], sin[:, 0]
+
+
+@pytest.mark.parametrize("name", ["padded", "beyond a tile"])
+def test_positions_and_scales_of_queries(name: str, path: str) -> None:
+    if path == "window" and name == "beyond a tile":
+        pytest.skip("a window is one tile")
+    windows = windows_of(LAYOUTS[name]())
+    num_tokens = len(windows.spans)
+    inputs = make(3, num_tokens, 2, 32)
+    for angles, scales in (
+        (angles_of(num_tokens, 32), None), (None, torch.rand(num_tokens)),
+        (angles_of(num_tokens, 32), torch.rand(num_tokens)),
+    ):  # fmt: skip
+        found = errors(
+            computed(inputs, windows, torch.float32, angles=angles, token_scale=scales),
+            expected(inputs, windows, angles=angles, token_scale=scales),
+        )
+        print(name, path, found)
+        assert_all(found, EXACT)
+
+
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("length", [20, 130])
 def test_head_sizes(size: int, length: int) -> None:
@@ -301,36 +343,29 @@ def test_scores_saturate(path: str) -> None:
     assert all(bool(each.isfinite().all()) for each in [*found.outputs, *found.gradients])
 
 
+def packed_inputs(tokens: int) -> Tensor:
+    """(T, 3, 1, 32) fp32."""
+    inputs = make(1, tokens, 1, 32)
+    return torch.stack([each[0].float() for each in inputs], 1).requires_grad_()
+
+
 def test_gradients_of_several_users_add_up() -> None:
     windows = windows_of(ends(20))
-    q, k, v = (each[0].float().requires_grad_() for each in make(1, 20, 1, 32))
+    qkv = packed_inputs(20)
+    nothing = [None] * 4
     _, carry, *_ = OPERATOR(
-        q, k, v, None, windows.spans, windows.bounds, None, 20, 1.0, 1.0, 0.0, True
+        qkv, None, windows.spans, windows.bounds, *nothing, 20, 1.0, 1.0, 0.0, True
     )
     given = torch.full_like(carry, 1e-6)
-    [once] = torch.autograd.grad(carry, q, given, retain_graph=True)
-    [twice] = torch.autograd.grad([carry, carry], q, [given, given])
+    [once] = torch.autograd.grad(carry, qkv, given, retain_graph=True)
+    [twice] = torch.autograd.grad([carry, carry], qkv, [given, given])
     assert float(once.abs().sum()) > 0
     torch.testing.assert_close(twice, 2 * once)
 
 
-def kept_by_rule(seed: int, tokens: int, heads: int, dropout: float) -> np.ndarray:
-    """(N, T, T) by column: Philox4x32-7 for each row, then the keyed finaliser, in Python."""
-    mask, kept = 0xFFFFFFFF, np.zeros((heads, tokens, tokens), bool)
-    for head in range(heads):
-        for row in range(tokens):
-            c, key = [row, head, 0, 0], [seed & mask, seed >> 32]
-            for _ in range(7):
-                a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-                c = [(b >> 32) ^ c[1] ^ key[0], b & mask, (a >> 32) ^ c[3] ^ key[1], a & mask]
-                key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
-            for column in range(tokens):
-                bits = (c[0] + column * 0x9E3779B9) & mask
-                bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & mask
-                bits ^= c[1]
-                bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & mask
-                kept[head, row, column] = (bits >> 8) >= round(dropout * (1 << 24))
-    return kept
+def kept_by_head(seed: int, tokens: int, heads: int, dropout: float) -> np.ndarray:
+    """(N, T, T) by column."""
+    return np.stack([kept_by_rule(seed, tokens, tokens, dropout, head) for head in range(heads)])
 
 
 @pytest.mark.parametrize("length", [24, 130])
@@ -338,7 +373,7 @@ def test_dropout_is_what_its_seed_says(length: int) -> None:
     windows = windows_of(ends(length))
     heads = 2 if length < 100 else 1
     inputs = make(2, length, heads, 32)
-    masks = [torch.from_numpy(kept_by_rule(SEED + n, length, heads, 0.25)) for n in range(2)]
+    masks = [torch.from_numpy(kept_by_head(SEED + n, length, heads, 0.25)) for n in range(2)]
     found = computed(inputs, windows, torch.float32, dropout=0.25)
     wanted = expected(inputs, windows, kept=torch.stack(masks), dropout=0.25)
     print(errors(found, wanted))
@@ -346,7 +381,7 @@ def test_dropout_is_what_its_seed_says(length: int) -> None:
 
 
 def test_dropout_looks_random() -> None:
-    kept = np.stack([kept_by_rule(SEED + n, 128, 2, 0.1) for n in range(2)]).astype(float)
+    kept = np.stack([kept_by_head(SEED + n, 128, 2, 0.1) for n in range(2)]).astype(float)
     # 65,536 draws: the deviation of their mean is 0.0012.
     assert kept.mean() == pytest.approx(0.9, abs=0.005)
     centred = (kept - 0.9) / 0.3
@@ -362,25 +397,25 @@ def test_dropout_looks_random() -> None:
 
 
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
-    q, k, v = (each[0].float().requires_grad_() for each in make(1, 16, 1, 32))
-    windows = windows_of(ends(16))
-    given = (windows.spans, windows.bounds, None, 16, 0.2, 1.0, 0.0)
-    torch.library.opcheck(OPERATOR, (q, k, v, None, *given, False))
+    qkv, windows = packed_inputs(16), windows_of(ends(16))
+    given, numbers = (windows.spans, windows.bounds), (16, 0.2, 1.0, 0.0, False)
+    torch.library.opcheck(OPERATOR, (qkv, None, *given, *[None] * 4, *numbers))
     carry = torch.randn(1, 16, 16, requires_grad=True)
-    torch.library.opcheck(OPERATOR, (q, k, v, carry, *given, False))
+    tables = angles_of(16, 32)
+    scales = torch.rand(16)
+    torch.library.opcheck(OPERATOR, (qkv, carry, *given, *tables, scales, None, *numbers))
 
 
 def _layers(inputs: list[Tensor], windows: Windows, wrap: Callable[..., Any]) -> Tensor:
     total, carry = torch.zeros(()), None
-    for number, (q, k, v) in enumerate(zip(*inputs, strict=True)):
+    for number, qkv in enumerate(torch.stack(inputs, 2)):
 
-        def layer(q: Tensor, k: Tensor, v: Tensor, carry: Tensor | None, number: int = number
-                  ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        def layer(qkv: Tensor, carry: Tensor | None, number: int = number) -> tuple[Tensor, Tensor]:
             return carried_attention(
-                q * 1.5, k, v, carry, windows, scale=0.2, num_summed=number + 1, dropout=0.2
+                qkv * 1.5, carry, windows, scale=0.2, num_summed=number + 1, dropout=0.2
             )
 
-        out, carry = wrap(layer, q, k, v, carry)
+        out, carry = wrap(layer, qkv, carry)
         total = total + (out * out).sum()
     return total
 
@@ -478,6 +513,6 @@ def test_a_compiled_layer_is_one_graph() -> None:
     ("dtype", "size", "said"), [(torch.float64, 32, "float64"), (torch.float32, 24, "have 24")]
 )
 def test_what_the_kernels_cannot_take(dtype: torch.dtype, size: int, said: str) -> None:
-    q = torch.zeros(4, 1, size, dtype=dtype)
+    qkv = torch.zeros(4, 3, 1, size, dtype=dtype)
     with pytest.raises(ConfigError, match=said):
-        carried_attention(q, q, q, None, windows_of(ends(4)), scale=1.0)
+        carried_attention(qkv, None, windows_of(ends(4)), scale=1.0)

@@ -14,7 +14,6 @@ from pipeline.config.kernels import Implementation, KernelsConfig
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choice import choose
-from pipeline.model.encoder import MaskedLanguageModel
 from tests.support.triton import NEEDS_TRITON, python, run_interpreted
 
 CPU = torch.device("cpu")
@@ -38,7 +37,7 @@ CASES = [
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 def test_compiled_kernels() -> None:
     found = json.loads(python("-m", "tests.kernels.ahead_of_time", *CASES))
-    assert len(found) == 3 * 2 + 5 * 4
+    assert len(found) == 3 * 3 + 5 * 5
     for name, counts in found.items():
         assert counts["local stores"] == counts["local loads"] == 0, name
         assert counts["narrow stores"] == counts["narrow loads"] == 0, name
@@ -46,6 +45,8 @@ def test_compiled_kernels() -> None:
         if "delta" in name:
             continue
         assert counts["wide stores"] > 0, name
+        if "turn" in name:
+            continue
         assert counts["HGMMA" if name.startswith("90") else "HMMA"] > 0, name
         # What a program may have on sm_80 and sm_90.
         assert counts["shared"] <= (227 if name.startswith("90") else 163) * 1024, name
@@ -68,9 +69,3 @@ def test_choice_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
         _chosen("fused", score_residual="none")
     with pytest.raises(ConfigError, match="is 24, expected one of 32, 64, 128"):
         _chosen("fused", hidden_size=48, num_heads=2)
-
-
-def test_models_without_carried_scores_are_left_alone() -> None:
-    model = MaskedLanguageModel(ModelConfig(vocab_size=8, hidden_size=24, num_heads=3))
-    model.encoder.fuse_attention()
-    assert not model.encoder._fuses

@@ -52,6 +52,7 @@ def test_days_are_those_that_the_recipe_states(tmp_path: Path) -> None:
     assert found.checkpoint_bytes == 12 * found.parameters
     assert found.checkpoints_bytes == 6 * found.checkpoint_bytes
     assert "hardware.utilisation is assumed" in text
+    assert "with fused kernels for residuals and norms" in text
     more, _ = _plan(run_dir=tmp_path / "run", time_limit="2:00:00", nodes=2)
     # 6.6 hours on two nodes; a job trains for two hours less 300 s to start and 300 to save.
     assert more.jobs == 4
@@ -70,6 +71,25 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(tmp_path: Path) -> N
     assert "set train.micro_batch=16" in problem
     found, _ = _plan("train.micro_batch=16", run_dir=tmp_path / "run", hardware=hardware)
     assert found.problems == ()
+
+
+def test_activations_are_those_of_the_kernels_that_will_run(tmp_path: Path) -> None:
+    carries = "model.score_residual=sum"
+    bytes_of = {}
+    for name, overrides, num_gpus, parts in (
+        ("auto", (carries,), 8, ("carried scores", "residuals and norms")),
+        ("norms", (carries, "kernels.attention=reference"), 8, ("residuals and norms",)),
+        ("fp32", (carries, "train.precision=fp32"), 8, ()),
+        ("CPUs", (carries,), 0, ()),
+    ):
+        found, text = _plan(
+            *overrides, run_dir=tmp_path / "run", gpus_per_node=num_gpus,
+            ranks_per_node=0 if num_gpus else 8,
+        )  # fmt: skip
+        assert found.fused == parts
+        assert ("with fused kernels" in text) == bool(parts)
+        bytes_of[name] = found.activation_bytes
+    assert bytes_of["auto"] < bytes_of["norms"] < bytes_of["CPUs"] < bytes_of["fp32"]
 
 
 def test_zero_stages_divide_the_state(tmp_path: Path) -> None:

@@ -170,13 +170,18 @@ def test_flops_of_documents_shorter_than_the_row() -> None:
     assert cost.flops_per_token(TINY, 512, document_len=9999) == cost.flops_per_token(TINY, 512)
 
 
-def _kept(config: ModelConfig, batch: int, num_masked: int, dtype: torch.dtype) -> tuple[int, int]:
+def kept_bytes(
+    config: ModelConfig, batch: int, num_masked: int, dtype: torch.dtype, *, fused: bool = False
+) -> tuple[int, int]:
     """Bytes of the distinct storages autograd keeps: fused attention's mask, and all others.
 
     The mask (B, 1, S, S), which torch turns into numbers for each layer, is told by its shape.
     """
     seq_len = 24
     model = MaskedLanguageModel(config).to(dtype).train()
+    if fused:
+        model.encoder.fuse_attention()
+        model.encoder.fuse_residual_norms()
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     masks, others = {}, {}
 
@@ -208,7 +213,7 @@ def test_activations_equal_what_autograd_keeps(
         changes, score_residual=score_residual, dropout=dropout,
         attention_dropout=dropout if carries else 0.0,
     )  # fmt: skip
-    masks, others = _kept(config, 4, 15, dtype)
+    masks, others = kept_bytes(config, 4, 15, dtype)
     assert masks == (0 if carries else config.num_layers * 4 * 24 * 24 * dtype.itemsize)
     formula = cost.activation_bytes(config, 4 * 24, 24, dtype.itemsize, 15 / 96, dtype.itemsize)
     # Scalars, and the statistics of layernorm, which a CPU keeps in bf16 and a GPU in fp32.
@@ -218,7 +223,7 @@ def test_activations_equal_what_autograd_keeps(
 @pytest.mark.parametrize("config", RANDOM, ids=range(len(RANDOM)))
 def test_activations_of_random_configs(config: ModelConfig) -> None:
     batch = 1 if config.num_layers == 1 else 3  # one row is viewed, not copied, as a batch
-    _, others = _kept(config, batch, 10, torch.float32)
+    _, others = kept_bytes(config, batch, 10, torch.float32)
     formula = cost.activation_bytes(config, batch * 24, 24, 4, 10 / (batch * 24), 4)
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
@@ -272,6 +277,18 @@ def test_command_on_a_run_that_checkpoints_activations() -> None:
     assert float(_numbers(texts[1], "layer inputs")[0]) > 0
     assert "2 layers of them at a time" in texts[1]
     assert "layer inputs" not in texts[0]
+
+
+def test_command_says_what_fused_kernels_save() -> None:
+    plans = [
+        read_plan(ROOT / "configs" / "demo.yaml", ["model.vocab_size=21128", *overrides])
+        for overrides in ((), ("kernels.attention=reference", "kernels.residual_norm=reference"))
+    ]
+    fused, plain = map(describe, plans)
+    assert "tokens; fused, as on a GPU: carried scores, residuals and norms\n" in fused
+    assert "fused" not in plain
+    for label in ("carried scores", "norms and residuals"):
+        assert float(_numbers(fused, label)[0]) < float(_numbers(plain, label)[0]) / 2
 
 
 def test_an_included_run_is_a_run(tmp_path: Path) -> None:

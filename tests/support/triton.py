@@ -25,7 +25,8 @@ def python(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def run_interpreted(tests: str) -> None:
-    """Runs a file of tests under the interpreter; all must pass."""
-    out = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, TRITON_INTERPRET="1")
+def run_interpreted(tests: str, marked: str = "not slow") -> None:
+    """Runs tests of a file under the interpreter, those that pytest's -m names; all must pass."""
+    options = ("-q", "-p", "no:cacheprovider", "-m", marked)
+    out = python("-m", "pytest", *options, tests, TRITON_INTERPRET="1")
     assert " passed" in out

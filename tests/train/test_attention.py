@@ -14,11 +14,12 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
 SETTINGS = (
-    "model.num_heads=1", "model.attention_dropout=0", "train.precision=fp32", "train.num_steps=3",
-    "train.warmup_steps=1", "train.alpha_warmup_steps=2",
-    "train.zero_stage=0", "train.global_batch=2", "monitor.eval_every_steps=3",
-    "monitor.eval_sequences=2",
+    "model.num_layers=4", "model.num_heads=1", "model.attention_dropout=0", "model.dropout=0",
+    "train.precision=fp32", "train.num_steps=3", "train.warmup_steps=1",
+    "train.alpha_warmup_steps=2", "train.zero_stage=0", "train.global_batch=2",
+    "monitor.eval_every_steps=3", "monitor.eval_sequences=2",
 )  # fmt: skip
+PARTS = {"attention": "attention", "residual_norm": "residual and norm"}
 
 
 def test_losses_are_the_same(
@@ -27,9 +28,11 @@ def test_losses_are_the_same(
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     found = {}
     for name, said in (("reference", "PyTorch"), ("fused", "fused kernels")):
-        run = Ranks(tmp_path / name, dataset, *SETTINGS, f"kernels.attention={name}", world_size=1)
+        asked = [f"kernels.{part}={name}" for part in PARTS]
+        run = Ranks(tmp_path / name, dataset, *SETTINGS, *asked, world_size=1)
         assert run.wait() == [0], run.output
-        assert f"attention: {said} (kernels.attention={name})" in run.output
+        for part, title in PARTS.items():
+            assert f"{title}: {said} (kernels.{part}={name})" in run.output
         found[name] = losses(tmp_path / name)
     assert len(found["fused"]) == 3
     assert found["fused"] == pytest.approx(found["reference"], rel=2e-5)

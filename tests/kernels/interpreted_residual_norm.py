@@ -1,0 +1,522 @@
+"""Residual and RMSNorm in one pass, interpreted, against float64; run by `test_residual_norm.py`.
+
+A process of its own: the interpreter must be asked for before Triton is imported. All buffers are
+full of NaN before the kernels write to them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from pipeline.config.model import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.kernels import residual_norm as operator
+from pipeline.kernels import residual_norm_kernels as kernels
+from pipeline.kernels.choice import Choice
+from pipeline.kernels.residual_norm import residual_norm
+from pipeline.model import cost
+from pipeline.model.compiled import CompiledLayer
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.layers import Residual, RMSNorm, run_layer
+from pipeline.model.layout import Layout, packed, padded, rows
+from tests.model.test_checkpointing import BATCH, NUM_MASKED, SEQ_LEN, alive_bytes
+from tests.model.test_checkpointing import CONFIG as CHECKPOINTED
+from tests.model.test_cost import kept_bytes
+from tests.support.dropout_rule import kept_by_rule
+
+EXACT = 2e-6
+"""Relative Frobenius error of fp32 kernels."""
+SEED, EPS = 1234567890123, 1e-12
+DEEPNORM = 24**0.25
+OPERATOR: Any = torch.ops.postnorm.residual_norm
+torch.set_num_threads(1)  # matrices are so small that threads only wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _buffers_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(make: Callable[..., tuple[Tensor, ...]], like: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.full_like(each, torch.nan) if each.device.type == "cpu" else each
+            for each in make(like)
+        )
+
+    for name in ("_empty_results", "_empty_gradients"):
+        monkeypatch.setattr(operator, name, partial(full, getattr(operator, name)))
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.detach()
+    return float((found.detach().double() - wanted).norm() / wanted.norm())
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """x, update and a gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    return [each.to(dtype) for each in drawn]
+
+
+Results = list[Tensor]
+"""y, and the gradients of x and of the update."""
+
+
+def expected(
+    drawn: list[Tensor], alpha: float | None, keep: float, eps: float = EPS,
+    factor: Tensor | float = 1.0,
+) -> Results:  # fmt: skip
+    """In float64; `factor` is dropout's."""
+    x, update, given = (each.double() for each in drawn)
+    x, update = x.requires_grad_(), update.requires_grad_()
+    joined = keep * x + (1.0 if alpha is None else alpha) * factor * update
+    y = joined / (joined.square().mean(-1, keepdim=True) + eps).sqrt()
+    return [y, *torch.autograd.grad(y, [x, update], given)]
+
+
+def computed(
+    drawn: list[Tensor], alpha: float | None, keep: float, eps: float = EPS, dropout: float = 0.0
+) -> Results:
+    x, update, given = drawn
+    x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
+    seed = torch.tensor([SEED]) if dropout else None
+    tensor = None if alpha is None else torch.tensor(alpha)
+    y, _ = OPERATOR(x, update, tensor, seed, keep, dropout, eps)
+    return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
+
+
+def plain(drawn: list[Tensor], alpha: float | None, keep: float) -> Results:
+    """What the model does without the kernel."""
+    x, update, given = drawn
+    x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
+    residual = Residual(ModelConfig(dropout=0.0))
+    residual.keep = keep
+    joined = residual(x, update, None if alpha is None else torch.tensor(alpha))
+    y = RMSNorm(x.shape[-1], EPS, affine=False)(joined)
+    return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
+
+
+def rounded(alpha: float | None) -> float | None:
+    """As fp32 has it."""
+    return None if alpha is None else float(torch.tensor(alpha))
+
+
+CASES = list(product([None, 0.3, 1.0], [1.0, DEEPNORM]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(1, 40), (33, 40), (1, 384), (7, 768), (2, 8), (3, 4096)]
+)
+def test_fp32(tokens: int, size: int) -> None:
+    drawn = draw(tokens, size, dtype=torch.float32)
+    for alpha, keep in CASES:
+        found = computed(drawn, alpha, keep)
+        wanted = expected(drawn, rounded(alpha), keep)
+        got = [error(f, w) for f, w in zip(found, wanted, strict=True)]
+        print(tokens, size, alpha, keep, got)
+        assert all(each <= EXACT for each in got), (alpha, keep, got)
+
+
+def test_large_eps_is_differentiated_exactly() -> None:
+    # As large as the mean square: mean(y^2) is 1/3.
+    drawn = draw(2, 9, 40, dtype=torch.float32)
+    found, wanted = computed(drawn, None, 1.0, eps=4.0), expected(drawn, None, 1.0, eps=4.0)
+    assert 0.2 < float(wanted[0].square().mean()) < 0.5
+    assert all(error(f, w) <= EXACT for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("size", [40, 384, 768])
+def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
+    drawn = draw(9, size, dtype=torch.bfloat16)
+    for alpha, keep in CASES:
+        wanted = expected(drawn, rounded(alpha), keep)
+        found = [error(f, w) for f, w in zip(computed(drawn, alpha, keep), wanted, strict=True)]
+        floor = [error(f, w) for f, w in zip(plain(drawn, alpha, keep), wanted, strict=True)]
+        print(size, alpha, keep, found, floor)
+        for mine, of_plain in zip(found, floor, strict=True):
+            # Rounded once: at most 2^-9 of each value.
+            assert mine <= min(of_plain, 2**-9), (alpha, keep, found, floor)
+
+
+@pytest.mark.parametrize("along", [0.0, 0.9])
+def test_what_rounding_y_costs(along: float) -> None:
+    """`along` is the cosine of y and its gradient: of that part nothing but errors is left."""
+    x, update, across = draw(65, 768, dtype=torch.bfloat16)
+    [exact, *_] = expected([x, update, across], None, 1.0)
+    given = (along * exact.detach() + (1 - along**2) ** 0.5 * across).bfloat16()
+    wanted = expected([x, update, given], None, 1.0)[1]
+    y, rstd = operator._empty_results(x)
+    tensors = {"x": x, "update": update, "alpha": None, "seed": None, "y": y, "rstd": rstd}
+    kernels.forward(tensors, 1.0, EPS, 0.0).run()
+    found = {}
+    for name, kept in (("rounded", y), ("not rounded", exact.detach().float())):
+        d_x, d_update = torch.empty(65, 768), torch.empty(65, 768)
+        given_tensors = {
+            "y": kept, "rstd": rstd, "d_y": given, "alpha": None, "seed": None, "d_x": d_x,
+            "d_update": d_update,
+        }  # fmt: skip
+        kernels.backward(given_tensors, 1.0, 0.0).run()
+        found[name] = error(d_x, wanted)
+    # The other way to keep bf16 alone: the sum, from which the norm is computed again.
+    joined = (x + update).double().requires_grad_()
+    again = joined / (joined.square().mean(-1, keepdim=True) + EPS).sqrt()
+    [d_joined] = torch.autograd.grad(again, joined, given.double())
+    found["the sum rounded"] = error(d_joined, wanted)
+    print(along, found)
+    assert found["not rounded"] <= EXACT
+    assert found["rounded"] <= 1.1 * found["the sum rounded"]
+
+
+def test_chain_of_layers_in_bf16_is_nearer_than_plain_pytorch() -> None:
+    """Four sub-layers with weights and relu, dropout off: the error that a model sees."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(64, 64, generator=generator).bfloat16() / 8 for _ in range(4)]
+    x, given, _ = draw(50, 64, dtype=torch.bfloat16)
+    alpha = torch.tensor(0.7)
+    residual, norm = Residual(ModelConfig(dropout=0.0)), RMSNorm(64, EPS, affine=False)
+
+    def fused(x: Tensor, update: Tensor) -> Tensor:
+        return residual_norm(x, update, alpha, keep=1.0, dropout=0.0, eps=EPS)
+
+    def reference(x: Tensor, update: Tensor) -> Tensor:
+        return norm(residual(x, update, alpha.to(torch.promote_types(x.dtype, torch.float32))))
+
+    def chain(join: Callable[..., Tensor], dtype: torch.dtype) -> Results:
+        leaves = [each.to(dtype).requires_grad_() for each in (x.clone(), *weights)]
+        hidden = leaves[0]
+        for weight in leaves[1:]:
+            hidden = join(hidden, torch.relu(hidden @ weight))
+        return [hidden, *torch.autograd.grad(hidden, leaves, given.to(dtype))]
+
+    wanted = chain(reference, torch.float64)
+    found = [error(f, w) for f, w in zip(chain(fused, x.dtype), wanted, strict=True)]
+    floor = [error(f, w) for f, w in zip(chain(reference, x.dtype), wanted, strict=True)]
+    print(found, floor)
+    assert all(mine <= of_plain for mine, of_plain in zip(found, floor, strict=True))
+
+
+def test_shapes_and_strides() -> None:
+    x, update, given = draw(3, 5, 48, dtype=torch.float32)
+    flat = computed([each.flatten(0, 1) for each in (x, update, given)], 0.3, 1.0)
+    swapped = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in (x, update, given)]
+    for drawn in ([x, update, given], swapped):
+        for found, wanted in zip(computed(drawn, 0.3, 1.0), flat, strict=True):
+            assert torch.equal(found, wanted.view(3, 5, 48))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alpha_zero_is_the_identity_to_the_bit(dtype: torch.dtype) -> None:
+    x, update, given = draw(7, 40, dtype=dtype)
+    x[0, :4] = torch.tensor([-0.0, 1e-40, torch.inf, torch.nan])
+    x[1], update[2], update[3, 5] = 0.0, torch.nan, -torch.inf  # 1 / rms is 1e6, NaN and 0
+    for dropout in (0.0, 0.5):
+        y, d_x, d_update = computed([x, update, given], 0.0, DEEPNORM, dropout=dropout)
+        whole = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+        assert torch.equal(y.view(whole), x.view(whole))
+        assert torch.equal(d_x.view(whole), given.view(whole))
+        assert not d_update.any()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_seen(bad: float, dropout: float) -> None:
+    dropped = (~torch.from_numpy(kept_by_rule(SEED, 3, 40, 0.5)[1])).nonzero()
+    column = int(dropped[0])  # even where dropout drops it
+    good = computed(draw(3, 40, dtype=torch.float32), 0.3, 1.0, dropout=dropout)
+    for which in range(3):
+        drawn = draw(3, 40, dtype=torch.float32)
+        drawn[which][1, column] = bad
+        found = computed(drawn, 0.3, 1.0, dropout=dropout)
+        for each, other in zip(found, good, strict=True):
+            is_its_gradient = which == 2 and each is found[0]
+            assert bool(each[1].isfinite().all()) == is_its_gradient
+            assert torch.equal(each[[0, 2]], other[[0, 2]])
+
+
+@pytest.mark.parametrize("size", [40, 768])
+@pytest.mark.parametrize("alpha", [None, 0.3])
+def test_dropout_is_what_its_seed_says(alpha: float | None, size: int) -> None:
+    drawn = draw(9, size, dtype=torch.float32)
+    factor = torch.from_numpy(kept_by_rule(SEED, 9, size, 0.25)) / 0.75
+    found = computed(drawn, alpha, DEEPNORM, dropout=0.25)
+    wanted = expected(drawn, rounded(alpha), DEEPNORM, factor=factor)
+    got = [error(f, w) for f, w in zip(found, wanted, strict=True)]
+    print(got)
+    assert all(each <= EXACT for each in got), got
+
+
+def _kept(seed: int, tokens: int, size: int, dropout: float) -> Tensor:
+    """The mask, from the results alone; the same forwards and backwards."""
+    x, update = torch.zeros(tokens, size, requires_grad=True), torch.ones(tokens, size)
+    update.requires_grad_()
+    y, _ = OPERATOR(x, update, None, torch.tensor([seed]), 1.0, dropout, EPS)
+    [d_update] = torch.autograd.grad(y, update, torch.randn(tokens, size))
+    assert torch.equal(y != 0, d_update != 0)
+    return y.detach() != 0
+
+
+def test_dropout_depends_on_the_place_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = _kept(SEED, 20, 96, 0.3)
+    monkeypatch.setattr(kernels, "_BLOCK", 128)  # a row a program, not 16
+    assert torch.equal(_kept(SEED, 20, 96, 0.3), kept)
+    assert torch.equal(_kept(SEED, 20, 40, 0.3), kept[:, :40])
+    assert torch.equal(_kept(SEED, 7, 96, 0.3), kept[:7])
+
+
+def test_dropout_looks_random() -> None:
+    kept = np.stack([_kept(SEED + n, 64, 768, 0.1).double().numpy() for n in range(2)])
+    # 98,304 draws: the deviation of their mean is 0.3 / sqrt(98,304) = 0.00096.
+    assert kept.mean() == pytest.approx(0.9, abs=5 * 0.00096)
+    centred = (kept - 0.9) / 0.3
+    for axis in range(3):  # seeds, tokens and columns next to each other
+        one, other = (
+            centred.take(range(1, centred.shape[axis]), axis),
+            centred.take(range(centred.shape[axis] - 1), axis),
+        )
+        assert abs((one * other).mean()) <= 5 / np.sqrt(one.size)
+    # Tokens and columns keep as many as independent draws do.
+    assert kept.mean(2).std() == pytest.approx(0.3 / np.sqrt(768), rel=0.2)
+    assert kept.mean((0, 1)).std() == pytest.approx(0.3 / np.sqrt(128), rel=0.2)
+
+
+def test_the_operator_is_registered_as_torch_wants_it() -> None:
+    x, update, _ = draw(3, 5, 40, dtype=torch.float32)
+    for alpha, dropout in ((None, 0.0), (0.5, 0.25)):
+        x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
+        tensor = None if alpha is None else torch.tensor(alpha)
+        seed = torch.tensor([SEED]) if dropout else None
+        torch.library.opcheck(OPERATOR, (x, update, tensor, seed, 1.5, dropout, EPS))
+
+
+def _selected(_: Any, called: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = called == OPERATOR.default
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = kernels.forward
+    monkeypatch.setattr(kernels, "forward", lambda *a: calls.append(1) or original(*a))
+    selective = partial(
+        checkpoint, use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _selected),
+    )  # fmt: skip
+    ways: dict[str, tuple[Callable[..., Any], int]] = {
+        "plain": (lambda layer, *inputs: layer(*inputs), 4),
+        "whole layers": (partial(checkpoint, use_reentrant=False), 8),
+        "reentrant": (partial(checkpoint, use_reentrant=True), 8),
+        "selective": (selective, 4),
+    }
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        alpha = torch.tensor(0.4)
+        return residual_norm(x, x @ weight, alpha, keep=1.0, dropout=0.3, eps=EPS)
+
+    found = {}
+    for name, (wrap, num_calls) in ways.items():
+        torch.manual_seed(0)
+        leaves = [each.requires_grad_() for each in torch.randn(5, 16, 16)]
+        calls.clear()
+        hidden, after = leaves[0], torch.zeros(())
+        for weight in leaves[1:]:
+            hidden = wrap(layer, hidden, weight)
+        after = torch.rand(2)
+        hidden.pow(3).sum().backward()
+        assert len(calls) == num_calls, name
+        found[name] = [after, *(each.grad for each in leaves)]
+    for name in ways:
+        for one, other in zip(found["plain"], found[name], strict=True):
+            assert torch.equal(one, other), name  # type: ignore[arg-type]
+
+
+CONFIG = ModelConfig(
+    vocab_size=50, num_layers=4, hidden_size=40, num_heads=2, ffn_size=40, dropout=0.0,
+    attention_dropout=0.0,
+)  # fmt: skip
+
+
+def _model(config: ModelConfig, *, fused: bool) -> MaskedLanguageModel:
+    torch.manual_seed(0)
+    model = MaskedLanguageModel(config)
+    if fused:
+        model.encoder.fuse_residual_norms()
+    return model
+
+
+def _layouts() -> dict[str, Layout]:
+    documents = torch.arange(16).ge(9).int().expand(2, -1)
+    return {
+        "rows": rows(documents, torch.arange(16).expand(2, -1)),
+        "padded": padded(torch.tensor([16, 5]), 16),
+        "packed": packed(torch.tensor([0, 5, 14, 16]), 9, 16),
+    }
+
+
+def _results(model: MaskedLanguageModel, layout: Layout, alpha: float | None) -> Results:
+    torch.manual_seed(3)
+    ids = torch.randint(0, 50, layout.positions.shape)
+    tensor = None if alpha is None else torch.tensor(alpha)
+    logits = model(ids, layout, torch.arange(0, ids.numel(), 3), tensor)
+    loss = torch.nn.functional.cross_entropy(logits.double(), torch.arange(len(logits)) % 50)
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [logits.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("layout", ["rows", "padded", "packed"])
+@pytest.mark.parametrize("residual", ["plain", "deepnorm"])
+def test_the_model_is_the_same(residual: str, layout: str) -> None:
+    config = replace(CONFIG, residual=residual)  # type: ignore[arg-type]
+    for alpha in (None, 0.0, 0.3):
+        wanted = _results(_model(config, fused=False), _layouts()[layout], alpha)
+        found = _results(_model(config, fused=True), _layouts()[layout], alpha)
+        if alpha == 0.0:
+            assert torch.equal(found[0], wanted[0])
+        else:
+            assert not torch.equal(found[0], wanted[0])  # it was another computation
+        for one, other in zip(found, wanted, strict=True):
+            if other.any():
+                assert error(one, other.double()) <= 2e-5
+            else:
+                assert not one.any()
+
+
+def test_evaluation_drops_nothing() -> None:
+    config, layout = replace(CONFIG, dropout=0.5), _layouts()["rows"]
+    fused, reference = _model(config, fused=True).eval(), _model(config, fused=False).eval()
+    wanted = _results(reference, layout, 0.3)[0]
+    assert error(_results(fused, layout, 0.3)[0], wanted.double()) <= 2e-5
+    assert error(_results(fused.train(), layout, 0.3)[0], wanted.double()) > 0.1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_layer_is_one_graph(backend: str) -> None:
+    config, layout = replace(CONFIG, dropout=0.2), _layouts()["rows"]
+    model = _model(config, fused=True)
+    run = torch.compile(run_layer, backend=backend, fullgraph=True)
+    model.encoder.run_layers_by(run)
+    dropped = [_results(model, layout, 0.3)[0] for _ in range(2)]
+    assert torch.equal(*dropped)
+    model.eval()
+    found = _results(model, layout, 0.3)
+    model.encoder.run_layers_by(run_layer)
+    for one, other in zip(found, _results(model, layout, 0.3), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_lengths_and_alphas_do_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = _model(replace(CONFIG, dropout=0.2), fused=True)
+    model.encoder.run_layers_by(CompiledLayer())
+    for num_tokens, alpha in ((12, 0.0), (16, 0.3), (29, 0.6), (40, 1.0)):
+        ends = torch.tensor([0, 5, num_tokens])
+        _results(model, packed(ends, num_tokens - 5, num_tokens), alpha)
+    assert len(graphs) <= 2, len(graphs)  # the second length makes the row length symbolic
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_checkpointed_layers_of_a_model_have_the_same_bits(group_size: int) -> None:
+    config, layout = replace(CONFIG, dropout=0.2), _layouts()["packed"]
+    wanted = _results(_model(config, fused=True), layout, 0.3)
+    model = _model(config, fused=True)
+    model.encoder.checkpoint_activations(group_size)
+    for one, other in zip(_results(model, layout, 0.3), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+COSTS: dict[str, dict[str, Any]] = {
+    "v2": {"score_residual": "sum"},
+    "mean": {"score_residual": "mean", "attention_scale": "entropy_invariant"},
+    "bert": {
+        "score_residual": "sum", "positions": "learned", "activation": "gelu", "bias": True,
+        "mlm_head": "bert", "embedding_size": 24,
+    },
+    "scaled": {
+        "score_residual": "sum", "positions": "none", "attention_scale": "entropy_invariant",
+        "residual": "deepnorm", "activation": "swiglu",
+    },
+    "no carry": {"share_layers": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dropout", "dtype"), [(0.1, torch.bfloat16), (0.0, torch.float32)], ids=["bf16", "fp32"]
+)
+@pytest.mark.parametrize("name", COSTS)
+def test_activations_equal_what_autograd_keeps(
+    name: str, dropout: float, dtype: torch.dtype
+) -> None:
+    config = ModelConfig(
+        vocab_size=300, num_layers=3, hidden_size=64, num_heads=2, ffn_size=96, max_positions=64,
+        dropout=dropout, attention_dropout=0.0 if name == "no carry" else dropout, **COSTS[name],
+    )  # fmt: skip
+    _, others = kept_bytes(config, 4, 15, dtype, fused=True)
+    formula = cost.activation_bytes(
+        config, 4 * 24, 24, dtype.itemsize, 15 / 96, dtype.itemsize,
+        fused=Choice(attention=True, residual_norm=True),
+    )  # fmt: skip
+    assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
+
+
+def test_checkpointed_memory_is_what_cost_says() -> None:
+    config = replace(CHECKPOINTED, score_residual="sum", num_layers=3, hidden_size=64, num_heads=2)
+    tokens = BATCH * SEQ_LEN
+    formula = cost.activation_bytes(
+        config, tokens, SEQ_LEN, 2, NUM_MASKED / tokens, 2, 1,
+        Choice(attention=True, residual_norm=True),
+    )  # fmt: skip
+    lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))
+    # What all layers share: the rotary tables in fp32, the mask, the spans and the layout.
+    shared = tokens * (config.head_size * 4 + SEQ_LEN + 4 * 4)
+    found = alive_bytes(config, torch.bfloat16, 1, fused=True)
+    assert found == pytest.approx(lasting + shared, abs=300)
+
+
+def test_what_the_kernel_cannot_take() -> None:
+    x = torch.zeros(2, 16)
+    call = partial(residual_norm, keep=1.0, dropout=0.0, eps=EPS)
+    wrong: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
+        "takes bf16 and fp32, this is torch.float64": (x.double(), x.double(), None),
+        r"the update .* torch.bfloat16 \(2, 16\), expected x's torch.float32": (
+            x, x.bfloat16(), None,
+        ),
+        r"the update .* \(16,\), expected x's torch.float32 \(2, 16\)": (x, x[0], None),
+        "multiple of 8 values up to 4096, these have 12": (x[:, :12], x[:, :12], None),
+        "these have 4104": (torch.zeros(1, 4104), torch.zeros(1, 4104), None),
+        "gets no gradient, this one requires it": (x, x, torch.zeros((), requires_grad=True)),
+        r"alpha .* is torch.float32 \(1,\), expected": (x, x, torch.zeros(1)),
+        r"alpha .* is torch.float64 \(\), expected": (x, x, torch.zeros((), dtype=torch.float64)),
+    }  # fmt: skip
+    for said, (x, update, alpha) in wrong.items():
+        with pytest.raises(ConfigError, match=said):
+            call(x, update, alpha)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"norm": "layernorm"}, "no fused residual and norm: model.norm=layernorm"),
+        ({"norm_placement": "pre"}, "norm_placement=pre"),
+        ({"residual": "rezero"}, "residual=rezero"),
+        ({"hidden_size": 42}, "model.hidden_size=42, expected a multiple of 8 up to 4096"),
+    ],
+)
+def test_models_that_the_kernel_is_not_for(changes: dict[str, Any], said: str) -> None:
+    model = MaskedLanguageModel(replace(CONFIG, num_heads=1, **changes))
+    with pytest.raises(ConfigError, match=said):
+        model.encoder.fuse_residual_norms()

@@ -1,0 +1,79 @@
+"""Residual and RMSNorm in one pass, without a GPU: interpreted, and compiled ahead of time."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config.kernels import Implementation, KernelsConfig
+from pipeline.config.model import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.kernels.choice import choose, expected_on_gpu
+from tests.support.triton import NEEDS_TRITON, python, run_interpreted
+
+
+@NEEDS_TRITON
+def test_interpreted_kernels() -> None:
+    run_interpreted("tests/kernels/interpreted_residual_norm.py")
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+def test_interpreted_kernels_between_compiled_ones() -> None:
+    run_interpreted("tests/kernels/interpreted_residual_norm.py", "slow")
+
+
+# Capability, hidden size, dropout and dtype: the sizes of the models, and the ends.
+SIZES = [
+    *(f"{size}-{dropout}-bfloat16" for size in (384, 768, 1024) for dropout in (0, 0.1)),
+    "40-0.1-bfloat16", "4096-0.1-bfloat16", "4096-0.1-float32", "1536-0.1-float32",
+]  # fmt: skip
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
+def test_compiled_kernels() -> None:
+    cases = [f"{capability}-{size}" for capability in (80, 90) for size in SIZES]
+    found = json.loads(python("-m", "tests.kernels.norm_ahead_of_time", *cases))
+    assert len(found) == 2 * len(cases)
+    for name, counts in found.items():
+        assert counts["local stores"] == counts["local loads"] == 0, name
+        assert counts["narrow stores"] == counts["narrow loads"] == 0, name
+        assert counts["wide stores"] > 0 < counts["wide loads"], name
+        # So that an SM has 32 warps at a time.
+        assert counts["registers"] <= 64, name
+
+
+def _choose(asked: Implementation, **model: Any) -> None:
+    config = ModelConfig(**model)
+    choose(KernelsConfig(residual_norm=asked), config, "bf16", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"norm_affine": True}, "norm_affine=True, .* the kernel is for rmsnorm without gain"),
+        ({"hidden_size": 36}, "hidden_size=36, expected a multiple of 8 up to 4096"),
+        ({"hidden_size": 4104}, "hidden_size=4104, expected a multiple of 8 up to 4096"),
+        ({}, "the device is cpu|Triton is not installed"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused(model: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"kernels.residual_norm=fused: .*({said})"):
+        _choose("fused", **model)
+    _choose("auto", **model)
+
+
+def test_what_a_gpu_will_choose() -> None:
+    config = ModelConfig(score_residual="sum")
+    auto, reference = KernelsConfig(), KernelsConfig(attention="reference", loss="reference")
+    assert expected_on_gpu(auto, config, "bf16") == (True, True, True)
+    assert expected_on_gpu(auto, config, "fp32") == (False, False, False)
+    assert expected_on_gpu(reference, config, "bf16") == (False, True, False)
+    forced = KernelsConfig(attention="fused", residual_norm="fused", loss="fused")
+    assert expected_on_gpu(forced, config, "fp32") == (True, True, True)
+    layernorm = ModelConfig(score_residual="sum", num_heads=16, norm="layernorm")
+    assert expected_on_gpu(auto, layernorm, "bf16") == (False, False, True)
