@@ -118,6 +118,8 @@ class Pass:
         """Makes carry and its gradient in the subject's own format."""
         self.made, self.inputs = made, inputs
         self._leaves = list(inputs.qkv)
+        if made.is_packed:
+            self._leaves = [torch.stack(inputs.qkv, 1).detach().requires_grad_()]
         self._grads = [inputs.d_out]
         if made.carry is not None:
             self._leaves.append(made.carry.make(inputs.scores()).requires_grad_())
@@ -132,7 +134,10 @@ class Pass:
         """Results, and gradients of q, k, v and the carry."""
         out, scores = self.made.run(*self._leaves)
         outputs = [out] if scores is None else [out, scores]
-        return (out, scores), torch.autograd.grad(outputs, self._leaves, self._grads)
+        grads = torch.autograd.grad(outputs, self._leaves, self._grads)
+        if self.made.is_packed:
+            grads = (*grads[0].unbind(1), *grads[1:])
+        return (out, scores), grads
 
 
 def expected(case: Case, name: str) -> dict[str, Tensor]:

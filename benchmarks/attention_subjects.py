@@ -1,15 +1,14 @@
 """What `benchmarks.attention` compares: one layer's attention, between projections and rotary.
 
-Each subject is made for a `Case` and is called on (T, N, H) bf16 queries, keys and values, and if
-it carries on the scores of the layer below. It returns the output and, if it carries, the scores.
+Each subject is made for a `Case` and is called on (T, N, H) bf16 queries, keys and values, or on
+the tensor of all three, and if it carries on the scores of the layer below. It returns the output
+and, if it carries, the scores.
 Letters: T tokens end to end, N heads, H head size, B rows of S tokens, W slots of a row of scores.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention, scores_of
+from pipeline.kernels.flash import flash_attention
 from pipeline.kernels.windows import Windows
 from pipeline.model.layout import Layout, rows
 
@@ -80,6 +80,8 @@ class Attention:
     """Of q, k, v, and the carry if there is one."""
     carry: "Carry | None" = None
     """None: nothing is carried."""
+    is_packed: bool = False
+    """Takes (T, 3, N, H) in place of the three, as the linear layer before gives them."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,12 @@ class Carry:
 
 
 def call_carried(
-    q: Tensor, k: Tensor, v: Tensor, carry: Tensor | None, windows: Windows, scale: float,
-    num_summed: int, dropout: float = 0.0,
+    qkv: Tensor, carry: Tensor | None, windows: Windows, scale: float, num_summed: int,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The one place that knows the signature of our fused kernels."""
     return carried_attention(
-        q, k, v, carry, windows, scale=scale, num_summed=num_summed, dropout=dropout
+        qkv, carry, windows, scale=scale, num_summed=num_summed, dropout=dropout
     )
 
 
@@ -111,18 +113,20 @@ def _carried(case: Case, num_summed: int) -> Attention:
 
     def make(scores_BNSS: Tensor) -> Tensor:
         # The kernels' own, in their own format; then its values are written over.
-        zeros = torch.zeros(case.shape, dtype=torch.bfloat16, device=scores_BNSS.device)
-        _, carry = call_carried(zeros, zeros, zeros, None, windows, case.scale, 1)
+        tokens, *head = case.shape
+        zeros = torch.zeros(tokens, 3, *head, dtype=torch.bfloat16, device=scores_BNSS.device)
+        _, carry = call_carried(zeros, None, windows, case.scale, 1)
         scores_of(carry)[..., :length].copy_(scores_BNSS.transpose(0, 1).flatten(1, 2))
         return carry.detach()
 
     def by_rows(values: Tensor) -> Tensor:
         return values[..., :length].unflatten(1, (num_rows, length)).transpose(0, 1).float()
 
-    def run(q: Tensor, k: Tensor, v: Tensor, carry: Tensor) -> Result:
-        return call_carried(q, k, v, carry, windows, case.scale, num_summed)
+    def run(qkv: Tensor, carry: Tensor) -> Result:
+        return call_carried(qkv, carry, windows, case.scale, num_summed)
 
-    return Attention(run, Carry(make, lambda carry: by_rows(scores_of(carry)), by_rows))
+    values = Carry(make, lambda carry: by_rows(scores_of(carry)), by_rows)
+    return Attention(run, values, is_packed=True)
 
 
 def _eager(case: Case, num_summed: int, *, compiled: bool) -> Attention:
@@ -176,14 +180,10 @@ def _plain(case: Case, backend: SDPBackend) -> Attention:
 
 
 def _flash_documents(case: Case) -> Attention:
-    try:
-        flash: Any = import_module("pipeline.kernels.flash").flash_attention
-    except (ImportError, AttributeError) as error:
-        raise NotPossibleError(f"not there: {error}") from None
     ends, longest = case.ends()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
-        return flash(q, k, v, ends, longest, scale=case.scale, dropout=0.0), None
+        return flash_attention(q * case.scale, k, v, ends, longest, 0.0), None
 
     return Attention(run)
 

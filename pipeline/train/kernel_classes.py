@@ -30,11 +30,11 @@ _BY_NAME = tuple(
         (
             ATTENTION,
             r"flash|fmha|sdpa|attention|attn|softmax"
-            # The carried kernels: pipeline/kernels/carried_kernels.py.
-            r"|^(forward|delta|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
+            # Ours: pipeline/kernels/carried_kernels.py and turn_kernels.py.
+            r"|^(forward|delta|turn|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
         ),
         # On a CPU compiled code is one event: what torch.compile fuses is no product.
-        (NORMS, r"layer_?norm|rms_?norm|residual|CompiledFxGraph"),
+        (NORMS, r"layer_?norm|rms_?norm|residual|^backward_kernel|CompiledFxGraph"),
         (
             GEMM,
             r"gemm|nvjet|cutlass|xmma|cublas|wgmma|split_?k|triton_tem_|triton_mm"
@@ -74,4 +74,6 @@ def category(name: str, phase: str = "", operator: str = "") -> str:
         return HEAD_LOSS
     if found == OTHER:
         return found
+    if operator.startswith("postnorm::"):  # whose kernels are named alike
+        return category(operator)
     return _BY_OPERATOR.get(operator) or _BY_OPERATOR.get(name) or found

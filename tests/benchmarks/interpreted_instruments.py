@@ -20,7 +20,7 @@ def test_attention_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(sys, "argv", [
         "attention", "--tiny", "--models", "base", "--seq-len", "16", "--tokens", "32", "--rounds",
         "2", "--out", str(out), "--subjects", "carried mean", "eager mean", "plain, math",
-        "plain, flash over documents",
+        "plain, cuDNN",
     ])  # fmt: skip
     attention.main()
     found = json.loads(out.read_text())
@@ -48,8 +48,8 @@ def test_checks_pass() -> None:
 def test_checks_find_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention_subjects.call_carried
 
-    def wrong(q: Tensor, *others: Any) -> Any:
-        return right(1.05 * q, *others)
+    def wrong(qkv: Tensor, *others: Any) -> Any:
+        return right(1.05 * qkv, *others)
 
     monkeypatch.setattr(attention_subjects, "call_carried", wrong)
     with pytest.raises(AssertionError, match=r"expected 0\.005 at most"):

@@ -52,7 +52,7 @@ KERNELS = {
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
         "triton_per_fused__softmax_masked_fill_0",
         "forward_kernel", "backward_keys_kernel", "backward_queries_kernel",
-        "backward_window_kernel", "delta_kernel",
+        "backward_window_kernel", "delta_kernel", "turn_kernel",
     ],
     NORMS: [
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
@@ -95,6 +95,13 @@ def test_batched_products_are_those_of_attention() -> None:
     assert category(gemm, FORWARD, "aten::bmm") == ATTENTION
     assert category(gemm, FORWARD, "aten::addmm") == GEMM
     assert category("aten::bmm", BODY) == ATTENTION
+
+
+def test_our_kernels_are_told_apart_by_their_operators() -> None:
+    assert category("forward_kernel", FORWARD, "postnorm::residual_norm") == NORMS
+    assert category("backward_kernel", BODY, "postnorm::residual_norm_backward") == NORMS
+    assert category("forward_kernel", FORWARD, "postnorm::carried_attention") == ATTENTION
+    assert category("forward_kernel", HEAD, "postnorm::residual_norm") == HEAD_LOSS
 
 
 def _event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
