@@ -32,6 +32,7 @@ from pipeline.inspect.checkpoint_commands import add_checkpoint
 from pipeline.runtime import cli, env
 from pipeline.runtime.files import record_exit
 from pipeline.tasks.evaluate_command import add_evaluate
+from pipeline.tasks.profile_command import add_profile
 
 _EXAMPLES = """\
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
@@ -40,6 +41,7 @@ _EXAMPLES = """\
   python -m pipeline status runs/demo/train
   python -m pipeline checkpoint list runs/demo/train
   python -m pipeline evaluate runs/demo/train --all
+  python -m pipeline profile configs/demo.yaml --steps 20
   python -m pipeline coverage configs/demo.yaml train.num_steps=2000
   python -m pipeline inspect runs/demo/train --step 12 --rank 1 | less
   python -m pipeline inspect runs/demo/train --find python/bisect.rst
@@ -239,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
     add_checkpoint(commands)
     add_evaluate(commands, _signals)
+    add_profile(commands)
     _add_inspect(commands)
     fill = commands.add_parser("fill-mask", help="most likely tokens at each [MASK] of a text")
     fill.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, or an exported one")

@@ -91,6 +91,17 @@ def process_info_or_alone(environ: Mapping[str, str] | None = None) -> ProcessIn
     return ProcessInfo(0, 0, 1, socket.gethostname(), _job(environ), in_group=False)
 
 
+def be_the_only_rank(port: int) -> None:
+    """Sets the variables of a process group of this process alone, for what needs them.
+
+    Args:
+        port: a free one of this machine.
+    """
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
 def _job(environ: Mapping[str, str]) -> str:
     if "SLURM_JOB_ID" not in environ:
         return "local"

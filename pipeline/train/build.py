@@ -127,16 +127,12 @@ def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConf
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
-def _run(
-    config: PretrainConfig,
-    process: ProcessInfo,
-    index: DatasetIndex,
-    device: torch.device,
-    requests: Requests,
-    initial: Callable[[], InitialWeights] | None,
-) -> int:
-    requests.refuse_if_stopped()
-    run_dir = Path(config.run_dir)
+def make_model(config: PretrainConfig, device: torch.device) -> MaskedLanguageModel:
+    """The model of a run, on the CPU, with what computes it on `device`; `model.vocab_size` is set.
+
+    Raises:
+        ConfigError: what the config asks for cannot run on the device.
+    """
     torch.manual_seed(config.seed)
     model = MaskedLanguageModel(config.model)
     if config.train.activation_checkpoint_layers is not None:
@@ -151,6 +147,20 @@ def _run(
     if config.train.compile:
         require_compiler(device)
         model.encoder.run_layers_by(CompiledLayer())
+    return model
+
+
+def _run(
+    config: PretrainConfig,
+    process: ProcessInfo,
+    index: DatasetIndex,
+    device: torch.device,
+    requests: Requests,
+    initial: Callable[[], InitialWeights] | None,
+) -> int:
+    requests.refuse_if_stopped()
+    run_dir = Path(config.run_dir)
+    model = make_model(config, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     store = CheckpointStore(config, index, process)
     # Before the data is opened, which may take minutes: it may be another run's.

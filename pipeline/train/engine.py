@@ -27,6 +27,7 @@ from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.deepspeed_config import deepspeed_config
 from pipeline.train.lamb import Lamb
+from pipeline.train.marks import UPDATE, mark
 from pipeline.train.optimizer import make_optimizer, matrix_slices
 from pipeline.train.own_time import OwnTime
 from pipeline.train.replicated import Replicated
@@ -191,6 +192,7 @@ class Engine:
             parts.append(LossSums(sums.loss.detach(), sums.correct, sums.weight))
         self.own_time.end()
         watchdog.beat("gradient collectives and update")
+        mark(UPDATE)
         self._engine.step()
         # DeepSpeed has compared the norm with infinity on the host by now: no further sync.
         norm = self._engine.get_global_grad_norm()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.training_report import report as training_report
 from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import DataError
@@ -46,6 +47,17 @@ def test_a_finished_run(straight_run: Path) -> None:
     assert f"[{'#' * 40}] 100.0%  step 40 of 40" in text
     assert "from scratch, 2 ranks, job local" in text
     assert (straight_run / FOLDER / "step-00000040" / MANIFEST_FILE).exists()
+
+
+@pytest.mark.dist
+def test_speed_of_a_finished_run(straight_run: Path) -> None:
+    found = training_report(straight_run)
+    train = records(straight_run)
+    assert (found["steps"], found["loss_first"]) == (40, train[0]["loss"])
+    waits = [record["data_wait"] for record in train[4:]]
+    assert found["data_wait"] == pytest.approx(sum(waits) / 36)
+    assert found["eval_loss_last"] == records(straight_run, "eval")[-1]["loss"]
+    assert found["event_files"] == 1
 
 
 @pytest.mark.dist

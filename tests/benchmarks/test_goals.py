@@ -1,0 +1,115 @@
+"""Goals are judged by what was measured; what was not is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.goals import GOALS, Goal, Verdict, judge, over, speed
+from benchmarks.gpu_report import read_results, report
+
+ROOT = Path(__file__).parents[2]
+V2, REAL = "ours/roformer_v2-base/auto/compile/zero1", "ours/realformer_v2-base/auto/compile/zero1"
+EAGER = "ours/realformer_v2-base/reference/plain/zero1"
+
+
+def steps(**subjects: list[float]) -> dict[str, Any]:
+    """Results of `benchmarks.step`, tokens/s of the rounds at length 512."""
+    names = {"v2": V2, "real": REAL, "eager": EAGER, "peer": "hf/roberta-base/bf16/compile"}
+    at = {
+        "tokens": 65536, "first_step_s": 9.0, "mfu": 0.51, "spread": 0.01, "peak_gib": 33.0,
+        "mflop_per_token": 600.0,
+    }  # fmt: skip
+    return {
+        "machine": MACHINE, "setting": {"vocab_size": 50_000}, "tokens": 65536,
+        "subjects": {
+            names[key]: {
+                "chosen": {"attention": True},
+                "lengths": {"512": at | {"tokens_per_s": rates, "median": sorted(rates)[1]}},
+            }
+            for key, rates in subjects.items()
+        },
+    }  # fmt: skip
+
+
+MACHINE = {"device": "NVIDIA H200", "memory_gib": 139.7, "versions": {"torch": "2.11.0"}}
+
+
+@pytest.mark.parametrize(
+    ("target", "floor", "at_most", "measured", "ratio", "text"),
+    [
+        (100.0, 90.0, False, 120.0, 1.2, "reached"),
+        (100.0, 90.0, False, 95.0, 0.95, "missed by 5.0%"),
+        (100.0, 90.0, False, 80.0, 0.8, "missed by 20.0%, below the floor"),
+        (0.01, None, True, 0.005, 2.0, "reached"),
+        (0.01, None, True, 0.02, 0.5, "missed by 50.0%"),
+        (0.01, None, True, 0.0, 1e10, "reached"),
+        (100.0, None, False, 0.0, 0.0, "missed by 100.0%"),
+        (100.0, None, False, None, None, "not measured"),
+    ],
+)
+def test_verdicts(
+    target: float, floor: float | None, at_most: bool, measured: float | None,
+    ratio: float | None, text: str,
+) -> None:  # fmt: skip
+    verdict = Verdict(Goal("", target, lambda _: None, floor, "", at_most), measured)
+    assert verdict.text == text
+    assert verdict.ratio == (None if ratio is None else pytest.approx(ratio, rel=1e-3))
+
+
+def test_ratios_are_of_rounds_and_of_the_fastest() -> None:
+    found = {"step": steps(v2=[100.0, 200.0, 300.0], real=[90.0, 160.0, 285.0], eager=[1.0, 2, 3])}
+    assert speed("ours/roformer_v2-base/", 512)(found) == 200
+    # By round 0.9, 0.8, 0.95: their median, not the ratio of the medians.
+    assert over("ours/realformer_v2-base/", "ours/roformer_v2-base/", (512,))(found) == 0.9
+    assert over("ours/realformer_v2-base/", "ours/roformer_v2-base/", (128, 512))(found) is None
+
+
+def test_a_subject_that_failed_later_does_not_count() -> None:
+    found = {"step": steps(v2=[1.0, 2.0, 3.0])}
+    found["step"]["subjects"][V2]["lengths"]["512"]["error"] = "no answer"
+    assert speed("ours/roformer_v2-base/", 512)(found) is None
+
+
+def test_attention_goal_takes_the_worse_of_sum_and_mean() -> None:
+    ms = {"eager sum": 10.0, "carried sum": 2.0, "eager mean": 10.0, "carried mean": 4.0}
+    subjects = {name: {"ms": value} for name, value in ms.items()}
+    cases = {
+        "base s512 16384 packed": {"tokens": 16384, "subjects": {}},
+        "base s512 65536 packed": {"tokens": 65536, "subjects": subjects},
+        "large s512 65536 packed": {"tokens": 65536, "subjects": {}},
+    }
+    [measured] = [
+        verdict.measured for verdict in judge({"attention": {"cases": cases}})
+        if "attention alone" in verdict.goal.text
+    ]  # fmt: skip
+    assert measured == 2.5
+
+
+def test_the_page_says_what_was_missed_and_what_was_not_measured() -> None:
+    found = {"machine": MACHINE, "step": steps(v2=[700e3, 720e3, 730e3], real=[7e5, 7e5, 7e5])}
+    page = report(found)
+    assert "NVIDIA H200, 140 GiB; torch 2.11.0" in page
+    assert "Not measured: correctness, attention, training." in page
+    assert "| >= 790,000 tokens/s | 660,000 | 720,000 | 0.91 | missed by 8.9% |" in page
+    assert (
+        "| RealFormerV2 over RoFormerV2, base, s512 | >= 0.85 |  | 0.972 | 1.14 | reached |" in page
+    )
+    assert f"| {V2} | 512 | 720,000 | 1.0% | 3 | 51.0% | 33.0 | 65,536 | 9.0 |" in page
+
+
+def test_what_ran_on_a_cpu_reaches_no_goal() -> None:
+    found = {"step": steps(v2=[9e9, 9e9, 9e9]) | {"machine": {"device": "cpu"}}}
+    page = report(found)
+    assert "Nothing was measured on a GPU yet" in page
+    assert page.count("| not measured |  | not measured |") == len(GOALS)
+
+
+def test_the_committed_page_is_of_its_results(tmp_path: Path) -> None:
+    """Until there are results of a GPU in the repository, the page says so."""
+    page = (ROOT / "benchmarks/results/gpu.md").read_text(encoding="utf-8")
+    assert page == report(read_results(ROOT / "benchmarks/results/gpu"))
+    (tmp_path / "step.json").write_text(json.dumps(steps(v2=[1.0, 2.0, 3.0])))
+    assert "reached" not in page
+    assert "missed by" in report(read_results(tmp_path))
