@@ -45,7 +45,7 @@ def _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA: tl.const
 
 
 @triton.jit
-def forward_kernel(
+def residual_norm_kernel(
     x, update, alpha, seed, y, rstd, num_tokens, keep, eps, threshold, keep_scale,
     HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -65,7 +65,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def residual_norm_backward_kernel(
     y, rstd, d_y, alpha, seed, d_x, d_update, num_tokens, keep, threshold, keep_scale,
     HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -103,12 +103,12 @@ def forward(tensors: Tensors, keep: float, eps: float, dropout: float) -> Launch
         eps: of the norm.
         dropout: probability of dropping a value of the update.
     """
-    return _launch(forward_kernel, tensors, "x", {"keep": keep, "eps": eps}, dropout)
+    return _launch(residual_norm_kernel, tensors, "x", {"keep": keep, "eps": eps}, dropout)
 
 
 def backward(tensors: Tensors, keep: float, dropout: float) -> Launch:
     """Fills `d_x` and `d_update` from `y`, `rstd`, `d_y`, and `alpha` and `seed` of forward."""
-    return _launch(backward_kernel, tensors, "y", {"keep": keep}, dropout)
+    return _launch(residual_norm_backward_kernel, tensors, "y", {"keep": keep}, dropout)
 
 
 def _launch(

@@ -34,7 +34,7 @@ _BY_NAME = tuple(
             r"|^(forward|delta|turn|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
         ),
         # On a CPU compiled code is one event: what torch.compile fuses is no product.
-        (NORMS, r"layer_?norm|rms_?norm|residual|^backward_kernel|CompiledFxGraph"),
+        (NORMS, r"layer_?norm|rms_?norm|residual|CompiledFxGraph"),
         (
             GEMM,
             r"gemm|nvjet|cutlass|xmma|cublas|wgmma|split_?k|triton_tem_|triton_mm"
@@ -74,6 +74,4 @@ def category(name: str, phase: str = "", operator: str = "") -> str:
         return HEAD_LOSS
     if found == OTHER:
         return found
-    if operator.startswith("postnorm::"):  # whose kernels are named alike
-        return category(operator)
     return _BY_OPERATOR.get(operator) or _BY_OPERATOR.get(name) or found

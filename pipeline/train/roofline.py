@@ -6,13 +6,7 @@ documents of n tokens.
 
 from dataclasses import dataclass
 
-from pipeline.model.devices import KNOWN, limits
-
-MEMORY_BYTES_PER_S = {
-    KNOWN["A100 80GB"]: 2.04e12, KNOWN["A100 40GB"]: 1.56e12, KNOWN["H100 PCIe"]: 2.0e12,
-    KNOWN["H100 NVL"]: 3.9e12, KNOWN["H100"]: 3.35e12, KNOWN["H200"]: 4.8e12,
-}  # fmt: skip
-"""From NVIDIA's data sheets."""
+from pipeline.model.devices import limits
 
 _BF16 = 2
 _WINDOW = 128
@@ -31,9 +25,9 @@ class Work:
     def least_s(self, device: str) -> float | None:
         """Seconds at the limits of a device, by its name; None: they are not known."""
         known = limits(device)
-        if known is None or known not in MEMORY_BYTES_PER_S:
+        if known is None or known.bandwidth is None:
             return None
-        return max(self.flops / known.bf16_flops, self.num_bytes / MEMORY_BYTES_PER_S[known])
+        return max(self.flops / known.bf16_flops, self.num_bytes / known.bandwidth)
 
 
 def attention_work(
