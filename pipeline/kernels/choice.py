@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FLASH_LIMIT = 256
 OLDEST_GPU = (8, 0)
 """Compute capability; before it there are no bf16 matrix instructions."""
 NORM_MULTIPLE = 8
@@ -100,7 +101,14 @@ def _takes(part: str, asked: Implementation, obstacle: str | None, precision: st
 def _for_attention(model: ModelConfig, precision: str) -> str | None:
     """Why there is no fused attention on any device, None if there is."""
     if model.score_residual == "none":
-        return "train.precision=fp32, flash attention takes bf16" if precision == "fp32" else None
+        if precision == "fp32":
+            return "train.precision=fp32, flash attention takes bf16"
+        if model.head_size % 8 == 0 and model.head_size <= _FLASH_LIMIT:
+            return None
+        return (
+            f"model.hidden_size over model.num_heads is {model.head_size}, flash attention takes "
+            f"multiples of 8 up to {_FLASH_LIMIT}"
+        )
     if model.head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         return (

@@ -69,3 +69,5 @@ def test_choice_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
         _chosen("fused", score_residual="none")
     with pytest.raises(ConfigError, match="is 24, expected one of 32, 64, 128"):
         _chosen("fused", hidden_size=48, num_heads=2)
+    with pytest.raises(ConfigError, match="is 12, flash attention takes multiples of 8 up to 256"):
+        _chosen("fused", score_residual="none", hidden_size=24, num_heads=2)
