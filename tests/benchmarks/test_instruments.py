@@ -174,6 +174,7 @@ def _runs(row: list[int]) -> list[list[int]]:
 
 
 @NEEDS_TRITON
+@pytest.mark.slow
 def test_interpreted_instruments() -> None:
     run_interpreted("tests/benchmarks/interpreted_instruments.py")
 

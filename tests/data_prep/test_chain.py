@@ -90,6 +90,7 @@ def _stages(config: PrepConfig) -> list[str]:
     return [stage["name"] for stage in plan(config)["stages"]]
 
 
+@pytest.mark.slow
 def test_array_tasks_killed_at_random_make_the_same_dataset(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path
 ) -> None:

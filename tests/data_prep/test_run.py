@@ -243,6 +243,7 @@ def test_shard_plan_keeps_order_and_size() -> None:
     assert plan([5], shard_mb=100) == [[0]]
 
 
+@pytest.mark.slow
 def test_embedded_corpus_has_ten_megabytes_of_prose() -> None:
     total, kinds = 0, set()
     for path, name in embedded.find():

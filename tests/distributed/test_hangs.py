@@ -18,6 +18,7 @@ FROZEN = ("-m", "tests.distributed.frozen_main")
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_no_rank_waits_for_ever_for_one_that_is_frozen(
     dataset: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -66,8 +67,8 @@ from pipeline.runtime import log, watchdog
 from pipeline.runtime.env import ProcessInfo
 run_dir, how = Path(sys.argv[1]), sys.argv[2]
 log.to_run(run_dir, 0)
-with watchdog.watching(run_dir, ProcessInfo(0, 0, 1, "here", "local"), 1.0):
-    for step in range(15):
+with watchdog.watching(run_dir, ProcessInfo(0, 0, 1, "here", "local"), 3.0):
+    for step in range(35):
         watchdog.beat("working", step)
         time.sleep(0.1)
     watchdog.beat("asleep")
@@ -84,12 +85,12 @@ def test_watchdog_ends_a_process_that_sleeps_in_c(tmp_path: Path, how: str) -> N
         timeout=60, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert time.monotonic() - started > 2.5, "it was ended although it got on"
+    assert time.monotonic() - started > 6.5, "it was ended although it got on"
     found = list(tmp_path.glob("hangs/*.txt"))
     if how == "free":
-        assert "in phase 'asleep' of step 14" in found[0].read_text()
+        assert "in phase 'asleep' of step 34" in found[0].read_text()
     else:
         assert not found
         log = (tmp_path / "logs/rank-00000.log").read_text()
-        assert "Timeout (0:00:01)!" in log
+        assert "Timeout (0:00:03)!" in log
         assert 'File "<string>", line' in log

@@ -78,6 +78,7 @@ def test_every_batch_is_logged(straight: Path, two_sources: DatasetIndex) -> Non
     assert ratio == pytest.approx(2.5, rel=0.1)
 
 
+@pytest.mark.slow
 def test_killed_with_its_workers_it_sees_the_same(
     straight: Path, two_sources: DatasetIndex, tmp_path: Path
 ) -> None:

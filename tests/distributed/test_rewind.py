@@ -104,6 +104,7 @@ def test_a_run_that_left_them_out_from_the_start_is_the_same(
     assert losses(tmp_path / "run")[45] == losses(spiking)[45]
 
 
+@pytest.mark.slow
 def test_killed_before_it_goes_back(
     spiking: Path, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
@@ -30,6 +25,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
 from pipeline.model.rotary import rotary_tables
+from tests.support.checkpoint_ways import checkpoint_ways
 from tests.support.dropout_rule import kept_by_rule
 
 EXACT = 2e-6
@@ -285,10 +281,9 @@ def test_positions_and_scales_of_queries(name: str, path: str) -> None:
     windows = windows_of(LAYOUTS[name]())
     num_tokens = len(windows.spans)
     inputs = make(3, num_tokens, 2, 32)
-    for angles, scales in (
-        (angles_of(num_tokens, 32), None), (None, torch.rand(num_tokens)),
-        (angles_of(num_tokens, 32), torch.rand(num_tokens)),
-    ):  # fmt: skip
+    both = angles_of(num_tokens, 32), torch.rand(num_tokens)
+    alone = [(both[0], None), (None, both[1])] if name == "padded" else []
+    for angles, scales in [both, *alone]:
         found = errors(
             computed(inputs, windows, torch.float32, angles=angles, token_scale=scales),
             expected(inputs, windows, angles=angles, token_scale=scales),
@@ -420,35 +415,21 @@ def _layers(inputs: list[Tensor], windows: Windows, wrap: Callable[..., Any]) ->
     return total
 
 
-def _selected(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = operator == OPERATOR.default
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = launches.forward
     monkeypatch.setattr(launches, "forward", lambda *a: calls.append(1) or original(*a))
     windows = windows_of(ends(9, 3))
-    selective = partial(
-        checkpoint, use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _selected),
-    )  # fmt: skip
-    ways: dict[str, tuple[Callable[..., Any], int]] = {
-        "plain": (lambda layer, *inputs: layer(*inputs), 4),
-        "whole layers": (partial(checkpoint, use_reentrant=False), 8),
-        "selective": (selective, 4),
-    }
     found = {}
-    for name, (wrap, num_calls) in ways.items():
+    for name, (wrap, calls_each) in checkpoint_ways(OPERATOR.default).items():
         torch.manual_seed(0)
         leaves = [each.float().requires_grad_() for each in make(4, 12, 1, 32)]
         calls.clear()
         _layers(leaves, windows, wrap).backward()
-        assert len(calls) == num_calls, name
+        assert len(calls) == 4 * calls_each, name
         found[name] = [each.grad for each in leaves]
-    for name in ("whole layers", "selective"):
-        for one, other in zip(found["plain"], found[name], strict=True):
+    for name, results in found.items():
+        for one, other in zip(found["plain"], results, strict=True):
             assert torch.equal(one, other), name  # type: ignore[arg-type]
 
 

@@ -14,11 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
@@ -34,6 +29,7 @@ from pipeline.model.layout import Layout, packed, padded, rows
 from tests.model.test_checkpointing import BATCH, NUM_MASKED, SEQ_LEN, alive_bytes
 from tests.model.test_checkpointing import CONFIG as CHECKPOINTED
 from tests.model.test_cost import kept_bytes
+from tests.support.checkpoint_ways import checkpoint_ways
 from tests.support.dropout_rule import kept_by_rule
 
 EXACT = 2e-6
@@ -298,32 +294,17 @@ def test_the_operator_is_registered_as_torch_wants_it() -> None:
         torch.library.opcheck(OPERATOR, (x, update, tensor, seed, 1.5, dropout, EPS))
 
 
-def _selected(_: Any, called: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = called == OPERATOR.default
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = kernels.forward
     monkeypatch.setattr(kernels, "forward", lambda *a: calls.append(1) or original(*a))
-    selective = partial(
-        checkpoint, use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _selected),
-    )  # fmt: skip
-    ways: dict[str, tuple[Callable[..., Any], int]] = {
-        "plain": (lambda layer, *inputs: layer(*inputs), 4),
-        "whole layers": (partial(checkpoint, use_reentrant=False), 8),
-        "reentrant": (partial(checkpoint, use_reentrant=True), 8),
-        "selective": (selective, 4),
-    }
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:
         alpha = torch.tensor(0.4)
         return residual_norm(x, x @ weight, alpha, keep=1.0, dropout=0.3, eps=EPS)
 
     found = {}
-    for name, (wrap, num_calls) in ways.items():
+    for name, (wrap, calls_each) in checkpoint_ways(OPERATOR.default).items():
         torch.manual_seed(0)
         leaves = [each.requires_grad_() for each in torch.randn(5, 16, 16)]
         calls.clear()
@@ -332,10 +313,10 @@ def test_checkpointing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
             hidden = wrap(layer, hidden, weight)
         after = torch.rand(2)
         hidden.pow(3).sum().backward()
-        assert len(calls) == num_calls, name
+        assert len(calls) == 4 * calls_each, name
         found[name] = [after, *(each.grad for each in leaves)]
-    for name in ways:
-        for one, other in zip(found["plain"], found[name], strict=True):
+    for name, results in found.items():
+        for one, other in zip(found["plain"], results, strict=True):
             assert torch.equal(one, other), name  # type: ignore[arg-type]
 
 

@@ -335,6 +335,7 @@ def _command(*arguments: str, slurm: FakeSlurm) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_command_prepares_the_dataset_that_one_machine_prepares(
     tmp_path: Path, slurm: FakeSlurm, corpus: Path, prep_config: Path
 ) -> None:
