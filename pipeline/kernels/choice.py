@@ -142,9 +142,19 @@ def _for_flash(device: torch.device) -> str | None:
 def _for_triton(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type != "cuda":
-        return None if _is_interpreted() else f"the device is {device.type}"
-    return _for_gpu(device)
+    if device.type == "cuda":
+        if too_old := _for_gpu(device):
+            return too_old
+    elif not _is_interpreted():
+        return f"the device is {device.type}"
+    from pipeline.kernels.probe_kernel import try_triton
+
+    try:
+        try_triton(device)
+    except Exception as error:  # noqa: BLE001 - it fails in many ways, and none may end a run
+        text = str(error).strip().partition("\n")[0]
+        return f"Triton cannot run a kernel here: {type(error).__name__}: {text}"
+    return None
 
 
 def _for_gpu(device: torch.device) -> str | None:

@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.config.kernels import KernelsConfig
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels import carried
+from pipeline.kernels import carried, probe_kernel
 from pipeline.kernels import carried_launches as launches
 from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention, scores_of
+from pipeline.kernels.choice import REFERENCE, Choice, choose
 from pipeline.kernels.windows import Windows
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import run_layer
@@ -497,3 +499,19 @@ def test_what_the_kernels_cannot_take(dtype: torch.dtype, size: int, said: str) 
     qkv = torch.zeros(4, 3, 1, size, dtype=dtype)
     with pytest.raises(ConfigError, match=said):
         carried_attention(qkv, None, windows_of(ends(4)), scale=1.0)
+
+
+def test_a_triton_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    config = ModelConfig(**{**vars(CONFIG), "num_heads": 1})
+    assert choose(KernelsConfig(), config, "bf16", cpu) == Choice(True, True, True)
+
+    def fail(_: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler.\nmore of it")
+
+    monkeypatch.setattr(probe_kernel, "try_triton", fail)
+    assert choose(KernelsConfig(), config, "bf16", cpu) == REFERENCE
+    with pytest.raises(
+        ConfigError, match=r"kernel here: RuntimeError: Failed to find C compiler\.;"
+    ):
+        choose(KernelsConfig(loss="fused"), config, "bf16", cpu)
