@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
+from pipeline.kernels.attention import flash_attention, probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention, scores_of
-from pipeline.kernels.flash import flash_attention
-from pipeline.kernels.windows import Windows
+from pipeline.kernels.choose import Windows
 from pipeline.model.layout import Layout, rows
 
 Result = tuple[Tensor, Tensor | None]

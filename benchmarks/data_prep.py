@@ -56,9 +56,9 @@ from data_prep.readers.items import Document  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
 from data_prep.words import word_starts_of  # noqa: E402
 from pipeline.config.load import load  # noqa: E402
-from pipeline.data.shards import SPLITS, read_index  # noqa: E402
-from pipeline.data.tokenizer import Tokenizer  # noqa: E402
+from pipeline.data.format import SPLITS, read_index  # noqa: E402
 from pipeline.errors import DataError  # noqa: E402
+from pipeline.tokenizer.sentencepiece import Tokenizer  # noqa: E402
 
 _WHOLE_MB, _CORES = 280_000, 64
 _BATCH_TOKENS = 1_000_000

@@ -38,7 +38,7 @@ import torch
 from data_prep.config import PrepConfig
 from data_prep.run import run as prepare
 from pipeline.config.load import load
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.runtime.files import DONE_FILE, STOP_FILE
 from tests.support.ranks import Ranks, losses, newest_state, records

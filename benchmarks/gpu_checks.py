@@ -26,11 +26,10 @@ from benchmarks.attention_subjects import SUBJECTS, Case, call_carried
 from benchmarks.machine import write_json
 from benchmarks.step_subjects import ROOT
 from pipeline.config.data import DataConfig
-from pipeline.config.kernels import KernelsConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.run import PretrainConfig
-from pipeline.config.train import TrainConfig
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.train import KernelsConfig, TrainConfig
 from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel

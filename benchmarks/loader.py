@@ -50,10 +50,10 @@ import torch
 from benchmarks import loading
 from benchmarks.loader_subjects import Spec
 from pipeline.data.counts import packing_counts
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex, read_index
-from pipeline.data.wordpiece import load_tokenizer
-from pipeline.export.hf_tokenizer import write_hf_tokenizer
+from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.use.hf_tokenizer import write_hf_tokenizer
 
 ROOT = Path(__file__).parents[1]
 OURS = ("ours", "whole_word")

@@ -66,11 +66,11 @@ class Spec:
 def ours(spec: Spec, masking: str) -> Pass:
     """`TrainLoader`, from the tar files to tensors. A pass opens the dataset afresh."""
     from pipeline.config.data import DataConfig
-    from pipeline.config.run import PretrainConfig
+    from pipeline.config.runs import PretrainConfig
     from pipeline.config.train import TrainConfig
     from pipeline.data.counts import sequences_at
+    from pipeline.data.format import read_index
     from pipeline.data.loader import TrainLoader
-    from pipeline.data.shards import read_index
     from pipeline.data.steps import Share
 
     index = read_index(spec.dataset)

@@ -32,15 +32,14 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.data import DataConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data import counts
-from pipeline.data.assemble import Slots
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.packing import pack
-from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.reader import BlockReader, read_range
+from pipeline.data.slots import Slots
 from pipeline.data.steps import TrainSteps
-from pipeline.data.storage import read_range
 from tests.support import reference_packing
 from tests.support.large_index import plausible_counts, write_large_index
 from tests.support.reference_slots import reference_slots
@@ -136,8 +135,8 @@ _OPEN = """
 import sys, time
 from benchmarks.timing import peak_mib
 from pipeline.config.data import DataConfig
-from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import read_index
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import read_index
 from pipeline.data.steps import TrainSteps
 
 before, started = peak_mib(), time.process_time()
@@ -169,9 +168,9 @@ _WORKER = """
 import sys
 from benchmarks.timing import peak_mib
 from pipeline.config.data import DataConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import sequences_at
-from pipeline.data.shards import read_index
+from pipeline.data.format import read_index
 from pipeline.data.steps import Share
 from pipeline.data.workers import Workers
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.config.data import DataConfig
 from pipeline.data.masking import mask_tokens
-from pipeline.data.philox import Purpose
+from pipeline.data.random import Purpose
 from tests.support.mask_reference import VOCABULARY, batch_of, mask_by_arrays
 
 _KEY = (1, Purpose.MASK)
@@ -31,7 +31,7 @@ _MODES = (("whole_word", "bernoulli"), ("token", "bernoulli"), ("whole_word", "e
 _FIRST_CALL = """
 import time
 from pipeline.config.data import DataConfig
-from pipeline.data.philox import Purpose
+from pipeline.data.random import Purpose
 from tests.support.mask_reference import VOCABULARY, batch_of
 from pipeline.data.masking import mask_tokens
 batch = batch_of(1, 64)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from benchmarks.carry_forms import FORMS, use_form
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
+from pipeline.data.format import read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.shards import read_index
 from pipeline.data.steps import Share
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace

@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.machine import write_json
 from benchmarks.step_subjects import ROOT, Setting, parse
-from pipeline.model.devices import limits
+from pipeline.model.cost import limits
 
 GOAL_SUBJECTS = (
     "ours/roformer_v2-base/auto/compile/zero1",

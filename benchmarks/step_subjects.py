@@ -26,21 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.data import DataConfig
-from pipeline.config.kernels import KernelsConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.run import PretrainConfig
-from pipeline.config.train import TrainConfig
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.train import KernelsConfig, TrainConfig
 from pipeline.data.batch import MicroBatch
+from pipeline.data.format import read_index
 from pipeline.data.loader import TrainLoader
-from pipeline.data.shards import read_index
 from pipeline.data.steps import Share
-from pipeline.kernels.choice import choose
+from pipeline.kernels.choose import choose
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
+from pipeline.runtime.marks import DATA, FORWARD, UPDATE, mark
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.engine import Engine, init_process_group
-from pipeline.train.marks import DATA, FORWARD, UPDATE, mark
 
 ROOT = Path(__file__).parents[1]
 LR = 1e-4

@@ -35,8 +35,8 @@ from benchmarks.step_subjects import (
     run_config,
 )
 from pipeline.model.cost import flops_per_token, parameters
-from pipeline.train.device import device_name
-from pipeline.train.profile import head_marked, profiled, roofline
+from pipeline.profile.step import head_marked, profiled, roofline
+from pipeline.train.timing import device_name
 
 _UNTIMED = 2
 """Steps at the start of a turn, in which memory is taken again."""

@@ -9,11 +9,11 @@ import numpy as np
 
 from data_prep.config import SourceConfig
 from data_prep.stage import Done, replacing
-from pipeline.data import shards
-from pipeline.data.shards import MEMBERS, SPLITS, Blocks, ShardInfo, Source
-from pipeline.data.wordpiece import load_tokenizer
+from pipeline.data import format as dataset_format
+from pipeline.data.format import MEMBERS, SPLITS, Blocks, ShardInfo, Source
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file, write_atomic
+from pipeline.tokenizer.wordpiece import load_tokenizer
 
 SHARD_FOLDER = "shards"
 
@@ -67,7 +67,7 @@ def write(
     )
     write_atomic(
         output / "index.json",
-        shards.index_bytes(
+        dataset_format.index_bytes(
             vocabulary=load_tokenizer(tokenizer_path).vocabulary,
             tokenizer_file=tokenizer_path.name,
             tokenizer_sha256=sha256_file(tokenizer_path),

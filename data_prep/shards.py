@@ -22,9 +22,9 @@ from data_prep.counts import Counts
 from data_prep.ingest import read_documents
 from data_prep.stage import Done, Task, make_key, replacing
 from data_prep.words import word_starts_of
-from pipeline.data.shards import MEMBERS, SPLITS, token_dtype
-from pipeline.data.tokenizer import Spelling
-from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
+from pipeline.data.format import MEMBERS, SPLITS, token_dtype
+from pipeline.tokenizer.sentencepiece import Spelling
+from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
 
 # Measured on Chinese and English text: 2 bytes a token and 1 bit for words over 3 to 4.5 bytes of
 # text a token.

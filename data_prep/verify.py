@@ -12,11 +12,11 @@ import numpy as np
 import webdataset
 from tqdm import tqdm
 
+from pipeline.data.format import MEMBERS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
-from pipeline.data.shards import MEMBERS, DatasetIndex, read_index
-from pipeline.data.wordpiece import load_tokenizer
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file
+from pipeline.tokenizer.wordpiece import load_tokenizer
 
 
 def verify(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import rjieba
 
-from pipeline.data.tokenizer import Spelling
+from pipeline.tokenizer.sentencepiece import Spelling
 
 # CJK unified ideographs, extension A, compatibility ideographs, and the supplementary planes.
 HAN = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))

@@ -11,7 +11,7 @@ from launch.preflight.commands import add_preflight
 from launch.run_commands import add_cluster
 from launch.site import within_site
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli
 

@@ -17,7 +17,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import build, param, section
 from pipeline.config.strict_yaml import Node
 from pipeline.errors import ConfigError
-from pipeline.model.devices import KNOWN, limits
+from pipeline.model.cost import KNOWN, limits
 from pipeline.runtime.env import SCRATCH_VARIABLE
 
 _NAMES = r"[\w.,@+-]+"

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError, PostnormError
 from pipeline.runtime.files import write_json_atomic
 

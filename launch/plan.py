@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
-from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import INDEX_FILE, read_index
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import ConfigError
-from pipeline.kernels.choice import REFERENCE, Choice, expected_on_gpu
+from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 
 _CHECKPOINT_BYTES = 12

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DataError
-from pipeline.runtime.append import AppendedFile
-from pipeline.runtime.files import ATTEMPTS_FILE, read_json_lines, write_atomic
+from pipeline.runtime.files import ATTEMPTS_FILE, AppendedFile, read_json_lines, write_atomic
 
 PRETRAIN, EVALUATE, PROGRAM = "pretrain", "evaluate", "program"
 """Kinds of jobs: two commands of `python -m pipeline`, and programs of the user."""

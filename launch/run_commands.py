@@ -34,8 +34,8 @@ from launch.submit_run import (
 )
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import INDEX_FILE, read_index
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.files import RESOLVED_FILE, STOP_FILE

@@ -34,7 +34,7 @@ from launch.render import Job, render
 from launch.slurm import run_command
 from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, resolved_text, to_yaml
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import BusyError, ConfigError
 from pipeline.runtime.files import STOP_FILE, write_atomic, write_json_atomic
 

@@ -20,19 +20,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipeline.checkpoints.commands import add_checkpoint
 from pipeline.config.load import explain, load, to_yaml
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
     EXIT_FINISHED,
     PostnormError,
 )
-from pipeline.inspect.checkpoint_commands import add_checkpoint
+from pipeline.profile.command import add_profile
 from pipeline.runtime import cli, env
 from pipeline.runtime.files import record_exit
-from pipeline.tasks.evaluate_command import add_evaluate
-from pipeline.tasks.profile_command import add_profile
+from pipeline.use.evaluate_command import add_evaluate
 
 _EXAMPLES = """\
   python -m pipeline config configs/demo.yaml --explain train.lr=1e-3
@@ -85,8 +85,7 @@ def _coverage(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from pipeline.inspect.status import run_status
-    from pipeline.inspect.status_text import status_text
+    from pipeline.inspect.status import run_status, status_text
 
     status = run_status(arguments.run_dir)
     if arguments.json:
@@ -128,8 +127,8 @@ def _pretrain(arguments: argparse.Namespace) -> int:
     try:
         config = load(PretrainConfig, arguments.config, arguments.overrides).config
         run_dir = config.run_dir
-        from pipeline.export.weights import initial_weights
         from pipeline.train.build import pretrain
+        from pipeline.use.export import initial_weights
 
         source = config.init_from
         initial = partial(initial_weights, Path(source)) if source is not None else None
@@ -144,7 +143,7 @@ def _pretrain(arguments: argparse.Namespace) -> int:
 
 
 def _bandwidth(arguments: argparse.Namespace) -> int:
-    from pipeline.train.bandwidth import measure_bandwidth
+    from pipeline.profile.bandwidth import measure_bandwidth
 
     return measure_bandwidth(
         env.process_info(), arguments.records, nodes=arguments.nodes.split(),
@@ -153,7 +152,7 @@ def _bandwidth(arguments: argparse.Namespace) -> int:
 
 
 def _fill_mask(arguments: argparse.Namespace) -> int:
-    from pipeline.export.fill_mask import fill_mask, text_table
+    from pipeline.use.fill_mask import fill_mask, text_table
 
     for text in arguments.text:
         print(text_table(fill_mask(arguments.run_dir, text, top=arguments.top)))
@@ -161,8 +160,8 @@ def _fill_mask(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from pipeline.export.hf import export_hf
-    from pipeline.export.weights import export
+    from pipeline.use.export import export
+    from pipeline.use.hf import export_hf
 
     report = (export_hf if arguments.format == "hf" else export)(arguments.source, arguments.out)
     print(
@@ -173,7 +172,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from pipeline.export.convert import convert
+    from pipeline.use.convert import convert
 
     report = convert(
         arguments.checkpoint, arguments.out,
@@ -188,7 +187,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _grow(arguments: argparse.Namespace) -> int:
-    from pipeline.export.grow import grow
+    from pipeline.use.grow import grow
 
     report = grow(
         arguments.source, arguments.out,
@@ -203,7 +202,7 @@ def _grow(arguments: argparse.Namespace) -> int:
 
 
 def _encode(arguments: argparse.Namespace) -> int:
-    from pipeline.export.encode import TextEncoder, write_vectors
+    from pipeline.use.encode import TextEncoder, write_vectors
 
     encoder = TextEncoder(
         arguments.source, pooling=arguments.pooling, max_length=arguments.max_length

@@ -9,7 +9,7 @@ import pytest
 from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex, read_index
 from tests.support.ranks import Ranks
 from tests.support.variants import Variants
 

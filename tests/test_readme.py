@@ -8,7 +8,7 @@ import pytest
 from data_prep.config import PrepConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import parameters
 
 ROOT = Path(__file__).parents[1]

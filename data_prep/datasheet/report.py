@@ -18,7 +18,7 @@ from data_prep.datasheet.report_sources import PIECE_STAGES, by_source
 from data_prep.dedup import exact
 from data_prep.stage import Done
 from pipeline.config.load import provenance
-from pipeline.data.shards import SPLITS, DatasetIndex, read_index
+from pipeline.data.format import SPLITS, DatasetIndex, read_index
 
 REPORT_FILE = "report.json"
 

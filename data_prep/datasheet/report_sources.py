@@ -14,7 +14,7 @@ from data_prep.counts import Counts
 from data_prep.datasheet.lengths import Lengths
 from data_prep.inputs import Piece
 from data_prep.stage import Done
-from pipeline.data.shards import SPLITS
+from pipeline.data.format import SPLITS
 
 PIECE_STAGES = {"ingest": ingest.STAGES, "lines": ("lines",)}
 """Stages that write the text of every piece, and what they count. The last one's is tokenised."""

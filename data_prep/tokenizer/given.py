@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.config import TokenizerConfig
-from pipeline.data.fast_tokenizer import CONFIG_JSON, BertOptions, refuse_foreign_splitter
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.wordpiece import build, read_tokenizer_json, read_vocab_txt
 from pipeline.errors import ConfigError, DataError
+from pipeline.tokenizer.fast import CONFIG_JSON, BertOptions, refuse_foreign_splitter
+from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.tokenizer.wordpiece import build, read_tokenizer_json, read_vocab_txt
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from data_prep.tokenizer.sample import Kept, Sample
 from data_prep.words import HAN
-from pipeline.data.tokenizer import Spelling
-from pipeline.data.wordpiece import CONTINUES, DatasetTokenizer
+from pipeline.tokenizer.sentencepiece import Spelling
+from pipeline.tokenizer.wordpiece import CONTINUES, DatasetTokenizer
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _LISTED = 10

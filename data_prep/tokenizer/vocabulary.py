@@ -14,9 +14,9 @@ from data_prep.stage import Done, Task, make_key
 from data_prep.tokenizer import report as tokenizer_report
 from data_prep.tokenizer import sample
 from data_prep.tokenizer.given import GivenTokenizer
-from pipeline.data import tokenizer
-from pipeline.data.wordpiece import load_tokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.tokenizer import sentencepiece
+from pipeline.tokenizer.wordpiece import load_tokenizer
 
 # Sentencepiece skips longer lines without a word; 4 bytes a character at most.
 _MAX_LINE_CHARS = 10_000
@@ -65,7 +65,7 @@ def run(task: Task[VocabularyJob]) -> tuple[dict[str, Any], list[Path]]:
     if job.given:
         write_atomic(path, job.given.content)
     else:
-        model = tokenizer.train(
+        model = sentencepiece.train(
             _lines(job.kept, training),
             vocab_size=job.config.vocab_size or DEFAULT_VOCAB_SIZE,
             model_type=job.config.model_type,

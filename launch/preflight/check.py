@@ -23,7 +23,7 @@ from launch.preflight.host import (
     packages,
 )
 from launch.preflight.record import ClockFacts, Finding, GpuFacts, Record
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.runtime import env
 
 

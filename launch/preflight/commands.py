@@ -24,8 +24,8 @@ from launch.preflight.record import (
 from launch.records import append_history, exclude_nodes, excluded_nodes
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import read_index
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import read_index
 from pipeline.errors import EXIT_FINISHED, CheckpointError, DataError, PostnormError
 from pipeline.runtime import cli, env
 

@@ -3,8 +3,8 @@
 import random
 
 from launch.preflight.record import Finding
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.errors import DataError, PostnormError
 
 

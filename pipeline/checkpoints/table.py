@@ -18,7 +18,7 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.retention import Retention
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import CheckpointError
 from pipeline.runtime.files import RESOLVED_FILE
 from pipeline.runtime.log import duration_text

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.data.format import DatasetIndex
 from pipeline.data.packing import RULE_VERSION, SPECIALS_PER_PIECE, Ints, pack
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex
 from pipeline.runtime import watchdog
 from pipeline.runtime.files import write_atomic
 

@@ -8,15 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
-from pipeline.data.assemble import Slots, lay_out
 from pipeline.data.batch_hash import sequence_hashes
-from pipeline.data.mask_kernel import Sequences
-from pipeline.data.masking import mask_tokens
+from pipeline.data.format import DatasetIndex
+from pipeline.data.masking import Sequences, mask_tokens
 from pipeline.data.order import Ints, Locations
 from pipeline.data.packing import Packing, pack
-from pipeline.data.philox import Purpose
+from pipeline.data.random import Purpose
 from pipeline.data.reader import Block, BlockReader
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.slots import Slots, lay_out
 from pipeline.errors import DataError
 
 

@@ -7,7 +7,7 @@ other data is told which shards, tokenizer or sources changed, and not two hashe
 from itertools import zip_longest
 from typing import Any
 
-from pipeline.data.shards import FORMAT_VERSION
+from pipeline.data.format import FORMAT_VERSION
 
 _MOST_NAMES = 5
 _SHA256_DIGITS = 64

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Masks, PackedSplit
+from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints, Locations
-from pipeline.data.philox import Purpose
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.random import Purpose
 from pipeline.data.steps import Share, TrainSteps
 from pipeline.data.workers import Workers
 

@@ -35,6 +35,13 @@ that touch as one.
 without a mask, and attention does not cross documents. The word with the least draw of a document
 is the one that a rising ratio would select first, so masks stay nested. With `exact` it is taken
 on top of the budget.
+
+The compiled inner loop of masking: whole numbers only, so equal on every machine.
+
+How words are selected is said in `pipeline.data.masking`.
+
+Letters: B sequences, S slots each; a sequence has W words, which are single tokens where tokens
+are masked by themselves.
 """
 
 import math
@@ -44,9 +51,302 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
-from pipeline.data.mask_kernel import Rule, Sequences, mask_batch
-from pipeline.data.philox import Purpose
-from pipeline.data.shards import Vocabulary
+from pipeline.data.format import Vocabulary
+from pipeline.data.jit import inlined, kernel
+from pipeline.data.random import Purpose
+
+# Mixed with a signed whole number, an unsigned one of 64 bits becomes a float: hence the casts.
+_MULTIPLY_A = np.uint64(0xD2511F53)
+_MULTIPLY_B = np.uint64(0xCD9E8D57)
+_WEYL_A = np.uint64(0x9E3779B9)
+_WEYL_B = np.uint64(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_ROUND_UP = np.uint64(1 << 31)
+_NOT_CHOSEN = -1
+
+
+class Sequences(NamedTuple):
+    """A batch to be masked."""
+
+    tokens: npt.NDArray[np.int64]
+    """(B, S) token ids, specials and padding included."""
+    word_starts: npt.NDArray[np.bool_]
+    """(B, S), true where a word begins; true at the first token of each piece."""
+    maskable: npt.NDArray[np.bool_]
+    """(B, S), false at special tokens and padding, which are never selected."""
+    documents: npt.NDArray[np.int32]
+    """(B, S) number of the packed document; equal neighbours are one document."""
+    sample_ids: npt.NDArray[np.int64]
+    """(B,) number of each sequence."""
+    epochs: npt.NDArray[np.int64]
+    """(B,) epoch in which each sequence is seen, below 2^32."""
+
+
+class Rule(NamedTuple):
+    """A masking config in whole numbers; shares are in units of 2^-32, rounded up."""
+
+    by_token: bool
+    by_budget: bool
+    at_least_one: bool
+    select_below: np.uint64
+    """A word is selected whose draw is below this; also the share of a budget."""
+    mask_below: np.uint64
+    random_below: np.uint64
+    longer_from: npt.NDArray[np.uint64]
+    """(l,) rising; a span has one word, and one more for each of these that its draw reaches."""
+    mask_id: int
+    in_text: npt.NDArray[np.int64]
+    """(m,) ids that random replacements are drawn from."""
+
+
+class _Words(NamedTuple):
+    """Scratch memory for one sequence."""
+
+    first: npt.NDArray[np.int64]
+    """(S + 1,) first slot of each word, and S after the last."""
+    before: npt.NDArray[np.int64]
+    """(S + 1,) number of maskable tokens before each word, and all of them after the last."""
+    select: npt.NDArray[np.uint32]
+    """(S,) draws of each word, 32 bits each."""
+    action: npt.NDArray[np.uint32]
+    length: npt.NDArray[np.uint32]
+    chosen: npt.NDArray[np.int64]
+    """(S + 1,) chosen words, rising; what stands behind them means nothing."""
+    source: npt.NDArray[np.int64]
+    """(S,) word whose action a chosen word takes, -1 if it is not chosen."""
+
+
+@inlined
+def philox_words(
+    c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
+) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
+    """Philox4x32-10 of one counter and key, all below 2^32; see `pipeline.data.random`."""
+    for _ in range(10):
+        product_a = _MULTIPLY_A * c0
+        product_b = _MULTIPLY_B * c2
+        c0 = (product_b >> _HALF) ^ c1 ^ k0
+        c1 = product_b & _LOW
+        c2 = (product_a >> _HALF) ^ c3 ^ k1
+        c3 = product_a & _LOW
+        k0 = (k0 + _WEYL_A) & _LOW
+        k1 = (k1 + _WEYL_B) & _LOW
+    return c0, c1, c2, c3
+
+
+@kernel
+def mask_batch(
+    batch: Sequences,
+    rule: Rule,
+    k0: np.uint64,
+    k1: np.uint64,
+    corrupted: npt.NDArray[np.int64],
+    selected: npt.NDArray[np.bool_],
+    unmasked: npt.NDArray[np.int64],
+) -> None:
+    """Masks `corrupted`, a copy of the tokens, and marks `selected`, all false before.
+
+    Fills `unmasked`, (B,), with the numbers of documents that have a maskable token but none
+    selected.
+    """
+    rows, slots = batch.tokens.shape
+    words = _Words(
+        np.empty(slots + 1, np.int64),
+        np.empty(slots + 1, np.int64),
+        np.empty(slots, np.uint32),
+        np.empty(slots, np.uint32),
+        np.empty(slots, np.uint32),
+        np.empty(slots + 1, np.int64),
+        np.empty(slots, np.int64),
+    )
+    ranked = np.empty(slots, np.uint64)
+    is_masked = np.empty(slots + 1, np.bool_)
+    unmasked[:] = 0
+    for row in range(rows):
+        epoch = np.uint64(batch.epochs[row])
+        low = np.uint64(batch.sample_ids[row]) & _LOW
+        high = np.uint64(batch.sample_ids[row]) >> _HALF
+        documents, maskable = batch.documents[row], batch.maskable[row]
+        count = _find_words(batch.word_starts[row], maskable, rule.by_token, words)
+        for word in range(count):
+            position = np.uint64(words.first[word])
+            draws = philox_words(position, epoch, low, high, k0, k1)
+            words.select[word] = draws[0]
+            words.action[word] = draws[1]
+            words.length[word] = draws[3]
+        if rule.by_budget:
+            num_chosen = _choose_by_budget(words, count, documents, rule, ranked)
+        else:
+            num_chosen = _choose_each(words, count, rule.select_below)
+        if not _every_document_is_masked(words, num_chosen, documents, is_masked):
+            unmasked[row] = _settle_documents(words, count, documents, rule.at_least_one)
+            num_chosen = _list_chosen(words, count)
+        for i in range(num_chosen):
+            word = words.chosen[i]
+            action = np.uint64(words.action[words.source[word]])
+            for slot in range(words.first[word], words.first[word + 1]):
+                if not maskable[slot]:
+                    continue
+                selected[row, slot] = True
+                if action < rule.mask_below:
+                    corrupted[row, slot] = rule.mask_id
+                elif action < rule.random_below:
+                    draws = philox_words(np.uint64(slot), epoch, low, high, k0, k1)
+                    # The bias of a remainder of 32 bits is below m / 2^32, 1 in 65,536 at most.
+                    choice = draws[2] % np.uint64(len(rule.in_text))
+                    corrupted[row, slot] = rule.in_text[choice]
+
+
+@kernel
+def _find_words(
+    starts: npt.NDArray[np.bool_], maskable: npt.NDArray[np.bool_], by_token: bool, words: _Words
+) -> int:
+    """Fills `first` and `before`; returns the number of words."""
+    slots = len(starts)
+    count, seen = 0, 0
+    for slot in range(slots):
+        # Written for every slot and kept where a word starts: a branch would be guessed wrong.
+        words.first[count] = slot
+        words.before[count] = seen
+        count += by_token | starts[slot] | (slot == 0)
+        seen += maskable[slot]
+    words.first[count] = slots
+    words.before[count] = seen
+    return count
+
+
+@kernel
+def _choose_each(words: _Words, count: int, select_below: np.uint64) -> int:
+    """Each word by its own draw; lists the chosen ones and returns their number."""
+    chosen = 0
+    for word in range(count):
+        # Written for every word and kept where it is chosen: a branch would be guessed wrong.
+        words.chosen[chosen] = word
+        is_chosen = (np.uint64(words.select[word]) < select_below) & (
+            words.before[word + 1] > words.before[word]
+        )
+        words.source[word] = word if is_chosen else _NOT_CHOSEN
+        chosen += is_chosen
+    return chosen
+
+
+@kernel
+def _list_chosen(words: _Words, count: int) -> int:
+    """Lists the words that have a source and returns their number."""
+    chosen = 0
+    for word in range(count):
+        words.chosen[chosen] = word
+        chosen += words.source[word] != _NOT_CHOSEN
+    return chosen
+
+
+@kernel
+def _choose_by_budget(
+    words: _Words,
+    count: int,
+    documents: npt.NDArray[np.int32],
+    rule: Rule,
+    ranked: npt.NDArray[np.uint64],
+) -> int:
+    """Words by rank of their draws, each with the span that it starts, while they fit.
+
+    Lists the chosen ones and returns their number.
+    """
+    words.source[:count] = _NOT_CHOSEN
+    left = np.int64((np.uint64(words.before[count]) * rule.select_below + _ROUND_UP) >> _HALF)
+    # The budget is mostly used up by the lowest draws, so that few of all are sorted.
+    low, high = np.uint64(0), rule.select_below + (rule.select_below >> np.uint64(2))
+    while left > 0 and low <= _LOW:
+        candidates = 0
+        for word in range(count):
+            draw = np.uint64(words.select[word])
+            # Of equal draws the earlier word comes first.
+            ranked[candidates] = (draw << _HALF) | np.uint64(word)
+            is_maskable = words.before[word + 1] > words.before[word]
+            candidates += (low <= draw) & (draw < high) & is_maskable
+        ranked[:candidates].sort()
+        for rank in range(candidates):
+            start = np.int64(ranked[rank] & _LOW)
+            if left > 0 and words.source[start] == _NOT_CHOSEN:
+                left = _take_span(words, count, start, left, documents, rule.longer_from)
+        low, high = high, high << np.uint64(1)
+    return _list_chosen(words, count)
+
+
+@kernel
+def _take_span(
+    words: _Words,
+    count: int,
+    start: int,
+    left: int,
+    documents: npt.NDArray[np.int32],
+    longer_from: npt.NDArray[np.uint64],
+) -> int:
+    """Chooses the span that starts at a word, as far as it fits; returns the budget then left."""
+    stop = start + 1
+    for limit in longer_from:
+        stop += np.uint64(words.length[start]) >= limit
+    document = documents[words.first[start]]
+    for word in range(start, min(stop, count)):
+        size = words.before[word + 1] - words.before[word]
+        if size == 0 or documents[words.first[word]] != document:
+            break
+        if words.source[word] == _NOT_CHOSEN:
+            if size > left:
+                break
+            words.source[word] = start
+            left -= size
+    return left
+
+
+@kernel
+def _every_document_is_masked(
+    words: _Words,
+    num_chosen: int,
+    documents: npt.NDArray[np.int32],
+    is_masked: npt.NDArray[np.bool_],
+) -> bool:
+    """Whether documents 1, 2, ... up to the highest number have a chosen word; says no too often.
+
+    Nearly always all have: this is less work than to walk along all words.
+    """
+    highest = np.int32(0)
+    for document in documents:
+        highest = max(highest, document)
+    if highest >= len(is_masked):
+        return False
+    is_masked[: highest + 1] = False
+    for i in range(num_chosen):
+        document = documents[words.first[words.chosen[i]]]
+        if document < 0:
+            return False
+        is_masked[document] = True
+    return bool(is_masked[1 : highest + 1].all())
+
+
+@kernel
+def _settle_documents(
+    words: _Words, count: int, documents: npt.NDArray[np.int32], at_least_one: bool
+) -> int:
+    """Finds documents without a chosen word; chooses their least draw or counts them."""
+    unmasked = 0
+    stop = 0
+    while stop < count:
+        document = documents[words.first[stop]]
+        least, is_masked = _NOT_CHOSEN, False
+        while stop < count and documents[words.first[stop]] == document:
+            if words.before[stop + 1] > words.before[stop]:
+                is_masked |= words.source[stop] != _NOT_CHOSEN
+                if least == _NOT_CHOSEN or words.select[stop] < words.select[least]:
+                    least = stop
+            stop += 1
+        if least != _NOT_CHOSEN and not is_masked:
+            if at_least_one:
+                words.source[least] = least
+            else:
+                unmasked += 1
+    return unmasked
+
 
 MAX_SPAN_WORDS = 10
 

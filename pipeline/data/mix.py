@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import MixConfig
-from pipeline.data.shards import Source
+from pipeline.data.format import Source
 from pipeline.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.philox import Purpose, permutation
+from pipeline.data.random import Purpose, permutation
 
 Ints = npt.NDArray[np.int64]
 

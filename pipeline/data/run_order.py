@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import PackedSplit
+from pipeline.data.format import DatasetIndex
 from pipeline.data.mix import Mix, weights
 from pipeline.data.order import NO_LOCATIONS, Ints, Locations, Material, Order, Start
 from pipeline.data.packing import Packing, repack
-from pipeline.data.shards import DatasetIndex
 from pipeline.errors import ConfigError
 
 _ID_BITS = 48

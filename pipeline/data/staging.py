@@ -26,9 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex
-from pipeline.data.storage import read_range
+from pipeline.data.format import DatasetIndex
+from pipeline.data.reader import BlockReader, read_range
 from pipeline.errors import ConfigError, DataError, PostnormError, StorageError
 
 logger = logging.getLogger(__name__)

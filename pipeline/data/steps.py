@@ -9,13 +9,13 @@ without it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Masks, PackedSplit
+from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
-from pipeline.data.philox import Purpose
+from pipeline.data.random import Purpose
 from pipeline.data.run_order import RunOrder
-from pipeline.data.shards import DatasetIndex
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import Batch
+from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
-from pipeline.data.shards import DatasetIndex
 from pipeline.data.steps import Share, TrainSteps
 from pipeline.errors import PostnormError, WorkerError
 

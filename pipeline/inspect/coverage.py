@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import Counts, packing_counts
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.order import Ints
 from pipeline.data.packing import Packing
 from pipeline.data.run_order import Segment
-from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import TrainSteps
 from pipeline.errors import DataError
 

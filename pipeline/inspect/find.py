@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from pipeline.data.ledger import Ledger, read_ledger
+from pipeline.data.record import Ledger, read_ledger
 from pipeline.errors import DataError
 from pipeline.inspect.opened import OpenedRun
 

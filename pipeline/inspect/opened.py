@@ -7,14 +7,14 @@ from pathlib import Path
 
 from pipeline.config.batches import BatchPlace
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.data.batch_records import BATCHES_FILE, BatchRecord, read_batches
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import sequences_at
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.record import BATCHES_FILE, BatchRecord, read_batches
 from pipeline.data.steps import TrainSteps
-from pipeline.data.wordpiece import DatasetTokenizer, load_tokenizer
 from pipeline.errors import DataError
 from pipeline.runtime.files import ATTEMPTS_FILE, RESOLVED_FILE, read_json_lines
+from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)

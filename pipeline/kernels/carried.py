@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.windows import HEAD_SIZES, Windows, padded_width
+from pipeline.kernels.choose import HEAD_SIZES, Windows, padded_width
 
 _LABEL = torch.bfloat16
 _STORED = torch.float16
@@ -98,14 +98,14 @@ def _forward(
     sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
     scale: float, temperature: float, dropout: float, compact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from pipeline.kernels import carried_launches as launches
+    from pipeline.kernels import carried_triton as launches
 
     turns = cos is not None or token_scale is not None
     out, scores, lse, turned = _empty_results(qkv, longest, compact, turns)
     qkv = qkv.contiguous()
     turning = {"qkv": qkv, "turned": turned, "cos": cos, "sin": sin, "token_scale": token_scale}
     if turns:
-        launches.turn(turning).run()
+        launches.turn_launch(turning).run()
     tensors = {
         **_parts(qkv, turned), "carry": _stored(carry), "scores": _stored(scores), "out": out,
         "lse": lse, "spans": spans, "bounds": bounds, "seed": seed,
@@ -132,7 +132,7 @@ def _backward(
     sin: Tensor | None, token_scale: Tensor | None, seed: Tensor | None, longest: int,
     scale: float, temperature: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from pipeline.kernels import carried_launches as launches
+    from pipeline.kernels import carried_triton as launches
 
     d_qkv, d_carry = _empty_gradients(qkv, scores)
     dq, dk, dv = d_qkv.unbind(1)

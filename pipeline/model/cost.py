@@ -5,13 +5,14 @@ module: its parameters, torch's count of its FLOPs, and the tensors that autogra
 functions need `vocab_size`. Letters: D hidden size, E embedding width, F feed-forward size, N
 heads, H head size, V vocabulary, T tokens of a forward pass, S its sequence length, M its masked
 positions.
+
+What GPUs can do at most, by their names, from NVIDIA's data sheets.
 """
 
 from dataclasses import dataclass
 
 from pipeline.config.model import ModelConfig
-from pipeline.kernels.choice import REFERENCE, Choice
-from pipeline.kernels.windows import padded_width
+from pipeline.kernels.choose import REFERENCE, Choice, padded_width
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
 """Bytes per parameter that every rank holds."""
@@ -169,7 +170,7 @@ def activation_bytes(
         checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
         fused: whether carried scores are those of `pipeline/kernels/carried.py`, and not of the
             plain PyTorch of `pipeline/kernels/attention.py`; and residuals and norms those of
-            `pipeline/kernels/residual_norm.py`.
+            `pipeline/kernels/norm.py`.
 
     Returns:
         Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
@@ -350,3 +351,41 @@ def _norm_size(config: ModelConfig, width: int) -> int:
 
 def _with_total(groups: dict[str, int]) -> dict[str, int]:
     return groups | {"total": sum(groups.values())}
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """Of one GPU."""
+
+    bf16_flops: float
+    """Dense FLOP/s; the sheets print twice as much, with sparsity."""
+    memory_gib: float | None
+    """None: the name does not tell."""
+    bandwidth: float | None
+    """Of its memory, bytes/s; likewise."""
+
+
+KNOWN = {
+    "A100 80GB": DeviceLimits(312e12, 80, 2.04e12),
+    "A100 40GB": DeviceLimits(312e12, 40, 1.56e12),
+    "A100": DeviceLimits(312e12, None, None),
+    "H100 PCIe": DeviceLimits(756e12, 80, 2.0e12),
+    "H100 NVL": DeviceLimits(835e12, 94, 3.9e12),
+    "H100": DeviceLimits(989e12, 80, 3.35e12),
+    "H200": DeviceLimits(989e12, 141, 4.8e12),
+}
+"""The first entry whose words a device's name contains counts."""
+
+
+def limits(name: str) -> DeviceLimits | None:
+    """Those of a device by its name, such as `NVIDIA H100 80GB HBM3`; None: not known.
+
+    `GH200` and the like are other devices, and a MIG slice is a part of one.
+    """
+    words = name.replace("-", " ").split()
+    if "MIG" in words:
+        return None
+    for known, found in KNOWN.items():
+        if set(known.split()) <= set(words):
+            return found
+    return None

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config import schema, strict_yaml
-from pipeline.config.kernels import KernelsConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.train import KernelsConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.choice import REFERENCE, Choice, expected_on_gpu
+from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 
 VOCABULARIES = (12_000, 21_128, 30_522, 50_000)

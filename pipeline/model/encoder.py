@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.model import ModelConfig
-from pipeline.kernels.choice import require_residual_norm
-from pipeline.kernels.vocabulary_loss import vocabulary_loss
-from pipeline.model.initialise import initialise
+from pipeline.kernels.choose import require_residual_norm
+from pipeline.kernels.loss import vocabulary_loss
+from pipeline.model.init import initialise
 from pipeline.model.layers import (
     Layer,
     SharedInputs,
     Trace,
     activate,
     make_norm,
+    rotary_tables,
     run_layer,
 )
 from pipeline.model.layout import Layout
-from pipeline.model.rotary import rotary_tables
 
 LayerRunner = Callable[
     [nn.Module, Tensor, SharedInputs, Tensor | None, int], tuple[Tensor, Tensor | None]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.kernels.windows import Windows
+from pipeline.kernels.choose import Windows
 
 
 class Layout(NamedTuple):

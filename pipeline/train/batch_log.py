@@ -1,4 +1,4 @@
-"""The log of a run's batches: `pipeline.data.batch_records` says what is in it.
+"""The log of a run's batches: `pipeline.data.record` says what is in it.
 
 A later attempt that computes a batch again must find the hash of the earlier attempt.
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.batch_records import (
+from pipeline.data.record import (
     BATCHES_FILE,
     HEADER,
     BatchRecord,

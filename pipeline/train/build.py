@@ -12,12 +12,13 @@ from typing import IO
 
 import torch
 
+from pipeline.checkpoints.resume import CheckpointStore
+from pipeline.checkpoints.save import Saver
 from pipeline.config.load import provenance, resolved_text
-from pipeline.config.run import PretrainConfig
-from pipeline.data.batch_records import BATCHES_FILE, read_batches
-from pipeline.data.ledger import LEDGER_FILE, Rewind, read_ledger
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.record import BATCHES_FILE, LEDGER_FILE, Rewind, read_batches, read_ledger
 from pipeline.data.steps import Share
 from pipeline.errors import (
     EXIT_FINISHED,
@@ -27,7 +28,7 @@ from pipeline.errors import (
     DataError,
     LostRankError,
 )
-from pipeline.kernels.choice import choose
+from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
@@ -43,15 +44,13 @@ from pipeline.runtime.files import (
     write_json_atomic,
 )
 from pipeline.train.batch_log import BatchLog
-from pipeline.train.checkpoint import CheckpointStore
 from pipeline.train.data import open_data
-from pipeline.train.deepspeed_config import DEEPSPEED_FILE, deepspeed_config
+from pipeline.train.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.train.faults import Rescue
 from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Parts, train
 from pipeline.train.requests import Requests
-from pipeline.train.rescue import Rescue
-from pipeline.train.saving import Saver
 from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
 from pipeline.train.spikes import LeftOut, trained_in_spite

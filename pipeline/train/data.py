@@ -3,11 +3,11 @@
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import sequences_at
+from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
-from pipeline.data.shards import DatasetIndex
 from pipeline.data.staging import stage
 from pipeline.data.steps import Share
 from pipeline.errors import PostnormError

@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.checkpoints.state import MASTER, MOMENTS, Part, SavedState, write_part
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
-from pipeline.train.deepspeed_config import deepspeed_config
-from pipeline.train.lamb import Lamb
-from pipeline.train.marks import UPDATE, mark
-from pipeline.train.optimizer import make_optimizer, matrix_slices
-from pipeline.train.own_time import OwnTime
+from pipeline.runtime.marks import UPDATE, mark
+from pipeline.train.deepspeed import deepspeed_config
+from pipeline.train.optimizer import Lamb, TensorSlice, make_optimizer, matrix_slices, share_of_rank
 from pipeline.train.replicated import Replicated
-from pipeline.train.state_files import MASTER, MOMENTS, Part, SavedState, write_part
-from pipeline.train.tensor_slice import TensorSlice, share_of_rank
+from pipeline.train.timing import OwnTime
 
 Objective = Callable[[nn.Module, MicroBatch], LossSums]
 

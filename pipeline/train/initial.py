@@ -7,13 +7,13 @@ from pathlib import Path
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.config.run import PretrainConfig
-from pipeline.data.fast_tokenizer import FastTokenizer
-from pipeline.data.shards import DatasetIndex
-from pipeline.data.wordpiece import difference_of_ids
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.files import sha256_file
+from pipeline.tokenizer.fast import FastTokenizer
+from pipeline.tokenizer.wordpiece import difference_of_ids
 
 logger = logging.getLogger(__name__)
 

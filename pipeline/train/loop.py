@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.checkpoints.save import Saver
 from pipeline.config.batches import BatchPlace
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.data.batch_records import BatchRecord
 from pipeline.data.loader import TrainLoader
+from pipeline.data.record import BatchRecord
 from pipeline.errors import EXIT_FINISHED
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import watchdog
@@ -17,10 +18,9 @@ from pipeline.runtime.env import ProcessInfo
 from pipeline.train import schedule
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import Engine
+from pipeline.train.faults import Rescue
 from pipeline.train.metrics import Interval, Meter
 from pipeline.train.requests import Requests, Wanted
-from pipeline.train.rescue import Rescue
-from pipeline.train.saving import Saver
 from pipeline.train.spikes import LeftOut
 from pipeline.train.state import Clock, TrainState
 from pipeline.train.watch import StepNumbers, Watch

@@ -11,9 +11,9 @@ from pipeline.data.batch import MicroBatch
 from pipeline.objectives.mlm import LossSums
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
-from pipeline.train.device import memory_peaks
 from pipeline.train.engine import Engine, StepResult
 from pipeline.train.layer_norms import GroupNorms, LayerNorms
+from pipeline.train.timing import memory_peaks
 
 _PEAKS = ("gpu_allocated_gb", "gpu_reserved_gb", "host_rss_gb")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
 from pipeline.runtime import dist
-from pipeline.train.tensor_slice import TensorSlice
+from pipeline.train.optimizer import TensorSlice
 
 
 class Replicated(nn.Module):

@@ -21,8 +21,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
-from pipeline.runtime.append import AppendedFile
-from pipeline.runtime.files import METRICS_FILE
+from pipeline.runtime.files import METRICS_FILE, AppendedFile
 from pipeline.runtime.log import duration_text
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.run import PretrainConfig
-from pipeline.config.spikes import SpikeConfig
-from pipeline.data.batch_records import BatchRecord
-from pipeline.data.ledger import Rewind
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.train import SpikeConfig
+from pipeline.data.record import BatchRecord, Rewind
 
 # Of normal noise this times the median distance from the median is the standard deviation.
 _TO_DEVIATION = 1.4826

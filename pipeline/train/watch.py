@@ -8,29 +8,26 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.checkpoints.save import SaveNumbers
 from pipeline.config.batches import BatchPlace
 from pipeline.config.load import resolved_text
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import walk
+from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.shards import DatasetIndex
-from pipeline.model.cost import flops_per_token
-from pipeline.model.devices import limits
+from pipeline.model.cost import flops_per_token, limits
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
 from pipeline.train import schedule
-from pipeline.train.device import device_name
 from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
-from pipeline.train.heat_map import heat_map
+from pipeline.train.health import LastStep, PlateauDoctor, Stragglers
 from pipeline.train.metrics import Interval
-from pipeline.train.observe import Observer, examples_text
-from pipeline.train.plateau import LastStep, PlateauDoctor
-from pipeline.train.saving import SaveNumbers
+from pipeline.train.observe import Observer, examples_text, heat_map
 from pipeline.train.sinks import Sinks, console_line
 from pipeline.train.state import TrainState
-from pipeline.train.stragglers import Stragglers
+from pipeline.train.timing import device_name
 
 logger = logging.getLogger(__name__)
 

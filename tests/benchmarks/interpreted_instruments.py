@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import attention, attention_subjects, gpu_checks
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.train.build import make_model
 

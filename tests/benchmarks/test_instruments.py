@@ -14,8 +14,8 @@ import torch
 from benchmarks import attention, attention_subjects, step
 from benchmarks.attention_subjects import Attention, Case
 from benchmarks.step_subjects import Setting, parse
-from pipeline.data.shards import DatasetIndex
-from pipeline.train.kernel_classes import CATEGORIES
+from pipeline.data.format import DatasetIndex
+from pipeline.profile.timeline import CATEGORIES
 from tests.support.triton import NEEDS_TRITON, run_interpreted
 
 ROOT = Path(__file__).parents[2]

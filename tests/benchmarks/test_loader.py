@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import loader, loader_subjects
+from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex
-from pipeline.data.wordpiece import load_tokenizer
-from pipeline.export.hf_tokenizer import write_hf_tokenizer
+from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.use.hf_tokenizer import write_hf_tokenizer
 
 _SLOTS, _BATCH = 64, 8
 

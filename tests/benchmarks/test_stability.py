@@ -15,7 +15,7 @@ from benchmarks import curves, stability, stability_report
 from benchmarks.carry_forms import FORMS, use_form
 from benchmarks.stability_report import Finished
 from pipeline.config.model import ModelConfig
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded

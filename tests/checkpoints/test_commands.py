@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoints.commands import add_checkpoint
 from pipeline.checkpoints.manifest import FOLDER, state_file
 from pipeline.errors import CheckpointError
-from pipeline.inspect.checkpoint_commands import add_checkpoint
 from tests.support.checkpoints import make_checkpoint
 
 

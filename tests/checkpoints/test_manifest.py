@@ -16,9 +16,9 @@ from pipeline.checkpoints.manifest import (
     signed,
     state_file,
 )
+from pipeline.checkpoints.resume import _require_complete
 from pipeline.errors import CheckpointError
 from pipeline.runtime.tensors import SlicedFile, write_file
-from pipeline.train.checkpoint import _require_complete
 from tests.support.checkpoints import make_checkpoint, write_manifest
 
 FILE = state_file(1, 2)

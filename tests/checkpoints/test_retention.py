@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoints.commands import carry_out, plan
 from pipeline.checkpoints.manifest import FOLDER, published, state_file, verify
-from pipeline.checkpoints.prune import carry_out, plan
 from pipeline.checkpoints.retention import Retention, superseded
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
 from pipeline.errors import CheckpointError, ConfigError

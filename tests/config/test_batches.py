@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.batches import BatchPlan, PhaseConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
 from pipeline.errors import ConfigError

@@ -14,7 +14,7 @@ from data_prep.config import PrepConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
 from pipeline.config.load import explain, load, resolved_text
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

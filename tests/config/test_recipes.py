@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import flops_per_token
 from pipeline.train.schedule import learning_rate
 

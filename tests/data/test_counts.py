@@ -13,8 +13,8 @@ from pipeline.config.data import DataConfig
 from pipeline.data import counts
 from pipeline.data.counts import Counts, packing_counts
 from pipeline.data.dataset import PackedSplit
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.errors import DataError
 from tests.support import reference_packing
 from tests.support.large_index import plausible_counts, write_large_index
@@ -157,11 +157,11 @@ import sys
 from pathlib import Path
 import numpy as np
 from pipeline.data import counts
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.shards import read_index
+from pipeline.data.format import read_index
 from pipeline.data.steps import Share
 
 def peak_mib():  # ru_maxrss would be at least that of the process that started this one

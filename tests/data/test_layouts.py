@@ -17,10 +17,10 @@ import pytest
 
 from pipeline.config.batches import PhaseConfig
 from pipeline.config.data import DataConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.counts import sequences_at
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.data.steps import Share, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, WorkerError

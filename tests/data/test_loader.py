@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from pipeline.config.data import DataConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.data.dataset import Masks
+from pipeline.data.format import CLS_ID, MASK_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.order import Locations
-from pipeline.data.philox import Purpose
+from pipeline.data.random import Purpose
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import CLS_ID, MASK_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex
 from pipeline.data.steps import Share
 from pipeline.errors import ConfigError
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from pipeline.config.data import DataConfig
-from pipeline.data.mask_kernel import Sequences
-from pipeline.data.masking import Masked, mask_tokens
-from pipeline.data.philox import Purpose
+from pipeline.data.masking import Masked, Sequences, mask_tokens
+from pipeline.data.random import Purpose
 from pipeline.errors import ConfigError
 from tests.support.mask_reference import (
     VOCABULARY,

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from pipeline.config.data import DataConfig
-from pipeline.data.mask_kernel import Sequences
-from pipeline.data.masking import Masked, mask_tokens
+from pipeline.data.format import MASK_ID, NUM_SPECIAL
+from pipeline.data.masking import Masked, Sequences, mask_tokens
 from pipeline.data.order import Material, Order
-from pipeline.data.philox import Purpose
-from pipeline.data.shards import MASK_ID, NUM_SPECIAL
+from pipeline.data.random import Purpose
 from tests.support.mask_reference import VOCABULARY, batch_of, mask_by_arrays, within
 
 TOKEN = DataConfig(dir="unused", masking="token")

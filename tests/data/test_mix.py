@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipeline.config.data import MixConfig
+from pipeline.data.format import Source
 from pipeline.data.mix import Mix, weights
-from pipeline.data.shards import Source
 from pipeline.errors import ConfigError
 
 AMOUNTS = {

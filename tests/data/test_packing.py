@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from pipeline.data.format import DatasetIndex
 from pipeline.data.packing import pack
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex
 from tests.support import reference_packing
 
 

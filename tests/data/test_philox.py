@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data import mask_kernel
-from pipeline.data.mask_kernel import philox_words
-from pipeline.data.philox import Purpose, permutation, philox, uniform
+from pipeline.data import masking
+from pipeline.data.masking import philox_words
+from pipeline.data.random import Purpose, permutation, philox, uniform
 
 # Random123, tests/kat_vectors: philox4x32 with 10 rounds.
 KNOWN_ANSWERS = [
@@ -34,7 +34,7 @@ def test_philox_known_answers(
 
 
 def test_kernel_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
-    shutil.copy(mask_kernel.__file__, tmp_path / "kernel.py")
+    shutil.copy(masking.__file__, tmp_path / "kernel.py")
     (tmp_path / "__pycache__").write_text("a file, so that no folder can be made")
     code = "import kernel, numpy as np; print(kernel.philox_words(*map(np.uint64, [0] * 6))[0])"
     environment = {"XDG_CACHE_HOME": "/dev/null/none"}

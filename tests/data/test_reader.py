@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from data_prep.verify import verify
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.errors import DataError
 
 

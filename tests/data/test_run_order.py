@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from pipeline.config.batches import PhaseConfig
 from pipeline.config.data import DataConfig, MixConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.dataset import PackedSplit
+from pipeline.data.format import DatasetIndex, Source
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing, pack
 from pipeline.data.run_order import RunOrder, Segment
-from pipeline.data.shards import DatasetIndex, Source
 from pipeline.errors import ConfigError
 
 

@@ -20,11 +20,11 @@ import torch
 
 from data_prep.verify import verify
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.data import storage
+from pipeline.config.runs import PretrainConfig
+from pipeline.data import reader
+from pipeline.data.format import Blocks, DatasetIndex, index_bytes, read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import BlockReader, refuse_unlisted
-from pipeline.data.shards import Blocks, DatasetIndex, index_bytes, read_index
 from pipeline.data.staging import stage
 from pipeline.data.steps import Share
 from pipeline.errors import ConfigError, DataError
@@ -235,9 +235,9 @@ def test_a_moment_s_failure_of_the_source_is_tried_again(
         return real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    monkeypatch.setattr(reader.time, "sleep", pauses.append)
     stage(dataset, tmp_path)
-    assert pauses == list(storage.PAUSES_S[:2])
+    assert pauses == list(reader.PAUSES_S[:2])
     assert _tars(tmp_path) == _originals(dataset)
 
 

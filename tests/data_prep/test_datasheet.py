@@ -22,8 +22,8 @@ from data_prep.datasheet.page import to_html, to_markdown
 from data_prep.run import run
 from data_prep.stage import Stage, run_tasks
 from pipeline.config.load import load
+from pipeline.data.format import SPLITS, read_index
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import SPLITS, read_index
 from tests.support.near_texts import chinese, english
 
 EVIL = "<script>alert('x')</script> & | `b` \u202e"

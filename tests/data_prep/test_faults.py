@@ -12,7 +12,7 @@ import pytest
 from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
-from pipeline.data.shards import read_index
+from pipeline.data.format import read_index
 
 ALL_STAGES = ["dedup.near_duplicates=true", "dedup.bands=4"]
 

@@ -19,9 +19,9 @@ from data_prep.ingest import read_lines
 from data_prep.run import run
 from data_prep.shards import plan
 from pipeline.config.load import load
+from pipeline.data.format import MEMBERS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import MEMBERS, DatasetIndex, read_index
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.tokenizer.sentencepiece import Tokenizer
 
 
 def _config(prep_config: Path, output: Path, source: Path | str, *overrides: str) -> PrepConfig:

@@ -8,7 +8,7 @@ import numpy as np
 from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
-from pipeline.data.shards import read_index
+from pipeline.data.format import read_index
 from tests.support import near_texts
 
 

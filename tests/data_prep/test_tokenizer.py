@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.shards import MASK_ID, NUM_SPECIAL, SPECIAL_TOKENS, DatasetIndex
-from pipeline.data.tokenizer import Tokenizer, train
+from pipeline.data.format import MASK_ID, NUM_SPECIAL, SPECIAL_TOKENS, DatasetIndex
 from pipeline.errors import DataError
+from pipeline.tokenizer.sentencepiece import Tokenizer, train
 
 
 @pytest.fixture(scope="module")

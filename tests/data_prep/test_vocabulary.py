@@ -14,7 +14,7 @@ from data_prep.tokenizer.given import read_given
 from data_prep.tokenizer.report import script
 from data_prep.tokenizer.sample import allot
 from pipeline.config.load import load
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
 from tests.support import bert_vocabulary, near_texts
 

@@ -9,7 +9,7 @@ import rjieba
 
 from data_prep import words
 from data_prep.words import HAN, word_starts, word_starts_of
-from pipeline.data.tokenizer import Tokenizer, train
+from pipeline.tokenizer.sentencepiece import Tokenizer, train
 
 CHINESE = (
     "今天 天气 很 好 我们 在 北京 大学 学习 计算机 他 喜欢 喝 咖啡 模型 训练 数据 语言 的 是 和"

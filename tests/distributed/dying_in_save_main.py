@@ -7,8 +7,8 @@ import os
 import runpy
 import signal
 
-from pipeline.train import save_job
-from pipeline.train.save_job import RankFiles
+from pipeline.checkpoints import save_job
+from pipeline.checkpoints.save_job import RankFiles
 
 _original = save_job._flush_and_describe
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed import distributed_c10d
 
-from pipeline.train.own_time import OwnTime
+from pipeline.train.timing import OwnTime
 
 _original = OwnTime.end
 _steps = 0

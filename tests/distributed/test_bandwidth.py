@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.preflight.record import Bandwidth, read_bandwidth
-from pipeline.train.bandwidth import bus_bandwidth, pairs_in_ring
+from pipeline.profile.bandwidth import bus_bandwidth, pairs_in_ring
 
 _NODES = ("b1", "b2", "b3")
 

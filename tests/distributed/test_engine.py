@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.checkpoints.state import SavedState, read_weights
 from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.model.layout import rows
-from pipeline.train.state_files import SavedState, read_weights
 from tests.distributed import engine_main as case
 from tests.support.ranks import start, state_of
 

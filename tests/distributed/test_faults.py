@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints.manifest import newest_good, read_manifest, verify
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 pytestmark = pytest.mark.dist
@@ -122,7 +122,7 @@ def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Pa
     run_dir = tmp_path / "small" / "run"
     code = (
         "import sys; from pathlib import Path; from tests.support.ranks import Ranks;"
-        "from pipeline.data.shards import read_index;"
+        "from pipeline.data.format import read_index;"
         "from pipeline.checkpoints.manifest import verify;"
         f"r = Ranks(Path({str(run_dir)!r}), read_index({str(dataset.folder)!r}));"
         "codes = r.wait(); print(codes, r.output);"
@@ -200,7 +200,7 @@ def test_missing_process_group_variable_is_named(
 def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
     # A run in which all ranks train on the same data looks healthy; this is its direct check.
     from pipeline.config.load import load
-    from pipeline.config.run import PretrainConfig
+    from pipeline.config.runs import PretrainConfig
     from pipeline.data.loader import TrainLoader
     from pipeline.data.steps import Share
     from tests.support.ranks import CONFIG

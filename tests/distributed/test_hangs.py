@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.inspect.status import run_status
 from tests.support.ranks import Ranks
 

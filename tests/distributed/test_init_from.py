@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.shards import DatasetIndex
-from pipeline.export.grow import grow
+from pipeline.data.format import DatasetIndex
+from pipeline.use.grow import grow
 from tests.support.ranks import Ranks, losses
 
 pytestmark = pytest.mark.dist

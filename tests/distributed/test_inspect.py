@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data.batch_records import BATCHES_FILE, read_batches
+from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex
-from pipeline.data.wordpiece import load_tokenizer
+from pipeline.data.record import BATCHES_FILE, read_batches
+from pipeline.tokenizer.wordpiece import load_tokenizer
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 pytestmark = pytest.mark.dist

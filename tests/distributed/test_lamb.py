@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.train.state_files import read_weights
+from pipeline.checkpoints.state import read_weights
 from tests.distributed import lamb_main
 from tests.distributed.lamb_main import Case
 from tests.support.ranks import start, state_of

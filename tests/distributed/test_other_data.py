@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.manifest import MANIFEST_FILE, read_manifest, signed, verify
-from pipeline.data.shards import INDEX_FILE, DatasetIndex
+from pipeline.data.format import INDEX_FILE, DatasetIndex
 from pipeline.runtime.files import sha256_file
 from tests.support.ranks import Ranks
 from tests.support.variants import Variants

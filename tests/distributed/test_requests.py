@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.data.shards import DatasetIndex
+from pipeline.checkpoints.resume import newest_good, read_manifest
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.inspect.status import run_status
-from pipeline.train.checkpoint import newest_good, read_manifest
 from tests.support.ranks import Ranks, losses, records
 
 pytestmark = pytest.mark.dist

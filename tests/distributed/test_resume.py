@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpoints.manifest import newest_good, read_manifest
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
 from tests.support.ranks import Ranks, losses, newest_state, records
 
@@ -244,11 +244,11 @@ def test_other_dataset_is_refused(
     shutil.copytree(straight_run, tmp_path / "run")
     shutil.copytree(dataset.folder, tmp_path / "data")
     index = json.loads((tmp_path / "data/index.json").read_text())
-    from pipeline.data import shards
+    from pipeline.data import format as dataset_format
 
     del index["fingerprint"]
     index["unigram_entropy_nats"] += 1
-    index["fingerprint"] = shards._fingerprint(index)
+    index["fingerprint"] = dataset_format._fingerprint(index)
     (tmp_path / "data/index.json").write_text(json.dumps(index))
     ranks = Ranks(tmp_path / "run", dataset, f"data.dir={tmp_path}/data")
     assert ranks.wait() == [2, 2]

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.data.batch_records import read_batches
-from pipeline.data.ledger import Rewind, read_ledger
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import TrainLoader
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.record import Rewind, read_batches, read_ledger
 from pipeline.data.steps import Share
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
 

@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpoints.manifest import FOLDER, newest_good, published, read_manifest, verify
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
 from tests.support.ranks import Ranks, losses, records, state_of
 

@@ -13,10 +13,9 @@ import pytest
 
 from benchmarks.training_report import report as training_report
 from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import DataError
-from pipeline.inspect.status import run_status
-from pipeline.inspect.status_text import status_text
+from pipeline.inspect.status import run_status, status_text
 from tests.support.ranks import Ranks, records
 
 

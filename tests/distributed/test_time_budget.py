@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.config.train import TrainConfig
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.train import schedule
 from tests.support.ranks import Ranks, records

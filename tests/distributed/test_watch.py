@@ -9,13 +9,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.checkpoints.state import read_weights
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex
 from pipeline.data.steps import Share
-from pipeline.train.state_files import read_weights
 from tests.support.ranks import Ranks, newest_state, records
 
 pytestmark = pytest.mark.dist

@@ -16,18 +16,18 @@ from data_prep.run import run
 from data_prep.verify import verify
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import TrainLoader
 from pipeline.data.reader import BlockReader
-from pipeline.data.shards import DatasetIndex, read_index
 from pipeline.data.steps import Share
-from pipeline.data.wordpiece import load_tokenizer
-from pipeline.export.convert import convert
-from pipeline.export.fill_mask import fill_mask
-from pipeline.export.hf import export_hf
-from pipeline.export.weights import export
+from pipeline.tokenizer.wordpiece import load_tokenizer
+from pipeline.use.convert import convert
+from pipeline.use.export import export
+from pipeline.use.fill_mask import fill_mask
+from pipeline.use.hf import export_hf
 from tests.support import bert_vocabulary, near_texts
 from tests.support.ranks import Ranks, losses
 

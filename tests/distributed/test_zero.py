@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.checkpoints.state import SavedState, read_weights
 from pipeline.model.layout import rows
-from pipeline.train.state_files import SavedState, read_weights
 from tests.distributed import engine_main
 from tests.distributed import zero_main as case
 from tests.support.ranks import start, state_of

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from pipeline.kernels import carried_launches as launches
-from pipeline.kernels.launch import Launch
-from pipeline.kernels.windows import padded_width
+from pipeline.kernels import carried_triton as launches
+from pipeline.kernels.choose import padded_width
+from pipeline.kernels.common_triton import Launch
 from tests.support.machine_code import compiled, found_in
 
 
@@ -43,7 +43,7 @@ def launched(
         "qkv": qkv, "turned": turned, "cos": angles, "sin": angles,
         "token_scale": None,
     }  # fmt: skip
-    yield launches.turn(tensors)
+    yield launches.turn_launch(tensors)
     yield launches.forward(tensors, numbers)
     yield from launches.backward(tensors, numbers, capability)
 

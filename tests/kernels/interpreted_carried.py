@@ -14,19 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config.kernels import KernelsConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.train import KernelsConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels import carried, probe_kernel
-from pipeline.kernels import carried_launches as launches
+from pipeline.kernels import carried, common_triton
+from pipeline.kernels import carried_triton as launches
 from pipeline.kernels.attention import probabilities, raw_scores, weighted_values
 from pipeline.kernels.carried import carried_attention, scores_of
-from pipeline.kernels.choice import REFERENCE, Choice, choose
-from pipeline.kernels.windows import Windows
+from pipeline.kernels.choose import REFERENCE, Choice, Windows, choose
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.model.layers import run_layer
+from pipeline.model.layers import rotary_tables, run_layer
 from pipeline.model.layout import Layout, packed, padded, rows
-from pipeline.model.rotary import rotary_tables
 from tests.support.checkpoint_ways import checkpoint_ways
 from tests.support.dropout_rule import kept_by_rule
 
@@ -509,7 +507,7 @@ def test_a_triton_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(_: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler.\nmore of it")
 
-    monkeypatch.setattr(probe_kernel, "try_triton", fail)
+    monkeypatch.setattr(common_triton, "try_triton", fail)
     assert choose(KernelsConfig(), config, "bf16", cpu) == REFERENCE
     with pytest.raises(
         ConfigError, match=r"kernel here: RuntimeError: Failed to find C compiler\.;"

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels import residual_norm as operator
-from pipeline.kernels import residual_norm_kernels as kernels
-from pipeline.kernels.choice import Choice
-from pipeline.kernels.residual_norm import residual_norm
+from pipeline.kernels import norm as operator
+from pipeline.kernels import norm_triton as kernels
+from pipeline.kernels.choose import Choice
+from pipeline.kernels.norm import residual_norm
 from pipeline.model import cost
 from pipeline.model.compiled import CompiledLayer
 from pipeline.model.encoder import MaskedLanguageModel

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from pipeline.kernels import residual_norm_kernels as kernels
-from pipeline.kernels.launch import Launch
+from pipeline.kernels import norm_triton as kernels
+from pipeline.kernels.common_triton import Launch
 from tests.support.machine_code import compiled, found_in
 
 

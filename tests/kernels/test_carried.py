@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.kernels import Implementation, KernelsConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.choice import choose
+from pipeline.kernels.choose import choose
 from tests.support.triton import NEEDS_TRITON, python, run_interpreted
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.data.batch import document_bounds
-from pipeline.kernels.flash import flash_attention
+from pipeline.kernels.attention import flash_attention
 from pipeline.model import layers
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, packed, rows

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels import vocabulary_loss as module
-from pipeline.kernels.vocabulary_loss import rows_of_chunk, vocabulary_loss
+from pipeline.kernels import loss as module
+from pipeline.kernels.loss import rows_of_chunk, vocabulary_loss
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import padded
 from tests.support.triton import NEEDS_TRITON, run_interpreted
@@ -323,7 +323,7 @@ def test_the_model_gives_the_loss_of_its_logits(
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("size", [50_000, 21_128, 30_522])
 def test_compiled_kernel(capability: int, size: int) -> None:
-    from pipeline.kernels.cross_entropy_kernel import cross_entropy
+    from pipeline.kernels.loss_triton import cross_entropy
     from tests.support.machine_code import compiled, found_in
 
     logits = torch.empty(8, size, dtype=torch.bfloat16, device="meta")

@@ -13,7 +13,7 @@ from launch.render import render
 from launch.render_prep import StagePlan, render_prep
 from launch.submit_run import checkout_job
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 from launch.cluster import ClusterConfig, HardwareConfig
 from launch.plan import RunPlan, best_interval_s, plan, plan_text
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import DatasetIndex
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

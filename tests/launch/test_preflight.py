@@ -23,8 +23,8 @@ from launch.preflight.gpus import check_gpus
 from launch.preflight.host import check_folder, check_limits, check_shared_memory
 from launch.preflight.record import Record, read_record, write_record
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
 from tests.support.fake_smi import FakeSmi
 

@@ -26,7 +26,7 @@ from launch.preflight.record import (
     write_record,
 )
 from launch.records import exclude_nodes, excluded_nodes
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
 from tests.support.checkpoints import make_checkpoint
 

@@ -10,8 +10,8 @@ import pytest
 
 from launch.cluster import ClusterConfig
 from pipeline.config.load import load, resolved_text
-from pipeline.config.run import PretrainConfig
-from pipeline.data.shards import DatasetIndex
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
 

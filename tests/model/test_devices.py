@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.model.devices import limits
+from pipeline.model.cost import limits
 
 
 @pytest.mark.parametrize(

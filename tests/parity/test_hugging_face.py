@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
-from pipeline.export import names
-from pipeline.export.convert import convert
-from pipeline.export.folder import load_model
-from pipeline.export.hf import export_hf
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import packed, padded
+from pipeline.use import names
+from pipeline.use.convert import convert
+from pipeline.use.folder import load_model
+from pipeline.use.hf import export_hf
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

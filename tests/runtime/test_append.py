@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.append import AppendedFile
+from pipeline.runtime.files import AppendedFile
 
 
 @contextmanager

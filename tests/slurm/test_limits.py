@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex, read_index
 from tests.support.ranks import records
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_runs import PROFILE, SlurmRun

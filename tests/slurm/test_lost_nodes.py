@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_faults import suffer
 from tests.support.slurm_runs import SlurmRun, assert_same, run_locally

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from launch.records import excluded_nodes
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_runs import PROFILE, SlurmRun

@@ -16,8 +16,8 @@ from pipeline.checkpoints.manifest import (
     signed,
     state_file,
 )
+from pipeline.checkpoints.state import KINDS, Part, write_part
 from pipeline.runtime.files import sha256_file
-from pipeline.train.state_files import KINDS, Part, write_part
 
 SHAPES = {"matrix": (3, 4), "gain": (5,)}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.counts import Counts
-from pipeline.data.shards import (
+from pipeline.data.format import (
     Blocks,
     DatasetIndex,
     ShardInfo,

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
-from pipeline.data.mask_kernel import Sequences
-from pipeline.data.philox import Purpose, philox, uniform
-from pipeline.data.shards import NUM_SPECIAL, Vocabulary
+from pipeline.data.format import NUM_SPECIAL, Vocabulary
+from pipeline.data.masking import Sequences
+from pipeline.data.random import Purpose, philox, uniform
 
 Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 VOCABULARY = Vocabulary(1000)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from pipeline.data.shards import DatasetIndex
-from pipeline.train.state_files import KINDS, SavedState
+from pipeline.checkpoints.state import KINDS, SavedState
+from pipeline.data.format import DatasetIndex
 
 # Two ranks, two micro-batches each; dropout is on, so that its random numbers must be resumed too.
 CONFIG = """

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from pipeline.data.assemble import Slots
+from pipeline.data.format import Vocabulary
 from pipeline.data.packing import Packing
 from pipeline.data.reader import Block
-from pipeline.data.shards import Vocabulary
+from pipeline.data.slots import Slots
 
 
 def reference_slots(

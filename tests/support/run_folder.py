@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE, Manifest, name_of, signed
 from pipeline.config.load import load, resolved_text
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.records import history
 from pipeline.checkpoints.manifest import read_manifest
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.runtime.files import read_json_lines
 from tests.support.ranks import CONFIG, records
 from tests.support.slurm import ENDED, SlurmCluster

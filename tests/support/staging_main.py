@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from pipeline.data import staging
-from pipeline.data.shards import read_index
+from pipeline.data.format import read_index
 from pipeline.errors import PostnormError
 from pipeline.runtime import log
 

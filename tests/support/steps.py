@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import Batch
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from pipeline.data.steps import Share, TrainSteps
 
 

@@ -10,7 +10,7 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from data_prep.shards import hash_share
 from pipeline.config.load import load
-from pipeline.data.shards import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex, read_index
 
 # Each file becomes a piece, and with it a shard of both splits.
 _CONFIG = """

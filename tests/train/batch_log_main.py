@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.data.batch_records import BatchRecord
+from pipeline.data.record import BatchRecord
 from pipeline.errors import PostnormError
 from pipeline.train.batch_log import BatchLog
 

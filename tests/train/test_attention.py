@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
 from tests.support.ranks import Ranks, losses
 
 pytestmark = [

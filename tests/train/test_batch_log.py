@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pipeline.data.batch_records import BATCHES_FILE, BatchRecord, read_batches
+from pipeline.data.record import BATCHES_FILE, BatchRecord, read_batches
 from pipeline.errors import DataError
 from pipeline.train.batch_log import BatchLog
 from tests.train.batch_log_main import part_of_hash

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.train.deepspeed_config import deepspeed_config
+from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.deepspeed_keys import REFUSED, TUNING, own_values
 
 CONFIG = TrainConfig(

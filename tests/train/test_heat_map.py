@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.train.heat_map import heat_map
+from pipeline.train.observe import heat_map
 
 
 def test_cells_lie_as_in_the_array_and_brighten() -> None:

@@ -3,10 +3,10 @@
 import json
 from dataclasses import replace
 
+from pipeline.checkpoints.resume import identity
 from pipeline.config.batches import PhaseConfig
 from pipeline.config.data import DataConfig, MixConfig
-from pipeline.config.run import PretrainConfig
-from pipeline.train.checkpoint import identity
+from pipeline.config.runs import PretrainConfig
 
 
 def test_what_decides_the_data_is_kept_and_how_it_is_read_is_not() -> None:

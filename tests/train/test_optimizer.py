@@ -8,8 +8,7 @@ import torch
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.train.optimizer import make_optimizer, matrix_slices
-from pipeline.train.tensor_slice import TensorSlice
+from pipeline.train.optimizer import TensorSlice, make_optimizer, matrix_slices
 
 MODEL = ModelConfig(
     vocab_size=50, num_layers=2, hidden_size=8, num_heads=2, ffn_size=12, activation="swiglu",

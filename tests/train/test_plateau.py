@@ -6,11 +6,11 @@ import pytest
 
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
-from pipeline.config.run import PretrainConfig
+from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
-from pipeline.data.shards import DatasetIndex
+from pipeline.data.format import DatasetIndex
+from pipeline.train.health import LastStep, PlateauDoctor
 from pipeline.train.layer_norms import GroupNorms
-from pipeline.train.plateau import LastStep, PlateauDoctor
 
 ENTROPY = 6.0
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pipeline.config.load import load
-from pipeline.config.run import PretrainConfig
-from pipeline.config.spikes import SpikeConfig
-from pipeline.data.batch_records import BatchRecord
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.train import SpikeConfig
+from pipeline.data.record import BatchRecord
 from pipeline.train.spikes import LeftOut, LossHistory, trained_in_spite
 
 CONFIG = SpikeConfig()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.train.stragglers import Stragglers
+from pipeline.train.health import Stragglers
 
 _STEP_S = 1.0
 

@@ -1,0 +1,219 @@
+"""`python -m pipeline checkpoint verify|list|prune|diff`."""
+
+import argparse
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.difference import as_json, difference_text, differences, resolve
+from pipeline.checkpoints.manifest import REJECTED, newest_good, published
+from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
+from pipeline.checkpoints.table import all_problems, at_step, folder_of, retention_of, rows, table
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
+from pipeline.runtime.files import LOCK_FILE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to go."""
+
+    rule: Retention
+    good: Path
+    """The newest checkpoint that verifies; it stays whatever the rule says."""
+    rejected: list[str]
+    """What is wrong with newer ones; they stay, too."""
+    removed: list[Path]
+    """Oldest first."""
+
+
+def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Plan:
+    """What a run's retention, with these parts of it replaced, would remove.
+
+    Raises:
+        CheckpointError: there are no checkpoints, none verifies, or no rule is given or recorded.
+    """
+    folder = folder_of(run)
+    rule = retention_of(run)
+    if rule is None:
+        if keep is None:
+            raise CheckpointError(f"{run} has no config with a retention; give --keep N")
+        rule = Retention(keep)
+    given = {"keep": keep, "keep_every_steps": keep_every, "keep_best": keep_best}
+    rule = replace(rule, **{name: value for name, value in given.items() if value is not None})
+    good, rejected = newest_good(folder)
+    if good is None:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} verifies, so nothing is removed: "
+            f"{'; '.join(rejected)}"
+        )
+    return Plan(rule, good, rejected, superseded(folder, rule, good))
+
+
+def carry_out(run: Path, paths: list[Path]) -> None:
+    """Removes them, and what a killed removal left.
+
+    Raises:
+        BusyError: a process uses the folder.
+    """
+    with _locked(run):
+        remove(paths)
+        for hidden in folder_of(run).glob(f"{REMOVING}*"):
+            shutil.rmtree(hidden)
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    with (run / LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(
+                f"{run} is in use by a running process, which removes checkpoints by its own "
+                "retention; stop it, or wait until it ends"
+            ) from None
+        yield
+
+
+EXIT_DIFFERENT = 1
+"""Of `diff`, as diff(1) has it; trouble is 2."""
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    run: Path = arguments.run_dir
+    paths = published(folder_of(run)) if arguments.step is None else [at_step(run, arguments.step)]
+    num_bad = 0
+    for path, found in all_problems(paths):
+        print(f"{path}: {'BAD' if found else 'good'}")
+        for text in found:
+            print(f"  {text}")
+        num_bad += bool(found)
+    print(f"{len(paths) - num_bad} of {len(paths)} checkpoints are good")
+    return EXIT_FAILED_DO_NOT_RETRY if num_bad else EXIT_FINISHED
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    found = rows(arguments.run_dir, verify=arguments.verify)
+    if arguments.json:
+        print(json.dumps([_plain(asdict(row)) for row in found]))
+    else:
+        print("\n".join(table(found)))
+        for path in sorted(folder_of(arguments.run_dir).glob(f"{REJECTED}*")):
+            print(f"a probe rejected {path}")
+    return EXIT_FINISHED
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Without the table of hashes, but with the size."""
+    manifest = row["manifest"]
+    if manifest is not None:
+        manifest["bytes"] = sum(entry["bytes"] for entry in manifest.pop("files").values())
+    return row
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    run: Path = arguments.run_dir
+    found = plan(run, arguments.keep, arguments.keep_every, arguments.keep_best)
+    for text in found.rejected:
+        print(f"stays, though it does not verify: {text}")
+    print(f"stays, the newest that verifies: {found.good}")
+    _show_rule(found)
+    verb = "removed" if arguments.yes else "would be removed"
+    if arguments.yes:
+        carry_out(run, found.removed)
+    for path in found.removed:
+        print(f"{verb}: {path}")
+    if not found.removed:
+        print("nothing to remove")
+    elif not arguments.yes:
+        print("a dry run; --yes removes them")
+    return EXIT_FINISHED
+
+
+def _show_rule(found: Plan) -> None:
+    rule = found.rule
+    print(
+        f"kept: the newest {rule.keep}"
+        + (f", every {rule.keep_every_steps} steps" if rule.keep_every_steps else "")
+        + (f", the best {rule.keep_best}" if rule.keep_best else "")
+    )
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    if arguments.steps is None and arguments.other is None:
+        raise CheckpointError("diff needs two checkpoints: RUN OTHER, or RUN --steps A B")
+    if arguments.steps is not None:
+        if arguments.other is not None:
+            raise CheckpointError(
+                f"diff {arguments.one} {arguments.other} --steps: give OTHER or --steps, not both"
+            )
+        one, other = (at_step(Path(arguments.one), step) for step in arguments.steps)
+    else:
+        one, other = resolve(arguments.one), resolve(arguments.other)
+    found = differences(one, other)
+    if arguments.json:
+        print(json.dumps(as_json(found)))
+    else:
+        print("\n".join(difference_text(one, other, found)))
+    return EXIT_FINISHED if found.is_equal else EXIT_DIFFERENT
+
+
+def add_checkpoint(commands: Any) -> None:
+    """Adds `checkpoint` and what it can do to a command line."""
+    parser = commands.add_parser("checkpoint", help="verify, list, prune or compare checkpoints")
+    each = parser.add_subparsers(required=True)
+    verify = _add(each, "verify", "compare every file with its hash; 2 if one is bad",
+                  "runs/demo/train --step 1200")  # fmt: skip
+    verify.add_argument("--step", type=int, metavar="N", help="only this one")
+    verify.set_defaults(run=_verify)
+    list_ = _add(each, "list", "what there is, which a start would resume, and what is kept why",
+                 "runs/demo/train --verify")  # fmt: skip
+    list_.add_argument("--verify", action="store_true",
+                       help="compare files with their hashes, not only read manifests")  # fmt: skip
+    list_.add_argument("--json", action="store_true", help="one JSON list")
+    list_.set_defaults(run=_list)
+    prune = _add(each, "prune", "remove what the run's retention does not keep",
+                 "runs/demo/train --keep 1 --keep-best 2 --yes")  # fmt: skip
+    prune.add_argument("--keep", type=_positive, metavar="N", help="newest; default: the config's")
+    prune.add_argument("--keep-every", type=_positive, metavar="N",
+                       help="those at multiples of N steps; default: the config's")  # fmt: skip
+    prune.add_argument("--keep-best", type=_natural, metavar="N",
+                       help="those of lowest held-out loss; default: the config's")  # fmt: skip
+    prune.add_argument("--yes", action="store_true", help="remove them; else only say which")
+    prune.set_defaults(run=_prune)
+    diff = each.add_parser(
+        "diff", help="which counters, settings and tensors differ; 0 if none does, 1 if one does",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  python -m pipeline checkpoint diff runs/a/1000 runs/b/1000\n"
+        "  python -m pipeline checkpoint diff runs/a --steps 1000 2000",
+    )  # fmt: skip
+    diff.add_argument("one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP")
+    diff.add_argument("other", metavar="OTHER[/STEP]", nargs="?", help="what it is compared with")
+    diff.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two of RUN")
+    diff.add_argument("--json", action="store_true", help="one JSON object")
+    diff.set_defaults(run=_diff)
+
+
+def _add(commands: Any, name: str, help_text: str, example: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=help_text,
+        epilog=f"example:\n  python -m pipeline checkpoint {name} {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("run_dir", type=Path, metavar="RUN",
+                        help="run folder, or its checkpoint.copy_to")  # fmt: skip
+    return parser
+
+
+def _natural(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number from {least} on")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    return _natural(text, least=1)

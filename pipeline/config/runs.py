@@ -1,0 +1,65 @@
+"""The root config of `python -m pipeline pretrain`."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipeline.config.batches import BatchPlan, PhaseConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.train import (
+    CheckpointConfig,
+    KernelsConfig,
+    MonitorConfig,
+    SpikeConfig,
+    TrainConfig,
+)
+from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """One pre-training run; the cluster it runs on is not part of it."""
+
+    run_dir: str = param(REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists")
+    seed: int = param(1, "of initialisation, order, masks and dropout", ge=0, le=2**32 - 1)
+    init_from: str | None = param(
+        None, "run or model folder whose weights a new run starts from; null starts at random"
+    )
+    model: ModelConfig = section(ModelConfig, "architecture")
+    data: DataConfig = section(DataConfig, "dataset, packing and masking")
+    train: TrainConfig = section(TrainConfig, "optimisation")
+    kernels: KernelsConfig = section(KernelsConfig, "implementations, chosen for speed")
+    phases: tuple[PhaseConfig, ...] = param(
+        (), "what comes first, with other lengths of sequences or batches; train and data hold for "
+        "the rest"
+    )  # fmt: skip
+    spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
+    monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
+
+    def __post_init__(self) -> None:
+        longest = max(self.batches.seq_lens)
+        limit = self.model.longest_document
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"data.seq_len={longest} is longer than the {limit} learned positions of the "
+                "model; shorten it (phases have lengths, too), or raise model.max_positions"
+            )
+        saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
+        if self.checkpoint.keep_best and saves % evaluations:
+            raise ConfigError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} compares held-out losses of "
+                f"checkpoints, but the one of step {saves} (checkpoint.every_steps) would have "
+                f"none: set monitor.eval_every_steps={evaluations} to {saves} or a divisor of it"
+            )
+
+    @cached_property
+    def batches(self) -> BatchPlan:
+        """The run's batches; reading this checks the phases."""
+        return BatchPlan(
+            self.phases,
+            seq_len=self.data.seq_len,
+            global_batch=self.train.global_batch,
+            micro_batch=self.train.micro_batch,
+        )

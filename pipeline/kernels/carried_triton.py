@@ -1,0 +1,542 @@
+"""Triton kernels of attention by carried scores: S = scale q k^T + S of the layer below.
+
+Letters: T tokens end to end, N heads, H head size (32, 64 or 128), W slots of a row of scores. A
+window is a range of tokens that see nothing outside of it; its scores are (N, T, W), where column c
+of a token is the c-th token of its window. `spans` (T, 4) int32 has for each token the keys that it
+sees, from and up to, and the queries that see it. Scores are defined where a query sees a key;
+elsewhere they are anything, NaN included, and so is their gradient.
+
+All are stored rounded before the softmax reads them, so that backward, which reads what is stored,
+is the gradient of what was computed. What is masked is masked after a whole tile was loaded: a mask
+on the load would split it into accesses of 2 bytes.
+
+Triton kernels that turn queries and keys by their positions: rotary, pairs (0, 1), (2, 3), ...
+
+Letters: T tokens, N heads, H head size. `cos` and `sin` are (T, H / 2) fp32, one angle for each
+pair, as `pipeline.model.layers.rotary_tables` makes them. `token_scale` (T,) scales queries.
+
+Which kernels compute attention by carried scores, with which tiles: all that is launched.
+
+Letters as in `carried_kernels`. A launch is data, so that the same can be compiled ahead of time
+for a GPU that is not there.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.kernels.choose import WINDOW_LIMIT
+from pipeline.kernels.common_triton import INTERPRETED, RANDOM_VALUES, Launch, is_kept, narrow
+
+
+@triton.jit
+def load_angles(cos, sin, row, real, H: tl.constexpr):
+    """(rows, H / 2) of both tables; no turn where not real."""
+    at = row[:, None] * (H // 2) + tl.arange(0, H // 2)[None, :]
+    cosine = tl.load(cos + at, mask=real[:, None], other=1.0)
+    return cosine, tl.load(sin + at, mask=real[:, None], other=0.0)
+
+
+@triton.jit
+def turn(x_RH, cosine, sine):
+    """Turns the pairs of (rows, H) fp32 values; by -sine it turns back."""
+    even, odd = tl.split(tl.reshape(x_RH, [x_RH.shape[0], x_RH.shape[1] // 2, 2]))
+    turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+    return tl.reshape(turned, [x_RH.shape[0], x_RH.shape[1]])
+
+
+@triton.jit
+def turn_kernel(
+    qkv, turned, cos, sin, token_scale, num_tokens, num_heads,
+    TURNS: tl.constexpr, SCALES: tl.constexpr, H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(T, 3, N, H) queries, keys and values to (T, 2, N, H) queries and keys, turned, scaled."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < num_tokens
+    wide_row = row.to(tl.int64)[:, None] * num_heads
+    column = tl.arange(0, H)[None, :]
+    if TURNS:
+        cosine, sine = load_angles(cos, sin, row, real, H)
+    if SCALES:
+        scale = tl.load(token_scale + row, mask=real, other=0.0).to(tl.float32)
+    for part in range(0, 2 * num_heads):
+        x_RH = tl.load(qkv + (3 * wide_row + part) * H + column, mask=real[:, None], other=0.0)
+        x_RH = x_RH.to(tl.float32)
+        if TURNS:
+            x_RH = turn(x_RH, cosine, sine)
+        if SCALES:
+            x_RH *= tl.where(part < num_heads, scale, 1.0)[:, None]
+        x_RH = narrow(x_RH, turned.dtype.element_ty)
+        tl.store(turned + (2 * wide_row + part) * H + column, x_RH, mask=real[:, None])
+
+
+FP16_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def _dot(a, b):
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _load_rows(base, row, head, token_stride, head_stride, real, H: tl.constexpr):
+    """(rows, H) of a (T, N, H) tensor; 0 where not real."""
+    offset = row.to(tl.int64)[:, None] * token_stride + head * head_stride
+    return tl.load(base + offset + tl.arange(0, H)[None, :], mask=real[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(base, row, head, token_stride, value, real, H: tl.constexpr):
+    """(rows, H) of a (T, N, H) tensor whose heads lie side by side."""
+    offset = row.to(tl.int64)[:, None] * token_stride + head * H
+    value = narrow(value, base.dtype.element_ty)
+    tl.store(base + offset + tl.arange(0, H)[None, :], value, mask=real[:, None])
+
+
+@triton.jit
+def _store_gradient(
+    base, row, head, num_heads, value, real, cos, sin, TURNS: tl.constexpr, H: tl.constexpr
+):
+    """(rows, H) of queries' or keys' gradient, as it was before they were turned."""
+    if TURNS:
+        cosine, sine = load_angles(cos, sin, row, real, H)
+        value = turn(value, cosine, -sine)
+    _store_rows(base, row, head, 3 * num_heads * H, value, real, H)
+
+
+@triton.jit
+def _scaled_queries(value, token_scale, row, real, scale, SCALES: tl.constexpr):
+    """(rows, H) times what `turn_kernel` and the product scaled them by."""
+    value *= scale
+    if SCALES:
+        value *= tl.load(token_scale + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    return value
+
+
+@triton.jit
+def _score_offsets(row, column, head, num_tokens, width):
+    return (head.to(tl.int64) * num_tokens + row)[:, None] * width + column[None, :]
+
+
+@triton.jit
+def _load_spans(spans, token, real, SIDE: tl.constexpr):
+    """From and up to; both 0 where not real."""
+    first = tl.load(spans + token * 4 + SIDE, mask=real, other=0)
+    stop = tl.load(spans + token * 4 + SIDE + 1, mask=real, other=0)
+    return first, stop
+
+
+@triton.jit
+def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
+    """Offsets in the window, in whole steps, between which all spans lie; empty if they are."""
+    some = first < stop
+    lowest = tl.min(tl.where(some, first, window_stop), axis=0) - window_start
+    highest = tl.max(tl.where(some, stop, window_start), axis=0) - window_start
+    return lowest // STEP * STEP, highest
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, carry, scores, out, lse, spans, bounds, seed,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    num_tokens, width, num_heads, num_blocks, scale, log2_temperature, threshold, keep_scale,
+    HAS_CARRY: tl.constexpr, DROPS: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Softmax as it goes along (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
+
+    One program for a block of queries of one head. `lse` (N, T) fp32 is the binary logarithm of the
+    softmax's denominator, +inf for a query that sees nothing, whose output is 0.
+    """
+    block = tl.program_id(0) % num_blocks
+    head = (tl.program_id(0) // num_blocks) % num_heads
+    window = tl.program_id(0) // num_blocks // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    if block * BLOCK_Q >= end - start:
+        return
+    row = start + block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    real = row < end
+    first, stop = _load_spans(spans, row, real, 0)
+    lowest, highest = _common_range(first, stop, start, end, BLOCK_K)
+    q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+    most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    out_QH = tl.zeros([BLOCK_Q, H], tl.float32)
+    for offset in range(lowest, highest, BLOCK_K):
+        column = offset + tl.arange(0, BLOCK_K)
+        key = start + column
+        k_KH = _load_rows(k, key, head, k_token, k_head, key < end, H)
+        s_QK = _dot(q_QH, tl.trans(k_KH)) * scale
+        at = _score_offsets(row, column, head, num_tokens, width)
+        if HAS_CARRY:
+            s_QK += tl.load(carry + at, mask=real[:, None], other=0.0).to(tl.float32)
+        if scores.dtype.element_ty == tl.float16:
+            s_QK = tl.minimum(tl.maximum(s_QK, -FP16_MAX), FP16_MAX)
+        stored_QK = s_QK.to(scores.dtype.element_ty)
+        tl.store(scores + at, stored_QK, mask=real[:, None])
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        x_QK = tl.where(seen, stored_QK.to(tl.float32) * log2_temperature, float("-inf"))
+        new_most = tl.maximum(most, tl.max(x_QK, axis=1))
+        shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+        p_QK = tl.exp2(x_QK - shift[:, None])
+        shrink = tl.exp2(most - shift)
+        total = total * shrink + tl.sum(p_QK, axis=1)
+        if DROPS:
+            p_QK = tl.where(is_kept(seed, row, column, head, threshold), p_QK, 0.0)
+        v_KH = _load_rows(v, key, head, v_token, v_head, key < end, H)
+        out_QH = out_QH * shrink[:, None] + _dot(narrow(p_QK, v_KH.dtype), v_KH)
+        most = new_most
+    none = total == 0.0
+    out_QH = out_QH * (keep_scale / tl.where(none, 1.0, total))[:, None]
+    _store_rows(out, row, head, num_heads * H, out_QH, real, H)
+    logarithm = tl.where(none, float("inf"), most + tl.log2(tl.where(none, 1.0, total)))
+    tl.store(lse + head.to(tl.int64) * num_tokens + row, logarithm, mask=real)
+
+
+@triton.jit
+def delta_kernel(out, d_out, delta, num_tokens, num_heads, H: tl.constexpr, BLOCK: tl.constexpr):
+    """(N, T) fp32 sums of out * d_out over H: what the softmax's gradient subtracts."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = number < num_tokens * num_heads
+    at = number[:, None] * H + tl.arange(0, H)[None, :]
+    product = tl.load(out + at, mask=real[:, None], other=0.0).to(tl.float32)
+    product *= tl.load(d_out + at, mask=real[:, None], other=0.0).to(tl.float32)
+    to = number % num_heads * num_tokens + number // num_heads
+    tl.store(delta + to, tl.sum(product, axis=1), mask=real)
+
+
+@triton.jit
+def _probabilities(scores, at, seen, real, logarithm, log2_temperature):
+    """The softmax once more, from stored scores; 0 where not seen."""
+    s_QK = tl.load(scores + at, mask=real[:, None], other=0.0).to(tl.float32)
+    return tl.exp2(tl.where(seen, s_QK * log2_temperature - logarithm[:, None], float("-inf")))
+
+
+@triton.jit
+def _through_softmax(
+    p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D: tl.constexpr
+):
+    """Gradient of the scores: that of this layer's softmax, and what the layer above hands down."""
+    ds_QK = p_QK * (dp_QK - delta[:, None]) * temperature
+    if HAS_D:
+        above_QK = tl.load(d_scores + at, mask=real[:, None], other=0.0).to(tl.float32)
+        ds_QK += tl.where(seen, above_QK, 0.0)
+    return ds_QK
+
+
+@triton.jit
+def backward_window_kernel(
+    q, k, v, scores, lse, d_out, d_scores, dq, dk, dv, d_carry, spans, bounds, seed,
+    cos, sin, token_scale, q_token, q_head, k_token, k_head, v_token, v_head,
+    num_tokens, width, num_heads, scale, temperature, log2_temperature, threshold, keep_scale,
+    HAS_CARRY: tl.constexpr, HAS_D: tl.constexpr, DROPS: tl.constexpr,
+    TURNS: tl.constexpr, SCALES: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All gradients of one head of a window of at most BLOCK tokens, in one program."""
+    head = tl.program_id(0) % num_heads
+    window = tl.program_id(0) // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    column = tl.arange(0, BLOCK)
+    row = start + column
+    real = row < end
+    first, stop = _load_spans(spans, row, real, 0)
+    seen = (row[None, :] >= first[:, None]) & (row[None, :] < stop[:, None])
+    at = _score_offsets(row, column, head, num_tokens, width)
+    logarithm = tl.load(lse + head.to(tl.int64) * num_tokens + row, mask=real, other=float("inf"))
+    do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
+    v_KH = _load_rows(v, row, head, v_token, v_head, real, H)
+    dp_QK = _dot(do_QH, tl.trans(v_KH))
+    p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
+    used_QK = p_QK
+    if DROPS:
+        kept = is_kept(seed, row, column, head, threshold)
+        used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
+    dv_KH = _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
+    _store_rows(dv, row, head, 3 * num_heads * H, dv_KH, real, H)
+    if DROPS:
+        dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
+    delta = tl.sum(p_QK * dp_QK, axis=1)
+    ds_QK = _through_softmax(p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D)
+    if HAS_CARRY:
+        tl.store(d_carry + at, narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
+    q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+    narrow_QK = narrow(ds_QK, q_QH.dtype)
+    dk_KH = _dot(tl.trans(narrow_QK), q_QH) * scale
+    _store_gradient(dk, row, head, num_heads, dk_KH, real, cos, sin, TURNS, H)
+    k_KH = _load_rows(k, row, head, k_token, k_head, real, H)
+    dq_QH = _scaled_queries(_dot(narrow_QK, k_KH), token_scale, row, real, scale, SCALES)
+    _store_gradient(dq, row, head, num_heads, dq_QH, real, cos, sin, TURNS, H)
+
+
+@triton.jit
+def backward_keys_kernel(
+    q, v, scores, lse, delta, d_out, d_scores, dk, dv, d_carry, spans, bounds, seed,
+    cos, sin, q_token, q_head, v_token, v_head,
+    num_tokens, width, num_heads, num_blocks, scale, temperature, log2_temperature, threshold,
+    keep_scale, HAS_D: tl.constexpr, DROPS: tl.constexpr, TURNS: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of keys, their values and their column of scores."""
+    block = tl.program_id(0) % num_blocks
+    head = (tl.program_id(0) // num_blocks) % num_heads
+    window = tl.program_id(0) // num_blocks // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    if block * BLOCK_K >= end - start:
+        return
+    column = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    key = start + column
+    real_key = key < end
+    by_first, by_stop = _load_spans(spans, key, real_key, 2)
+    lowest, highest = _common_range(by_first, by_stop, start, end, BLOCK_Q)
+    v_KH = _load_rows(v, key, head, v_token, v_head, real_key, H)
+    dk_KH = tl.zeros([BLOCK_K, H], tl.float32)
+    dv_KH = tl.zeros([BLOCK_K, H], tl.float32)
+    for offset in range(lowest, highest, BLOCK_Q):
+        row = start + offset + tl.arange(0, BLOCK_Q)
+        real = row < end
+        first, stop = _load_spans(spans, row, real, 0)
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        at = _score_offsets(row, column, head, num_tokens, width)
+        by_row = head.to(tl.int64) * num_tokens + row
+        logarithm = tl.load(lse + by_row, mask=real, other=float("inf"))
+        p_QK = _probabilities(scores, at, seen, real, logarithm, log2_temperature)
+        do_QH = _load_rows(d_out, row, head, num_heads * H, H, real, H)
+        used_QK = p_QK
+        if DROPS:
+            kept = is_kept(seed, row, column, head, threshold)
+            used_QK = tl.where(kept, p_QK * keep_scale, 0.0)
+        dv_KH += _dot(tl.trans(narrow(used_QK, do_QH.dtype)), do_QH)
+        dp_QK = _dot(do_QH, tl.trans(v_KH))
+        if DROPS:
+            dp_QK = tl.where(kept, dp_QK * keep_scale, 0.0)
+        subtracted = tl.load(delta + by_row, mask=real, other=0.0)
+        ds_QK = _through_softmax(
+            p_QK, dp_QK, subtracted, d_scores, at, seen, real, temperature, HAS_D
+        )
+        tl.store(d_carry + at, narrow(ds_QK, d_carry.dtype.element_ty), mask=real[:, None])
+        q_QH = _load_rows(q, row, head, q_token, q_head, real, H)
+        dk_KH += _dot(tl.trans(narrow(ds_QK, q_QH.dtype)), q_QH)
+    _store_gradient(dk, key, head, num_heads, dk_KH * scale, real_key, cos, sin, TURNS, H)
+    _store_rows(dv, key, head, 3 * num_heads * H, dv_KH, real_key, H)
+
+
+@triton.jit
+def backward_queries_kernel(
+    k, d_carry, dq, spans, bounds, cos, sin, token_scale, k_token, k_head,
+    num_tokens, width, num_heads, num_blocks, scale,
+    TURNS: tl.constexpr, SCALES: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of queries, from that of the scores which `backward_keys_kernel` left.
+
+    A second pass instead of atomic additions: the same bits each time.
+    """
+    block = tl.program_id(0) % num_blocks
+    head = (tl.program_id(0) // num_blocks) % num_heads
+    window = tl.program_id(0) // num_blocks // num_heads
+    start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
+    if block * BLOCK_Q >= end - start:
+        return
+    row = start + block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    real = row < end
+    first, stop = _load_spans(spans, row, real, 0)
+    lowest, highest = _common_range(first, stop, start, end, BLOCK_K)
+    dq_QH = tl.zeros([BLOCK_Q, H], tl.float32)
+    for offset in range(lowest, highest, BLOCK_K):
+        column = offset + tl.arange(0, BLOCK_K)
+        key = start + column
+        at = _score_offsets(row, column, head, num_tokens, width)
+        ds_QK = tl.load(d_carry + at, mask=real[:, None], other=0.0)
+        seen = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
+        k_KH = _load_rows(k, key, head, k_token, k_head, key < end, H)
+        dq_QH += _dot(narrow(tl.where(seen, ds_QK, 0.0).to(tl.float32), k_KH.dtype), k_KH)
+    dq_QH = _scaled_queries(dq_QH, token_scale, row, real, scale, SCALES)
+    _store_gradient(dq, row, head, num_heads, dq_QH, real, cos, sin, TURNS, H)
+
+
+Tensors = Mapping[str, Tensor | None]
+"""By the names that the kernels give them."""
+_LOG2_E = math.log2(math.e)
+
+
+class Numbers(NamedTuple):
+    """What is not a tensor."""
+
+    longest: int
+    """Tokens of the longest window, or more."""
+    scale: float
+    """Of q k^T."""
+    temperature: float
+    """The softmax is over scores times this."""
+    dropout: float
+    """Probability of dropping a probability."""
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time, and with what."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def turn_launch(tensors: Tensors) -> Launch:
+    """Fills `turned`.
+
+    Args:
+        tensors: `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
+    """
+    num_tokens, _, num_heads, head_size = _shape(tensors, "qkv")
+    constants = _of_turn(tensors) | {"H": head_size, "BLOCK": 16}
+    known = {**tensors, "num_tokens": num_tokens, "num_heads": num_heads}
+    arguments = {name: known[name] for name in turn_kernel.arg_names if name not in constants}
+    return Launch(turn_kernel, -(-num_tokens // 16), arguments, constants, 4, 3)
+
+
+def forward(tensors: Tensors, numbers: Numbers) -> Launch:
+    """Fills `scores`, `out` and `lse`.
+
+    Args:
+        tensors: `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, and
+            `seed`, None without dropout.
+        numbers: of the layer.
+    """
+    constants = {"HAS_CARRY": tensors["carry"] is not None, "DROPS": numbers.dropout > 0}
+    width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
+    tile = _forward_tile(width, head_size)
+    return _by_blocks(forward_kernel, tensors, numbers, constants, tile, tile.queries)
+
+
+def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) -> Iterator[Launch]:
+    """Fills `dq`, `dk`, `dv` and `d_carry`, one launch after another.
+
+    Args:
+        tensors: those of `forward` and of `turn`, of whose `carry` only counts whether there is
+            one, with `d_out`, `d_scores` or None, `dq`, `dk`, `dv`, which are parts of one
+            (T, 3, N, H), and `d_carry`, which in a first layer that `takes_window` stays as it is.
+        numbers: of the layer.
+        capability: compute capability of the GPU.
+    """
+    constants: dict[str, Any] = {
+        "HAS_D": tensors["d_scores"] is not None,
+        "DROPS": numbers.dropout > 0,
+    }
+    turns = _of_turn(tensors)
+    width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
+    if takes_window(width, head_size, numbers.dropout, capability):
+        constants |= turns | {"HAS_CARRY": tensors["carry"] is not None, "BLOCK": width}
+        programs = _shape(tensors, "lse")[0] * (_shape(tensors, "bounds")[0] - 1)
+        kernel = backward_window_kernel
+        yield _launch(kernel, tensors, numbers, constants, programs, 8 if width > 64 else 4, 1)
+        return
+    lse = tensors["lse"]
+    assert lse is not None
+    tensors = {**tensors, "delta": torch.empty_like(lse)}
+    programs = -(-lse.numel() // 64)
+    yield _launch(delta_kernel, tensors, numbers, {"BLOCK": 64}, programs, 4, 1)
+    tile = _keys_tile(width, head_size, capability)
+    kernel = backward_keys_kernel
+    constants |= {"TURNS": turns["TURNS"]}
+    yield _by_blocks(kernel, tensors, numbers, constants, tile, tile.keys)
+    tile = _queries_tile(width, head_size)
+    kernel = backward_queries_kernel
+    yield _by_blocks(kernel, tensors, numbers, turns, tile, tile.queries)
+
+
+def takes_window(width: int, head_size: int, dropout: float, capability: tuple[int, int]) -> bool:
+    """Whether backward takes a window in one program: where its registers suffice."""
+    if head_size == 128 or width > WINDOW_LIMIT:
+        return False
+    return width <= 64 or (dropout == 0 and _is_hopper(capability))
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; the interpreter goes Hopper's way."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _of_turn(tensors: Tensors) -> dict[str, bool]:
+    return {
+        "TURNS": tensors["cos"] is not None,
+        "SCALES": tensors["token_scale"] is not None,
+    }
+
+
+def _is_hopper(capability: tuple[int, int]) -> bool:
+    """Whether matrix instructions take operands from shared memory, 64 rows or more at a time."""
+    return capability[0] in (9, 10)
+
+
+# Without spilled registers for bf16 on sm_80 and sm_90, with and without dropout.
+def _forward_tile(width: int, head_size: int) -> Tile:
+    if head_size == 128:
+        return Tile(128, min(width, 32), 8, 2)
+    return Tile(width, width, 4, 1) if width <= 64 else Tile(128, 64, 8, 2)
+
+
+def _keys_tile(width: int, head_size: int, capability: tuple[int, int]) -> Tile:
+    queries = min(width, 64)
+    if head_size == 128:
+        return Tile(queries, min(width, 32), 8, 1)
+    if _is_hopper(capability):
+        return Tile(queries, min(width, 64), 8, 2)
+    return Tile(queries, min(width, 32), 4, 2)
+
+
+def _queries_tile(width: int, head_size: int) -> Tile:
+    keys = min(width, 64)
+    return Tile(128, keys, 8, 2) if head_size == 128 else Tile(128, keys, 4, 3)
+
+
+def _by_blocks(
+    kernel: Any, tensors: Tensors, numbers: Numbers, constants: dict[str, Any], tile: Tile,
+    block: int,
+) -> Launch:  # fmt: skip
+    """A program for each head and block of a window, as many as the longest window has."""
+    num_blocks = -(-numbers.longest // block)
+    programs = num_blocks * _shape(tensors, "lse")[0] * (_shape(tensors, "bounds")[0] - 1)
+    constants = constants | {"BLOCK_Q": tile.queries, "BLOCK_K": tile.keys}
+    return _launch(kernel, tensors, numbers, constants, programs, *tile[2:], num_blocks)
+
+
+def _launch(
+    kernel: Any, tensors: Tensors, numbers: Numbers, constants: dict[str, Any], programs: int,
+    warps: int, stages: int, num_blocks: int = 1,
+) -> Launch:  # fmt: skip
+    """Gives a kernel what it names."""
+    num_heads, num_tokens = _shape(tensors, "lse")
+    known: dict[str, Any] = {
+        **tensors,
+        "num_tokens": num_tokens,
+        "num_heads": num_heads,
+        "num_blocks": num_blocks,
+        "width": _shape(tensors, "scores")[-1],
+        "scale": numbers.scale,
+        "temperature": numbers.temperature,
+        "log2_temperature": numbers.temperature * _LOG2_E,
+        "threshold": round(numbers.dropout * RANDOM_VALUES),
+        "keep_scale": 1.0 / (1.0 - numbers.dropout),
+    }
+    for name in ("q", "k", "v"):
+        tensor = tensors[name]
+        assert tensor is not None
+        known |= {f"{name}_token": tensor.stride(0), f"{name}_head": tensor.stride(1)}
+    constants = {**constants, "H": _shape(tensors, "q")[-1]}
+    arguments = {name: known[name] for name in kernel.arg_names if name not in constants}
+    return Launch(kernel, programs, arguments, constants, warps, stages)
+
+
+def _shape(tensors: Tensors, name: str) -> torch.Size:
+    tensor = tensors[name]
+    assert tensor is not None, name
+    return tensor.shape

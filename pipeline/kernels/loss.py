@@ -1,0 +1,154 @@
+"""Cross-entropy over a vocabulary, without the logits of all rows, forward or backward.
+
+A chunk of rows at a time: the logits, the losses, the gradient in the logits' place, and what comes
+of it for inputs and weights. So the gradients are there when the forward pass ends, from three
+matrix products and no recomputation, and backward scales them. Liger's fused linear cross-entropy
+(`src/liger_kernel/ops/fused_linear_cross_entropy.py`) is made like this.
+
+Letters: M rows, R those of a chunk, E width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError
+
+LOGITS_BYTES = 256 * 2**20
+"""Budget of a chunk's logits. Plain PyTorch has a copy of them in fp32 beside it."""
+
+
+def vocabulary_loss(
+    x_ME: Tensor, weight_VE: Tensor, bias_V: Tensor | None, targets_M: Tensor, *, fused: bool
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of softmax(x W^T + b), and how often the likeliest is the target.
+
+    The logits are rounded to the dtype of the inputs; all that follows is in the wider of it and
+    fp32. Between forward and backward pass autograd keeps the gradients of x, W and b in their own
+    dtypes, and nothing else. A logit of -inf has probability 0; NaN, inf, or -inf for a target,
+    make the loss NaN or inf.
+
+    Args:
+        x_ME: inputs of the output layer; M may be 0.
+        weight_VE: of the same dtype.
+        bias_V: of the same dtype.
+        targets_M: int64, each below V. One that is not is an error in plain PyTorch (on a GPU an
+            assertion that ends the process) and NaN, in loss and gradients, in the fused kernel.
+        fused: cross-entropy and gradient by our kernel; by plain PyTorch otherwise.
+
+    Returns:
+        Two 0-dimensional tensors of the wider dtype: the sum, nats, and a number without gradient.
+        Of several largest logits the first is the likeliest.
+
+    Raises:
+        ConfigError: `fused`, and the dtype is neither bf16 nor fp32.
+    """
+    if fused and x_ME.dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"the fused kernel takes bf16 and fp32, this is {x_ME.dtype}; set "
+            "kernels.loss=reference"
+        )
+    # In an autograd.Function it is always off.
+    differentiates = torch.is_grad_enabled()
+    loss, correct = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        x_ME, weight_VE, bias_V, targets_M, fused, differentiates
+    )
+    return loss, correct
+
+
+def rows_of_chunk(num_rows: int, row_bytes: int) -> int:
+    """Rows of a chunk: chunks are as few as the budget allows, and equal but for the last."""
+    most = max(1, LOGITS_BYTES // row_bytes)
+    num_chunks = max(1, -(-num_rows // most))
+    return max(1, -(-num_rows // num_chunks))
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, fused: bool,
+        differentiates: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        needed = [differentiates and each for each in ctx.needs_input_grad[:3]]
+        losses, hits, *gradients = _by_chunks(x, weight, bias, targets.contiguous(), fused, needed)
+        ctx.save_for_backward(*gradients)
+        loss, correct = losses.sum(), hits.sum()
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # torch's once_differentiable says nothing where the gradient is one term among others.
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "gradients of vocabulary_loss are constants: they cannot be differentiated again; "
+                "leave out create_graph, or take F.cross_entropy of MaskedLanguageModel.head"
+            )
+        # A 0-dimensional factor would be rounded to bf16 first, and all gradients with it.
+        factor = d_loss.reshape(1)
+        scaled = [
+            None if each is None else torch.mul(each, factor, out=torch.empty_like(each))
+            for each in ctx.saved_tensors
+        ]
+        return *scaled, None, None, None
+
+
+def _by_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, fused: bool,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Losses (M,), hits (M,), and the gradients of the losses' sum that are needed."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    step = rows_of_chunk(len(x), len(weight) * x.itemsize)
+    logits, losses, hits = (
+        x.new_empty(step, len(weight)), x.new_empty(len(x), dtype=wide),
+        x.new_empty(len(x), dtype=wide),
+    )  # fmt: skip
+    d_x = torch.empty_like(x) if needed[0] else None
+    d_weight: Tensor | None = None
+    d_bias = x.new_zeros(len(weight), dtype=wide) if needed[2] else None
+    cross_entropy = _by_kernel if fused else _by_torch
+    for first in range(0, len(x), step):
+        chunk = slice(first, first + step)
+        rows = logits[: len(losses[chunk])]
+        if bias is None:
+            torch.mm(x[chunk], weight.t(), out=rows)
+        else:
+            torch.addmm(bias, x[chunk], weight.t(), out=rows)
+        cross_entropy(rows, targets[chunk], losses[chunk], hits[chunk], any(needed))
+        if d_x is not None:
+            torch.mm(rows, weight, out=d_x[chunk])
+        if needed[1]:
+            product = rows.t() @ x[chunk]
+            # The sum is wide, or each chunk would round it; one chunk is no sum.
+            d_weight = product if d_weight is None else d_weight.to(wide).add_(product)
+        if d_bias is not None:
+            d_bias += rows.sum(0, dtype=wide)
+    if needed[1]:
+        d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+    return losses, hits, d_x, d_weight, None if d_bias is None else d_bias.to(x.dtype)
+
+
+def _by_kernel(
+    logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor, differentiates: bool
+) -> None:
+    from pipeline.kernels import loss_triton as kernels
+
+    kernels.cross_entropy(logits, targets, losses, hits, differentiates).run()
+
+
+def _by_torch(
+    logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor, differentiates: bool
+) -> None:
+    """As the kernel; wide logits are overwritten in any case."""
+    wide, index = logits.to(losses.dtype), targets[:, None]
+    most, best = wide.max(-1, keepdim=True)
+    picked = wide.gather(-1, index)
+    total = wide.sub_(most).exp_().sum(-1, keepdim=True)
+    losses.copy_((total.log() + (most - picked))[:, 0])
+    hits.copy_((best == index)[:, 0])
+    if differentiates:
+        wide.div_(total)
+        wide.scatter_(-1, index, wide.gather(-1, index) - 1)
+        logits.copy_(wide)

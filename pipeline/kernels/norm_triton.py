@@ -1,0 +1,134 @@
+"""Triton kernels of residual, alpha, dropout and RMSNorm in one pass, and how they are launched.
+
+Letters: T tokens end to end, D hidden size. A program takes whole rows of D values, so that each
+value is read once and written once; D need not be a power of two, its block is the next one, and
+what is beyond D is masked. D is compiled in: that it is a multiple of 8 is what makes accesses of
+16 bytes of masked ones.
+"""
+
+from collections.abc import Mapping
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.kernels.common_triton import RANDOM_VALUES, Launch, is_kept, narrow
+
+Tensors = Mapping[str, Tensor | None]
+"""By the names that the kernels give them; of (T, D) but for `rstd` (T,), `alpha` and `seed`."""
+_BLOCK = 2048
+"""Values of a program, unless a row has more."""
+
+
+@triton.jit
+def _places(num_tokens, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows and columns of a program, where they lie, and which of them are there."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    real = (row < num_tokens)[:, None] & (column < D)[None, :]
+    return row, column, row.to(tl.int64)[:, None] * D + column[None, :], real
+
+
+@triton.jit
+def _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA: tl.constexpr,
+            DROPS: tl.constexpr):  # fmt: skip
+    """Of the update: alpha, and dropout's 0 or 1 / (1 - p). A factor, so that NaN stays NaN."""
+    factor = tl.full([1, 1], 1.0, tl.float32)
+    if HAS_ALPHA:
+        factor *= tl.load(alpha)
+    if DROPS:
+        kept = is_kept(seed, row, column, 0, threshold)
+        factor = tl.where(kept, factor * keep_scale, 0.0)
+    return factor
+
+
+@triton.jit
+def residual_norm_kernel(
+    x, update, alpha, seed, y, rstd, num_tokens, keep, eps, threshold, keep_scale,
+    HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Fills `y`, and `rstd` fp32: 1 / sqrt(mean of squares + eps)."""
+    row, column, at, real = _places(num_tokens, D, ROWS, WIDTH)
+    x_TD = tl.load(x + at, mask=real, other=0.0)
+    update_TD = tl.load(update + at, mask=real, other=0.0).to(tl.float32)
+    factor = _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA, DROPS)
+    joined_TD = x_TD.to(tl.float32) * keep + update_TD * factor
+    scale_T = tl.rsqrt(tl.sum(joined_TD * joined_TD, axis=1) / D + eps)
+    y_TD = narrow(joined_TD * scale_T[:, None], y.dtype.element_ty)
+    if HAS_ALPHA:
+        y_TD = tl.where(tl.load(alpha) == 0.0, x_TD, y_TD)
+    tl.store(y + at, y_TD, mask=real)
+    tl.store(rstd + row, scale_T, mask=row < num_tokens)
+
+
+@triton.jit
+def residual_norm_backward_kernel(
+    y, rstd, d_y, alpha, seed, d_x, d_update, num_tokens, keep, threshold, keep_scale,
+    HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Fills `d_x` and `d_update`.
+
+    With r = rstd and y = r joined, dr / djoined_k = -r^3 joined_k / D. So the gradient of joined is
+    r d_y - r^3 joined mean(d_y joined) = r (d_y - y mean(d_y y)): exact for any eps.
+    """
+    row, column, at, real = _places(num_tokens, D, ROWS, WIDTH)
+    given_TD = tl.load(d_y + at, mask=real, other=0.0)
+    wide_TD = given_TD.to(tl.float32)
+    y_TD = tl.load(y + at, mask=real, other=0.0).to(tl.float32)
+    scale_T = tl.load(rstd + row, mask=row < num_tokens, other=0.0)
+    along_T = tl.sum(wide_TD * y_TD, axis=1) / D
+    d_joined_TD = (wide_TD - y_TD * along_T[:, None]) * scale_T[:, None]
+    factor = _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA, DROPS)
+    d_x_TD = narrow(d_joined_TD * keep, d_x.dtype.element_ty)
+    d_update_TD = d_joined_TD * factor
+    if HAS_ALPHA:
+        # Then y was x, whatever the norm would have been, infinite or not.
+        passes = tl.load(alpha) == 0.0
+        d_x_TD = tl.where(passes, given_TD, d_x_TD)
+        d_update_TD = tl.where(passes, 0.0, d_update_TD)
+    tl.store(d_x + at, d_x_TD, mask=real)
+    tl.store(d_update + at, narrow(d_update_TD, d_update.dtype.element_ty), mask=real)
+
+
+def forward(tensors: Tensors, keep: float, eps: float, dropout: float) -> Launch:
+    """Fills `y` and `rstd`.
+
+    Args:
+        tensors: `x`, `update`, `alpha` or None, `seed`, None without dropout, `y` and `rstd`.
+        keep: factor of `x`.
+        eps: of the norm.
+        dropout: probability of dropping a value of the update.
+    """
+    return _launch(residual_norm_kernel, tensors, "x", {"keep": keep, "eps": eps}, dropout)
+
+
+def backward(tensors: Tensors, keep: float, dropout: float) -> Launch:
+    """Fills `d_x` and `d_update` from `y`, `rstd`, `d_y`, and `alpha` and `seed` of forward."""
+    return _launch(residual_norm_backward_kernel, tensors, "y", {"keep": keep}, dropout)
+
+
+def _launch(
+    kernel: triton.JITFunction, tensors: Tensors, like: str, numbers: dict[str, float],
+    dropout: float,
+) -> Launch:  # fmt: skip
+    rows = tensors[like]
+    assert rows is not None
+    size = rows.shape[-1]
+    num_tokens = rows.numel() // size
+    width = triton.next_power_of_2(size)
+    block_rows = max(1, _BLOCK // width)
+    arguments = {
+        **tensors,
+        **numbers,
+        "num_tokens": num_tokens,
+        "threshold": round(dropout * RANDOM_VALUES),
+        "keep_scale": 1.0 / (1.0 - dropout),
+    }
+    constants = {
+        "HAS_ALPHA": tensors["alpha"] is not None, "DROPS": dropout > 0,
+        "D": size, "ROWS": block_rows, "WIDTH": width,
+    }  # fmt: skip
+    programs = -(-num_tokens // block_rows)
+    return Launch(kernel, programs, arguments, constants, 8 if width > _BLOCK else 4, 1)

@@ -1,0 +1,247 @@
+"""`python -m pipeline profile`: where the time of a run's training steps goes on this machine."""
+
+import gzip
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.batch import MicroBatch
+from pipeline.data.format import read_index
+from pipeline.data.steps import Share
+from pipeline.model.cost import flops_per_token, limits
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.profile.roofline import Work, attention_work
+from pipeline.profile.timeline import ATTENTION, CATEGORIES, GEMM, Timeline, read_timeline
+from pipeline.runtime import dist
+from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, mark
+from pipeline.train import schedule
+from pipeline.train.build import make_model, with_vocabulary
+from pipeline.train.data import open_data
+from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.train.timing import device_name
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of a step, means over the profiled steps and over the ranks."""
+
+    device: str
+    num_ranks: int
+    steps: int
+    step_ms: float
+    untraced_step_ms: float
+    """Of as many steps before, without the profiler: what a step really takes."""
+    tokens_per_s: float
+    """Of these; slots that are no padding, of all ranks."""
+    categories_ms: dict[str, float]
+    """They add up to `step_ms`."""
+    roofline: dict[str, float]
+    """GEMM and attention: the least time that the device could take, over the time taken."""
+    kernels: list[tuple[str, str, float]]
+    """Of rank 0, those that take longest: category, name, ms."""
+
+
+def profile_run(
+    config: PretrainConfig, process: ProcessInfo, *, steps: int, warm_up: int,
+    trace_file: Path | None = None,
+) -> Profile:  # fmt: skip
+    """Trains for a few steps from random weights, with the run's loader, and keeps nothing.
+
+    Nothing is read from or written to `run_dir`. Collective.
+
+    Args:
+        config: of the run; `init_from` is not read.
+        process: this rank.
+        steps: that are profiled.
+        warm_up: steps before them, in which kernels are compiled.
+        trace_file: gets rank 0's trace for chrome://tracing or ui.perfetto.dev; `.gz` packs it.
+
+    Raises:
+        PostnormError: as a run with this config would.
+    """
+    config.batches.require_split(process.world_size)
+    index = read_index(config.data.dir)
+    config = with_vocabulary(config, index)
+    device = init_process_group(process, config.train.collective_timeout_s)
+    with tempfile.TemporaryDirectory() as folder:
+        # The numbers of sequences are kept there if the dataset's folder cannot be written.
+        config = replace(config, run_dir=folder)
+        model = make_model(config, device)
+        loader, _ = open_data(config, index, Share(process.rank, process.world_size))
+        engine = Engine(model, config.train, process, device)
+        objective = MaskedLanguageModeling(device)
+        objective.set_alpha(schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps))
+        seen: list[list[MicroBatch]] = []
+        batches = loader.steps_from(0)
+
+        def step() -> None:
+            mark(DATA)
+            seen.append(next(batches))
+            mark(FORWARD)
+            engine.train_step(seen[-1], objective, config.train.lr)
+
+        with head_marked(model.encoder):
+            for _ in range(warm_up):
+                step()
+            seen.clear()
+            untraced = _untraced(step, steps, seen)
+            seen.clear()
+            timeline = profiled(step, steps, trace_file if process.is_first else None)
+        found = _profile(config, process, device, timeline, seen, untraced)
+        close_process_group()
+    return found
+
+
+def profiled(step: Callable[[], None], count: int, trace_file: Path | None = None) -> Timeline:
+    """Runs steps under torch's profiler and divides their time.
+
+    Args:
+        step: sets its marks; `DATA` or `FORWARD` first.
+        count: how often it is called.
+        trace_file: keeps the trace.
+    """
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        _wait(on_gpu)
+        mark(BEGIN)
+        for _ in range(count):
+            step()
+        _wait(on_gpu)
+        mark(END)
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace_file or Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        raw = path.read_bytes()
+    return read_timeline(json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw))
+
+
+@contextmanager
+def head_marked(encoder: nn.Module) -> Iterator[None]:
+    """Marks the head and the loss: from the encoder's output to its gradient.
+
+    Args:
+        encoder: gives a tensor, or an object whose first element is one.
+    """
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        hidden: Tensor = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: mark(BODY))  # type: ignore[no-untyped-call]
+        mark(HEAD)
+
+    handle = encoder.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, Work]:
+    """What the GEMMs and the attention of the encoder have to do over micro-batches, in bf16.
+
+    GEMMs work on padding, too; the bytes they move are not counted.
+    """
+    model = config.model
+    slots = sum(batch.input_ids.numel() for batch in batches)
+    pairs = sum(2 * int(batch.positions.sum()) + batch.num_tokens for batch in batches)
+    longest = max(int(batch.positions.max()) + 1 for batch in batches)
+    flops = flops_per_token(model, max(batch.input_ids.shape[-1] for batch in batches))
+    layer = attention_work(
+        slots, pairs, model.num_heads, model.head_size,
+        carries=model.score_residual != "none", longest=longest,
+    )  # fmt: skip
+    return {GEMM: Work(3 * flops.body * slots, 0.0), ATTENTION: layer * model.num_layers}
+
+
+def roofline(
+    config: PretrainConfig, batches: list[MicroBatch], timeline: Timeline, device: str
+) -> dict[str, float]:
+    """Least time over time taken; empty where the device's limits are not known, or in fp32."""
+    if config.train.precision != "bf16":
+        return {}
+    found = {}
+    for name, work in model_work(config, batches).items():
+        least_s, taken_ms = work.least_s(device), timeline.by_category[name]
+        if least_s is not None and taken_ms:
+            found[name] = 1e3 * least_s / taken_ms
+    return found
+
+
+def _profile(
+    config: PretrainConfig, process: ProcessInfo, device: torch.device, timeline: Timeline,
+    seen: list[list[MicroBatch]], untraced: tuple[float, float],
+) -> Profile:  # fmt: skip
+    steps, name = len(seen), device_name(device)
+    batches = [batch for step in seen for batch in step]
+    shares = roofline(config, batches, timeline, name)
+    mine = [timeline.wall_ms, *untraced, *timeline.by_category.values(), *shares.values()]
+    everyone = torch.tensor(dist.gather(mine), dtype=torch.float64)
+    wall_ms, untraced_ms, tokens, *rest = everyone.mean(0).tolist()
+    longest = sorted(timeline.by_name.items(), key=lambda item: -item[1])[:_SHOWN]
+    return Profile(
+        device=name,
+        num_ranks=process.world_size,
+        steps=steps,
+        step_ms=wall_ms / steps,
+        untraced_step_ms=untraced_ms / steps,
+        tokens_per_s=tokens * process.world_size / untraced_ms * 1e3,
+        categories_ms={
+            key: value / steps for key, value in zip(CATEGORIES, rest, strict=False)
+        },
+        roofline=dict(zip(shares, rest[len(CATEGORIES) :], strict=True)),
+        kernels=[(kind, kernel, ms / steps) for (kind, kernel), ms in longest],
+    )  # fmt: skip
+
+
+def profile_text(profile: Profile) -> str:
+    """The table for people."""
+    has_limits = limits(profile.device) is not None
+    lines = [
+        f"{profile.device}, {profile.num_ranks} ranks, {profile.steps} steps: "
+        f"{profile.untraced_step_ms:.2f} ms a step, {profile.tokens_per_s:,.0f} tokens/s; "
+        f"traced {profile.step_ms:.2f} ms:",
+        f"{'':<24}{'ms a step':>10}{'share':>9}{'of roofline':>13}",
+    ]
+    for name, ms in profile.categories_ms.items():
+        of = f"{profile.roofline[name]:.1%}" if name in profile.roofline else ""
+        lines.append(f"{name:<24}{ms:>10.2f}{ms / profile.step_ms:>9.1%}{of:>13}")
+    if not has_limits:
+        lines.append(f"no roofline: the limits of {profile.device!r} are not known")
+    lines.append("longest:")
+    lines += [f"{ms:>9.2f} ms  {kind:<22} {name[:90]}" for kind, name, ms in profile.kernels]
+    return "\n".join(lines)
+
+
+def _untraced(
+    step: Callable[[], None], count: int, seen: list[list[MicroBatch]]
+) -> tuple[float, float]:
+    """Milliseconds of steps, and tokens of this rank in them, all together."""
+    on_gpu = torch.cuda.is_available()
+    dist.barrier()
+    _wait(on_gpu)
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    _wait(on_gpu)
+    elapsed_ms = (time.perf_counter() - began) * 1e3
+    return elapsed_ms, float(sum(batch.num_tokens for each in seen for batch in each))
+
+
+def _wait(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()

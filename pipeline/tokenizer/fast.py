@@ -1,0 +1,371 @@
+"""The only door to the package tokenizers: vocabularies that come with Hugging Face models.
+
+`Tokenizer` (sentencepiece) is for models trained here; `FastTokenizer` has the same methods for
+BERT's WordPiece, RoBERTa's byte-level BPE and whatever else a tokenizer.json describes. Datasets
+are made with the first or with `pipeline.tokenizer.wordpiece`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from pipeline.data.format import MASK_ID, SPECIAL_TOKENS, UNK_ID
+from pipeline.errors import DataError
+from pipeline.tokenizer.sentencepiece import Definition
+
+TOKENIZER_JSON = "tokenizer.json"
+CONFIG_JSON = "tokenizer_config.json"
+_SPACE = "\u2581"  # sentencepiece's mark for a space
+_BREAK = "\x01"  # keeps characters from being composed; sentencepiece's rules delete it
+_TILDE = "\uff5e"  # the one character that NFKC changes and sentencepiece's rules do not
+# What sentencepiece's rules delete, and what they make a space.
+_DELETED = r"[\x{1}-\x{8}\x{b}\x{e}-\x{1f}\x{7f}\x{8f}\x{9f}]"
+_SPACES = r"[\t\n\f\r\p{Z}\x{61c}\x{200b}\x{200c}\x{200e}\x{200f}\x{2581}\x{feff}\x{fffd}]"
+_MASK_IN_TEXT = SPECIAL_TOKENS[MASK_ID]
+_BERT = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+_ROBERTA = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
+_NEEDED = ("cls", "sep", "mask")
+# Classes that read a vocab.txt but first split words with another program.
+_FOREIGN_SPLITTERS = {"RoFormerTokenizer": "jieba", "BertJapaneseTokenizer": "MeCab"}
+
+
+class FastTokenizer:
+    """A tokenizer.json, with the methods and attributes of `Tokenizer`."""
+
+    pad_id: int
+    """A vocabulary without a padding token pads with the separator: nothing attends to padding."""
+    unk_id: int
+    """The separator where the vocabulary has no unknown token, as no text is unknown to it then."""
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    special_ids: frozenset[int]
+    """The five above and all others that the file marks as special."""
+
+    def __init__(self, path: Path) -> None:
+        """Loads a tokenizer.json.
+
+        Raises:
+            DataError: the file is missing or no tokenizer.json, or its vocabulary has no CLS, SEP
+                or MASK token under one of the usual names.
+        """
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"tokenizer {path} cannot be loaded: {error}") from error
+        # Published files often still have the length limit of what they were last used for.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        names = _role_names(vocabulary, self._special_names(), path)
+        unmarked = sorted(set(names.values()) - self._special_names())
+        self._tokenizer.add_special_tokens(list[str | tokenizers.AddedToken](unmarked))
+        # From here on special tokens written in a text are plain text.
+        self._tokenizer.encode_special_tokens = True
+        self._mask_name = names["mask"]
+        ids = {role: vocabulary[name] for role, name in names.items()}
+        self.cls_id, self.sep_id, self.mask_id = (ids[role] for role in _NEEDED)
+        self.pad_id, self.unk_id = (ids.get(role, self.sep_id) for role in ("pad", "unk"))
+        self.special_ids = frozenset(vocabulary[name] for name in self._special_names())
+        if self._tokenizer.post_processor is None:
+            self._tokenizer.post_processor = _template(names["cls"], names["sep"], vocabulary)
+        self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without specials; special tokens written in it are plain text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Token ids of a text in which each mask stands for one masked token.
+
+        A mask is written `[MASK]`, or as the vocabulary calls it (`<mask>`).
+        """
+        text = text.replace(_MASK_IN_TEXT, self._mask_name)
+        return list(self._finds_masks.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids; special tokens appear by name."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def piece(self, token: int) -> str:
+        """One token as readable text, its leading space kept as such.
+
+        WordPiece has no space in its pieces: there a piece that continues a word starts with `##`.
+        A part of a character in byte-level BPE is U+FFFD; an id that no token has is empty.
+        """
+        text = self._tokenizer.id_to_token(token) or ""
+        if token in self.special_ids:
+            return text
+        if self._byte_level:
+            return decoders.ByteLevel().decode([text])
+        return text.replace(_SPACE, " ")
+
+    def normalise(self, text: str) -> str:
+        """The text as the vocabulary's pieces are searched in it."""
+        normalizer = self._tokenizer.normalizer
+        return str(normalizer.normalize_str(text)) if normalizer else text
+
+    def pieces(self) -> list[str | None]:
+        """All tokens as the file spells them, by id; None where there is no token."""
+        return [self._tokenizer.id_to_token(token) for token in range(self.vocab_size)]
+
+    def to_json(self) -> str:
+        """Content of a tokenizer.json that loads as this tokenizer."""
+        return self._tokenizer.to_str()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop("_finds_masks", None)
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = True  # pickling forgets it
+
+    def _special_names(self) -> set[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return {token.content for token in added if token.special}
+
+    @cached_property
+    def _finds_masks(self) -> tokenizers.Tokenizer:
+        """The same tokenizer but that the mask is an ordinary added token, so found in text."""
+        body = json.loads(self.to_json())
+        for token in body["added_tokens"]:
+            token["special"] = token["special"] and token["content"] != self._mask_name
+        finds_masks = tokenizers.Tokenizer.from_str(json.dumps(body))
+        finds_masks.encode_special_tokens = True
+        return finds_masks
+
+
+def _role_names(vocabulary: dict[str, int], special: set[str], path: Path) -> dict[str, str]:
+    """Token of each role, as far as there is one: a special token rather than an ordinary one."""
+    found = {}
+    for role, name in _BERT.items():
+        usual = [name, _ROBERTA[role]]
+        present = [name for name in usual if name in vocabulary]
+        if present:
+            found[role] = min(present, key=lambda name: name not in special)
+        elif role in _NEEDED:
+            raise DataError(
+                f"tokenizer {path} has no {role.upper()} token: neither {usual[0]} nor {usual[1]} "
+                "is in its vocabulary; a masked language model needs one"
+            )
+    return found
+
+
+class ForeignSplitterError(DataError):
+    """A tokenizer that first splits words with a program that is not here."""
+
+
+def refuse_foreign_splitter(tokenizer_class: str, folder: Path) -> None:
+    """Checks the class that tokenizer_config.json names.
+
+    Raises:
+        ForeignSplitterError: it splits words with another program.
+    """
+    name = str(tokenizer_class).removesuffix("Fast")
+    if name in _FOREIGN_SPLITTERS:
+        raise ForeignSplitterError(
+            f"{folder} has a {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; that "
+            f"is not read. If it has BERT's tokenizer, say so in {CONFIG_JSON}: "
+            '{"tokenizer_class": "BertTokenizer"}'
+        )
+
+
+def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> str | None:
+    """Content of a tokenizer.json for the vocabulary of a Hugging Face or TensorFlow model folder.
+
+    A tokenizer.json is taken as it is; a vocab.txt makes BERT's WordPiece, a vocab.json with a
+    merges.txt RoBERTa's byte-level BPE, both set up as by BertTokenizer and RobertaTokenizer in
+    huggingface/transformers, with the options in tokenizer_config.json. None if there is neither.
+
+    Args:
+        folder: of the model.
+        default_class: what transformers would take where tokenizer_config.json names no class.
+
+    Raises:
+        ForeignSplitterError: the tokenizer splits words with another program.
+        DataError: a file is damaged.
+    """
+    try:
+        path = folder / CONFIG_JSON
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        if _has_vocabulary(folder):
+            refuse_foreign_splitter(config.get("tokenizer_class") or default_class, folder)
+        if (folder / TOKENIZER_JSON).is_file():
+            return (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
+        if (folder / "vocab.txt").is_file():
+            path = folder / "vocab.txt"
+            pieces = split_lines(path.read_bytes().decode())
+            return word_piece(pieces, BertOptions.from_json(config), path).to_str()
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return _byte_level_bpe(folder, config).to_str()
+    except DataError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    return None
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json"))
+
+
+@dataclass(frozen=True)
+class BertOptions:
+    """How BERT's tokenizer treats text, under the names of transformers' tokenizer_config.json."""
+
+    do_lower_case: bool = True
+    strip_accents: bool | None = None
+    """None: as `do_lower_case`."""
+    tokenize_chinese_chars: bool = True
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "BertOptions":
+        """Those that a tokenizer_config.json has; it may have many other keys."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in config.items() if name in names})
+
+
+def split_lines(content: str) -> list[str]:
+    """Pieces of a vocab.txt, by id; U+2028 is one in Google's Chinese vocabulary."""
+    lines = [line.removesuffix("\r") for line in content.split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
+def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> tokenizers.Tokenizer:
+    """BERT's tokenizer (google-research/bert, tokenization.py).
+
+    Args:
+        pieces: by token id.
+        options: how text is normalised.
+        path: where they come from, for messages.
+
+    Raises:
+        DataError: a special token is missing.
+    """
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    names = _present(_BERT, vocabulary, path)
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=options.tokenize_chinese_chars,
+        strip_accents=options.strip_accents,
+        lowercase=options.do_lower_case,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    tokenizer.post_processor = _template(names["cls"], names["sep"], vocabulary)
+    tokenizer.add_special_tokens(list(names.values()))
+    return tokenizer
+
+
+def _byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """RoBERTa's tokenizer (fairseq, gpt2_bpe.py)."""
+    path = folder / "vocab.json"
+    vocabulary, merges = models.BPE.read_file(str(path), str(folder / "merges.txt"))
+    names = _present(_ROBERTA, vocabulary, path)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    prefix_space = config.get("add_prefix_space", False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (names["sep"], vocabulary[names["sep"]]),
+        (names["cls"], vocabulary[names["cls"]]),
+        add_prefix_space=prefix_space,
+    )
+    # RoBERTa was trained with the space before a masked word inside of the mask.
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(name, lstrip=name == names["mask"]) for name in names.values()]
+    )
+    return tokenizer
+
+
+def _present(names: dict[str, str], vocabulary: dict[str, int], path: Path) -> dict[str, str]:
+    """Those special tokens that a vocabulary has; all but padding must be there."""
+    missing = [name for role, name in names.items() if name not in vocabulary and role != "pad"]
+    if missing:
+        raise DataError(f"vocabulary {path} has no {', '.join(missing)}; it is no masked model's")
+    return {role: name for role, name in names.items() if name in vocabulary}
+
+
+def _template(cls: str, sep: str, vocabulary: dict[str, int]) -> processors.TemplateProcessing:
+    """[CLS] A [SEP] in segment 0, then B [SEP] in segment 1."""
+    return processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(cls, vocabulary[cls]), (sep, vocabulary[sep])],
+    )
+
+
+def build_from_sentencepiece(
+    definition: Definition, *, breaks: str, merges: list[tuple[str, str]]
+) -> str:
+    """Content of a tokenizer.json that splits text as a sentencepiece model does.
+
+    Args:
+        definition: the model.
+        breaks: regex of the places before characters that NFKC might compose with what stands
+            before them, but the model's normalisation rules do not.
+        merges: of a bpe model: pairs of pieces, the first to be merged first.
+    """
+    vocabulary = {piece: token for token, piece in enumerate(definition.pieces)}
+    unk = SPECIAL_TOKENS[UNK_ID]
+    tokenizer = tokenizers.Tokenizer(
+        _unigram(definition)
+        if definition.model_type == "unigram"
+        else models.BPE(vocabulary, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = _normalizer(definition.charsmap, breaks)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # Marks the start of the text, but not that of what follows a special token, then
+            # removes the mark and the leading space.
+            pre_tokenizers.Metaspace(_BREAK, prepend_scheme="first", split=False),
+            pre_tokenizers.Split(tokenizers.Regex(f"{_BREAK}{_SPACE}?"), "removed"),
+            pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never"),
+        ]
+    )
+    spaces, strip = decoders.Replace(_SPACE, " "), decoders.Strip(" ", left=1, right=0)
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer.post_processor = _template(_BERT["cls"], _BERT["sep"], vocabulary)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer.to_str()
+
+
+def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
+    """sentencepiece's normalisation (normalizer.cc), but that a leading space stays.
+
+    Its rules replace the longest match, of several characters too. `Precompiled` of tokenizers
+    takes the shortest match in a grapheme of up to 5 bytes and drops the rest of it, and composes
+    nothing longer (Hangul, kana). So NFKC composes first, where no break forbids it.
+    """
+    replace, regex = normalizers.Replace, tokenizers.Regex
+    return normalizers.Sequence(
+        [
+            # Deleted characters before a space would hide from Metaspace that the text starts.
+            replace(regex(rf"\A{_DELETED}(?={_DELETED}*{_SPACES})"), " "),
+            replace("\x02", _BREAK),
+            replace(_TILDE, "\x02"),
+            replace(regex(breaks), _BREAK),
+            normalizers.NFKC(),
+            replace("\x02", _TILDE),
+            normalizers.Precompiled(charsmap),
+            # The first of several spaces stays, for Metaspace again.
+            replace(regex("(?<= ) +"), ""),
+            replace(regex(r" \z"), ""),
+            replace(" ", _SPACE),
+        ]
+    )
+
+
+def _unigram(definition: Definition) -> models.Unigram:
+    """Unigram, in which the text "<0x41>" is no byte: that scores less than six characters."""
+    rows = list(zip(definition.pieces, definition.scores, definition.in_text, strict=True))
+    unreachable = 6 * min(score for _, score, in_text in rows if in_text) - 1
+    vocabulary = [(piece, score if in_text else unreachable) for piece, score, in_text in rows]
+    return models.Unigram(vocabulary, unk_id=UNK_ID, byte_fallback=True)

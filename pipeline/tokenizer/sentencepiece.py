@@ -1,0 +1,390 @@
+"""The only door to sentencepiece: training, encoding, decoding, word starts.
+
+Preparation and inference use this one class, so that they cannot tokenise differently.
+"""
+
+import io
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import sentencepiece
+
+from pipeline.data.format import (
+    CLS_ID,
+    MASK_ID,
+    NUM_SPECIAL,
+    PAD_ID,
+    SEP_ID,
+    SPECIAL_TOKENS,
+    UNK_ID,
+    Vocabulary,
+)
+from pipeline.errors import DataError
+
+_SPACE = "\u2581"  # sentencepiece's mark for a space
+# The EM of the unigram model adds up one partial sum a thread: a fixed number keeps the result
+# independent of the machine.
+_TRAINING_THREADS = 16
+_MAX_SENTENCE_BYTES = 1 << 16
+# ModelProto.normalizer_spec = {name: "identity", precompiled_charsmap: ""}: appended to a model, it
+# replaces these two fields and leaves the others as they are (protobuf's rule for merging).
+_IDENTITY_RULES = b"\x1a\x0c\x0a\x08identity\x12\x00"
+_SPACES = re.compile("  +")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a trained model consists of, for building the same tokenizer with another library."""
+
+    model_type: str
+    """`unigram` or `bpe`."""
+    pieces: tuple[str, ...]
+    """By token id, a space written as U+2581."""
+    scores: tuple[float, ...]
+    """By token id: log-probability (unigram), or minus the rank of its merge (bpe)."""
+    in_text: tuple[bool, ...]
+    """By token id: whether text can contain the piece; False for specials and bytes."""
+    charsmap: bytes
+    """Normalisation rules: a uint32 length, a darts-clone trie of that many bytes, and the
+    replacements that the trie's values point to (normalizer.cc in google/sentencepiece)."""
+
+
+class Spelling(Protocol):
+    """How the tokens of one document spell its text, for finding the words in it."""
+
+    def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
+        """The text, and the offset of each token in it; see `Tokenizer.surface`."""
+
+    def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each token starts in the middle of a character; (n,) bool."""
+
+    def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each token starts a word, as far as the tokens tell; (n,) bool."""
+
+
+class Tokenizer:
+    """A sentencepiece model with the project's special tokens at ids 0 to 4."""
+
+    pad_id: int = PAD_ID
+    unk_id: int = UNK_ID
+    cls_id: int = CLS_ID
+    sep_id: int = SEP_ID
+    mask_id: int = MASK_ID
+    special_ids: frozenset[int] = frozenset(range(NUM_SPECIAL))
+
+    def __init__(self, path: Path) -> None:
+        """Loads a model.
+
+        Raises:
+            DataError: the file is missing, no sentencepiece model, or has other special tokens.
+        """
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.Load(str(path))
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"tokenizer {path} cannot be loaded: {error}") from error
+        specials = tuple(self._processor.IdToPiece(i) for i in range(len(SPECIAL_TOKENS)))
+        if specials != SPECIAL_TOKENS:
+            raise DataError(
+                f"tokenizer {path} has {specials} at ids 0 to 4, expected {SPECIAL_TOKENS}; "
+                "train it with `python -m data_prep run`"
+            )
+        self.vocab_size: int = self._processor.GetPieceSize()
+        self._starts, self._ends, self._continues = self._word_tables()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without specials; special tokens written in it are plain text."""
+        return list(self._processor.EncodeAsIds(text))
+
+    def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
+        """Token ids of a text, as `encode`, and how they spell it; for much text.
+
+        Normalised text, which is nearly all that data preparation has, is not normalised once more,
+        and its spelling needs no look at the pieces: twice as fast as `encode` and `surface`.
+        """
+        plain = self._plain_text.flat(text)
+        if plain is not None:
+            ids = self._plain_text.encode(plain)
+            num_chars = self._surface_tables[1].take(ids)
+            ends = np.cumsum(num_chars)
+            if not len(ids) or ends[-1] == len(plain):
+                return ids, _Spelled(self, plain, ends - num_chars)
+        return np.array(self.encode(text), dtype=np.int32), self
+
+    @cached_property
+    def _plain_text(self) -> "_PlainText":
+        return _PlainText(self._processor.serialized_model_proto())
+
+    def encode_with_masks(self, text: str) -> list[int]:
+        """Token ids of a text in which each `[MASK]` stands for one masked token."""
+        first, *others = text.split(SPECIAL_TOKENS[MASK_ID])
+        ids = self.encode(first)
+        for part in others:
+            # A leading space must stay, which normalisation would strip. No piece reaches across a
+            # space, so the pieces of the text before it can be cut off again.
+            prefix = "." if self._processor.Normalize(f".{part}")[1:2] == _SPACE else ""
+            ids += [MASK_ID, *self.encode(prefix + part)[len(self.encode(prefix)) :]]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids; special tokens appear by name."""
+        parts, plain = [], list[int]()
+        for token in [*ids, None]:
+            if token is not None and token >= len(SPECIAL_TOKENS):
+                plain.append(token)
+                continue
+            if plain:
+                parts.append(self._processor.DecodeIds(plain))
+                plain = []
+            if token is not None:
+                parts.append(SPECIAL_TOKENS[token])
+        return " ".join(parts)
+
+    def normalise(self, text: str) -> str:
+        """The text that `decode` gives back."""
+        return str(self._processor.Normalize(text)).replace(_SPACE, " ")
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Its size and special tokens, for the dataset's index."""
+        return Vocabulary(self.vocab_size)
+
+    @cached_property
+    def is_byte(self) -> npt.NDArray[np.bool_]:
+        """(V,) whether a token is a byte of a character that has no piece."""
+        return np.array([self._processor.IsByte(token) for token in range(self.vocab_size)])
+
+    def piece(self, token: int) -> str:
+        """One token as readable text, its leading space kept as such."""
+        return str(self._processor.IdToPiece(token)).replace(_SPACE, " ")
+
+    def definition(self) -> Definition:
+        """The model taken apart.
+
+        Raises:
+            DataError: the model was not trained with the settings of `train`.
+        """
+        model = _protobuf_fields(self._processor.serialized_model_proto())
+        trainer, normalizer = _protobuf_fields(model[2]), _protobuf_fields(model[3])
+        # Numbers and defaults as in sentencepiece_model.proto.
+        settings: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "model_type": (trainer.get(3, 1), (1, 2)),
+            "byte_fallback": (trainer.get(35, 0), (1,)),
+            "normalization_rule_name": (normalizer.get(1, b""), (b"nmt_nfkc",)),
+            "add_dummy_prefix": (normalizer.get(3, 1), (0,)),
+            "remove_extra_whitespaces": (normalizer.get(4, 1), (1,)),
+        }
+        for name, (found, allowed) in settings.items():
+            if found not in allowed:
+                raise DataError(
+                    f"the tokenizer has {name} {found!r}, expected one of {allowed}; "
+                    "train it with `python -m data_prep run`"
+                )
+        processor, ids = self._processor, range(self.vocab_size)
+        return Definition(
+            model_type="unigram" if trainer.get(3, 1) == 1 else "bpe",
+            pieces=tuple(processor.IdToPiece(i) for i in ids),
+            scores=tuple(processor.GetScore(i) for i in ids),
+            in_text=tuple(i not in self.special_ids and not processor.IsByte(i) for i in ids),
+            charsmap=normalizer[2],
+        )
+
+    def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
+        """The normalised text that tokens spell, and where in it each token starts.
+
+        Args:
+            ids: (n,) tokens of whole characters, without specials.
+
+        Returns:
+            Text with spaces as such, and (n,) character offsets; a byte that continues a character
+            has the offset behind it.
+        """
+        pieces, num_chars = self._surface_tables
+        text = b"".join([pieces[token] for token in ids.tolist()]).decode()
+        ends = np.cumsum(num_chars[ids])
+        return text, ends - num_chars[ids]
+
+    def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each token is a byte in the middle of a character; (n,) bool."""
+        return np.asarray(self._continues[ids])
+
+    @cached_property
+    def _surface_tables(self) -> tuple[list[bytes], npt.NDArray[np.int64]]:
+        """By token id: its bytes of text, and the number of characters that start in it."""
+        pieces = [
+            bytes([int(self._processor.IdToPiece(token)[3:5], 16)])
+            if self._processor.IsByte(token)
+            else self.piece(token).encode()
+            for token in range(self.vocab_size)
+        ]
+        starts = [sum(byte & 0xC0 != 0x80 for byte in piece) for piece in pieces]
+        return pieces, np.array(starts, dtype=np.int64)
+
+    def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each token of a document starts a word; (n,) bool.
+
+        A word starts at the document's begin, at a space, at and after punctuation, and at every
+        Chinese, Japanese or Korean character that starts a piece.
+        """
+        if not len(ids):
+            return np.zeros(0, dtype=bool)
+        starts: npt.NDArray[np.bool_] = self._starts[ids]
+        starts[1:] |= self._ends[ids[:-1]]
+        starts &= ~self._continues[ids]
+        starts[0] = True
+        return starts
+
+    def _word_tables(self) -> tuple[npt.NDArray[np.bool_], ...]:
+        """By token id: starts a word by itself; ends one; continues a character's bytes."""
+        starts, ends, continues = (np.zeros(self.vocab_size, dtype=bool) for _ in range(3))
+        for token in range(self.vocab_size):
+            piece = self._processor.IdToPiece(token)
+            if self._processor.IsByte(token):
+                # <0xNN>: UTF-8 continuation bytes are 0x80 to 0xBF.
+                continues[token] = 0x80 <= int(piece[3:5], 16) < 0xC0
+                starts[token] = not continues[token]
+                ends[token] = True
+            elif token == UNK_ID or self._processor.IsControl(token):
+                starts[token] = ends[token] = True
+            else:
+                starts[token] = piece[0] == _SPACE or _stands_alone(piece[0])
+                ends[token] = _stands_alone(piece[-1])
+        return starts, ends, continues
+
+
+@dataclass(frozen=True)
+class _Spelled:
+    """A spelling that is known."""
+
+    tokenizer: Tokenizer
+    text: str
+    offsets: npt.NDArray[np.int64]
+
+    def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
+        return self.text, self.offsets
+
+    def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        return self.tokenizer.continues(ids)
+
+    def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        return self.tokenizer.word_starts(ids)
+
+
+class _PlainText:
+    """A model without its rules of normalisation, for text that they would leave as it is."""
+
+    def __init__(self, model: bytes) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model + _IDENTITY_RULES)
+        rules = dict(sentencepiece.SentencePieceNormalizer(model_proto=model).Decompile())
+        # A rule of several characters cannot apply where none but its first occurs.
+        changed = {old for old in rules if len(old) == 1}
+        changed |= {character for old in rules for character in old[1:]}
+        self._changed = np.zeros(0x110000, dtype=bool)
+        self._changed[[ord(character) for character in changed]] = True
+        # `flat` does for newlines what the rules of sentencepiece do; others may do something else.
+        self._usable = rules.get("\n") == " "
+
+    def flat(self, text: str) -> str | None:
+        """The normalised text, with spaces as such; None if rules other than for \\n matter."""
+        text = _SPACES.sub(" ", text.replace("\n", " ")).strip(" ")
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+        return text if self._usable and not self._changed.take(codes).any() else None
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        ids: npt.NDArray[np.int32] = self._processor.Encode(text, return_type="numpy")
+        return ids
+
+
+def train(
+    sentences: Iterator[str], *, vocab_size: int, model_type: str, character_coverage: float
+) -> bytes:
+    """Trains a model and returns its file's content, the same for the same text and settings.
+
+    Args:
+        sentences: training text.
+        vocab_size: pieces, with 5 special tokens and 256 bytes among them.
+        model_type: `unigram` or `bpe`.
+        character_coverage: share of characters that get pieces; the others fall back to bytes.
+
+    Raises:
+        DataError: the text does not support the vocabulary; says which size it would support.
+    """
+    # Not to a file: sentencepiece writes the file's path into the model.
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=sentences,
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            character_coverage=character_coverage,
+            byte_fallback=True,
+            split_digits=True,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=False,
+            normalization_rule_name="nmt_nfkc",
+            max_sentence_length=_MAX_SENTENCE_BYTES,
+            pad_id=PAD_ID,
+            unk_id=UNK_ID,
+            bos_id=CLS_ID,
+            eos_id=SEP_ID,
+            pad_piece=SPECIAL_TOKENS[PAD_ID],
+            unk_piece=SPECIAL_TOKENS[UNK_ID],
+            bos_piece=SPECIAL_TOKENS[CLS_ID],
+            eos_piece=SPECIAL_TOKENS[SEP_ID],
+            # A control symbol, not a user-defined one: raw text "[MASK]" must not become the mask.
+            control_symbols=[SPECIAL_TOKENS[MASK_ID]],
+            num_threads=_TRAINING_THREADS,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise DataError(
+            f"tokenizer.vocab_size={vocab_size} does not fit the text it is trained on: {error}. "
+            "Lower tokenizer.vocab_size, or give more text (tokenizer.sample_mb, sources)"
+        ) from error
+    return model.getvalue()
+
+
+def _protobuf_fields(message: bytes) -> dict[int, Any]:
+    """Fields of a protobuf message by number, the last of a repeated one: int or bytes.
+
+    The package protobuf would be one more dependency, for the few fields without an accessor.
+    """
+    fields: dict[int, Any] = {}
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            value, shift, position = value | (byte & 0x7F) << shift, shift + 7, position + 1
+            if byte < 0x80:
+                return value
+
+    while position < len(message):
+        number, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
+            fields[number] = varint()
+            continue
+        size = {1: 8, 2: None, 5: 4}[wire_type]
+        size = varint() if size is None else size
+        fields[number] = message[position : position + size]
+        position += size
+    return fields
+
+
+def _stands_alone(character: str) -> bool:
+    """Whether a character is a word of its own: CJK, kana, hangul, punctuation, symbol."""
+    code = ord(character)
+    if 0x2E80 <= code <= 0x9FFF or 0xAC00 <= code <= 0xD7AF or 0x20000 <= code <= 0x3FFFF:
+        return True
+    # sentencepiece's space mark is a symbol to Unicode: alone, it belongs to the word after it.
+    return unicodedata.category(character)[0] in "PS" and character != _SPACE

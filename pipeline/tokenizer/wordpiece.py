@@ -1,0 +1,231 @@
+"""BERT's WordPiece as the tokenizer of a dataset: checks, special ids, unknown words, word starts.
+
+Built from a published vocab.txt or tokenizer.json with transformers' options; ids are those of
+transformers' BertTokenizer (google-research/bert, tokenization.py), except that special tokens
+written in a text are plain text.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.format import SPECIAL_TOKENS, Vocabulary
+from pipeline.errors import DataError
+from pipeline.tokenizer.fast import BertOptions, FastTokenizer, split_lines, word_piece
+from pipeline.tokenizer.sentencepiece import Spelling, Tokenizer
+
+CONTINUES = "##"
+"""What a piece inside of a word begins with."""
+
+
+class WordPieceTokenizer(FastTokenizer):
+    """A tokenizer.json that `build` wrote."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids: words between spaces; special tokens appear by name."""
+        # Not the file's decoder: its clean-up makes "don't" of "do not".
+        return " ".join(self.piece(token) for token in ids).replace(f" {CONTINUES}", "")
+
+    def spell(self, text: str) -> tuple[list[int], Spelling]:
+        """Token ids of a text, as `encode`, and how they spell it."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        return encoding.ids, _Spelling(text, offsets, self._continues)
+
+    @cached_property
+    def _continues(self) -> npt.NDArray[np.bool_]:
+        """(V,) whether a token continues a word."""
+        return np.array([str(piece).startswith(CONTINUES) for piece in self.pieces()])
+
+    @cached_property
+    def is_byte(self) -> npt.NDArray[np.bool_]:
+        """(V,) False: what has no piece is the unknown token."""
+        return np.zeros(self.vocab_size, dtype=bool)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Its size, special ids, and ids that no text can have, for the dataset's index.
+
+        A piece that normalisation or the split into words would change is never given: [unused1],
+        `##` before a Chinese character where each of them is a word, capitals in an uncased
+        vocabulary.
+        """
+        absent = [
+            token for token, piece in enumerate(self.pieces())
+            if token in self.special_ids or not self._can_stand_in_text(str(piece))
+        ]  # fmt: skip
+        # Consecutive ids have the same distance to their place in the list.
+        grouped = groupby(enumerate(absent), lambda pair: pair[1] - pair[0])
+        runs = [[token for _, token in run] for _, run in grouped]
+        return Vocabulary(
+            size=self.vocab_size, kind="wordpiece", pad=self.pad_id, unk=self.unk_id,
+            cls=self.cls_id, sep=self.sep_id, mask=self.mask_id,
+            not_in_text=tuple((run[0], run[-1] + 1) for run in runs),
+        )  # fmt: skip
+
+    def _can_stand_in_text(self, piece: str) -> bool:
+        word = "a" + piece[len(CONTINUES) :] if len(piece) > 2 and piece[:2] == CONTINUES else piece
+        if self.normalise(word).strip() != word:
+            return False
+        split = self._tokenizer.pre_tokenizer.pre_tokenize_str(word)
+        return [part for part, _ in split] == [word]
+
+
+class _Spelling:
+    """One document's text, and where its tokens start in it.
+
+    The text is the document itself, not what BERT's normalisation makes of it: that has no other
+    Chinese characters, and in it an unknown word cannot be found.
+    """
+
+    def __init__(
+        self, text: str, offsets: npt.NDArray[np.int64], continues: npt.NDArray[np.bool_]
+    ) -> None:
+        self._text, self._offsets, self._continues = text, offsets, continues
+
+    def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
+        """The text, and (n,) offsets of the document's tokens in it."""
+        assert len(ids) == len(self._offsets), "these are the ids of another document"
+        return self._text, self._offsets
+
+    def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """(n,) False: no token starts in the middle of a character."""
+        return np.zeros(len(ids), dtype=bool)
+
+    def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """(n,) True where a piece is not marked as continuing a word."""
+        return np.asarray(~self._continues[ids])
+
+
+DatasetTokenizer = Tokenizer | WordPieceTokenizer
+
+
+def load_tokenizer(path: Path) -> DatasetTokenizer:
+    """Loads a dataset's tokenizer: tokenizer.json is WordPiece, all else sentencepiece.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    return WordPieceTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
+
+
+def build(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
+    """Content of the tokenizer.json of a dataset.
+
+    Args:
+        pieces: by token id.
+        options: how text is normalised.
+        path: where they come from, for messages.
+
+    Raises:
+        DataError: a special token is missing, or a piece is there twice.
+    """
+    missing = [name for name in SPECIAL_TOKENS if name not in set(pieces)]
+    if missing:
+        raise DataError(
+            f"vocabulary {path} has {len(pieces)} pieces, but no {', '.join(missing)}; expected "
+            f"one piece a line, {', '.join(SPECIAL_TOKENS)} among them"
+        )
+    twice = [piece for piece, count in Counter(pieces).items() if count > 1]
+    if twice:
+        lines = [number for number, piece in enumerate(pieces, start=1) if piece == twice[0]]
+        raise DataError(
+            f"vocabulary {path} has {twice[0]!r} in lines {lines[0]} and {lines[1]}"
+            + (f", and {len(twice) - 1} other pieces more than once" if len(twice) > 1 else "")
+            + "; a piece has one id: use the published file"
+        )
+    return word_piece(pieces, options, path).to_str()
+
+
+def read_vocab_txt(content: bytes, path: Path) -> list[str]:
+    """Pieces of a vocab.txt, by id.
+
+    Raises:
+        DataError: it has a byte-order mark, is no UTF-8, or has an empty line.
+    """
+    for mark, name in (
+        (b"\xef\xbb\xbf", "UTF-8"),
+        (b"\xff\xfe", "UTF-16"),
+        (b"\xfe\xff", "UTF-16"),
+    ):
+        if content.startswith(mark):
+            raise DataError(
+                f"vocabulary {path} begins with the byte-order mark of {name}, which would become "
+                "part of its first piece; expected UTF-8 without one"
+            )
+    try:
+        pieces = split_lines(content.decode())
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"vocabulary {path}, line {line}: no valid UTF-8; convert the file"
+        ) from None
+    if "" in pieces:
+        raise DataError(
+            f"vocabulary {path}, line {pieces.index('') + 1}, is empty; a line's number is a "
+            "piece's id: use the published file"
+        )
+    return pieces
+
+
+def read_tokenizer_json(content: str, path: Path) -> tuple[list[str], BertOptions]:
+    """Pieces by id, and options, of a tokenizer.json that is BERT's.
+
+    Raises:
+        DataError: it does anything else than BERT's tokenizer.
+    """
+    try:
+        body = json.loads(content)
+        vocabulary: dict[str, int] = body["model"]["vocab"]
+        normalizer = body["normalizer"]
+        found = {
+            "model": body["model"].get("type", "WordPiece"),
+            "continuing_subword_prefix": body["model"]["continuing_subword_prefix"],
+            "max_input_chars_per_word": body["model"]["max_input_chars_per_word"],
+            "normalizer": normalizer["type"],
+            "clean_text": normalizer["clean_text"],
+            "pre_tokenizer": body["pre_tokenizer"]["type"],
+            "added tokens": [
+                token["content"] for token in body["added_tokens"]
+                if vocabulary.get(token["content"]) != token["id"]
+            ],
+        }  # fmt: skip
+        options = BertOptions(
+            normalizer["lowercase"], normalizer["strip_accents"], normalizer["handle_chinese_chars"]
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no tokenizer.json of a BERT model: {error!r}") from None
+    expected: dict[str, Any] = {
+        "model": "WordPiece", "continuing_subword_prefix": CONTINUES,
+        "max_input_chars_per_word": 100, "normalizer": "BertNormalizer", "clean_text": True,
+        "pre_tokenizer": "BertPreTokenizer", "added tokens": [],
+    }  # fmt: skip
+    other = [f"{name} {found[name]!r}, not {value!r}" for name, value in expected.items()
+             if found[name] != value]  # fmt: skip
+    pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+    if sorted(vocabulary.values()) != list(range(len(pieces))):
+        other.append("ids that are not 0 to the number of pieces")
+    if other:
+        raise DataError(f"{path} is no tokenizer of BERT's: it has {'; '.join(other)}")
+    return pieces, options
+
+
+def difference_of_ids(one: FastTokenizer, other: FastTokenizer) -> str:
+    """Where two vocabularies give an id to different pieces; empty if they agree.
+
+    White space around a piece does not count, as some programs drop it (and no text has such one).
+    """
+    rows = [[str(piece).strip() for piece in each.pieces()] for each in (one, other)]
+    if rows[0] == rows[1]:
+        return ""
+    if len(rows[0]) != len(rows[1]):
+        return f"{len(rows[0]):,} pieces there, {len(rows[1]):,} here"
+    first = next(i for i, (a, b) in enumerate(zip(*rows, strict=True)) if a != b)
+    return f"id {first} is {rows[0][first]!r} there, {rows[1][first]!r} here"

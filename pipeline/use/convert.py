@@ -1,0 +1,324 @@
+"""`python -m pipeline convert SRC OUT`: published checkpoints as model folders.
+
+Read are Hugging Face BERT, RoBERTa and RoFormer, RoFormerV2 as JunnYu/RoFormer_pytorch names it,
+and TensorFlow 1 checkpoints of BERT, RealFormer, RoFormer and RoFormerV2. What does not fit is
+refused by name; what is left out (next-sentence head, optimizer state) is told.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.config import strict_yaml
+from pipeline.config.model import ModelConfig
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime import tensors
+from pipeline.runtime.files import sha256_file, write_atomic
+from pipeline.tokenizer.fast import ForeignSplitterError, build_tokenizer_json
+from pipeline.use import names
+from pipeline.use.folder import (
+    TOKENIZERS_FILE,
+    build_model,
+    is_model_folder,
+    publishing,
+    read_config,
+    write_model,
+)
+from pipeline.use.tf_checkpoint import TfCheckpoint
+
+Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]
+_CONFIG_FILES = ("config.json", "bert_config.json")
+_POST_LN = {
+    "norm_placement": "post", "norm": "layernorm", "norm_affine": True, "bias": True,
+    "embedding_dropout": "after_norm", "mlm_head": "bert", "init": "bert",
+}  # fmt: skip
+_FAMILY_VALUES: dict[Family, dict[str, Any]] = {
+    "bert": {**_POST_LN, "positions": "learned"},
+    "realformer": {**_POST_LN, "positions": "learned", "score_residual": "sum"},
+    "roberta": {**_POST_LN, "positions": "learned"},
+    "roformer": {**_POST_LN, "positions": "rotary"},
+    "roformer_v2": {
+        "norm_placement": "post", "norm": "rmsnorm", "norm_affine": False, "bias": False,
+        "embedding_dropout": "before_norm", "mlm_head": "linear", "positions": "rotary",
+        "init": "rsqrt_depth",
+    },
+}  # fmt: skip
+_SIZES = {
+    "vocab_size": "vocab_size", "num_layers": "num_hidden_layers", "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads", "ffn_size": "intermediate_size",
+}  # fmt: skip
+_OPTIONAL = {
+    "max_positions": "max_position_embeddings", "type_vocab_size": "type_vocab_size",
+    "norm_eps": "layer_norm_eps", "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+}  # fmt: skip
+_ACTIVATIONS = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"
+}  # fmt: skip
+_PLAIN = {
+    "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False,
+    "rotary_value": False,
+}  # fmt: skip
+"""Keys of a foreign config that must have these values, if they are there at all."""
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was read."""
+
+    family: Family
+    num_parameters: int
+    left_out: list[str]
+    """Names of tensors that have no place here."""
+    no_tokenizer: str
+    """Why the model has no tokenizer; empty if it has one."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A foreign checkpoint, read."""
+
+    config: dict[str, Any]
+    config_path: Path
+    tensors: dict[str, Tensor]
+    is_tensorflow: bool
+
+
+def convert(
+    source: Path, out: Path, *, family: Family | None, overrides: Sequence[str]
+) -> ConvertReport:
+    """Reads a foreign checkpoint and writes a model folder.
+
+    Args:
+        source: Hugging Face folder, or folder or prefix of a TensorFlow checkpoint.
+        out: folder to write.
+        family: needed where names do not tell: BERT's and RealFormer's TensorFlow checkpoints.
+        overrides: `field=value` of `ModelConfig` for what the foreign config does not say.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, of an unknown form, or does not fit.
+        ConfigError: an override is wrong.
+    """
+    if is_model_folder(source):
+        raise CheckpointError(f"{source} is a model folder of this project already")
+    read = _read(source)
+    family = _check_family(read, family)
+    style = _style(family)
+    given, left_out = _own_part(_strip(read, style), read.is_tensorflow)
+    pooler = any(".pooler." in name or "/pooler/" in name for name in given)
+    config = _model_config(read, family, overrides, pooler=pooler)
+    weights = _weights(config, given, style, read, source)
+    model = build_model(config, weights, str(source))
+    folder = source if source.is_dir() else source.parent
+    tokenizer, no_tokenizer = _tokenizer(folder, family)
+    origin = {
+        "path": source.name, "family": family, "left_out": left_out,
+        "config_sha256": sha256_file(read.config_path),
+    }  # fmt: skip
+    with publishing(out) as unfinished:
+        write_model(unfinished, config, weights, {"converted_from": origin})
+        if tokenizer is not None:
+            write_atomic(unfinished / TOKENIZERS_FILE, tokenizer.encode())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ConvertReport(family, num_parameters, left_out, no_tokenizer)
+
+
+def _tokenizer(folder: Path, family: Family) -> tuple[str | None, str]:
+    """Content of tokenizer.json, or why there is none."""
+    # transformers takes RoFormerTokenizer for RoFormer unless it is told otherwise; RoFormerV2's
+    # models are of characters, with BERT's.
+    default = "RoFormerTokenizer" if family == "roformer" else "BertTokenizer"
+    try:
+        tokenizer = build_tokenizer_json(folder, default)
+    except ForeignSplitterError as error:
+        return None, str(error)
+    return tokenizer, "" if tokenizer is not None else f"{folder} has no vocabulary"
+
+
+def _read(source: Path) -> _Source:
+    folder = source if source.is_dir() else source.parent
+    config_path = next((folder / f for f in _CONFIG_FILES if (folder / f).is_file()), None)
+    if config_path is None:
+        raise CheckpointError(f"{folder} has no {' or '.join(_CONFIG_FILES)}: sizes are not known")
+    try:
+        config = json.loads(config_path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{config_path} is no JSON: {error}") from error
+    is_tensorflow = not source.is_dir() or any(source.glob("*.index"))
+    if not is_tensorflow:
+        return _Source(config, config_path, tensors.read_tensors(folder), is_tensorflow)
+    checkpoint = TfCheckpoint(source)
+    wanted = [name for name in checkpoint.names() if not names.is_ignored(name)]
+    read = {name: torch.from_numpy(checkpoint.read(name)) for name in wanted}
+    return _Source(config, config_path, read, is_tensorflow)
+
+
+def _check_family(read: _Source, family: Family | None) -> Family:
+    """What the checkpoint says it is; a family that is asked for must not contradict it."""
+    found: set[Family]
+    if read.is_tensorflow:
+        norms = any("LayerNorm" in name for name in read.tensors)
+        learned = any(name.endswith("position_embeddings") for name in read.tensors)
+        found = {"bert", "realformer"} if learned else {"roformer" if norms else "roformer_v2"}
+    else:
+        kind = read.config.get("model_type")
+        rms = read.config.get("norm_type") == "rms_norm"
+        known: dict[Any, Family] = {"bert": "bert", "roberta": "roberta", "roformer": "roformer"}
+        if kind not in known:
+            raise CheckpointError(
+                f"{read.config_path}: model_type {kind!r} is not known; expected one of "
+                f"{', '.join(known)}"
+            )
+        found = {"roformer_v2" if kind == "roformer" and rms else known[kind]}
+        if kind == "bert":
+            found |= {"realformer"}  # a RealFormer that someone gave BERT's names
+            family = family or "bert"
+    if family is None and len(found) > 1:
+        raise CheckpointError(
+            f"the tensors of {read.config_path.parent} have the names of "
+            f"{' and of '.join(sorted(found))}, which compute different things; say which it is "
+            "with --family"
+        )
+    family = family or next(iter(found))
+    if family not in found:
+        raise CheckpointError(
+            f"{read.config_path.parent} is {' or '.join(sorted(found))}, not {family}; leave out "
+            "--family, or correct it"
+        )
+    return family
+
+
+def _style(family: Family) -> names.Style:
+    if family == "roberta":
+        return "roberta"
+    return "roformer" if family.startswith("roformer") else "bert"
+
+
+def _strip(read: _Source, style: names.Style) -> dict[str, Tensor]:
+    """Tensors by the names of a masked language model of today's transformers."""
+    if read.is_tensorflow:
+        return read.tensors
+    renamed = {}
+    bare = not any(name.startswith(f"{style}.") for name in read.tensors)
+    for name, tensor in read.tensors.items():
+        name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
+        name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+        if bare and not name.startswith(("cls.", "lm_head.")):
+            name = f"{style}.{name}"  # saved from the model without its head
+        renamed[name] = tensor
+    return renamed
+
+
+def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Drops what is no weight of ours, and copies of tied tensors; returns names of the former."""
+    left_out = sorted(name for name in given if names.is_sentence_head(name))
+    kept = {
+        name: tensor for name, tensor in given.items()
+        if not names.is_ignored(name) and not names.is_sentence_head(name)
+    }  # fmt: skip
+    for copy, original in () if is_tensorflow else names.TIED.items():
+        if copy not in kept:
+            continue
+        same = next((kept[name] for name in kept if name.endswith(original)), None)
+        if same is None:  # only the copy was saved
+            kept[original] = kept.pop(copy)
+        elif torch.equal(kept[copy], same):
+            del kept[copy]
+        else:
+            raise CheckpointError(
+                f"{copy} differs from {original}: this model's output matrix or bias is not tied, "
+                "which has no place here"
+            )
+    return kept, left_out
+
+
+def _model_config(
+    read: _Source, family: Family, overrides: Sequence[str], *, pooler: bool
+) -> ModelConfig:
+    theirs = read.config
+    for key, plain in _PLAIN.items():
+        if theirs.get(key, plain) != plain:
+            raise CheckpointError(
+                f"{read.config_path}: {key} is {theirs[key]!r}; only {plain!r} can be converted"
+            )
+    missing = [key for key in _SIZES.values() if key not in theirs]
+    if missing:
+        raise CheckpointError(f"{read.config_path} has no {', '.join(missing)}")
+    activation = theirs.get("hidden_act", "gelu")
+    if activation not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"{read.config_path}: hidden_act {activation!r} is not known; expected one of "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    values: dict[str, Any] = {ours: theirs[key] for ours, key in _SIZES.items()}
+    values |= {ours: theirs[key] for ours, key in _OPTIONAL.items() if key in theirs}
+    values |= {**_FAMILY_VALUES[family], "activation": _ACTIVATIONS[activation], "pooler": pooler}
+    if read.is_tensorflow and family in ("bert", "realformer") and activation == "gelu":
+        values["activation"] = "gelu_tanh"  # Google's gelu() is the tanh form
+    if family == "roberta":
+        values["position_offset"] = theirs.get("pad_token_id", 1) + 1
+    if theirs.get("embedding_size", theirs["hidden_size"]) != theirs["hidden_size"]:
+        values["embedding_size"] = theirs["embedding_size"]
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"override {text!r}: expected field=value, such as norm_eps=1e-7")
+        node = strict_yaml.parse(value, f"command line {text!r}", with_lines=False)
+        values[key.strip()] = node.plain()
+    return read_config(values, str(read.config_path))
+
+
+def _weights(
+    config: ModelConfig,
+    given: dict[str, Tensor],
+    style: names.Style,
+    read: _Source,
+    source: Path,
+) -> dict[str, Tensor]:
+    """Our parameters, put together from theirs.
+
+    Raises:
+        CheckpointError: one of theirs is missing or left over; names it as it is called there.
+    """
+    with torch.device("meta"):
+        model = MaskedLanguageModel(config)
+    translate: Callable[[str], tuple[str, ...]] = (
+        names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)
+    )
+    wanted = {name: translate(name) for name in model.state_dict()}
+    nameless = [name for name, theirs in wanted.items() if not theirs]
+    expected = {name for theirs in wanted.values() for name in theirs}
+    problems = [
+        f"{label} {', '.join(sorted(listed)[:5])}"
+        + (f" and {len(listed) - 5} more" * (len(listed) > 5))
+        for label, listed in (
+            ("the architecture has parameters that are unknown there:", nameless),
+            ("missing:", expected - given.keys()),
+            ("not expected:", given.keys() - expected),
+        )
+        if listed
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{source} does not fit {read.config_path.name} and the overrides: "
+            f"{'; '.join(problems)}. Biases or LayerNorm where none are expected (or none where "
+            "they are) mean another norm type or family"
+        )
+    return {
+        name: torch.cat([_oriented(part, given[part], read) for part in theirs])
+        .float()
+        .contiguous()
+        for name, theirs in wanted.items()
+    }
+
+
+def _oriented(name: str, tensor: Tensor, read: _Source) -> Tensor:
+    """TensorFlow keeps the matrices of dense layers as (in, out)."""
+    return tensor.T if read.is_tensorflow and name.endswith("/kernel") else tensor

@@ -1,0 +1,275 @@
+"""`python -m pipeline export RUN OUT --format hf`: a folder that transformers loads.
+
+BERT, RoBERTa and RoFormer architectures become transformers' own classes. All others get one
+self-contained `modeling_postnorm.py`, put together from the code that trained the model, so that
+both compute the same by construction; it is loaded with `trust_remote_code=True`. In either case a
+process of its own loads the folder and its logits are compared before it appears.
+
+The model card of an exported folder: what the model is, what it was trained on, how well.
+"""
+
+import ast
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config.model import ModelConfig
+from pipeline.errors import CheckpointError
+from pipeline.kernels import attention
+from pipeline.model import encoder, init, layers, layout
+from pipeline.model.layout import Layout
+from pipeline.runtime import tensors
+from pipeline.runtime.env import child_environment
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.use import names
+from pipeline.use.export import ExportReport, compare, load_trained
+from pipeline.use.folder import TrainedModel, publishing
+from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
+
+_NATIVE_LOADING = """\
+```python
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+model = AutoModelForMaskedLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
+_OWN_LOADING = """\
+The architecture is in `modeling_postnorm.py`, which needs torch and transformers only.
+```python
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+```
+"""
+
+
+def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_diff: float) -> str:
+    """Markdown with the metadata block that model hubs read.
+
+    Args:
+        name: of the folder.
+        trained: the model and where it comes from.
+        family: transformers' own class that it was written for, if any.
+        max_abs_diff: largest difference of logits between transformers and the trainer's model.
+    """
+    config, facts = trained.model.config, trained.facts
+    num_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
+    scores = facts.get("scores") or {}
+    rows = {
+        "parameters": f"{num_parameters:,}",
+        "optimizer steps": facts.get("step", "unknown"),
+        "data fingerprint": facts.get("data_fingerprint", "unknown"),
+        "held-out loss": f"{scores['loss']:.4f} nats a masked token" if scores else "unknown",
+        "held-out accuracy": f"{scores['accuracy']:.4f}" if scores else "unknown",
+        "converted from": facts.get("converted_from", {}).get("path", "no other format"),
+        "logits against the trainer's model": f"at most {max_abs_diff:.2e} apart",
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    loading = (_NATIVE_LOADING if family else _OWN_LOADING).format(name=name)
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: fill-mask\ntags: [postnorm, encoder]\n---\n"
+        f"# {name}\n\nA bidirectional encoder, pre-trained with masked language modelling.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n## Loading\n\n{loading}\n## Architecture\n\n```json\n"
+        f"{json.dumps(asdict(config), indent=1)}\n```\n"
+    )
+
+
+MODELING_FILE = "modeling_postnorm.py"
+_SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, init, encoder)
+_BASE_PREFIX = "postnorm."
+# What transformers' own classes can express, beside sizes, dropout, eps and activation.
+_NATIVE: dict[str, Any] = {
+    "norm_placement": "post", "norm": "layernorm", "norm_affine": True, "bias": True,
+    "embedding_dropout": "after_norm", "score_residual": "none", "attention_scale": "sqrt",
+    "residual": "plain", "share_layers": False, "mlm_head": "bert",
+}  # fmt: skip
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+_CLASSES = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}
+
+_PROBE = """\
+import sys, torch
+from transformers import AutoModel, AutoModelForMaskedLM
+folder, probe, out = sys.argv[1:]
+ids, mask = torch.load(probe)
+model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
+AutoModel.from_pretrained(folder, trust_remote_code=True)
+with torch.no_grad():
+    torch.save(model(input_ids=ids, attention_mask=mask).logits, out)
+"""
+
+
+def export_hf(source: Path, out: Path) -> ExportReport:
+    """Writes a run's newest good checkpoint, or a model folder, for transformers.
+
+    Raises:
+        CheckpointError: transformers is not installed, there is nothing good to export, or what
+            transformers computes from the folder differs; nothing is left behind then.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise CheckpointError(
+            "--format hf compares with transformers, which is not installed: "
+            "pip install -c constraints.txt -e '.[hf]' in the project's folder"
+        )
+    trained, alpha = load_trained(source)
+    config = trained.model.config
+    family = native_family(config)
+    with publishing(out) as folder:
+        if family:
+            _write_native(folder, trained, family)
+        else:
+            _write_own(folder, trained)
+        if trained.tokenizer is not None:
+            limit = config.longest_document or NO_MAX_LENGTH
+            write_hf_tokenizer(
+                trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
+            )
+        report = compare(trained.model, alpha, lambda *batch: _transformers_logits(folder, *batch))
+        card = model_card(out.name, trained, family, report.max_abs_diff)
+        write_atomic(folder / "README.md", card.encode())
+    return report
+
+
+def native_family(config: ModelConfig) -> names.Style | None:
+    """The transformers family that computes exactly this architecture; None if there is none."""
+    values = asdict(config)
+    if any(values[name] != value for name, value in _NATIVE.items()):
+        return None
+    if config.activation not in _ACTIVATIONS:
+        return None
+    if config.positions == "rotary":
+        return "roformer" if config.rotary_base == 10000.0 else None
+    factorised = config.embedding_width != config.hidden_size
+    if config.positions == "none" or factorised:
+        return None
+    if config.position_offset == 0:
+        return "bert"
+    # RobertaForMaskedLM's head has gelu by erf whatever the feed-forward has.
+    return "roberta" if config.activation == "gelu" else None
+
+
+def native_config(trained: TrainedModel, family: names.Style) -> dict[str, Any]:
+    """config.json of transformers' own class."""
+    config, tokenizer = trained.model.config, trained.tokenizer
+    body = {
+        "model_type": family,
+        "architectures": [f"{_CLASSES[family]}ForMaskedLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.ffn_size,
+        "hidden_act": _ACTIVATIONS[config.activation],
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "max_position_embeddings": config.max_positions,
+        "type_vocab_size": config.type_vocab_size,
+        "layer_norm_eps": config.norm_eps,
+        "initializer_range": 0.02,
+        "dtype": "float32",
+    }
+    if family == "roformer":
+        body |= {"embedding_size": config.embedding_width, "rotary_value": False}
+    if tokenizer is not None:
+        body |= {
+            "pad_token_id": tokenizer.pad_id,
+            "bos_token_id": tokenizer.cls_id,
+            "eos_token_id": tokenizer.sep_id,
+        }
+    if family == "roberta":
+        body["pad_token_id"] = config.position_offset - 1  # where it starts to count positions
+    return body
+
+
+def native_tensors(weights: dict[str, Tensor], family: names.Style) -> dict[str, Tensor]:
+    """Our parameters under transformers' names; those of queries, keys and values apart."""
+    written: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        theirs = names.hugging_face(name, family)
+        written |= dict(zip(theirs, tensor.chunk(len(theirs)), strict=True))
+    return written
+
+
+def modeling_source() -> str:
+    """The self-contained modelling file: this project's model code below one set of imports."""
+    parts = [inspect.getsource(module) for module in _SOURCES]
+    parts.append(Path(__file__).with_name("hf_wrapper.py").read_text(encoding="utf-8"))
+    imports, bodies = set(), []
+    for part in parts:
+        lines, tree = part.splitlines(), ast.parse(part)
+        skipped = set[int]()
+        for number, node in enumerate(tree.body):
+            is_import = isinstance(node, (ast.Import, ast.ImportFrom))
+            is_title = number == 0 and isinstance(node, ast.Expr)
+            if is_import or is_title:
+                skipped |= set(range(node.lineno - 1, node.end_lineno or node.lineno))
+            if is_import and not ast.unparse(node).startswith("from pipeline"):
+                imports.add(ast.unparse(node))
+        kept = (line for number, line in enumerate(lines) if number not in skipped)
+        bodies.append("\n".join(kept).strip("\n"))
+    head = (
+        '"""Postnorm encoder for transformers; made by `python -m pipeline export`."""\n'
+        "\nfrom __future__ import annotations\n\n"
+    )
+    return head + "\n".join(sorted(imports)) + "\n\n\n" + "\n\n\n".join(bodies) + "\n"
+
+
+def _write_native(folder: Path, trained: TrainedModel, family: names.Style) -> None:
+    weights = native_tensors(dict(trained.model.state_dict()), family)
+    tensors.write_file(weights, folder / "model.safetensors")
+    write_json_atomic(folder / "config.json", native_config(trained, family))
+
+
+def _write_own(folder: Path, trained: TrainedModel) -> None:
+    weights = trained.model.state_dict()
+    tensors.write_file(
+        {_BASE_PREFIX + name: tensor for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
+    write_atomic(folder / MODELING_FILE, modeling_source().encode())
+    module = Path(MODELING_FILE).stem
+    classes = {
+        "AutoConfig": "PostnormConfig",
+        "AutoModel": "PostnormModel",
+        "AutoModelForMaskedLM": "PostnormForMaskedLM",
+        "AutoModelForSequenceClassification": "PostnormForSequenceClassification",
+    }
+    body = {
+        "model_type": "postnorm",
+        "architectures": ["PostnormForMaskedLM"],
+        "auto_map": {auto: f"{module}.{name}" for auto, name in classes.items()},
+        **asdict(trained.model.config),
+        "dtype": "float32",
+    }
+    if trained.tokenizer is not None:
+        body["pad_token_id"] = trained.tokenizer.pad_id
+    write_json_atomic(folder / "config.json", body)
+
+
+def _transformers_logits(folder: Path, ids: Tensor, layout: Layout, every: Tensor) -> Tensor:
+    """(M, V) logits that a process of its own computes with transformers; one document a row."""
+    with tempfile.TemporaryDirectory() as name:
+        probe, out = Path(name, "probe.pt"), Path(name, "logits.pt")
+        # transformers packs no documents: each goes into a row of its own.
+        halves = ids.view(2 * len(ids), -1)
+        torch.save((halves, torch.ones_like(halves)), probe)
+        command = [sys.executable, "-c", _PROBE, str(folder.resolve()), str(probe), str(out)]
+        environment = child_environment(HF_HUB_OFFLINE="1", HF_MODULES_CACHE=name)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=name, env=environment, check=False
+        )
+        if done.returncode:
+            raise CheckpointError(
+                f"transformers cannot load what was written: {done.stderr.strip()[-2000:]}"
+            )
+        logits: Tensor = torch.load(out)
+    return logits.flatten(0, 1)[every]

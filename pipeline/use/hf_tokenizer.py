@@ -1,0 +1,214 @@
+"""A tokenizer as files that `transformers.AutoTokenizer` loads without sentencepiece or our code.
+
+A sentencepiece model is written down as a pipeline of the package tokenizers with the same ids,
+loaded again and compared with the original. Known to differ, as sentencepiece 0.2.3 and
+tokenizers 0.23.3 do:
+
+    Unigram         among splits of the same score, as of a row of 23 "-" into 16 + 7 or 7 + 16;
+                    sentencepiece adds up float32 over the whole text, tokenizers float64 by word
+    new letters     that Unicode 15 or later composes with a mark stay two characters
+    special tokens  are found in plain text, as always in transformers (split_special_tokens=True
+                    there splits them like sentencepiece, if their letters are pieces)
+"""
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.data.format import MASK_ID, SPECIAL_TOKENS
+from pipeline.errors import CheckpointError
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.tokenizer.fast import TOKENIZER_JSON, FastTokenizer, build_from_sentencepiece
+from pipeline.tokenizer.sentencepiece import Definition, Tokenizer
+
+CONFIG_FILE = "tokenizer_config.json"
+NO_MAX_LENGTH = int(1e30)
+"""What transformers takes for a tokenizer without a limit."""
+_SPACE = "\u2581"  # sentencepiece's mark for a space
+# sentencepiece adds up scores in float32: sums this close may come out in another order.
+_TIE = 2.0**-20
+_RANDOM_PROBES = 2000
+_PROBES = (
+    "",
+    " ",
+    "  leading, double  and trailing spaces  ",
+    "lines\nof\r\n\r\ntext\tand\u3000other\u00a0spaces\u2028\u0085",
+    "中文标点,“引号”和 English 混排。全角ABC～123〜①½ ﷺ ﬁ",
+    "emoji 😀 👩‍👩‍👧 👍🏽 🇩🇪 ❤️ 𝒜𝔅 𠀀",
+    "e\u0301 e\u0323\u0302 \u00ea\u0323 q\u0301\u0323 \u1112\u1161\u11ab \uff76\uff9e ½\u0301",
+    "\x01 control\x00\x02\x1f\x7f\x85\x9f",
+    "zero\u200bwidth\u200c\u200d\ufeff\u2060\u00ad",
+    f"{_SPACE} {_SPACE}{_SPACE}mark {_SPACE}",
+    "long text, 长文本; " * 2000,
+)
+
+
+def write_hf_tokenizer(
+    tokenizer: Tokenizer | FastTokenizer,
+    folder: Path,
+    *,
+    max_length: int = NO_MAX_LENGTH,
+    token_types: bool = True,
+) -> None:
+    """Writes tokenizer.json and tokenizer_config.json (special_tokens_map.json is history).
+
+    Args:
+        tokenizer: what the model was trained with.
+        folder: where to; is made if need be.
+        max_length: longest input of the model, in tokens with specials.
+        token_types: whether the model takes token_type_ids.
+
+    Raises:
+        CheckpointError: the written tokenizer splits a text otherwise than the original.
+        DataError: the sentencepiece model has settings that the project never uses.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        definition = tokenizer.definition()
+        breaks = _break_pattern(definition.charsmap)
+        text = build_from_sentencepiece(definition, breaks=breaks, merges=_merges(definition))
+        rows = zip(definition.pieces, definition.in_text, strict=True)
+        probes = [piece for piece, in_text in rows if in_text]
+    else:
+        definition, text = None, tokenizer.to_json()
+        ids = range(tokenizer.vocab_size)
+        probes = [tokenizer.piece(i) for i in ids if i not in tokenizer.special_ids]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / TOKENIZER_JSON, text.encode())
+    config = _config(tokenizer, max_length=max_length, token_types=token_types)
+    write_json_atomic(folder / CONFIG_FILE, config)
+    _compare(tokenizer, folder / TOKENIZER_JSON, probes, definition)
+
+
+def _config(
+    tokenizer: Tokenizer | FastTokenizer, *, max_length: int, token_types: bool
+) -> dict[str, Any]:
+    """tokenizer_config.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", *["token_type_ids"] * token_types, "attention_mask"],
+        "pad_token": tokenizer.piece(tokenizer.pad_id),
+        "unk_token": tokenizer.piece(tokenizer.unk_id),
+        "cls_token": tokenizer.piece(tokenizer.cls_id),
+        "sep_token": tokenizer.piece(tokenizer.sep_id),
+        "mask_token": tokenizer.piece(tokenizer.mask_id),
+    }
+
+
+def _merges(definition: Definition) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, in the order of the pieces' scores.
+
+    sentencepiece merges whatever is a piece; as `generate_merges` in huggingface/transformers.
+    """
+    rows = zip(definition.pieces, definition.scores, definition.in_text, strict=True)
+    scores = {piece: score for piece, score, in_text in rows if in_text}
+    merges = []
+    for piece in sorted(scores, key=scores.__getitem__, reverse=True):
+        halves = [(piece[:i], piece[i:]) for i in range(len(piece) - 1, 0, -1)]
+        merges += [pair for pair in halves if pair[0] in scores and pair[1] in scores]
+    return merges
+
+
+def _break_pattern(charsmap: bytes) -> str:
+    """Regex of the places before a combining character that no rule joins to the one before."""
+    joined = defaultdict(set)
+    for left, right in _neighbours(charsmap):
+        joined[right].add(left)
+    with_the_same = defaultdict(set)
+    for right, lefts in joined.items():
+        with_the_same[frozenset(lefts)].add(right)
+    rights = _ranges(set(joined))
+    joins = "".join(
+        f"|(?<![{_ranges(set(lefts))}])(?=[{_ranges(group)}])"
+        for lefts, group in with_the_same.items()
+    )
+    # At a text's very start a break is of no use, and tokenizers would fail there.
+    return rf"(?!\A)(?=[\p{{M}}{rights}])(?:(?![{rights}]){joins})"
+
+
+def _ranges(characters: set[int]) -> str:
+    """Code points as the inside of a regex class."""
+    codes = np.array(sorted(characters))
+    parts = np.split(codes, np.flatnonzero(np.diff(codes) > 1) + 1)
+    return "".join(f"\\x{{{part[0]:x}}}-\\x{{{part[-1]:x}}}" for part in parts)
+
+
+def _neighbours(charsmap: bytes) -> set[tuple[int, int]]:
+    """Code points that stand side by side in what some rule replaces.
+
+    Walks the trie, a double array (darts.h in s-yata/darts-clone), all nodes of a depth at once.
+    A state is a node's base, the last whole character, the one being read, and its bytes to come.
+    """
+    size = int.from_bytes(charsmap[:4], "little")
+    units = np.frombuffer(charsmap[4 : 4 + size], dtype="<u4").astype(np.int64)
+    bases = (units >> 10) << ((units & 512) >> 6)
+    labels = units & 0x800000FF  # bit 31 marks a value
+    nodes = np.flatnonzero((labels > 0) & (labels < 256))
+    nodes = nodes[np.argsort(nodes ^ labels[nodes], kind="stable")]
+    parents = nodes ^ labels[nodes]
+    states = np.array([[bases[0], 0, 0, 0]])
+    pairs = set()
+    while len(states):
+        begin = np.searchsorted(parents, states[:, 0])
+        count = np.searchsorted(parents, states[:, 0], side="right") - begin
+        base, last, reading, missing = np.repeat(states, count, axis=0).T
+        offset = np.arange(len(base)) - np.repeat(np.cumsum(count) - count, count)
+        node = nodes[np.repeat(begin, count) + offset]
+        byte, first = labels[node], missing == 0
+        more = (byte >= 0xC0).astype(np.int64) + (byte >= 0xE0) + (byte >= 0xF0)
+        payload = byte & np.where(more, 0x3F >> more, 0x7F)
+        last = np.where(first, reading, last)
+        reading = np.where(first, payload, reading << 6 | byte & 0x3F)
+        missing = np.where(first, more, missing - 1)
+        states = np.unique(np.stack([node ^ bases[node], last, reading, missing], 1), axis=0)
+        whole = states[(states[:, 3] == 0) & (states[:, 1] > 0)]
+        pairs |= {(int(left), int(right)) for _, left, right, _ in whole}
+    return pairs
+
+
+def _texts(pieces: list[str]) -> Iterator[str]:
+    """What to compare on: every piece, random rows of them, and what is unlike other text."""
+    pieces = [piece.replace(_SPACE, " ") for piece in pieces]
+    yield from _PROBES
+    yield from pieces
+    rng = random.Random(0)
+    for _ in range(_RANDOM_PROBES):
+        yield "".join(rng.choices(pieces, k=rng.randint(2, 40)))
+
+
+def _compare(
+    original: Tokenizer | FastTokenizer,
+    path: Path,
+    pieces: list[str],
+    definition: Definition | None,
+) -> None:
+    """Loads what was written; its ids must be those of the original but for ties of Unigram."""
+    written = FastTokenizer(path)
+    mask = SPECIAL_TOKENS[MASK_ID]
+    for number, text in enumerate(_texts(pieces)):
+        expected, found = original.encode(text), written.encode(text)
+        if expected == found and number % 16 == 0:
+            text = f"{text}{mask} {mask}{text} {mask}"
+            expected, found = original.encode_with_masks(text), written.encode_with_masks(text)
+        if expected != found and not _is_tie(definition, expected, found):
+            raise CheckpointError(
+                f"{path} splits {text[:200]!r} into {[written.piece(i) for i in found[:50]]}, the "
+                f"original into {[original.piece(i) for i in expected[:50]]}; please report this "
+                "with the tokenizer's file"
+            )
+
+
+def _is_tie(definition: Definition | None, one: list[int], other: list[int]) -> bool:
+    """Whether Unigram rates two ways to split the same text the same, as for "--" + "-"."""
+    if definition is None or definition.model_type != "unigram":
+        return False
+    texts = ["".join(definition.pieces[i] for i in ids) for ids in (one, other)]
+    # A byte's or a special's score is 0 on both sides.
+    scores = [math.fsum(definition.scores[i] for i in ids) for ids in (one, other)]
+    return texts[0] == texts[1] and math.isclose(scores[0], scores[1], rel_tol=_TIE)

@@ -1,0 +1,177 @@
+"""The transformers side of an exported folder; `pipeline.use.hf` puts the model's code above it.
+
+Not imported by this project: it becomes the lower half of `modeling_postnorm.py`, which needs torch
+and transformers only.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+)
+
+from pipeline.model.encoder import Encoder, MaskedLanguageModel
+from pipeline.model.layers import Trace
+from pipeline.model.layout import Layout
+
+
+class PostnormConfig(PretrainedConfig):
+    """The architecture; fields are those of Postnorm's `ModelConfig`."""
+
+    model_type = "postnorm"
+    attribute_map = {  # noqa: RUF012 - transformers wants a plain class attribute
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "ffn_size",
+        "max_position_embeddings": "max_positions",
+    }
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return int(self.hidden_size // self.num_heads)
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the embeddings."""
+        return int(self.embedding_size or self.hidden_size)
+
+    @property
+    def num_distinct_layers(self) -> int:
+        """Layers with weights of their own."""
+        return 1 if self.share_layers else int(self.num_layers)
+
+
+def mask_layout(attention_mask: Tensor | None, input_ids: Tensor) -> Layout:
+    """One document in each row; padding may stand on either side of it.
+
+    Args:
+        attention_mask: (B, S), 1 for tokens and 0 for padding; no padding when None.
+        input_ids: (B, S).
+    """
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    seen = attention_mask.bool()
+    positions = (seen.long().cumsum(-1) - 1).clamp(min=0)
+    return Layout(positions, seen[:, None, None, :], None)
+
+
+class PostnormPreTrainedModel(PreTrainedModel):
+    """What the models share."""
+
+    config_class = PostnormConfig
+    base_model_prefix = "postnorm"
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """A head made for fine-tuning; the encoder initialises itself."""
+        if isinstance(module, nn.Linear) and module is getattr(self, "classifier", None):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+
+class PostnormModel(PostnormPreTrainedModel):
+    """Token ids to hidden states."""
+
+    def __init__(self, config: PostnormConfig) -> None:
+        """Makes the encoder."""
+        super().__init__(config)
+        self.encoder = Encoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.encoder.token_embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replaces the token embedding."""
+        self.encoder.token_embedding = value
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPooling:
+        """(B, S) ids to (B, S, D) hidden states."""
+        layout = mask_layout(attention_mask, input_ids)
+        trace = Trace(keep_probabilities=bool(output_attentions))
+        x_BSD = self.encoder(input_ids, layout, segments=token_type_ids, trace=trace)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=x_BSD,
+            pooler_output=self.encoder.pool(x_BSD[:, 0]) if self.config.pooler else None,
+            hidden_states=tuple(trace.hidden) if output_hidden_states else None,
+            attentions=tuple(trace.probabilities) if output_attentions else None,
+        )
+
+
+class PostnormForMaskedLM(PostnormPreTrainedModel):
+    """The model as it was pre-trained."""
+
+    def __init__(self, config: PostnormConfig) -> None:
+        """Makes encoder and head."""
+        super().__init__(config)
+        self.postnorm = MaskedLanguageModel(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding, which is the output matrix too."""
+        return self.postnorm.encoder.token_embedding
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> MaskedLMOutput:
+        """(B, S) ids to (B, S, V) logits; labels of -100 are left out of the loss."""
+        layout = mask_layout(attention_mask, input_ids)
+        trace = Trace(keep_probabilities=False)
+        x_BSD = self.postnorm.encoder(input_ids, layout, segments=token_type_ids, trace=trace)
+        logits = self.postnorm.head(x_BSD)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        hidden = tuple(trace.hidden) if output_hidden_states else None
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden)
+
+
+class PostnormForSequenceClassification(PostnormPreTrainedModel):
+    """A linear classifier, or regression with one label, on the first token."""
+
+    def __init__(self, config: PostnormConfig) -> None:
+        """Makes encoder and classifier."""
+        super().__init__(config)
+        self.postnorm = PostnormModel(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutput:
+        """(B, S) ids to (B, num_labels) logits."""
+        x_BSD = self.postnorm(input_ids, attention_mask, token_type_ids).last_hidden_state
+        logits = self.classifier(self.dropout(x_BSD[:, 0]))
+        loss = None
+        if labels is not None and self.config.num_labels == 1:
+            loss = F.mse_loss(logits[:, 0], labels.to(logits.dtype))
+        elif labels is not None:
+            loss = F.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)

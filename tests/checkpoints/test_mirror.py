@@ -1,0 +1,90 @@
+"""Copies of checkpoints: whole ones, of this run, kept as the run keeps its own."""
+
+import fcntl
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoints.manifest import FOLDER, published, state_file, verify
+from pipeline.checkpoints.mirror import Mirror
+from pipeline.checkpoints.retention import Retention
+from pipeline.errors import ConfigError
+from tests.support.checkpoints import make_checkpoint
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in published(folder / FOLDER)]
+
+
+def test_copies_follow_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, target = tmp_path / "run", tmp_path / "copies"
+    for step in (10, 20, 30):
+        make_checkpoint(run, step, world_size=2)
+    (run / FOLDER / "step-00000020" / state_file(1, 2)).write_bytes(b"")
+    # Of processes that were killed.
+    (target / FOLDER / ".copying-step-00000030").mkdir(parents=True)
+    (target / FOLDER / ".removing-step-00000005").mkdir()
+    mirror = Mirror(run, target, Retention(2))
+    mirror.request()
+    mirror.finish()
+    # What is damaged here is not copied, and said.
+    assert _steps(target) == [30, 10]
+    assert "step-00000020 could not be copied" in caplog.text
+    assert "tried again at the next save" in caplog.text
+    assert sorted(path.name for path in (target / FOLDER).iterdir()) == [
+        "latest", "step-00000010", "step-00000030"
+    ]  # fmt: skip
+
+    shutil.rmtree(run / FOLDER / "step-00000010")
+    shutil.rmtree(run / FOLDER / "step-00000020")
+    make_checkpoint(run, 40)
+    # Step 30 was trained again, from another place.
+    shutil.rmtree(run / FOLDER / "step-00000030")
+    make_checkpoint(run, 30, seed=9)
+    mirror.request()
+    mirror.request()
+    mirror.finish()
+    assert _steps(target) == [40, 30]
+    for path in published(target / FOLDER):
+        verify(path)
+        assert (path / "manifest.json").read_bytes() == (
+            run / FOLDER / path.name / "manifest.json"
+        ).read_bytes()
+    assert (target / FOLDER / "latest").read_text() == "step-00000040\n"
+
+
+def test_failures_are_warnings_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, target = tmp_path / "run", tmp_path / "copies"
+    make_checkpoint(run, 10)
+    target.touch()
+    mirror = Mirror(run, target, Retention(1))
+    mirror.request()
+    mirror.finish()
+    assert f"{target} cannot be written" in caplog.text
+    target.unlink()
+    target.mkdir()
+    with (target / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mirror.request()
+        mirror.finish()
+        assert _steps(target) == []
+    caplog.set_level(logging.INFO)
+    mirror.request()
+    mirror.finish()
+    assert _steps(target) == [10]
+    assert "copied step-00000010 to" in caplog.text
+
+
+def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "one", 10)
+    mirror = Mirror(tmp_path / "one", tmp_path / "copies", Retention(1))
+    mirror.request()
+    mirror.finish()
+    with pytest.raises(
+        ConfigError, match=r"copies has checkpoints of the run .*/one, not of .*two"
+    ):
+        Mirror(tmp_path / "two", tmp_path / "copies", Retention(1))

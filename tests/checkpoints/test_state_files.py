@@ -1,0 +1,136 @@
+"""State in parts: any stretch can be read, and parts that do not fit are refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.checkpoints.state import KINDS, Part, SavedState, read_weights, write_part
+from pipeline.errors import CheckpointError
+
+SHAPES = {"matrix": (3, 7), "gain": (5,), "scalar": (1,)}
+COUNTERS = {"updates": 3, "global_steps": 4, "skipped_steps": 1}
+WHOLE = {
+    kind: {name: torch.randn(math.prod(shape)) for name, shape in SHAPES.items()} for kind in KINDS
+}
+
+
+def _part(name: str, start: int, stop: int) -> Part:
+    tensors = {kind: WHOLE[kind][name][start:stop] for kind in KINDS}
+    return Part(name, SHAPES[name], start, tensors)
+
+
+def _save(folder: Path, *of_ranks: list[Part]) -> None:
+    for rank, parts in enumerate(of_ranks):
+        write_part(folder, rank, len(of_ranks), parts, COUNTERS)
+
+
+def _file(folder: Path, rank: int, world_size: int) -> Path:
+    return folder / f"state/rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+MATRIX = [_part("matrix", 0, 4), _part("matrix", 4, 5), _part("matrix", 5, 21)]
+REST = [_part("gain", 0, 5), _part("scalar", 0, 1)]
+
+
+def test_any_stretch_can_be_read(tmp_path: Path) -> None:
+    _save(tmp_path, [MATRIX[2]], [], [MATRIX[0], *REST], [MATRIX[1]])
+    saved = SavedState(tmp_path)
+    assert saved.counters == COUNTERS
+    saved.require_shapes(SHAPES)
+    for kind in KINDS:
+        for name, whole in WHOLE[kind].items():
+            for start in range(len(whole)):
+                for stop in range(start, len(whole) + 1):
+                    assert torch.equal(saved.read(kind, name, start, stop), whole[start:stop])
+    weights: dict[str, Tensor] = read_weights(tmp_path)
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == SHAPES
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([MATRIX[0], MATRIX[2]], "lacks elements 4 to 4 of matrix, which has 21"),
+        ([MATRIX[1], MATRIX[2]], "lacks elements 0 to 3 of matrix, which has 21"),
+        ([MATRIX[0], MATRIX[1]], "lacks elements 5 to 20 of matrix, which has 21"),
+        ([*MATRIX, _part("matrix", 3, 6)], "has twice elements 3 to 3 of matrix"),
+        ([*MATRIX, MATRIX[1]], "has twice elements 4 to 4 of matrix"),
+        ([*MATRIX, MATRIX[2]], "has twice elements 5 to 20 of matrix"),
+    ],
+)
+def test_parts_that_leave_out_or_repeat_elements_are_refused(
+    tmp_path: Path, parts: list[Part], message: str
+) -> None:
+    _save(tmp_path, REST, *[[part] for part in parts])
+    with pytest.raises(CheckpointError, match=message):
+        SavedState(tmp_path)
+
+
+def test_average_of_another_length_is_refused(tmp_path: Path) -> None:
+    part = _part("gain", 0, 5)
+    part.tensors["exp_avg_sq"] = part.tensors["exp_avg_sq"][:4]
+    _save(tmp_path, [part])
+    with pytest.raises(CheckpointError, match="gain is not complete"):
+        SavedState(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({**SHAPES, "matrix": (7, 3)}, r"matrix has shape \[3, 7\] there, \[7, 3\] here"),
+        ({**SHAPES, "bias": (2,)}, r"bias has shape none there, \[2\] here"),
+        ({"matrix": (3, 7), "gain": (5,)}, r"scalar has shape \[1\] there, none here"),
+    ],
+)
+def test_other_model_is_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    _save(tmp_path, MATRIX[:1], MATRIX[1:2], [MATRIX[2], *REST])
+    with pytest.raises(CheckpointError, match=message):
+        SavedState(tmp_path).require_shapes(shapes)
+
+
+def test_missing_foreign_damaged_and_older_files_are_named(tmp_path: Path) -> None:
+    _save(tmp_path, REST, [])
+    content = _file(tmp_path, 1, 2).read_bytes()
+    _file(tmp_path, 1, 2).write_bytes(content[:20])
+    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002\.safetensors cannot be read"):
+        SavedState(tmp_path)
+    _file(tmp_path, 1, 2).unlink()
+    with pytest.raises(CheckpointError, match="missing or foreign files: rank-00001-of-00002"):
+        SavedState(tmp_path)
+    write_part(tmp_path, 1, 2, [], {**COUNTERS, "updates": 2})
+    with pytest.raises(CheckpointError, match="they are of different steps"):
+        SavedState(tmp_path)
+    (tmp_path / "old/state").mkdir(parents=True)
+    (tmp_path / "old/state/mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="an earlier version wrote it"):
+        SavedState(tmp_path / "old")
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+    # 100 MB of which 4 bytes are asked for: the memory in use must not grow by more than a tenth.
+    numel = 8_000_000
+    tensors = {kind: torch.ones(numel) for kind in KINDS}
+    _save(tmp_path, [Part("big", (numel,), 0, tensors)])
+    del tensors
+    before = _resident_bytes()
+    saved = SavedState(tmp_path)
+    for kind in KINDS:
+        assert saved.read(kind, "big", numel - 1).tolist() == [1.0]
+    assert _resident_bytes() - before < 10_000_000
+
+
+def _resident_bytes() -> int:
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def test_files_are_readable_by_those_whom_the_system_lets(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    _save(tmp_path, REST)
+    assert _file(tmp_path, 0, 1).stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -1,0 +1,246 @@
+"""Where time goes: names of kernels, hand-made traces with known sums, and a real profile."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.format import DatasetIndex
+from pipeline.profile.roofline import attention_work
+from pipeline.profile.timeline import (
+    ATTENTION,
+    CATEGORIES,
+    COMMUNICATION,
+    DATA_WAIT,
+    GEMM,
+    HEAD_LOSS,
+    IDLE,
+    NORMS,
+    OPTIMIZER,
+    OTHER,
+    category,
+    read_timeline,
+)
+from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
+from tests.support.ranks import CONFIG, start
+
+ROOT = Path(__file__).parents[2]
+
+# As torch's profiler writes them on A100 and H100 (PyTorch 2.1 to 2.11), parameters cut.
+KERNELS = {
+    GEMM: [
+        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1",
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_NTN",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16, float, __nv_bfloat16>",
+        "triton_tem_fused_mm_4",
+        "void gemmk1_kernel<int, float, 256, 5, false, false, false, false>",
+    ],
+    ATTENTION: [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+        "fmha_cutlassB_bf16_aligned_128x64_k64_sm80",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64",
+        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
+        "triton_per_fused__softmax_masked_fill_0",
+        "forward_kernel", "backward_keys_kernel", "backward_queries_kernel",
+        "backward_window_kernel", "delta_kernel", "turn_kernel",
+    ],
+    NORMS: [
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, MeanOps>>",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16>",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>",
+        "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<c10::BFloat16, float>",
+        "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16, long>",
+        "void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float>",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>>",
+        "triton_red_fused_add_mean_mul_pow_rsqrt_3", "triton_poi_fused_relu_threshold_backward_1",
+        "residual_norm_kernel", "residual_norm_backward_kernel", "rms_norm_backward_kernel",
+        "## Call CompiledFxGraph fhzxphvdkz677ivpm4ylyqm2v5gxjkqw7sllirmbi4gqm3kyeipl ##",
+    ],
+    OPTIMIZER: [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor<float>>",
+    ],
+    COMMUNICATION: [
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
+    ],
+    OTHER: ["Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "something_nobody_knows"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [(name, kind) for kind, names in KERNELS.items() for name in names]
+)
+def test_kernel_names(name: str, wanted: str) -> None:
+    assert category(name, FORWARD) == wanted
+    assert category(name, UPDATE) == (COMMUNICATION if wanted == COMMUNICATION else OPTIMIZER)
+    in_head = COMMUNICATION if wanted == COMMUNICATION else HEAD_LOSS
+    assert category(name, HEAD) == in_head
+
+
+def test_batched_products_are_those_of_attention() -> None:
+    gemm = "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT"
+    assert category(gemm, FORWARD, "aten::bmm") == ATTENTION
+    assert category(gemm, FORWARD, "aten::addmm") == GEMM
+    assert category("aten::bmm", BODY) == ATTENTION
+
+
+def _event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def _mark(phase: str, ts: float) -> dict[str, Any]:
+    return _event("user_annotation", PREFIX + phase, ts, 0.0)
+
+
+def test_a_trace_of_a_gpu() -> None:
+    """Kernels run later than they are launched; one stream computes, the other one sends."""
+
+    def kernel(name: str, launched: float, ts: float, dur: float, number: int) -> list[Any]:
+        return [
+            _event("cuda_runtime", "cudaLaunchKernel", launched, 1, tid=2, correlation=number),
+            _event("kernel", name, ts, dur, tid=7, correlation=number),
+        ]
+
+    events = [
+        _mark(BEGIN, 0),
+        _mark(DATA, 0),
+        _mark(FORWARD, 1000),
+        _mark(HEAD, 1200),
+        _mark(BODY, 1400),
+        _mark(UPDATE, 1600),
+        _mark(DATA, 1800),
+        _mark(END, 6000),
+        *kernel("nvjet_tst", 1010, 1500, 500, 1),  # launched in the body, runs in the update
+        *kernel("nvjet_tst", 1210, 2000, 300, 2),  # of the head
+        *kernel("triton_poi_fused_add", 1410, 2300, 200, 3),
+        *kernel("ncclDevKernel_AllReduce", 1610, 2400, 600, 4),  # 100 of it behind the one before
+        *kernel("Memcpy DtoD", 1620, 2900, 200, 5),  # nccl behind 100 of it
+        *kernel("triton_poi_fused_add", 1630, 3200, 50, 6),  # of the update
+    ]
+    found = read_timeline({"traceEvents": events})
+    assert found.wall_ms == 6
+    wanted = dict.fromkeys(CATEGORIES, 0.0) | {
+        # A copy in the update belongs to it, and counts before what is sent.
+        GEMM: 0.5, HEAD_LOSS: 0.3, NORMS: 0.2, COMMUNICATION: 0.4, OPTIMIZER: 0.2 + 0.05,
+        # The host waits until 1000, and from 1800 on: before the last kernel, and after it.
+        DATA_WAIT: 1.0 + 0.1 + 2.75, IDLE: 0.5,
+    }  # fmt: skip
+    assert found.by_category == pytest.approx(wanted)
+    assert sum(found.by_category.values()) == pytest.approx(found.wall_ms)
+    assert found.by_name[COMMUNICATION, "ncclDevKernel_AllReduce"] == 0.6
+
+
+def test_a_trace_of_a_cpu() -> None:
+    """Inner operators count before outer ones; other threads do not count."""
+    events = [
+        _mark(BEGIN, 0),
+        _mark(FORWARD, 0),
+        _mark(DATA, 900),
+        _mark(END, 1000),
+        _event("cpu_op", "aten::linear", 100, 400),
+        _event("cpu_op", "aten::addmm", 150, 300),
+        _event("cpu_op", "aten::copy_", 160, 40),
+        _event("cpu_op", "aten::bmm", 500, 100),
+        _event("cpu_op", "aten::mul", 600, 100),
+        _event("cpu_op", "aten::mul", 0, 1000, tid=2),
+    ]
+    found = read_timeline({"traceEvents": events})
+    wanted = dict.fromkeys(CATEGORIES, 0.0) | {
+        GEMM: 0.4,
+        ATTENTION: 0.1,
+        NORMS: 0.1,
+        DATA_WAIT: 0.1,
+        IDLE: 0.3,
+    }
+    assert found.by_category == pytest.approx(wanted)
+
+
+def test_work_of_attention() -> None:
+    """As the study of the kernels counts: base, 32 sequences of 512, 12 heads of 64."""
+    tokens, pairs = 32 * 512, 32 * 512**2
+    plain = attention_work(tokens, pairs, 12, 64, carries=False, longest=512)
+    carried = attention_work(tokens, pairs, 12, 64, carries=True, longest=512)
+    short = attention_work(tokens, 128 * 128**2, 12, 64, carries=True, longest=128)
+    assert plain.flops == 12 * 12 * pairs * 64
+    assert carried.num_bytes - plain.num_bytes == 12 * 12 * pairs
+    assert short.num_bytes - plain.num_bytes == 10 * 12 * 128 * 128**2
+    # 989 TFLOP/s and 4.8 TB/s: plain is bound by computing, carried by memory.
+    assert plain.least_s("NVIDIA H200") == pytest.approx(plain.flops / 989e12)
+    assert carried.least_s("NVIDIA H200") == pytest.approx(carried.num_bytes / 4.8e12)
+    assert plain.least_s("cpu") is None
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def _check(found: dict[str, Any], steps: int) -> None:
+    assert list(found["categories_ms"]) == list(CATEGORIES)
+    assert sum(found["categories_ms"].values()) == pytest.approx(found["step_ms"])
+    for part in (GEMM, ATTENTION, NORMS, HEAD_LOSS, OPTIMIZER):
+        assert found["categories_ms"][part] > 0, part
+    assert found["steps"] == steps
+    assert 0 < found["tokens_per_s"] <= 8 * 64 / found["untraced_step_ms"] * 1e3
+
+
+def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
+    config, out, trace = tmp_path / "run.yaml", tmp_path / "p.json", tmp_path / "t.json.gz"
+    config.write_text(CONFIG)
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "profile", str(config), f"run_dir={run_dir}",
+         f"data.dir={dataset.folder}", "train.zero_stage=0", "--steps", "2", "--warm-up", "1",
+         "--json", str(out), "--trace", str(trace)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    _check(found, 2)
+    for name, ms in found["categories_ms"].items():
+        assert f"{name:<24}{ms:>10.2f}" in done.stdout
+    assert "no roofline: the limits of 'cpu' are not known" in done.stdout
+    assert not run_dir.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "run.yaml", "t.json.gz"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_profile_of_two_ranks(dataset: DatasetIndex, tmp_path: Path) -> None:
+    config, out = tmp_path / "run.yaml", tmp_path / "p.json"
+    config.write_text(CONFIG)
+    command = [
+        sys.executable, "-m", "pipeline", "profile", str(config), f"run_dir={tmp_path / 'run'}",
+        f"data.dir={dataset.folder}", "--steps", "2", "--warm-up", "1", "--json", str(out),
+    ]  # fmt: skip
+    log = tmp_path / "out"
+    processes = start(command, 2, log)
+    assert [process.wait(120) for process in processes] == [0, 0], log.read_text()
+    found = json.loads(out.read_text())
+    _check(found, 2)
+    assert found["num_ranks"] == 2
+    assert found["categories_ms"][COMMUNICATION] > 0
+    assert log.read_text().count("of roofline") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_steps_are_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "profile", "x.yaml", "--steps", "0"],
+        cwd=ROOT, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--steps 0: expected 1 or more" in done.stdout + done.stderr

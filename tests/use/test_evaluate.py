@@ -1,0 +1,341 @@
+"""Evaluation apart from training: the trainer's numbers, on other ranks, and what is refused."""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.config import PrepConfig
+from data_prep.run import run as prepare
+from pipeline.config.load import load
+from pipeline.config.model import ModelConfig
+from pipeline.data.counts import sequences_at
+from pipeline.data.format import DatasetIndex
+from pipeline.errors import (
+    EXIT_FAILED_RETRY,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    CheckpointError,
+    ConfigError,
+    DataError,
+)
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.train.stop import StopRequest
+from pipeline.use.evaluate_command import add_evaluate
+from pipeline.use.export import export
+from pipeline.use.folder import write_model
+from tests.support.ranks import Ranks, records, start
+
+pytestmark = pytest.mark.dist
+
+Command = Callable[..., list[dict[str, Any]]]
+_STEPS = [4, 8, 12]
+# In bf16 and fp32 alike: sums of fp32 numbers in another order.
+_OTHER_RANKS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex) -> Path:
+    """A run of two ranks with an evaluation at each checkpoint; at the first one alpha is 0.5."""
+    run_dir = tmp_path_factory.mktemp("evaluate") / "run"
+    ranks = Ranks(
+        run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
+        "checkpoint.every_steps=4", "checkpoint.keep=3", "monitor.eval_every_steps=4",
+        "monitor.eval_sequences=20",
+    )  # fmt: skip
+    assert ranks.wait() == [0, 0], ranks.output
+    return run_dir
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process, without its signal handlers; gives what it printed."""
+    signals = StopRequest.__new__(StopRequest)
+    signals.signal_name = ""
+
+    def command(source: Path, *arguments: object) -> list[dict[str, Any]]:
+        parser = argparse.ArgumentParser()
+        add_evaluate(parser.add_subparsers(), signals)
+        found = parser.parse_args(["evaluate", str(source), *map(str, arguments), "--json"])
+        capsys.readouterr()
+        try:
+            assert found.run(found) == EXIT_FINISHED
+            assert not torch.distributed.is_initialized()
+        finally:
+            # A command that fails ends its process; this one goes on.
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return command
+
+
+def _scores(record: dict[str, Any]) -> dict[str, float]:
+    """Of an evaluation, by the names in metrics.jsonl."""
+    scores = {"": record, **{f"_{name}": score for name, score in record["sources"].items()}}
+    return {
+        f"{field}{suffix}": score[field]
+        for suffix, score in scores.items()
+        for field in ("loss", "accuracy", "num_masked")
+    }
+
+
+def _of_trainer(run_dir: Path) -> dict[int, dict[str, float]]:
+    return {
+        record["step"]: {
+            name: value for name, value in record.items()
+            if name.startswith(("loss", "accuracy", "num_masked"))
+        }
+        for record in records(run_dir, "eval")
+    }  # fmt: skip
+
+
+def _damage(checkpoint: Path) -> None:
+    path = next((checkpoint / "state").glob("rank-00000-*"))
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+def _without_held_out_text(dataset: Path, folder: Path) -> Path:
+    """A copy of a dataset whose index takes all for training; data_prep would not make it."""
+    shutil.copytree(dataset, folder)
+    body = json.loads((folder / "index.json").read_bytes())
+    body = {name: value for name, value in body.items() if name != "fingerprint"}
+    body["shards"] = [{**shard, "split": "train"} for shard in body["shards"]]
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    body["fingerprint"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(body))
+    return folder
+
+
+def _start(module: str, source: Path, *arguments: str) -> tuple[Ranks, Path]:
+    output = source.parent / "evaluate.out"
+    output.unlink(missing_ok=True)
+    ranks = Ranks.__new__(Ranks)
+    ranks.processes = start(
+        [sys.executable, "-m", module, "evaluate", str(source), *arguments], 2, output
+    )
+    return ranks, output
+
+
+def test_as_many_ranks_give_the_trainers_numbers_to_the_bit(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTNORM_RUN_DIR", str(run))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with (run / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a run does while it trains
+        ranks, output = _start("pipeline", run, "--all", "--sequences", "20", "--json")
+        assert ranks.wait() == [0, 0], output.read_text()
+    printed = [json.loads(line) for line in output.read_text().splitlines() if line[0] == "{"]
+    expected = _of_trainer(run)
+    assert {record["step"]: _scores(record) for record in printed} == {
+        step: expected[step] for step in _STEPS
+    }
+    assert [record["alpha"] for record in printed] == [0.5, 1.0, 1.0]
+    assert expected[4]["loss"] > expected[12]["loss"]  # it learned, so numbers do differ
+    lines = (run / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == printed
+    assert [record["world_size"] for record in printed] == [2, 2, 2]
+    new = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    new -= {path.relative_to(run).as_posix() for path in before}
+    assert new == {"evaluations.jsonl", "exit/77.0/rank-00000", "exit/77.0/rank-00001"}
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert (run / "exit/77.0/rank-00001").read_text() == "0\n"
+
+
+def test_one_process_gives_them_but_for_rounding(run: Path, evaluate: Command) -> None:
+    expected = _of_trainer(run)
+    for record in evaluate(run, "--all", "--sequences", 20):
+        assert _scores(record) == pytest.approx(expected[record["step"]], rel=_OTHER_RANKS)
+    [record] = evaluate(run, "--step", 8, "--sequences", 20, "--micro-batch", 7)
+    assert _scores(record) == pytest.approx(expected[8], rel=_OTHER_RANKS)
+    assert record["micro_batch"] == 7
+    assert record["perplexity"] == pytest.approx(2.718281828459045 ** record["loss"])
+
+
+def test_default_is_the_newest_checkpoint_on_all_held_out_text(
+    run: Path, two_sources: DatasetIndex, evaluate: Command
+) -> None:
+    [record] = evaluate(run)
+    total = sequences_at(two_sources, [64], None)[64][two_sources.split_blocks("eval")].sum()
+    assert total > 20
+    assert (record["step"], record["setting"]["sequences"]) == (12, total)
+    assert record["num_masked"] > 3 * evaluate(run, "--sequences", 20)[0]["num_masked"]
+    assert record["num_masked"] == sum(each["num_masked"] for each in record["sources"].values())
+    [other] = evaluate(run, "data.mask_prob=0.4")
+    assert 2 < other["num_masked"] / record["num_masked"] < 3.5
+    assert other["setting"]["masks"]["mask_prob"] == 0.4
+    assert len((run / "evaluations.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_job_that_starts_again_goes_on_behind_what_it_has(
+    run: Path, evaluate: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    file = run / "evaluations.jsonl"
+    evaluate(run, "--all", "--sequences", 20)
+    first, second, _ = file.read_text().splitlines(keepends=True)
+    file.write_text(first + second + '{"step": 12, "lo')  # killed while it wrote
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert [record["step"] for record in evaluate(run, "--all", "--sequences", 20)] == [12]
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == _STEPS
+    # Of another question, or another job, nothing is known yet.
+    assert len(evaluate(run, "--all", "--sequences", 10)) == 3
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    assert len(evaluate(run, "--all", "--sequences", 20)) == 3
+
+
+def test_model_folder(
+    run: Path, two_sources: DatasetIndex, evaluate: Command, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    export(run, model)
+    with pytest.raises(CheckpointError, match="does not know its dataset; give its folder with"):
+        evaluate(model)
+    data = ("--data", two_sources.folder, "--seq-len", 64)
+    with pytest.raises(CheckpointError, match="is a model folder, of one model"):
+        evaluate(model, *data, "--step", 12)
+    same = (*data, "--precision", "bf16", "--micro-batch", 2)
+    [found], [expected] = evaluate(model, *same), evaluate(run)
+    assert _scores(found) == _scores(expected)
+    assert found["step"] == 12
+    [wide] = evaluate(model, *data)
+    assert wide["setting"]["precision"] == "fp32"
+    assert 0 < abs(wide["loss"] - found["loss"]) < 0.01
+    assert not (model / "evaluations.jsonl").exists()
+
+
+def test_bad_checkpoints_are_named_and_passed_over(
+    run: Path, evaluate: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    _damage(run / "checkpoints/step-00000012")
+    assert [record["step"] for record in evaluate(run)] == [8]
+    assert "checkpoint rejected" in caplog.text
+    assert "step-00000012: state/rank-00000-of-00002.safetensors is damaged" in caplog.text
+    caplog.clear()
+    assert [record["step"] for record in evaluate(run, "--all")] == [4, 8]
+    assert "step-00000012: state/rank-00000" in caplog.text
+    with pytest.raises(CheckpointError, match=r"sha256 differs: step 12 cannot be .* another --st"):
+        evaluate(run, "--step", 12)
+
+
+def test_run_without_a_good_checkpoint(run: Path, evaluate: Command) -> None:
+    for step in _STEPS:
+        _damage(run / f"checkpoints/step-{step:08d}")
+    for arguments in ([], ["--all"]):
+        with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints .* verifies: .*rank"):
+            evaluate(run, *arguments)
+    shutil.rmtree(run / "checkpoints")
+    for arguments in ([], ["--all"], ["--step", "4"]):
+        with pytest.raises(CheckpointError, match=r"run has no checkpoints: .* and that has saved"):
+            evaluate(run, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (["--step", "5"], CheckpointError, "no checkpoint of step 5; it has those of 4, 8, 12"),
+        (["--seq-len", "7"], ConfigError, "data.seq_len = 7 tokens is out of range"),
+        (["--sequences", "0"], ConfigError, "monitor.eval_sequences = 0 sequences is out of range"),
+        (["data.seq_len=64"], ConfigError, "an evaluation takes only data.at_least_one, data.mask"),
+        (["--data", "/nowhere"], DataError, "/nowhere/index.json does not exist"),
+    ],
+    ids=["step", "seq-len", "sequences", "override", "data"],
+)
+def test_wrong_arguments(
+    run: Path, evaluate: Command, arguments: list[str], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        evaluate(run, *arguments)
+    assert not (run / "evaluations.jsonl").exists()
+
+
+def test_no_run(tmp_path: Path, evaluate: Command) -> None:
+    with pytest.raises(CheckpointError, match="is no run folder and no model folder: it has neith"):
+        evaluate(tmp_path)
+
+
+def test_other_data(
+    run: Path, two_sources: DatasetIndex, dataset: DatasetIndex, prep_config: Path, corpus: Path,
+    evaluate: Command, tmp_path: Path,
+) -> None:  # fmt: skip
+    with pytest.raises(DataError, match=r"made with another tokenizer than .*step-00000012 has"):
+        evaluate(run, "--data", dataset.folder)
+    tokenizer = two_sources.folder / two_sources.tokenizer_file
+    overrides = [
+        f"output_dir={tmp_path / 'other'}", f"tokenizer={{file: {tokenizer}}}",
+        f"sources=[{{name: one, inputs: [{corpus}]}}]", "shards.eval_fraction=0.2",
+    ]  # fmt: skip
+    prepare(load(PrepConfig, prep_config, overrides).config)
+    [record] = evaluate(run, "--data", tmp_path / "other", "--sequences", 10)
+    assert (list(record["sources"]), record["setting"]["sequences"]) == (["one"], 10)
+    with pytest.raises(DataError, match="has no blocks of the split 'eval'; prepare it again"):
+        evaluate(run, "--data", _without_held_out_text(tmp_path / "other", tmp_path / "none"))
+    # The same folder, but not what the run was trained on: nobody has said that this is meant.
+    resolved = run / "resolved.yaml"
+    text = resolved.read_text().replace(str(two_sources.folder), str(tmp_path / "other"))
+    resolved.write_text(text)
+    with pytest.raises(DataError, match=r"was trained on [0-9a-f]{64}; name the folder of that da"):
+        evaluate(run)
+
+
+def test_sequences_beyond_learned_positions(
+    tmp_path: Path, two_sources: DatasetIndex, evaluate: Command
+) -> None:
+    config = ModelConfig(
+        vocab_size=1000, num_layers=1, hidden_size=32, num_heads=2, ffn_size=32,
+        positions="learned", max_positions=48,
+    )  # fmt: skip
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})
+    tokenizer = two_sources.folder / two_sources.tokenizer_file
+    shutil.copyfile(tokenizer, folder / tokenizer.name)
+    data = ("--data", two_sources.folder, "--sequences", 8)
+    [record] = evaluate(folder, *data)
+    assert (record["step"], record["setting"]["seq_len"]) == (None, 48)
+    with pytest.raises(ConfigError, match="seq_len=49 is longer than the 48 learned positions"):
+        evaluate(folder, *data, "--seq-len", 49)
+
+
+def test_a_signal_to_one_rank_ends_all(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTNORM_RUN_DIR", str(run))
+    ranks, output = _start("tests.use.staged_main", run)
+    deadline = time.monotonic() + 120
+    while output.read_text().count("evaluating\n") < 2:
+        assert all(process.poll() is None for process in ranks.processes), output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.05)
+    ranks.signal(signal.SIGTERM, 1)
+    assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], output.read_text()
+    assert "stopped by SIGTERM; nothing is to be saved, start again" in output.read_text()
+    assert (run / "exit/local/rank-00000").read_text() == f"{EXIT_PREEMPTED}\n"
+    assert not (run / "evaluations.jsonl").exists()
+
+
+def test_a_lost_rank_is_worth_another_try(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTNORM_RUN_DIR", str(run))
+    monkeypatch.setenv("LAST_RANK_DIES", "1")
+    ranks, output = _start("tests.use.staged_main", run)
+    assert ranks.wait() == [EXIT_FAILED_RETRY, 9], output.read_text()
+    assert "rank 0 lost another rank" in output.read_text()
+    assert (run / "exit/local/rank-00000").read_text() == f"{EXIT_FAILED_RETRY}\n"

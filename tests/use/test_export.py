@@ -1,0 +1,169 @@
+"""Exported folders: the same numbers, loadable alone, refused where they would be wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
+from pipeline.errors import CheckpointError, DataError
+from pipeline.model.layout import rows
+from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.use.export import export
+from pipeline.use.fill_mask import fill_mask
+from pipeline.use.folder import load_model
+from tests.model import reference
+from tests.support.ranks import Ranks, newest_state
+
+
+@pytest.fixture(scope="module")
+def exported(straight_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("export") / "model"
+    report = export(straight_run, out)
+    assert report.max_abs_diff <= 1e-3
+    return out
+
+
+def test_folder_is_complete(exported: Path, dataset: DatasetIndex) -> None:
+    assert sorted(p.name for p in exported.iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.model"
+    ]  # fmt: skip
+    config = json.loads((exported / "config.json").read_text())
+    assert config["data_fingerprint"] == dataset.fingerprint
+    assert config["model"]["vocab_size"] == 1000
+    assert config["step"] == config["scores"]["step"] == 40
+    assert 0 < config["scores"]["accuracy"] < 1
+    assert 0 <= config["max_abs_diff"] <= 1e-3
+    tokenizer = (dataset.folder / "tokenizer.model").read_bytes()
+    assert (exported / "tokenizer.model").read_bytes() == tokenizer
+
+
+def test_weights_are_the_fp32_masters(exported: Path, straight_run: Path) -> None:
+    weights = load_file(exported / "model.safetensors")
+    state = newest_state(straight_run)
+    assert len(weights) == 2 + 2 * 4
+    for name, value in weights.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, state[f"master {name}"])
+
+
+def test_exported_model_computes_the_reference(exported: Path) -> None:
+    loaded = load_model(exported)
+    ids = torch.randint(5, 1000, (2, 20), generator=torch.Generator().manual_seed(2))
+    documents, positions = torch.ones_like(ids), torch.arange(20).expand(2, 20)
+    index = torch.arange(40)
+    with torch.no_grad():
+        found = loaded.model(ids, rows(documents, positions), index).numpy()
+    weights = {
+        name: value.numpy() for name, value in load_file(exported / "model.safetensors").items()
+    }
+    expected = reference.logits(
+        weights, loaded.model.config, ids.numpy(), documents.numpy(), positions.numpy(),
+        index.numpy(),
+    )  # fmt: skip
+    assert abs(found - expected).max() < 1e-4
+
+
+def test_fill_mask_gives_the_best_tokens(exported: Path, straight_run: Path) -> None:
+    text = "The [MASK] statement is used to [MASK] a value."
+    masks = fill_mask(exported, text, top=4)
+    assert fill_mask(straight_run, text, top=4) == masks
+    loaded = load_model(exported)
+    assert isinstance(loaded.tokenizer, Tokenizer)
+    ids = torch.tensor([[CLS_ID, *loaded.tokenizer.encode_with_masks(text), SEP_ID]])
+    places = (ids[0] == MASK_ID).nonzero()[:, 0]
+    with torch.no_grad():
+        layout = rows(torch.ones_like(ids), torch.arange(ids.shape[1])[None])
+        logits = loaded.model(ids, layout, places)
+    for row, candidates in zip(logits, masks, strict=True):
+        row[:5] = float("-inf")
+        shares = row.softmax(-1)
+        assert candidates[0].token == loaded.tokenizer.piece(int(row.argmax()))
+        assert candidates[0].probability == pytest.approx(float(shares.max()))
+        chances = [candidate.probability for candidate in candidates]
+        assert chances == sorted(chances, reverse=True)
+        assert len(chances) == 4
+
+
+def test_text_without_a_mask_is_refused(exported: Path) -> None:
+    with pytest.raises(DataError, match=r"has no \[MASK\]"):
+        fill_mask(exported, "nothing to fill", top=5)
+
+
+def test_existing_folder_is_not_overwritten(straight_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(CheckpointError, match="is not empty; choose another"):
+        export(straight_run, tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["precious"]
+
+
+def test_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no good checkpoint: nothing was saved yet"):
+        export(tmp_path, tmp_path / "out")
+
+
+def test_changed_weights_are_refused(straight_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(straight_run, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000030")
+    [file] = (run_dir / "checkpoints/step-00000040/state").glob("rank-00000-*")
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"no good checkpoint.*rank-00000-of-00002"):
+        export(run_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.dist
+def test_export_before_alpha_reached_one_is_refused(dataset: DatasetIndex, tmp_path: Path) -> None:
+    overrides = ("train.alpha_warmup_steps=39", "checkpoint.every_steps=4")
+    ranks = Ranks(tmp_path / "run", dataset, *overrides)
+    ranks.wait_for_step(9)
+    ranks.wait_for_checkpoint(4)
+    ranks.kill()
+    with pytest.raises(CheckpointError, match=r"alpha is 0\.\d+, and an exported"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run.out", "run.yaml"]
+
+
+def test_fp32_run_is_exported(dataset: DatasetIndex, tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path / "run", dataset, "train.precision=fp32", "train.num_steps=20")
+    assert ranks.wait() == [0, 0], ranks.output
+    assert export(tmp_path / "run", tmp_path / "out").max_abs_diff <= 1e-3
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.model"])
+def test_damaged_export_is_refused(exported: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(exported, tmp_path / "out")
+    path = tmp_path / "out" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises((CheckpointError, DataError)):
+        load_model(tmp_path / "out")
+
+
+def test_commands(straight_run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeline"]
+    done = subprocess.run(
+        [*command, "export", str(straight_run), str(tmp_path / "out")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "largest difference of logits" in done.stdout
+    done = subprocess.run(
+        [*command, "fill-mask", str(tmp_path / "out"), "a [MASK] b", "--top", "2"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[MASK] 1: ")
+    done = subprocess.run([*command, "export", str(tmp_path / "nothing"), str(tmp_path / "x")],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 2
+    assert "no good checkpoint" in done.stdout
+    assert Tokenizer(tmp_path / "out" / "tokenizer.model").vocab_size == 1000

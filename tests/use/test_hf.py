@@ -1,0 +1,198 @@
+"""The transformers form: loads alone, computes the same, names what it is."""
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config.model import ModelConfig
+from pipeline.data.format import CLS_ID, SEP_ID
+from pipeline.errors import CheckpointError
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.use import hf
+from pipeline.use.export import load_trained
+from pipeline.use.folder import SENTENCEPIECE_FILE, load_model, publishing, write_model
+from pipeline.use.hf import export_hf, modeling_source, native_family
+from tests.model import reference
+
+# A process in which nothing of this project, nor what only it needs, can be imported.
+ALONE = """
+import json, sys
+for name in ("pipeline", "data_prep", "launch", "deepspeed", "webdataset", "sentencepiece",
+             "google_crc32c"):
+    sys.modules[name] = None
+import torch
+from transformers import (
+    AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline,
+)
+folder, out = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
+texts = ["The assert statement is a [MASK] way.", "Short [MASK]."]
+batch = tokenizer(texts, return_tensors="pt", padding=True)
+with torch.no_grad():
+    logits = model(**batch).logits
+    base = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    result = base(**batch, output_hidden_states=True, output_attentions=True)
+torch.save({
+    "ids": batch["input_ids"], "mask": batch["attention_mask"], "logits": logits,
+    "hidden": result.hidden_states, "attentions": result.attentions,
+    "filled": pipeline("fill-mask", model=model, tokenizer=tokenizer)(texts[1], top_k=3),
+}, out)
+classifier = AutoModelForSequenceClassification.from_pretrained(
+    folder, trust_remote_code=True, num_labels=3
+)
+loss = classifier(**batch, labels=torch.tensor([0, 2])).loss
+loss.backward()
+labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+assert torch.isfinite(model(**batch, labels=labels).loss)
+model.save_pretrained(folder + "-again")
+"""
+
+
+def _alone(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    out = tmp_path / "out.pt"
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "home"),
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(folder), str(out)], capture_output=True, text=True,
+        cwd=tmp_path, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return torch.load(out)  # type: ignore[no-any-return]
+
+
+def _model_folder(path: Path, straight_run: Path, **changes: object) -> Path:
+    """A model folder of random weights, with the tokenizer of a real run."""
+    trained, _ = load_trained(straight_run)
+    config = replace(trained.model.config, dropout=0.1, **changes)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    weights = dict(MaskedLanguageModel(config).state_dict())
+    weights = {name: value + 0.05 * torch.randn_like(value) for name, value in weights.items()}
+    [tokenizer] = (straight_run / "checkpoints" / "step-00000040").glob(SENTENCEPIECE_FILE)
+    with publishing(path) as folder:
+        write_model(folder, config, weights, {})
+        (folder / SENTENCEPIECE_FILE).write_bytes(tokenizer.read_bytes())
+    return path
+
+
+BERT = {
+    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert",
+    "embedding_dropout": "after_norm", "activation": "gelu", "score_residual": "none",
+}  # fmt: skip
+KINDS = {
+    "run": {},
+    "bert": {**BERT, "positions": "learned"},
+    "roformer": BERT,
+    "realformer_v2": {"score_residual": "mean", "residual": "deepnorm", "init": "deepnorm"},
+    "all else": {
+        "norm_placement": "pre", "norm_affine": True, "score_residual": "mean",
+        "embedding_size": 20, "activation": "swiglu", "residual": "rezero", "bias": True,
+        "attention_scale": "entropy_invariant", "share_layers": True, "mlm_head": "bert",
+        "positions": "learned", "pooler": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folder_loads_alone_and_computes_the_same(
+    kind: str, straight_run: Path, tmp_path: Path
+) -> None:
+    source = straight_run
+    if kind != "run":
+        source = _model_folder(tmp_path / "ours", straight_run, **KINDS[kind])
+    report = export_hf(source, tmp_path / "hf")
+    assert report.max_abs_diff <= 1e-4
+    found = _alone(tmp_path / "hf", tmp_path)
+
+    trained, _ = load_trained(source)
+    assert isinstance(trained.tokenizer, Tokenizer)
+    text = "The assert statement is a [MASK] way."
+    ids = [CLS_ID, *trained.tokenizer.encode_with_masks(text), SEP_ID]
+    mask = found["mask"].bool()
+    assert found["ids"][0][mask[0]].tolist() == ids
+    lengths = mask.sum(-1)
+    assert int(lengths[1]) < int(lengths[0])
+    # The exported code is the trainer's, so that only another implementation tells it wrong.
+    expected = reference.logits(
+        {name: value.numpy() for name, value in trained.model.state_dict().items()},
+        trained.model.config, found["ids"].numpy(), mask.long().numpy(),
+        (mask.long().cumsum(-1) - 1).clamp(min=0).numpy(), mask.flatten().nonzero()[:, 0].numpy(),
+    )  # fmt: skip
+    assert abs(found["logits"][mask].double().numpy() - expected).max() <= 1e-4
+    assert len(found["hidden"]) == trained.model.config.num_layers + 1
+    # transformers' BERT has fused attention, which gives no probabilities.
+    assert len(found["attentions"]) == (0 if kind == "bert" else trained.model.config.num_layers)
+    assert len(found["filled"]) == 3
+
+    native = kind in ("bert", "roformer")
+    body = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert body["model_type"] == (kind if native else "postnorm")
+    assert (tmp_path / "hf" / "modeling_postnorm.py").exists() == (not native)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert f'"num_layers": {trained.model.config.num_layers}' in card
+    if kind == "run":
+        assert trained.facts["data_fingerprint"] in card
+        assert f"{trained.facts['scores']['loss']:.4f} nats" in card
+
+
+def test_modeling_file_imports_nothing_else() -> None:
+    source = modeling_source()
+    lines = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
+    roots = {line.split()[1].split(".")[0] for line in lines}
+    assert roots == {
+        "__future__", "collections", "math", "dataclasses", "typing", "torch", "transformers"
+    }  # fmt: skip
+    # ... and keeps no name of a module that is not there: each one left would fail when it is used.
+    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    assert "pipeline" not in names
+
+
+def test_every_switch_decides_whether_the_form_is_native() -> None:
+    bert = ModelConfig(vocab_size=50, positions="learned", **BERT)  # type: ignore[arg-type]
+    assert native_family(bert) == "bert"
+    assert native_family(replace(bert, positions="rotary")) == "roformer"
+    assert native_family(replace(bert, position_offset=2)) == "roberta"
+    other = {
+        "norm_placement": "pre", "norm": "rmsnorm", "norm_affine": False, "bias": False,
+        "embedding_dropout": "before_norm", "activation": "swiglu", "score_residual": "sum",
+        "attention_scale": "entropy_invariant", "residual": "rezero", "share_layers": True,
+        "mlm_head": "linear", "positions": "none", "embedding_size": 20,
+    }  # fmt: skip
+    for name, value in other.items():
+        assert native_family(replace(bert, **{name: value})) is None, name
+    # What is left changes no number that a native class could not express.
+    free = {"vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "type_vocab_size",
+            "max_positions", "position_offset", "rotary_base", "norm_eps", "dropout",
+            "attention_dropout", "init", "pooler"}  # fmt: skip
+    assert set(asdict(bert)) == free | set(other)
+
+
+def test_difference_is_refused(
+    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = modeling_source()
+    monkeypatch.setattr(hf, "modeling_source", lambda: original.replace("F.relu(x)", "F.gelu(x)"))
+    with pytest.raises(CheckpointError, match=r"exported logits differ from the trainer's by"):
+        export_hf(straight_run, tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_folder_is_copied_to_this_project_s_form(straight_run: Path, tmp_path: Path) -> None:
+    source = _model_folder(tmp_path / "ours", straight_run)
+    command = [sys.executable, "-m", "pipeline", "export", str(source), str(tmp_path / "copy")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    one, two = load_model(source), load_model(tmp_path / "copy")
+    assert one.model.config == two.model.config
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, two.model.state_dict()[name])

@@ -1,0 +1,304 @@
+"""TensorFlow checkpoints: what TensorFlow itself wrote is read bit for bit, damage is refused.
+
+`tf_fixture/make.py` wrote the fixtures with real TensorFlow. `_write_table` below builds the
+indexes that TensorFlow does not write for small checkpoints, with a crc32c of its own.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import CheckpointError
+from pipeline.use.tf_checkpoint import TfCheckpoint
+
+FIXTURE = Path(__file__).parent / "tf_fixture"
+REFUSED = ["refused/string", "refused/uint8"]
+COPY_AGAIN = "the checkpoint is damaged or incomplete: download or copy it again"
+
+
+def _masked_crc32c(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((((crc >> 15) | (crc << 17)) + 0xA282EAD8) % (1 << 32)).to_bytes(4, "little")
+
+
+def _varint(number: int) -> bytes:
+    low = b""
+    while number > 0x7F:
+        low += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return low + bytes([number])
+
+
+def _write_table(path: Path, entries: list[tuple[bytes, bytes]], block_entries: int = 16) -> None:
+    """A table without prefix compression, of several blocks."""
+    table = b""
+
+    def append(pairs: list[tuple[bytes, bytes]]) -> bytes:
+        nonlocal table
+        content = b""
+        for key, value in pairs:
+            content += b"\0" + _varint(len(key)) + _varint(len(value)) + key + value
+        content += (0).to_bytes(4, "little") + (1).to_bytes(4, "little")
+        handle = _varint(len(table)) + _varint(len(content))
+        table += content + b"\0" + _masked_crc32c(content + b"\0")
+        return handle
+
+    starts = range(0, len(entries), block_entries)
+    parts = [entries[at : at + block_entries] for at in starts]
+    index = [(part[-1][0], append(part)) for part in parts]
+    footer = append([]) + append(index)
+    path.write_bytes(table + footer.ljust(40, b"\0") + bytes.fromhex("57fb808b247547db"))
+
+
+def _expected(kind: str) -> dict[str, np.ndarray]:
+    with np.load(FIXTURE / kind / "expected.npz") as arrays:
+        return {name: arrays[name] for name in arrays.files if name not in REFUSED}
+
+
+def _failing(folder: Path) -> dict[str, str]:
+    """Message by name of the tensors that cannot be read; the others have the right values."""
+    checkpoint, messages = TfCheckpoint(folder), {}
+    for name, value in _expected("mixed").items():
+        try:
+            assert checkpoint.read(name).tobytes() == value.tobytes()
+        except CheckpointError as error:
+            messages[name] = str(error)
+    return messages
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURE / "mixed", tmp_path / "mixed"))
+
+
+@pytest.mark.parametrize("kind", ["mixed", "bert", "roformer", "roformer_v2"])
+def test_tensors_equal_what_tensorflow_wrote(kind: str) -> None:
+    checkpoint, expected = TfCheckpoint(FIXTURE / kind), _expected(kind)
+    assert checkpoint.names() == sorted([*expected, *(REFUSED if kind == "mixed" else [])])
+    for name, value in expected.items():
+        found = checkpoint.read(name)
+        assert checkpoint.shape(name) == found.shape == value.shape, name
+        assert checkpoint.dtype(name) == found.dtype == value.dtype, name
+        assert found.tobytes() == value.tobytes(), name
+        assert found.flags.writeable, name
+
+
+def test_fixture_has_what_it_is_for() -> None:
+    names = TfCheckpoint(FIXTURE / "mixed").names()
+    assert len(list((FIXTURE / "mixed").glob("*.data-*"))) == 2
+    index = (FIXTURE / "mixed" / "mixed.ckpt-12.index").read_bytes()
+    assert sum(map(len, names)) > len(index), "no prefix compression"
+    dtypes = {value.dtype.name for value in _expected("mixed").values()}
+    assert dtypes == {"float16", "float32", "float64", "int32", "int64", "bool"}
+    assert {name.split("/")[0] for name in names} >= {*dtypes, "bfloat16"}
+
+
+@pytest.mark.parametrize("form", ["", "/mixed.ckpt-12", "/mixed.ckpt-12.index"])
+def test_checkpoint_is_found_by_prefix_index_or_folder(form: str) -> None:
+    checkpoint = TfCheckpoint(Path(f"{FIXTURE / 'mixed'}{form}"))
+    assert checkpoint.read("float32/scalar") == np.float32(0.1)
+
+
+def test_index_of_several_blocks(tmp_path: Path) -> None:
+    def entry(size: int) -> bytes:
+        crc = _masked_crc32c(bytes(size))
+        return bytes([0x08, 10, 0x12, 4, 0x12, 2, 0x08, size, 0x28, size, 0x35]) + crc
+
+    (tmp_path / "a.data-00000-of-00001").write_bytes(bytes(100))
+    entries = [(f"tensor_{size:03d}".encode(), entry(size)) for size in range(1, 100)]
+    _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), *entries])
+    checkpoint = TfCheckpoint(tmp_path / "a")
+    assert checkpoint.names() == [f"tensor_{size:03d}" for size in range(1, 100)]
+    for size, name in enumerate(checkpoint.names(), start=1):
+        np.testing.assert_array_equal(checkpoint.read(name), np.zeros(size, bool))
+
+
+def test_every_flipped_byte_of_the_index_is_refused_or_harmless(mixed: Path) -> None:
+    path = mixed / "mixed.ckpt-12.index"
+    good, harmless, messages = path.read_bytes(), [], []
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+        try:
+            assert not _failing(mixed)
+            harmless.append(at)
+        except CheckpointError as error:
+            messages.append(str(error))
+    assert all(message.startswith(f"{path}: ") for message in messages)
+    # An empty block of 8 bytes, its trailer and handle, and the rest of the footer are unused.
+    assert len(harmless) < 8 + 5 + 40
+    assert min(harmless) > 1800
+
+
+def test_every_truncated_index_is_refused(mixed: Path) -> None:
+    path = mixed / "mixed.ckpt-12.index"
+    good = path.read_bytes()
+    for size in range(len(good)):
+        path.write_bytes(good[:size])
+        with pytest.raises(CheckpointError, match=f"its {size} bytes end in") as error:
+            TfCheckpoint(mixed)
+        assert str(error.value).endswith(COPY_AGAIN)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_every_flipped_byte_of_the_data_fails_one_tensor(mixed: Path, shard: int) -> None:
+    path = mixed / f"mixed.ckpt-12.data-{shard:05d}-of-00002"
+    good = path.read_bytes()
+    failed: set[str] = set()
+    ours = {name for name in TfCheckpoint(mixed).names() if name in _expected("mixed")}
+    for at in range(0, len(good), 5):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        messages = _failing(mixed)
+        assert len(messages) <= 1  # none: in a tensor of a refused dtype
+        for name, message in messages.items():
+            pattern = (
+                f"{path}: tensor {name} at byte [0-9]+ has masked crc32c 0x[0-9a-f]{{8}}, "
+                f"expected 0x[0-9a-f]{{8}}; {COPY_AGAIN}"
+            )
+            assert re.fullmatch(pattern, message), message
+        failed |= set(messages)
+    assert failed < ours
+    assert len(failed) > 20
+
+
+def test_truncated_data_file_fails_what_is_beyond_its_end(mixed: Path) -> None:
+    path = mixed / "mixed.ckpt-12.data-00000-of-00002"
+    path.write_bytes(path.read_bytes()[:400])
+    messages = _failing(mixed)
+    assert 1 < len(messages) < len(_expected("mixed"))
+    for name, message in messages.items():
+        pattern = f"{path} has 400 bytes, expected at least [0-9]+, where tensor {name} ends"
+        assert re.fullmatch(f"{pattern}; {COPY_AGAIN}", message), message
+
+
+def test_missing_data_file_fails_what_it_holds(mixed: Path) -> None:
+    path = mixed / "mixed.ckpt-12.data-00001-of-00002"
+    path.unlink()
+    messages = _failing(mixed)
+    assert "float32/scalar" in messages
+    assert "int64/scalar" in messages
+    assert "float32/special" not in messages
+    assert messages["float32/scalar"] == (
+        f"{path}, which holds tensor float32/scalar, cannot be read (No such file or directory); "
+        f"expected 2 data file(s) beside mixed.ckpt-12.index; {COPY_AGAIN}"
+    )
+
+
+def test_bad_magic_is_refused(mixed: Path) -> None:
+    path = mixed / "mixed.ckpt-12.index"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xdc")
+    message = "end in '57fb808b247547dc', expected '57fb808b247547db', the magic number of an index"
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(mixed)
+
+
+def test_block_crc_mismatch_is_refused(mixed: Path) -> None:
+    path = mixed / "mixed.ckpt-12.index"
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    message = "the block at byte 0 has masked crc32c 0x[0-9a-f]{8}, expected 0x[0-9a-f]{8}; "
+    with pytest.raises(CheckpointError, match=message + COPY_AGAIN):
+        TfCheckpoint(mixed)
+
+
+def test_compressed_block_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.index"
+    _write_table(path, [(b"", b"\x08\x01")])
+    table = path.read_bytes()
+    end = table.index(b"\x08\x01") + 2 + 8
+    content = table[:end] + b"\1"
+    path.write_bytes(content + _masked_crc32c(content) + table[end + 5 :])
+    message = r"the block at byte 0 has compression type 1 \(1 is snappy\), expected 0 .*save it"
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "has 0 data files"),
+        ([(b"", b"\x12\x02\x08\x01")], "has 0 data files"),
+        ([(b"", b"\x08\x01\x10\x01")], "byte order 1 .* expected .* 0 .little-endian"),
+        ([(b"", b"\x08\x01\x1a\x04\x08\x02\x10\x02")], "reader of version 2, .* at most 1"),
+        ([(b"", b"\x08")], "'' at byte 1 is no number of variable length"),
+    ],
+)
+def test_header_that_does_not_fit_is_refused(
+    tmp_path: Path, header: list[tuple[bytes, bytes]], message: str
+) -> None:
+    _write_table(tmp_path / "a.index", [*header, (b"name", b"\x08\x01")])
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(tmp_path)
+
+
+def test_size_that_does_not_fit_the_shape_is_refused(tmp_path: Path) -> None:
+    _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), (b"name", b"\x08\x01\x28\x05")])
+    message = r"tensor name has 5 bytes, expected 4 for each value of shape \(\)"
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(tmp_path).read("name")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_dtypes_are_refused_by_name(name: str) -> None:
+    checkpoint = TfCheckpoint(FIXTURE / "mixed")
+    message = f"tensor {name} has dtype {name.split('/')[1]}, expected one of float32, .*leave it"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read(name)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.dtype(name)
+
+
+def test_unknown_dtype_is_refused_by_number(tmp_path: Path) -> None:
+    _write_table(tmp_path / "a.index", [(b"", b"\x08\x01"), (b"name", b"\x08\x63")])
+    with pytest.raises(CheckpointError, match="tensor name has dtype number 99, expected one of"):
+        TfCheckpoint(tmp_path).read("name")
+
+
+def test_partitioned_tensor_is_refused() -> None:
+    checkpoint = TfCheckpoint(FIXTURE / "sliced")
+    assert checkpoint.names() == ["partitioned", "step"]
+    assert checkpoint.shape("partitioned") == (6, 2)
+    assert checkpoint.read("step") == 3
+    with pytest.raises(CheckpointError, match=r"is partitioned .*, expected a whole one"):
+        checkpoint.read("partitioned")
+
+
+def test_unknown_name_is_refused_with_similar_ones() -> None:
+    message = "has no tensor 'float32/scalars', similar ones of its 56 are .*'float32/scalar'"
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(FIXTURE / "mixed").read("float32/scalars")
+
+
+def test_folder_with_two_checkpoints_is_refused(mixed: Path) -> None:
+    shutil.copy(mixed / "mixed.ckpt-12.index", mixed / "mixed.ckpt-13.index")
+    message = r"holds 2 checkpoints \(mixed.ckpt-12.index, mixed.ckpt-13.index\), expected one"
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(mixed)
+    assert not _failing(mixed / "mixed.ckpt-12")
+
+
+@pytest.mark.parametrize("form", ["v1", "v1/model.ckpt"])
+def test_v1_checkpoint_is_refused(form: str) -> None:
+    message = f"{FIXTURE / 'v1' / 'model.ckpt'} is a checkpoint of the V1 format, .* not supported"
+    with pytest.raises(CheckpointError, match=message):
+        TfCheckpoint(FIXTURE / form)
+
+
+def test_v1_checkpoint_renamed_to_an_index_is_refused(tmp_path: Path) -> None:
+    shutil.copy(FIXTURE / "v1" / "model.ckpt", tmp_path / "model.index")
+    with pytest.raises(CheckpointError, match=str(tmp_path / "model.index")):
+        TfCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("form", "read"), [("", "*.index"), ("no", "no.index"), ("no.index", "")])
+def test_no_checkpoint_is_refused(tmp_path: Path, form: str, read: str) -> None:
+    (tmp_path / "empty").touch()
+    path = re.escape(str(tmp_path / (read or form)))
+    with pytest.raises(CheckpointError, match=f"{path} cannot be read .*; give the path of"):
+        TfCheckpoint(tmp_path / form)
