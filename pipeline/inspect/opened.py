@@ -13,6 +13,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.record import BATCHES_FILE, BatchRecord, read_batches
 from pipeline.data.steps import TrainSteps
 from pipeline.errors import DataError
+from pipeline.objectives.inputs import train_steps
 from pipeline.runtime.files import ATTEMPTS_FILE, RESOLVED_FILE, read_json_lines
 from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
 
@@ -33,7 +34,7 @@ class OpenedRun:
     def steps(self) -> TrainSteps:
         """Its batches."""
         counts = sequences_at(self.index, self.config.batches.seq_lens, self.folder)
-        return TrainSteps(self.index, self.config, counts)
+        return train_steps(self.index, self.config.train_data, counts)
 
     @cached_property
     def tokenizer(self) -> DatasetTokenizer:

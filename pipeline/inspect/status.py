@@ -16,6 +16,7 @@ from typing import Any
 from pipeline.checkpoints.manifest import FOLDER, Manifest, published, read_manifest
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import budget_left_s
 from pipeline.config.train import TrainConfig
 from pipeline.data.record import read_ledger
 from pipeline.errors import (
@@ -38,7 +39,6 @@ from pipeline.runtime.files import (
     read_json_lines,
 )
 from pipeline.runtime.log import duration_text
-from pipeline.train.schedule import budget_left_s
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 _SLOW_DATA = 0.05

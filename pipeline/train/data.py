@@ -11,11 +11,12 @@ from pipeline.data.reader import refuse_unlisted
 from pipeline.data.staging import stage
 from pipeline.data.steps import Share
 from pipeline.errors import PostnormError
+from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, env, watchdog
 
 
 def open_data(
-    config: PretrainConfig, index: DatasetIndex, share: Share
+    config: PretrainConfig, index: DatasetIndex, objective: Objective, share: Share
 ) -> tuple[TrainLoader, EvalLoader]:
     """Opens and checks the dataset. Collective.
 
@@ -25,11 +26,12 @@ def open_data(
     index = _where_shards_are_read(config, index, share)
     counts = _counts(config, index)
     watchdog.beat("opening the data")
+    train, held_out = config.train_data, config.eval_data
     error: PostnormError | None = None
     try:
         loaders = (
-            TrainLoader(index, config, share, counts),
-            EvalLoader(index, config, share, counts),
+            TrainLoader(index, train, objective.train_inputs(train, index), share, counts),
+            EvalLoader(index, held_out, objective.eval_inputs(held_out, index), share, counts),
         )
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         if total_bytes <= config.data.verify_at_start_gib * 2**30:

@@ -54,7 +54,8 @@ class Rescue:
             TrainingError: it was one too many in a row.
             StorageError: the ledger cannot be written.
         """
-        is_finite = dist.gather(math.isfinite(float(result.sums.loss)))
+        own = all(math.isfinite(float(each.total)) for each in result.sums.values())
+        is_finite = dist.gather(own)
         each = place.size // len(is_finite)
         ranks = {
             str(rank): [rank * each, (rank + 1) * each]
@@ -64,7 +65,7 @@ class Rescue:
             "step %d skipped on all ranks: gradient norm %s, %s; sequences %d to %d are not "
             "trained on, schedules stand still",
             state.step + 1, result.grad_norm,
-            f"the loss is no number on rank {', '.join(ranks)}" if ranks else "losses are finite",
+            f"the loss is not finite on rank {', '.join(ranks)}" if ranks else "losses are finite",
             place.cursor, state.cursor - 1,
         )  # fmt: skip
         self._watch.skipped(state)

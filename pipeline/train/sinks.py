@@ -26,6 +26,8 @@ from pipeline.runtime.log import duration_text
 
 logger = logging.getLogger(__name__)
 
+_SHORT = {"accuracy": "acc"}
+
 TENSORBOARD_FOLDER = "tensorboard"
 _TELL_EVERY_S = 600.0
 
@@ -135,12 +137,22 @@ def _event(**content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: float) -> str:
-    """One line for people."""
+def console_line(
+    step: int, num_steps: int, means: dict[str, float], values: dict[str, float], eta_s: float
+) -> str:
+    """One line for people; `means` are the objective's, `values` all numbers of the line."""
     return (
-        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['loss']:.4f}  "
-        f"acc {values['accuracy']:.3f}  lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
+        f"step {step:>{len(str(num_steps))}}/{num_steps}  {means_text(values['loss'], means)}  "
+        f"lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
         f"norm {values['grad_norm']:.2f}  {values['tokens_per_s']:,.0f} tok/s  "
         f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
         f"ETA {duration_text(eta_s)}"
     )
+
+
+def means_text(loss: float, means: dict[str, float]) -> str:
+    """The minimised loss, then the objective's other means, such as `loss 3.1204  acc 0.421`."""
+    others = [
+        f"{_SHORT.get(name, name)} {mean:.3f}" for name, mean in means.items() if name != "loss"
+    ]
+    return "  ".join([f"loss {loss:.4f}", *others])

@@ -79,7 +79,9 @@ class Evaluator:
         error: PostnormError | None = None
         try:
             share = Share(process.rank, process.world_size)
-            self._loader = EvalLoader(self.index, self._config, share, counts)
+            held_out = self._config.eval_data
+            inputs = MaskedLanguageModeling().eval_inputs(held_out, self.index)
+            self._loader = EvalLoader(self.index, held_out, inputs, share, counts)
         except PostnormError as found:
             error = found
         dist.raise_together(error)
@@ -122,7 +124,7 @@ class Evaluator:
         if is_model_folder(source):
             trained = load_model(source)
             self._require_fit(source, None)
-            result = self._result(trained.model, 1.0)
+            result = self._result(trained.model)
             yield Evaluation(source, trained.facts.get("step"), 1.0, result)
             return
         for path in self._checkpoints(passed_over):
@@ -134,7 +136,7 @@ class Evaluator:
                 error = self._reading_error(path, found)
             dist.raise_together(error)
             self._require_fit(path, manifest.fingerprint)
-            result = self._result(model, manifest.alpha)
+            result = self._result(model)
             yield Evaluation(path, manifest.step, manifest.alpha, result)
 
     def _checkpoints(self, passed_over: frozenset[int]) -> Iterator[Path]:
@@ -196,18 +198,17 @@ class Evaluator:
             logger.warning("the tokenizers of %s and %s give the same ids to the same pieces, but "
                            "%s", path, folder, text)  # fmt: skip
 
-    def _result(self, model: nn.Module, alpha: float) -> EvalResult:
+    def _result(self, model: nn.Module) -> EvalResult:
         """Collective."""
         # As both engines have it: weights rounded to bf16, and all passes in bf16; no autocast.
         model = model.to(self._device, _DTYPES[self._config.train.precision])
-        objective = MaskedLanguageModeling(self._device)
-        objective.set_alpha(alpha)
+        objective = MaskedLanguageModeling()
         loader = self._loader
         progress = Progress(loader.num_batches, loader.num_sequences)
         batches = self._stop.until(progress.over(loader.batches()))
         sums = own_sums(model, self._device, objective, batches, len(loader.sources))
         self._stop.check()
-        return combine(sums, loader.sources)
+        return combine(sums, objective, loader.sources)
 
 
 def _newest(run: Path) -> Path:

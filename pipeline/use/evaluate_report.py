@@ -85,7 +85,7 @@ class Report:
         for name, score in scores.items():
             yield self._line(
                 step, name, f"{score.loss:.5f}", f"{score.perplexity:,.2f}",
-                f"{score.accuracy:.5f}", f"{score.num_masked:,}",
+                f"{score.means['accuracy']:.5f}", f"{score.counts['num_masked']:,}",
             )  # fmt: skip
 
     def _earlier_steps(self) -> frozenset[int]:
@@ -114,7 +114,7 @@ class Report:
 
 def _numbers(score: Score) -> dict[str, float | None]:
     found = {
-        "loss": score.loss, "perplexity": score.perplexity, "accuracy": score.accuracy,
-        "num_masked": score.num_masked,
+        "loss": score.loss, "perplexity": score.perplexity, "accuracy": score.means["accuracy"],
+        "num_masked": score.counts["num_masked"],
     }  # fmt: skip
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
