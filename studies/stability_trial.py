@@ -1,6 +1,6 @@
-"""One trial of `benchmarks.stability`: a model trained from scratch in a process with one thread.
+"""One trial of `studies.stability`: a model trained from scratch in a process with one thread.
 
-    python -m benchmarks.stability_trial DATASET TRIAL.json
+    python -m studies.stability_trial DATASET TRIAL.json
 
 TRIAL.json holds a `Trial`. The process prints a JSON line: see `Found`. It is the project's own
 model, loss, batches, schedules and optimizer groups in a plain loop: no engine, fp32, no dropout.
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.carry_forms import FORMS, use_form
 from pipeline.config import schedule
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
@@ -33,6 +32,7 @@ from pipeline.model.statistics import entropy_of
 from pipeline.objectives.base import Sums, add_up, detached
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.train.optimizer import make_optimizer
+from studies.carry_forms import FORMS, use_form
 
 _CPU = torch.device("cpu")
 _LOOKS = 10

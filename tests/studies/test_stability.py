@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import curves, stability, stability_report
-from benchmarks.carry_forms import FORMS, use_form
-from benchmarks.stability_report import Finished
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded
+from studies import curves, stability, stability_report
+from studies.carry_forms import FORMS, use_form
+from studies.stability_report import Finished
 
 _LAYERS = 4
 _IDS = torch.arange(2, 16).reshape(2, 7)
@@ -114,7 +114,7 @@ def test_study_trains_once_reports_and_refuses_other_settings(
 ) -> None:
     table = tmp_path / "stability.md"
     command = [
-        sys.executable, "-m", "benchmarks.stability", str(tmp_path), "--quick", "--dataset",
+        sys.executable, "-m", "studies.stability", str(tmp_path), "--quick", "--dataset",
         str(dataset.folder), "--table", str(table),
     ]  # fmt: skip
 
