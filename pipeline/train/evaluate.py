@@ -43,7 +43,7 @@ class EvalResult:
     """Of the sources that have held-out text."""
 
     def values(self) -> dict[str, float]:
-        """As named numbers; those of sources only where there are several."""
+        """Return named numbers; numbers of sources only if there are several."""
         scores = {"": self.total}
         if len(self.by_source) > 1:
             scores |= {f"_{name}": score for name, score in self.by_source.items()}
@@ -57,7 +57,7 @@ class EvalResult:
 def evaluate(
     model: nn.Module, device: torch.device, objective: Objective, loader: EvalLoader
 ) -> EvalResult:
-    """Evaluates a model at the objective's alpha, without dropout. Collective.
+    """Evaluate a model at the objective's alpha, without dropout. Collective.
 
     Args:
         model: as `Engine.model`, or any other that `objective` can call.
@@ -76,7 +76,7 @@ def own_sums(
     batches: Iterable[tuple[int, MicroBatch]],
     num_sources: int,
 ) -> Tensor:
-    """What this rank adds to an evaluation. Not collective, if the model is not divided.
+    """Sum this rank's part of an evaluation. Not collective unless the model is divided.
 
     Returns:
         (num_sources, 3) fp64 on the device: loss, correct and weight, as in `LossSums`.
@@ -92,7 +92,7 @@ def own_sums(
 
 
 def combine(sums: Tensor, sources: Sequence[str]) -> EvalResult:
-    """The result of all ranks' `own_sums`, which are overwritten. Collective.
+    """Add up all ranks' `own_sums`, which are overwritten, and return the result. Collective.
 
     Raises:
         DataError: nothing was to be predicted.
