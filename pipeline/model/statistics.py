@@ -33,7 +33,7 @@ def attention_statistics(
     layout: Layout,
     real: Tensor,
 ) -> AttentionStatistics:
-    """Runs the encoder once, at the alpha that it has, and looks at its attention.
+    """Run the encoder once, at the alpha that it has, and measure its attention.
 
     Args:
         encoder: in evaluation mode if dropout is not wanted in hidden states.
@@ -54,17 +54,17 @@ def attention_statistics(
 
 
 def entropy_of(share_BNSS: Tensor) -> Tensor:
-    """(B, N, S) entropies, in nats, of (B, N, S, S) attention probabilities."""
+    """Compute (B, N, S) entropies, in nats, of (B, N, S, S) attention probabilities."""
     terms_BNSS: Tensor = torch.special.xlogy(share_BNSS, share_BNSS)
     return -terms_BNSS.sum(-1)
 
 
 def divergence_of(first_BNSS: Tensor, second_BNSS: Tensor) -> Tensor:
-    """(B, N, S) Jensen-Shannon divergences, in nats, of two (B, N, S, S) attentions."""
+    """Compute (B, N, S) Jensen-Shannon divergences, in nats, of two (B, N, S, S) attentions."""
     middle_BNSS = (first_BNSS + second_BNSS) / 2
     return entropy_of(middle_BNSS) - (entropy_of(first_BNSS) + entropy_of(second_BNSS)) / 2
 
 
 def _mean(value_BNS: Tensor, weight_BNS: Tensor) -> Tensor:
-    """(N,) weighted means over sequences and slots."""
+    """Compute (N,) weighted means over sequences and slots."""
     return (value_BNS * weight_BNS).sum((0, 2)) / weight_BNS.sum((0, 2))

@@ -57,7 +57,7 @@ def profile_run(
     config: PretrainConfig, process: ProcessInfo, *, steps: int, warm_up: int,
     trace_file: Path | None = None,
 ) -> Profile:  # fmt: skip
-    """Trains for a few steps from random weights, with the run's loader, and keeps nothing.
+    """Profile a few steps from random weights with the run's loader, and keep nothing.
 
     Nothing is read from or written to `run_dir`. Collective.
 
@@ -108,7 +108,7 @@ def profile_run(
 
 
 def profiled(step: Callable[[], None], count: int, trace_file: Path | None = None) -> Timeline:
-    """Runs steps under torch's profiler and divides their time.
+    """Run steps under torch's profiler and divide their time.
 
     Args:
         step: sets its marks; `DATA` or `FORWARD` first.
@@ -135,7 +135,7 @@ def profiled(step: Callable[[], None], count: int, trace_file: Path | None = Non
 
 @contextmanager
 def head_marked(encoder: nn.Module) -> Iterator[None]:
-    """Marks the head and the loss: from the encoder's output to its gradient.
+    """Mark the head and the loss: from the encoder's output to its gradient.
 
     Args:
         encoder: gives a tensor, or an object whose first element is one.
@@ -155,7 +155,7 @@ def head_marked(encoder: nn.Module) -> Iterator[None]:
 
 
 def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, Work]:
-    """What the GEMMs and the attention of the encoder have to do over micro-batches, in bf16.
+    """Return the work of the encoder's GEMMs and attention over micro-batches, in bf16.
 
     GEMMs work on padding, too; the bytes they move are not counted.
     """
@@ -174,7 +174,7 @@ def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, W
 def roofline(
     config: PretrainConfig, batches: list[MicroBatch], timeline: Timeline, device: str
 ) -> dict[str, float]:
-    """Least time over time taken; empty where the device's limits are not known, or in fp32."""
+    """Divide the least time by the time taken; empty in fp32 or for an unknown device."""
     if config.train.precision != "bf16":
         return {}
     found = {}
@@ -212,7 +212,7 @@ def _profile(
 
 
 def profile_text(profile: Profile) -> str:
-    """The table for people."""
+    """Format a profile as a table."""
     has_limits = limits(profile.device) is not None
     lines = [
         f"{profile.device}, {profile.num_ranks} ranks, {profile.steps} steps: "
@@ -233,7 +233,7 @@ def profile_text(profile: Profile) -> str:
 def _untraced(
     step: Callable[[], None], count: int, seen: list[list[MicroBatch]]
 ) -> tuple[float, float]:
-    """Milliseconds of steps, and tokens of this rank in them, all together."""
+    """Return the milliseconds of all steps without the profiler, and this rank's tokens in them."""
     on_gpu = torch.cuda.is_available()
     dist.barrier()
     _wait(on_gpu)

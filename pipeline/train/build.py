@@ -12,6 +12,7 @@ from typing import IO
 
 import torch
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
 from pipeline.config.load import provenance, resolved_text
@@ -49,13 +50,11 @@ from pipeline.train.batch_log import BatchLog
 from pipeline.train.data import open_data
 from pipeline.train.deepspeed import DEEPSPEED_FILE, deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
-from pipeline.train.faults import Rescue
+from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Parts, train
 from pipeline.train.requests import Requests
 from pipeline.train.sinks import Sinks
-from pipeline.train.spikes import LeftOut, trained_in_spite
-from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
 from pipeline.train.watch import Watch
 

@@ -18,7 +18,7 @@ from pipeline.runtime import dist, env, watchdog
 def open_data(
     config: PretrainConfig, index: DatasetIndex, objective: Objective, share: Share
 ) -> tuple[TrainLoader, EvalLoader]:
-    """Opens and checks the dataset. Collective.
+    """Open and check the dataset. Collective.
 
     Raises:
         PostnormError: on all ranks, if one finds damage.
@@ -46,7 +46,7 @@ def open_data(
 def _where_shards_are_read(
     config: PretrainConfig, index: DatasetIndex, share: Share
 ) -> DatasetIndex:
-    """Copies the shards to this node, if asked to. Collective."""
+    """Copy the shards to this node if the config asks for it. Collective."""
     error: PostnormError | None = None
     try:
         if share.rank == 0:
@@ -63,7 +63,7 @@ def _where_shards_are_read(
 
 
 def _counts(config: PretrainConfig, index: DatasetIndex) -> dict[int, npt.NDArray[np.int64]]:
-    """Sequences of every block at every length; only the first rank reads or counts. Collective."""
+    """Count the sequences of every block at every length; only rank 0 reads. Collective."""
     return dist.on_first(
         lambda: sequences_at(index, config.batches.seq_lens, config.run_dir), "counting sequences"
     )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.checkpoints.state import MASTER, MOMENTS, Part, SavedState, write_part
+from pipeline.checkpoints.state import MASTER, MOMENTS, Part, SavedState
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.objectives.base import Objective, Sums, add_up, detached
@@ -216,16 +216,6 @@ class Engine:
             for each in self._own_slices()
         ]
         return parts, counters
-
-    def save_files(self, folder: Path) -> None:
-        """Writes `state_parts`, for `load_files`. Collective.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        parts, counters = self.state_parts()
-        write_part(folder, self._rank, self.world_size, parts, counters)
-        dist.barrier()
 
     def load_files(self, folder: Path) -> None:
         """Reads `state_parts` as any number of ranks wrote them, at any ZeRO stage. Collective.

@@ -46,7 +46,7 @@ class EvalResult:
     """Of the sources that have held-out text."""
 
     def values(self) -> dict[str, float]:
-        """As named numbers; those of sources only where there are several."""
+        """Return named numbers; numbers of sources only if there are several."""
         scores = {"": self.total}
         if len(self.by_source) > 1:
             scores |= {f"_{name}": score for name, score in self.by_source.items()}
@@ -60,7 +60,7 @@ class EvalResult:
 def evaluate(
     model: nn.Module, device: torch.device, objective: Objective, loader: EvalLoader
 ) -> EvalResult:
-    """Evaluates a model at the alpha that it has, without dropout. Collective.
+    """Evaluate a model at the alpha that it has, without dropout. Collective.
 
     Args:
         model: as `Engine.model`, or any other that `objective` can call.
@@ -79,7 +79,7 @@ def own_sums(
     batches: Iterable[tuple[int, MicroBatch]],
     num_sources: int,
 ) -> dict[str, Tensor]:
-    """Adds up this rank's part of an evaluation. Not collective, if the model is not divided.
+    """Sum this rank's part of an evaluation. Not collective unless the model is divided.
 
     Returns:
         By name of the objective's sums, (num_sources, 2) fp64 on the device: totals and weights.
@@ -97,7 +97,7 @@ def own_sums(
 
 
 def combine(sums: dict[str, Tensor], objective: Objective, sources: Sequence[str]) -> EvalResult:
-    """Combines the `own_sums` of all ranks. Collective.
+    """Add up the `own_sums` of all ranks. Collective.
 
     Raises:
         DataError: nothing was to be predicted.

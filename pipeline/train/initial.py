@@ -36,7 +36,7 @@ _FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init"}
 def start_from(
     model: nn.Module, initial: InitialWeights, config: PretrainConfig, index: DatasetIndex
 ) -> None:
-    """Loads initial weights.
+    """Check and load the weights that a new run starts from.
 
     Raises:
         ConfigError: they are of another architecture, or of another tokenizer's ids.
@@ -62,7 +62,7 @@ def start_from(
 
 
 def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
-    """How a model's tokenizer differs from a dataset's.
+    """Describe how a model's tokenizer differs from a dataset's.
 
     Args:
         theirs: file of the model's; None if it has none.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.save import Saver
 from pipeline.config import schedule
 from pipeline.config.batches import BatchPlace
@@ -19,11 +20,10 @@ from pipeline.runtime import watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import Engine
-from pipeline.train.faults import Rescue
+from pipeline.train.faults import LeftOut, Rescue
 from pipeline.train.metrics import Interval, Meter
 from pipeline.train.requests import Requests, Wanted
-from pipeline.train.spikes import LeftOut
-from pipeline.train.state import Clock, TrainState
+from pipeline.train.timing import Clock
 from pipeline.train.watch import StepNumbers, Watch
 
 logger = logging.getLogger(__name__)

@@ -54,7 +54,7 @@ class Observer:
     def __init__(
         self, model: EncoderModel, loader: EvalLoader, index: DatasetIndex, device: torch.device
     ) -> None:
-        """Takes the sequences: their number is bounded by the memory that attention needs."""
+        """Take the sequences; the memory that attention needs limits their number."""
         self._model = model
         self._device = device
         self._tokenizer = load_tokenizer(index.folder / index.tokenizer_file)
@@ -68,7 +68,7 @@ class Observer:
         self._attention = loader.spread(min(8, max(1, _MOST_PROBABILITIES // each)))
 
     def attention(self) -> AttentionStatistics:
-        """Entropies and divergences, at the model's alpha."""
+        """Measure the entropies and divergences of attention at the model's alpha."""
         batch = self._attention.to(self._device)
         layout = rows(batch.documents, batch.positions)
         encoder = self._model.eval().encoder
@@ -76,7 +76,7 @@ class Observer:
 
     @torch.no_grad()
     def examples(self) -> list[Example]:
-        """What the model fills in; one example a sequence that has a mask."""
+        """Fill in the masks; one example for each sequence that has a mask."""
         batch = self._examples
         on_device = batch.to(self._device)
         model = self._model.eval()
@@ -98,7 +98,7 @@ class Observer:
         self, batch: MicroBatch, masks: npt.NDArray[np.int64],
         shares: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64],
     ) -> Example:  # fmt: skip
-        """The text around the first of a sequence's masks, within its document."""
+        """Show the text around the first of a sequence's masks, within its document."""
         given, at = batch.input_ids.flatten().numpy(), batch.inputs["masked_index"].numpy()
         original = given.copy()
         original[at] = batch.inputs["targets"].numpy()
@@ -130,7 +130,7 @@ class Observer:
 
 
 def examples_text(examples: list[Example]) -> str:
-    """As Markdown: the original, the input, and a line a mask."""
+    """Format examples as Markdown: the original, the input, and a line for each mask."""
     blocks = []
     for example in examples:
         lines = [f"    original: {_one_line(example.original)}",
@@ -159,7 +159,7 @@ _NO_NUMBER = (160, 160, 160)
 
 
 def heat_map(values: npt.NDArray[np.floating], low: float, high: float) -> npt.NDArray[np.uint8]:
-    """Draws (rows, columns) numbers, first row on top.
+    """Draw (rows, columns) numbers, first row on top.
 
     Args:
         values: those out of range have the colour of the limit; what is no number is grey.

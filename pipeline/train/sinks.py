@@ -54,7 +54,7 @@ class Sinks:
     def write(
         self, step: int, kind: str, values: dict[str, float], section: str | None = None
     ) -> None:
-        """Records named numbers of a step.
+        """Record named numbers of a step.
 
         Args:
             step: applied optimizer steps.
@@ -71,15 +71,15 @@ class Sinks:
         self._show(step, *scalars)
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
-        """Shows a text in TensorBoard."""
+        """Show a text in TensorBoard."""
         self._show(step, summary.text(name, markdown))
 
     def write_image(self, step: int, name: str, pixels: npt.NDArray[np.uint8]) -> None:
-        """Shows an image of (height, width, 3) in TensorBoard."""
+        """Show an image of (height, width, 3) in TensorBoard."""
         self._show(step, summary.image(name, pixels, dataformats="HWC"))
 
     def write_settings(self, settings: dict[str, bool | str | float]) -> None:
-        """Lists the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
+        """List the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
         # SummaryWriter.add_hparams would open a second folder, a run of its own.
         self._show(0, *summary.hparams(settings, {"eval/loss": 0.0}))
 
@@ -87,7 +87,7 @@ class Sinks:
         self._events.append(b"".join(_event(summary=each, step=step) for each in summaries))
 
     def close(self) -> None:
-        """Says what was lost."""
+        """Warn about lost records and close the files."""
         self._lines.tell()
         self._events.tell()
 
@@ -119,7 +119,7 @@ class _Lossy:
             self._told_s = float("-inf")
 
     def tell(self) -> None:
-        """Warns if there is something lost that was not told."""
+        """Warn about records lost since the last warning."""
         if self._lost > self._told_of:
             logger.warning(
                 "%s cannot be written: %s; %d records are lost so far, training goes on. Free "
@@ -130,7 +130,7 @@ class _Lossy:
 
 
 def _event(**content: Any) -> bytes:
-    """A record of an event file."""
+    """Frame data as a record of an event file."""
     buffer = io.BytesIO()
     event = Event(wall_time=time.time(), **content)
     RecordWriter(buffer).write(event.SerializeToString())

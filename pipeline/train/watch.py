@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.save import SaveNumbers
 from pipeline.config import schedule
 from pipeline.config.batches import BatchPlace
@@ -26,7 +27,6 @@ from pipeline.train.health import LastStep, PlateauDoctor, Stragglers
 from pipeline.train.metrics import Interval
 from pipeline.train.observe import Observer, examples_text, heat_map
 from pipeline.train.sinks import Sinks, console_line, means_text
-from pipeline.train.state import TrainState
 from pipeline.train.timing import device_name
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """`python -m tests.distributed.engine_main FOLDER`: steps whose micro-batches change.
 
-Leaves in FOLDER/PRECISION, each as `Engine.save_files` writes it:
+Leaves in FOLDER/PRECISION, each as `save_state` writes it:
     straight/0 .. 6: the state before the first step and after each of them
     resumed/K: the last state of a fresh engine that loaded straight/K and took the other steps
     skipped: the state after straight/3 and a step with a NaN, of four micro-batches after one
@@ -25,6 +25,7 @@ from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, StepResult, close_process_group, init_process_group
+from tests.support.checkpoints import save_state
 
 ACCUMULATION = (2, 3, 1, 4, 4, 2)
 LENGTHS = (16, 16, 40, 40, 16, 40)
@@ -142,26 +143,26 @@ def main(folder: Path, precision: str, process: ProcessInfo) -> None:
         straight.engine.train_step([], MaskedLanguageModeling(), 1e-3)
     except AssertionError as error:
         (folder / "no-micro-batches.txt").write_text(str(error))
-    straight.engine.save_files(folder / "straight/0")
+    save_state(straight.engine, folder / "straight/0")
     results: dict[str, list[dict[str, float | bool]]] = {"straight": [], "poisoned": []}
     for step in range(num_steps):
         results["straight"].append(straight.step(step))
-        straight.engine.save_files(folder / f"straight/{step + 1}")
+        save_state(straight.engine, folder / f"straight/{step + 1}")
 
     for done in RESUMED_AFTER:
         resumed = _Run(precision, process, seed=2)
         resumed.engine.load_files(folder / f"straight/{done}")
         for step in range(done, num_steps):
             resumed.step(step)
-        resumed.engine.save_files(folder / f"resumed/{done}")
+        save_state(resumed.engine, folder / f"resumed/{done}")
 
     poisoned = _Run(precision, process, seed=2)
     poisoned.engine.load_files(folder / f"straight/{POISONED_STEP}")
     results["poisoned"].append(poisoned.step(POISONED_STEP, poisoned=True))
-    poisoned.engine.save_files(folder / "skipped")
+    save_state(poisoned.engine, folder / "skipped")
     for step in range(POISONED_STEP, num_steps):
         results["poisoned"].append(poisoned.step(step))
-    poisoned.engine.save_files(folder / "poisoned")
+    save_state(poisoned.engine, folder / "poisoned")
 
     (folder / f"results-{process.rank}.json").write_text(json.dumps(results))
 

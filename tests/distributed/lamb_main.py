@@ -1,6 +1,6 @@
 """`python -m tests.distributed.lamb_main FOLDER`: steps of LAMB with given gradients.
 
-Leaves in FOLDER/CASE, as `Engine.save_files` writes it:
+Leaves in FOLDER/CASE, as `save_state` writes it:
     straight: the state after all steps
     resumed: with bias correction, the same of a fresh engine that loaded the state after half
 """
@@ -20,6 +20,7 @@ from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, close_process_group, init_process_group
+from tests.support.checkpoints import save_state
 
 NUM_STEPS = 20
 NUM_MICRO_BATCHES = 4
@@ -143,15 +144,15 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
     """Runs one case straight, and one resumed if the number of updates matters to it."""
     engine = Engine(_Model(), case.config(), process, torch.device("cpu"))
     _run(case, process, range(NUM_STEPS // 2), engine)
-    engine.save_files(folder / "half")
+    save_state(engine, folder / "half")
     _run(case, process, range(NUM_STEPS // 2, NUM_STEPS), engine)
-    engine.save_files(folder / "straight")
+    save_state(engine, folder / "straight")
     if not case.bias_correction:
         return
     engine = Engine(_Model(), case.config(), process, torch.device("cpu"))
     engine.load_files(folder / "half")
     _run(case, process, range(NUM_STEPS // 2, NUM_STEPS), engine)
-    engine.save_files(folder / "resumed")
+    save_state(engine, folder / "resumed")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def test_killed_before_it_goes_back(
     ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
     assert ranks.wait() == [0, 0], ranks.output
     if killed_first:
-        assert f"removing {spoiled}: it is from a spike of the loss" in ranks.output
+        assert f"removing {spoiled}: it was trained on a loss spike" in ranks.output
     assert _rewind(run_dir).to_step == 13
     left_out = {record.batch for record in read_batches(run_dir) if record.step is None}
     assert left_out == set(range(22, 30))
