@@ -19,8 +19,10 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.runtime.files import sha256_file
+from pipeline.runtime.run_folder import RunFolder
 
-FOLDER = "checkpoints"
+FOLDER = RunFolder(Path()).checkpoints.name
+"""In a run's folder, and in that of copies (`checkpoint.copy_to`)."""
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 PREFIX = "step-"

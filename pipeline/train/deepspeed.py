@@ -10,9 +10,6 @@ from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.train.deepspeed_keys import REFUSED, REPORTS, TUNING, own_values
 
-DEEPSPEED_FILE = "deepspeed.json"
-"""In a run's folder: what DeepSpeed is given; not there at stage 0, which is not DeepSpeed's."""
-
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """What `deepspeed.initialize` is given.

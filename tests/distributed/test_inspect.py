@@ -15,7 +15,7 @@ import torch
 
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
-from pipeline.data.record import BATCHES_FILE, read_batches
+from pipeline.data.record import read_batches
 from pipeline.tokenizer.wordpiece import load_tokenizer
 from tests.support.ranks import Ranks, losses, newest_state, records
 
@@ -92,7 +92,7 @@ def test_killed_with_its_workers_it_sees_the_same(
     ranks = Ranks(run_dir, two_sources, *COMMON, "data.workers=0")
     assert ranks.wait() == [0, 0], ranks.output
     assert "step-00000030" in ranks.output
-    assert (run_dir / BATCHES_FILE).read_bytes() == (straight / BATCHES_FILE).read_bytes()
+    assert (run_dir / "batches.tsv").read_bytes() == (straight / "batches.tsv").read_bytes()
     assert losses(run_dir) == losses(straight)
     expected, found = newest_state(straight), newest_state(run_dir)
     assert expected.keys() == found.keys()
