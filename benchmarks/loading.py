@@ -73,7 +73,7 @@ def _assembly(index: DatasetIndex, seq_len: int) -> dict[str, float]:
         data=DataConfig(dir=str(index.folder), seq_len=seq_len),
         train=TrainConfig(global_batch=num_sequences, micro_batch=num_sequences),
     )
-    steps = TrainSteps(index, config)
+    steps = TrainSteps(index, config.train_data)
     split, segment = steps.split, steps.order.segments[0]
     of_epoch = int(split.counts[seq_len].sum())
     firsts = range(0, min(of_epoch, 200 * num_sequences), num_sequences)
@@ -141,7 +141,7 @@ from pipeline.data.steps import TrainSteps
 
 before, started = peak_mib(), time.process_time()
 config = PretrainConfig(run_dir="unused", data=DataConfig(dir=sys.argv[1], seq_len=512))
-steps = TrainSteps(read_index(sys.argv[1]), config)
+steps = TrainSteps(read_index(sys.argv[1]), config.train_data)
 sequences = int(steps.split.counts[512].sum())
 steps.order.segments[0].locate(sequences // 2, 4096)
 print(sequences, time.process_time() - started, peak_mib() - before, before)

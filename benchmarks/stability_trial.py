@@ -119,7 +119,7 @@ class _Run:
             use_form(self.model, trial.carry, self.objective.alpha)
         self.optimizer = make_optimizer(self.model, self.config.train)
         self.batches = TrainLoader(index, self.config, Share(0, 1)).steps_from(0)
-        self.held_out = EvalLoader(index, self.config, Share(0, 1))
+        self.held_out = EvalLoader(index, self.config.eval_data, Share(0, 1))
         self.found = Found(
             unigram_entropy=index.unigram_entropy_nats,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.config.batches import BatchPlan
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError
 
@@ -105,3 +106,25 @@ class DataConfig:
         if step >= self.mask_prob_steps:
             return self.mask_prob_end
         return self.mask_prob + (self.mask_prob_end - self.mask_prob) * step / self.mask_prob_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDataConfig:
+    """All that decides which sequences a training step gets; a part of a run's config."""
+
+    seed: int
+    """Of the order."""
+    data: DataConfig
+    batches: BatchPlan
+    """Sizes and lengths of the steps' batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDataConfig:
+    """All that decides which held-out sequences an evaluation gets."""
+
+    data: DataConfig
+    sequences: int
+    """At most so many, of all ranks together."""
+    micro_batch: int
+    """Sequences of a forward pass of one rank."""

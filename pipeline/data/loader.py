@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from pipeline.config.data import EvalDataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.counts import sequences_at
@@ -41,7 +42,7 @@ class TrainLoader:
         config.batches.require_split(share.world_size)
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None)
-        self.steps = TrainSteps(index, config, counts)
+        self.steps = TrainSteps(index, config.train_data, counts)
         self._share = share
         self._prefetched = max(config.data.prefetch_steps, config.data.workers)
         self._start_workers = partial(
@@ -90,14 +91,14 @@ class EvalLoader:
     """This rank's share of the held-out sequences, with fixed masks, one source after another.
 
     They are of the config's unit and selection at `mask_prob`, whatever the ratio is in training.
-    Where there are more than `monitor.eval_sequences`, each source gives its first ones in
+    Where there are more than `sequences`, each source gives its first ones in
     proportion to its size, one at least.
     """
 
     def __init__(
         self,
         index: DatasetIndex,
-        config: PretrainConfig,
+        config: EvalDataConfig,
         share: Share,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
@@ -110,7 +111,7 @@ class EvalLoader:
         """Names; those without held-out text, too."""
         of_block = self.split.counts[self._seq_len]
         source_of_block = index.block_source[self.split.rows].astype(np.int64)
-        blocks = _first_blocks(of_block, source_of_block, config.monitor.eval_sequences)
+        blocks = _first_blocks(of_block, source_of_block, config.sequences)
         numbers = np.arange(int(of_block.sum()))
         first_ids = np.cumsum(of_block) - of_block
         ids = np.concatenate([numbers[first_ids[b] : first_ids[b] + n] for b, n in blocks])
@@ -121,7 +122,7 @@ class EvalLoader:
         self._source = source_of_block[of_id]
         self._share = share
         self._masks = Masks(EVAL_MASK_SEED, Purpose.EVAL_MASK, config.data.mask_prob)
-        self._micro_batch = config.train.micro_batch
+        self._micro_batch = config.micro_batch
 
     @property
     def num_sequences(self) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.mix import Mix, weights
@@ -66,7 +66,7 @@ class Segment:
 class RunOrder:
     """All places of a run, from the first to as far as anyone asks."""
 
-    def __init__(self, index: DatasetIndex, config: PretrainConfig, split: PackedSplit) -> None:
+    def __init__(self, index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> None:
         """Finds the segments; of those that begin within a window, reads its documents' ends.
 
         Args:
@@ -185,7 +185,7 @@ class RunOrder:
         return repack(packing, rest.sequences[mine], seq_len)
 
 
-def _groups(index: DatasetIndex, config: PretrainConfig, split: PackedSplit) -> list[Group]:
+def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> list[Group]:
     given = weights(index.sources, config.data.mix)
     of_block = index.block_source[split.rows]
     present = [k for k, weight in enumerate(given) if weight and (of_block == k).any()]

@@ -9,7 +9,7 @@ without it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Masks, PackedSplit
 from pipeline.data.format import DatasetIndex
@@ -32,7 +32,7 @@ class TrainSteps:
     def __init__(
         self,
         index: DatasetIndex,
-        config: PretrainConfig,
+        config: TrainDataConfig,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
         """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail.

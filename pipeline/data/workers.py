@@ -139,7 +139,7 @@ def _serve(
             answer: list[Batch] | PostnormError | str
             try:
                 if steps is None:
-                    steps = TrainSteps(index, config, counts)
+                    steps = TrainSteps(index, config.train_data, counts)
                 answer = steps.micro_batches(cursor, share)
             except PostnormError as error:
                 answer = error

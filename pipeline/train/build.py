@@ -98,8 +98,8 @@ def pretrain(
             raise LostRankError(
                 f"rank {process.rank} lost another rank: {first_line}. That rank died, or hung for "
                 f"train.collective_timeout_s={config.train.collective_timeout_s:g}; its log in "
-                f"{RunFolder(run_dir).logs} and {RunFolder(run_dir).hangs} say more. The run continues "
-                "from its newest checkpoint when it is started again"
+                f"{RunFolder(run_dir).logs} and {RunFolder(run_dir).hangs} say more. The run "
+                "continues from its newest checkpoint when it is started again"
             ) from error
     return code
 

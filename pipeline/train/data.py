@@ -29,7 +29,7 @@ def open_data(
     try:
         loaders = (
             TrainLoader(index, config, share, counts),
-            EvalLoader(index, config, share, counts),
+            EvalLoader(index, config.eval_data, share, counts),
         )
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         if total_bytes <= config.data.verify_at_start_gib * 2**30:

@@ -174,7 +174,7 @@ data = DataConfig(dir=sys.argv[1], seq_len=512)
 config = PretrainConfig(run_dir="x", data=data, train=TrainConfig(global_batch=4096, micro_batch=4))
 found = counts.sequences_at(index, [512], None)
 loader = TrainLoader(index, config, Share(0, 1), found)
-EvalLoader(index, config, Share(0, 1), found)
+EvalLoader(index, config.eval_data, Share(0, 1), found)
 [order] = loader.steps.order.segments[0].orders
 assert order.num_sequences > 150_000_000
 order.locate(order.num_sequences + 12345, 4096)

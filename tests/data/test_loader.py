@@ -36,7 +36,7 @@ def _train(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> TrainL
 
 
 def _eval(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> EvalLoader:
-    return EvalLoader(dataset, config, Share(*share))
+    return EvalLoader(dataset, config.eval_data, Share(*share))
 
 
 def _originals(batch: MicroBatch) -> torch.Tensor:

@@ -196,7 +196,8 @@ def test_find_names_the_steps_of_a_document(straight: Path) -> None:
 def test_another_dataset_or_folder_is_refused(straight: Path, dataset: DatasetIndex) -> None:
     message = _pipeline("inspect", straight, "--step", 1, f"data.dir={dataset.folder}", code=2)
     assert f"the run was started with {read_fingerprint(straight)}" in message
-    assert "is no run folder" in _pipeline("inspect", dataset.folder, "--step", 1, code=2)
+    message = _pipeline("inspect", dataset.folder, "--step", 1, code=2)
+    assert "is a dataset, not a run folder (no attempts.jsonl)" in message
 
 
 def read_fingerprint(run_dir: Path) -> str:

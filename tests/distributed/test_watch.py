@@ -184,7 +184,7 @@ def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: Da
     for row in range(len(two_sources.blocks)):
         block = reader.block(row)
         text[block.document_ids[0].partition("/")[0]] += " ".join(map(str, block.tokens)) + " | "
-    loader = EvalLoader(two_sources, config, Share(0, 1))
+    loader = EvalLoader(two_sources, config.eval_data, Share(0, 1))
     counted: Counter[str] = Counter()
     sequences: Counter[str] = Counter()
     for source, batch in loader.batches():

@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 def open_steps(dataset: DatasetIndex, config: PretrainConfig) -> TrainSteps:
     """What every rank opens."""
-    return TrainSteps(dataset, config)
+    return TrainSteps(dataset, config.train_data)
 
 
 def rows_of_step(
