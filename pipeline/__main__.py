@@ -31,7 +31,7 @@ from pipeline.errors import (
 )
 from pipeline.profile.command import add_profile
 from pipeline.runtime import cli, env
-from pipeline.runtime.files import record_exit
+from pipeline.runtime.run_folder import record_exit
 from pipeline.use.evaluate_command import add_evaluate
 
 _EXAMPLES = """\
@@ -75,7 +75,7 @@ def _coverage(arguments: argparse.Namespace) -> int:
     from pipeline.inspect.coverage import coverage, coverage_text
 
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
-    found = coverage(config)
+    found = coverage(config.train_data, config.train.num_steps)
     if arguments.json:
         print(json.dumps(asdict(found)))
     else:
@@ -96,8 +96,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from pipeline.inspect.find import find_text, skipped_text
-    from pipeline.inspect.opened import open_run
+    from pipeline.inspect.run import find_text, open_run, skipped_text
     from pipeline.inspect.step import Ranks, step_text
 
     run = open_run(arguments.run_dir, arguments.overrides)

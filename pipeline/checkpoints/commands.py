@@ -15,7 +15,7 @@ from pipeline.checkpoints.manifest import REJECTED, newest_good, published
 from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
 from pipeline.checkpoints.table import all_problems, at_step, folder_of, retention_of, rows, table
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
-from pipeline.runtime.files import LOCK_FILE
+from pipeline.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def carry_out(run: Path, paths: list[Path]) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    with (run / LOCK_FILE).open("a") as file:
+    with RunFolder(run).lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -13,7 +13,7 @@ from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
 from pipeline.data.steps import Share
 from pipeline.errors import DataError
-from pipeline.inspect.opened import OpenedRun
+from pipeline.inspect.run import OpenedRun
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Piece:
 
     document_id: str
     first_token: int
-    """Of the document's tokens, the first that is here."""
+    """The first of the document's tokens that is here."""
     stop_token: int
     num_document_tokens: int
     slots: tuple[int, int]
@@ -34,7 +34,7 @@ class Sequence:
     """A sequence of a step."""
 
     place: int
-    """In the step's batch."""
+    """Position in the step's batch."""
     sample_id: int
     epoch: int
     source: str
@@ -51,14 +51,14 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which part of a step is asked for: all of it, or that of a rank."""
+    """Which part of a step is shown: all of it, or a rank's."""
 
     rank: int | None
     world_size: int | None
 
 
 def step_text(run: OpenedRun, place: BatchPlace, ranks: Ranks, *, as_json: bool) -> Iterator[str]:
-    """Lines about a step: a head and its sequences with their text, or one JSON object a sequence.
+    """Describe a step: a head and its sequences with their text, or one JSON object a sequence.
 
     Raises:
         DataError: there is no such rank, or a shard is damaged.
@@ -73,7 +73,7 @@ def step_text(run: OpenedRun, place: BatchPlace, ranks: Ranks, *, as_json: bool)
 
 
 def _share(run: OpenedRun, place: BatchPlace, ranks: Ranks) -> range:
-    """Places of the step that are asked for."""
+    """Find the places of the step that are asked for."""
     if ranks.rank is None:
         return range(place.size)
     world_size = ranks.world_size or run.world_size
@@ -102,9 +102,9 @@ def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterat
         yield f"hash {found:016x}; the run has not logged this batch"
     else:
         outcome = f"step {record.step}" if record.step is not None else "a skipped step"
-        equal = "as the run logged it" if record.hash == found else (
-            f"BUT THE RUN LOGGED {record.hash:016x}: it was trained on something else"
-        )  # fmt: skip
+        equal = "as the run logged it"
+        if record.hash != found:
+            equal = f"BUT THE RUN LOGGED {record.hash:016x}: it was trained on something else"
         yield f"hash {found:016x}, {equal}, in {outcome}"
     if len(share) < place.size:
         yield f"the rank's part: places {share.start} to {share.stop - 1}"
@@ -187,7 +187,7 @@ def _as_text(run: OpenedRun, sequence: Sequence, place: BatchPlace) -> str:
 
 
 def _marked(run: OpenedRun, sequence: Sequence, piece: Piece) -> str:
-    """A piece's text; what is to be predicted stands as {original -> what the model sees}."""
+    """Write a piece's text; masked tokens stand as {original -> what the model sees}."""
     originals = dict(zip(sequence.masked, sequence.targets, strict=True))
     parts, slot, stop = [], piece.slots[0] + 1, piece.slots[1] - 1
     while slot < stop:
@@ -207,6 +207,6 @@ def _marked(run: OpenedRun, sequence: Sequence, piece: Piece) -> str:
 
 
 def _text(run: OpenedRun, ids: list[int]) -> str:
-    """Text of tokens; decoding drops a space at its beginning, which is put back."""
+    """Decode tokens; decoding drops a space at their beginning, which is put back."""
     text = run.tokenizer.decode(ids)
     return f" {text}" if run.tokenizer.piece(ids[0]).startswith(" ") else text

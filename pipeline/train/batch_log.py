@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.record import (
-    BATCHES_FILE,
     HEADER,
     BatchRecord,
     how_to_mend,
@@ -28,6 +27,7 @@ from pipeline.data.record import (
 from pipeline.errors import DataError, PostnormError, StorageError
 from pipeline.runtime import dist
 from pipeline.runtime.files import write_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class BatchLog:
             DataError: the file is damaged, or does not reach to the cursor.
             StorageError: it cannot be read or written.
         """
-        self._path = run_dir / BATCHES_FILE
+        self._path = RunFolder(run_dir).batches
         self._is_first = is_first
         self._pending: list[BatchRecord] = []
         self._end = len(HEADER)

@@ -20,7 +20,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.record import BATCHES_FILE, LEDGER_FILE, Rewind, read_batches, read_ledger
+from pipeline.data.record import Rewind, read_batches, read_ledger
 from pipeline.data.steps import Share
 from pipeline.errors import (
     EXIT_FINISHED,
@@ -37,18 +37,11 @@ from pipeline.objectives.base import Objective
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log, watchdog
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import (
-    ATTEMPTS_FILE,
-    DONE_FILE,
-    HANGS_FOLDER,
-    LOCK_FILE,
-    RESOLVED_FILE,
-    write_atomic,
-    write_json_atomic,
-)
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.data import open_data
-from pipeline.train.deepspeed import DEEPSPEED_FILE, deepspeed_config
+from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.initial import InitialWeights, start_from
@@ -105,8 +98,8 @@ def pretrain(
             raise LostRankError(
                 f"rank {process.rank} lost another rank: {first_line}. That rank died, or hung for "
                 f"train.collective_timeout_s={config.train.collective_timeout_s:g}; its log in "
-                f"{run_dir}/logs and {run_dir}/{HANGS_FOLDER} say more. The run continues from its "
-                "newest checkpoint when it is started again"
+                f"{RunFolder(run_dir).logs} and {RunFolder(run_dir).hangs} say more. The run "
+                "continues from its newest checkpoint when it is started again"
             ) from error
     return code
 
@@ -226,8 +219,8 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
     logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from scratch")
     if resumed_from is None and process.is_first:
         # What an attempt without a checkpoint did is gone; its config may have been another one.
-        (run_dir / BATCHES_FILE).unlink(missing_ok=True)
-        (run_dir / LEDGER_FILE).unlink(missing_ok=True)
+        RunFolder(run_dir).batches.unlink(missing_ok=True)
+        RunFolder(run_dir).ledger.unlink(missing_ok=True)
     rewinds = dist.on_first(lambda: _rewinds(run_dir, state), "reading the ledger")
     state.rewinds = len(rewinds)
     batch_log = BatchLog(run_dir, state.cursor, process.is_first)
@@ -236,8 +229,8 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
     sinks = None
     if process.is_first:
         if not is_over(state.step, config.train, state.elapsed_s):
-            (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
-        write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
+            RunFolder(run_dir).done.unlink(missing_ok=True)  # the run was made longer
+        write_atomic(RunFolder(run_dir).resolved, resolved_text(config).encode())
         _write_deepspeed_config(config, process)
         attempt = _record_attempt(
             run_dir, process, opened.index.fingerprint, resumed_step, rewound=rewound
@@ -278,7 +271,7 @@ def _rewinds(run_dir: Path, state: TrainState) -> list[Rewind]:
     found = read_ledger(run_dir).rewinds
     if len(found) < state.rewinds:
         raise DataError(
-            f"{run_dir / LEDGER_FILE} has {len(found)} rewinds, the checkpoint of step "
+            f"{RunFolder(run_dir).ledger} has {len(found)} rewinds, the checkpoint of step "
             f"{state.step} was saved after {state.rewinds}: which batches are left out is not "
             "known; restore the file from a copy"
         )
@@ -298,7 +291,8 @@ def _warn_of_trained(config: PretrainConfig, state: TrainState) -> None:
 
 def _finish(config: PretrainConfig, state: TrainState) -> None:
     """Marks the run as done, on rank 0."""
-    write_json_atomic(Path(config.run_dir) / DONE_FILE, {"step": state.step, "unix_s": time.time()})
+    done = RunFolder(Path(config.run_dir)).done
+    write_json_atomic(done, {"step": state.step, "unix_s": time.time()})
     logger.info("finished at step %d", state.step)
     reached = alpha(state.step, config.train.alpha_warmup_steps)
     if reached < 1:
@@ -310,7 +304,7 @@ def _finish(config: PretrainConfig, state: TrainState) -> None:
 
 
 def _write_deepspeed_config(config: PretrainConfig, process: ProcessInfo) -> None:
-    path = Path(config.run_dir) / DEEPSPEED_FILE
+    path = RunFolder(Path(config.run_dir)).deepspeed
     if config.train.zero_stage == 0:
         path.unlink(missing_ok=True)
     else:
@@ -326,7 +320,7 @@ def _record_attempt(
     rewound: bool,
 ) -> int:
     """Adds a line to attempts.jsonl and returns this attempt's number, 1 for the first."""
-    path = run_dir / ATTEMPTS_FILE
+    path = RunFolder(run_dir).attempts
     attempt = 1 + (path.read_text().count("\n") if path.exists() else 0)
     record = {
         "attempt": attempt,
@@ -350,7 +344,7 @@ def _exclusive(run_dir: Path, process: ProcessInfo) -> Iterator[None]:
     if not process.is_first:
         yield
         return
-    with (run_dir / LOCK_FILE).open("w") as file:
+    with RunFolder(run_dir).lock.open("w") as file:
         _lock(file, run_dir)
         yield
 

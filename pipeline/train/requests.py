@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED, StoppedError
 from pipeline.runtime import dist
-from pipeline.runtime.files import SAVE_FILE, STOP_FILE
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ class Requests:
     def __init__(self, signals: StopRequest, run_dir: Path, *, is_first: bool) -> None:
         """Prepare to look at the files, from the first step on."""
         self._signals = signals
-        self._stop_file, self._save_file = run_dir / STOP_FILE, run_dir / SAVE_FILE
+        run = RunFolder(run_dir)
+        self._stop_file, self._save_file = run.stop, run.save
         self._is_first = is_first
         self._looked_s = float("-inf")
         self._halt = self._save = False

@@ -21,14 +21,14 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
-from pipeline.runtime.files import METRICS_FILE, AppendedFile
+from pipeline.runtime.files import AppendedFile
 from pipeline.runtime.log import duration_text
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 _SHORT = {"accuracy": "acc"}
 
-TENSORBOARD_FOLDER = "tensorboard"
 _TELL_EVERY_S = 600.0
 
 
@@ -42,14 +42,14 @@ class Sinks:
         metrics.jsonl, told apart by "attempt"; TensorBoard shows the later ones.
         """
         self._attempt = attempt
-        self._lines = _Lossy(run_dir / METRICS_FILE)
+        self._lines = _Lossy(RunFolder(run_dir).metrics)
         # As torch's SummaryWriter names it; TensorBoard reads the files in this order.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         purge_step = 0 if resumed_step is None else resumed_step + 1
         beginning = _event(file_version="brain.Event:2") + _event(
             session_log=SessionLog(status=SessionLog.START), step=purge_step
         )
-        self._events = _Lossy(run_dir / TENSORBOARD_FOLDER / name, beginning)
+        self._events = _Lossy(RunFolder(run_dir).tensorboard / name, beginning)
 
     def write(
         self, step: int, kind: str, values: dict[str, float], section: str | None = None

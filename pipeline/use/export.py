@@ -4,7 +4,6 @@ Before the folder appears under its name, it is read back from disk and its logi
 those of the trainer's model.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,24 +11,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import FOLDER, Manifest, newest_good, read_manifest
+from pipeline.checkpoints.manifest import Manifest, newest_good, read_manifest
 from pipeline.checkpoints.state import read_weights
+from pipeline.checkpoints.table import A_RUN_OR_ITS_COPY, folder_of
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError
+from pipeline.model.architecture import is_model_folder, read_config, tokenizer_path
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
-from pipeline.runtime.files import METRICS_FILE
+from pipeline.runtime.files import read_json_lines
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.initial import InitialWeights
 from pipeline.use.folder import (
     TrainedModel,
     build_model,
     copy_tokenizer,
-    is_model_folder,
     load_model,
     publishing,
-    read_config,
     read_tokenizer,
-    tokenizer_path,
     write_config,
     write_model,
 )
@@ -167,18 +166,14 @@ def compare(
 
 
 def _newest(run_dir: Path) -> tuple[Path, Manifest]:
-    path, rejected = newest_good(run_dir / FOLDER)
+    path, rejected = newest_good(folder_of(run_dir, f"{A_RUN_OR_ITS_COPY}, or a model folder"))
     if path is None:
-        raise CheckpointError(
-            f"{run_dir} has no good checkpoint: {'; '.join(rejected) or 'nothing was saved yet'}"
-        )
+        raise CheckpointError(f"{run_dir} has no good checkpoint: {'; '.join(rejected)}")
     return path, read_manifest(path)
 
 
 def _scores(run_dir: Path, step: int) -> dict[str, float]:
-    """The last held-out evaluation up to a step; empty if there was none."""
-    path = run_dir / METRICS_FILE
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]
+    """Find the last held-out evaluation up to a step; empty if there was none."""
+    records = read_json_lines(RunFolder(run_dir).metrics)
     found = [record for record in records if record["kind"] == "eval" and record["step"] <= step]
     return {name: found[-1][name] for name in ("step", "loss", "accuracy")} if found else {}

@@ -34,6 +34,7 @@ TORCH_FREE = {
     "pipeline.checkpoints.retention",
     "pipeline.checkpoints.table",
     "pipeline.runtime.files",
+    "pipeline.runtime.run_folder",
     "pipeline.runtime.log",
     "pipeline.runtime.env",
     "pipeline.runtime.cli",
