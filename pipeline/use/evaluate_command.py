@@ -3,29 +3,20 @@
 import argparse
 import json
 import logging
-import sys
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipeline.errors import (
-    EXIT_FAILED_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    LostRankError,
-    PostnormError,
-)
-from pipeline.runtime import env, log
-from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import record_exit
-from pipeline.train.stop import StopRequest
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED
+from pipeline.runtime import env
+from pipeline.runtime.cli import Verb
+from pipeline.runtime.rank import AgreedStop, Rank, Stopped, run_as_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pipeline.use.evaluate import Evaluation
-    from pipeline.use.evaluate_config import EvaluateRequest
     from pipeline.use.evaluate_report import Report
 
 logger = logging.getLogger(__name__)
@@ -35,74 +26,43 @@ Held-out loss and accuracy of a run's checkpoint or of a model folder, on one pr
 ranks. Text, masks and precision are those of the run: with --sequences as monitor.eval_sequences
 the numbers are its own. The run may go on meanwhile. Of a run, each result is also a line of
 RUN/evaluations.jsonl."""
-_EXAMPLES = """\
-examples:
-  python -m pipeline evaluate runs/demo/train
-  python -m pipeline evaluate runs/demo/train --all --sequences 512
-  python -m pipeline evaluate models/bert --data data/mine --seq-len 128 --json
-  torchrun --standalone --nproc-per-node 8 -m pipeline evaluate runs/mine --step 100000
-  python -m pipeline evaluate runs/other data.masking=token data.mask_prob=0.15
-"""
 
 
-def _evaluate(arguments: argparse.Namespace, signals: StopRequest | None) -> int:
+def _evaluate(arguments: argparse.Namespace) -> int:
+    # A person's evaluation is not an attempt of the run, whose own record may lie in its folder.
+    return run_as_rank(
+        partial(_evaluate_on, arguments), env.process_info_or_alone(), env.launched_run_dir()
+    )
+
+
+def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     # Importing torch takes seconds.
-    from pipeline.use.evaluate_config import EvaluateRequest
-
-    signals = signals or StopRequest()
-    process = env.process_info_or_alone()
-    if not process.is_first:
-        log.to_console(logging.WARNING, sys.stderr)
-    launched, code = env.launched_run_dir(), EXIT_FAILED_RETRY
-    try:
-        names = vars(EvaluateRequest(arguments.source))
-        values = {name: value for name, value in vars(arguments).items() if name in names}
-        request = EvaluateRequest(**{**values, "overrides": tuple(arguments.overrides)})
-        code = _run(request, process, signals, as_json=arguments.json)
-    except PostnormError as error:
-        code = error.exit_code
-        raise
-    finally:
-        # A person's evaluation is not an attempt of the run, whose own record may lie there.
-        if launched:
-            record_exit(Path(launched), process, code)
-    return code
-
-
-def _run(
-    request: "EvaluateRequest", process: ProcessInfo, signals: StopRequest, *, as_json: bool
-) -> int:
     from pipeline.config.train import TrainConfig
     from pipeline.runtime import dist
     from pipeline.train.engine import close_process_group
-    from pipeline.use.agreed_stop import AgreedStop, Stopped
     from pipeline.use.evaluate import Evaluator
+    from pipeline.use.evaluate_config import EvaluateRequest
     from pipeline.use.evaluate_report import Report
 
+    names = vars(EvaluateRequest(arguments.source))
+    values = {name: value for name, value in vars(arguments).items() if name in names}
+    request = EvaluateRequest(**{**values, "overrides": tuple(arguments.overrides)})
+    rank.if_lost = "Its own message says more. Nothing is damaged: start the evaluation again"
+    device = dist.own_device(rank.process)
+    dist.open_group(rank.process, device, TrainConfig.collective_timeout_s)
     code = EXIT_FINISHED
     try:
-        device = dist.own_device(process)
-        dist.open_group(process, device, TrainConfig.collective_timeout_s)
-        try:
-            evaluator = Evaluator(request, process, device, AgreedStop(signals))
-            report = Report(evaluator)
-            found = evaluator.evaluations(report.earlier_steps())
-            if process.is_first:
-                _show(report, found, as_json=as_json)
-            else:
-                deque(found, maxlen=0)  # this rank's part
-        except Stopped as signal:
-            logger.warning("stopped by %s; nothing is to be saved, start again", signal)
-            code = EXIT_PREEMPTED
-        close_process_group()
-    except RuntimeError as error:
-        if not dist.is_lost_rank(error):
-            raise
-        raise LostRankError(
-            f"rank {process.rank} lost another rank: {str(error).splitlines()[0]}. That rank died, "
-            f"or hung for {TrainConfig.collective_timeout_s:g} s; its own message says more. "
-            "Nothing is damaged: start the evaluation again"
-        ) from error
+        evaluator = Evaluator(request, rank.process, device, AgreedStop(rank.stop))
+        report = Report(evaluator)
+        evaluations = evaluator.evaluations(report.earlier_steps())
+        if rank.process.is_first:
+            _show(report, evaluations, as_json=arguments.json)
+        else:
+            deque(evaluations, maxlen=0)  # this rank's part
+    except Stopped as signal:
+        logger.warning("stopped by %s; nothing is to be saved, start again", signal)
+        code = EXIT_PREEMPTED
+    close_process_group()
     return code
 
 
@@ -117,18 +77,8 @@ def _show(report: "Report", found: "Iterator[Evaluation]", *, as_json: bool) -> 
         report.append(record)
 
 
-def add_evaluate(commands: Any, signals: StopRequest | None) -> None:
-    """Adds the command to a command line.
-
-    Args:
-        commands: subparsers.
-        signals: that came since the process started, if it looked out for them.
-    """
-    parser = commands.add_parser(
-        "evaluate", help="held-out loss of checkpoints or of a model, on any number of ranks",
-        description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument("source", type=Path, metavar="SOURCE", help="run folder, or model folder")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N",
@@ -148,4 +98,17 @@ def add_evaluate(commands: Any, signals: StopRequest | None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line, no table")
     parser.add_argument("overrides", nargs="*", metavar="data.MASKS=VALUE",
                         help="other masks than the run's, such as data.mask_prob=0.15")  # fmt: skip
-    parser.set_defaults(run=partial(_evaluate, signals=signals))
+
+
+EVALUATE = Verb(
+    "evaluate",
+    "held-out loss of checkpoints or of a model, on any number of ranks",
+    _arguments,
+    _evaluate,
+    """\
+evaluate runs/demo/train
+evaluate runs/demo/train --all --sequences 512
+evaluate models/bert --data data/mine --seq-len 128 --json
+torchrun --standalone --nproc-per-node 8 -m postnorm evaluate runs/mine --step 100000
+evaluate runs/other data.masking=token data.mask_prob=0.15""",
+)
