@@ -29,7 +29,7 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     taken = {verb.name for verb in launch}
     train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch]
     return {
-        "prepare": (family("prep", "raw text to a tokenised dataset", prep),),
+        "prepare": (family("prep", "raw text to a tokenised dataset", prep),) if prep else (),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
         "use": GROUPS["use"],
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),

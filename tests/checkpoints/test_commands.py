@@ -133,4 +133,4 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_command_has_an_example() -> None:
     for name in ("verify", "list", "prune", "diff"):
-        assert f"python -m pipeline checkpoint {name}" in _command(name, "--help").stdout
+        assert f"python -m pipeline checkpoint {name} " in _command(name, "--help").stdout
