@@ -28,9 +28,9 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.log import duration_text
+from pipeline.runtime.rank import AgreedStop
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.agreed_stop import AgreedStop
 from pipeline.use.evaluate_command import MASK_FIELDS, EvaluateConfig, EvaluateRequest
 from pipeline.use.export import load_checkpoint
 from pipeline.use.folder import load_model
@@ -79,15 +79,11 @@ class Evaluator:
         counts = dist.on_first(
             lambda: sequences_at(self.index, [seq_len], keep_in), "counting sequences"
         )
-        error: PostnormError | None = None
-        try:
+        with dist.together():
             share = Share(process.rank, process.world_size)
             held_out = config.eval_data
             inputs = MaskedLanguageModeling().eval_inputs(held_out, self.index)
             self._loader = EvalLoader(self.index, held_out, inputs, share, counts)
-        except PostnormError as found:
-            error = found
-        dist.raise_together(error)
 
     @cached_property
     def setting(self) -> dict[str, Any]:
@@ -127,12 +123,11 @@ class Evaluator:
             return
         for path in self._checkpoints(passed_over):
             self._stop.check()
-            try:
-                model, manifest = load_checkpoint(path)
-                error: PostnormError | None = None
-            except (CheckpointError, OSError) as found:
-                error = _reading_error(path, found)
-            dist.raise_together(error)
+            with dist.together():
+                try:
+                    model, manifest = load_checkpoint(path)
+                except (CheckpointError, OSError) as error:
+                    raise _reading_error(path, error) from error
             self._require_fit(path, manifest.fingerprint)
             result = self._result(model)
             yield Evaluation(path, manifest.step, manifest.alpha, result)
