@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -42,7 +43,6 @@ from tests.parity.revision_runs import (
 )
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "postnorm/parity"
-_GOLDEN = WRITTEN.parent / "losses.json"
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Side:
 
 def differences(old: Outcome, new: Outcome) -> Iterator[str]:
     """Yield what differs, one line a kind: the first place of it, and how often."""
-    for part in ("rows", "batches", "digests"):
+    for part in ("start", "batches", "rows", "digests"):
         a, b = getattr(old, part), getattr(new, part)
         if isinstance(a, list):
             a, b = dict(enumerate(a)), dict(enumerate(b))
@@ -166,17 +166,6 @@ def compare(case: Case, old: Side, new: Side, *, use_cache: bool, save: Path | N
     return 1 if lines else 0
 
 
-def write_golden(old: Side, *, use_cache: bool) -> None:
-    """Write `golden/losses.json`: losses and gradient norms of every case that trains."""
-    golden = {}
-    for case in CASES.values():
-        outcome = old.outcome(case, use_cache=use_cache)
-        if outcome.losses:
-            golden[case.name] = {"losses": outcome.losses, "grad_norms": outcome.grad_norms,
-                                 "batches": outcome.batches}  # fmt: skip
-    _GOLDEN.write_text(json.dumps(golden, indent=0) + "\n")
-
-
 def main() -> int:
     """Parse the arguments, compare, and return the exit code."""
     description, _, epilog = (__doc__ or "").partition("examples:")
@@ -193,21 +182,19 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time; 1 by default")
     parser.add_argument("--save", type=Path, help="write the new side's results to this folder")
     parser.add_argument("--no-cache", action="store_true", help=f"do not read {_CACHE}")
-    parser.add_argument("--write-golden", action="store_true", help=f"write {_GOLDEN.name} instead")
     arguments = parser.parse_args()
     names = arguments.only.split(",")
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"--only: unknown cases {', '.join(unknown)}; known: {', '.join(CASES)}")
-    with ExitStack() as stack, ThreadPoolExecutor(arguments.jobs) as pool:
+    # As Ctrl-C does: what was checked out must not stay behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ExitStack() as stack:
         old, new = Side(arguments.old, stack), Side(arguments.new, stack)
-        use_cache = not arguments.no_cache
-        if arguments.write_golden:
-            write_golden(old, use_cache=use_cache)
-            return 0
-        codes = list(pool.map(
-            lambda name: compare(CASES[name], old, new, use_cache=use_cache, save=arguments.save),
-            names,
-        ))  # fmt: skip
+        pool = ThreadPoolExecutor(arguments.jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        options = {"use_cache": not arguments.no_cache, "save": arguments.save}
+        futures = [pool.submit(compare, CASES[name], old, new, **options) for name in names]
+        codes = [future.result() for future in futures]
     print(f"{codes.count(0)} equal, {codes.count(1)} differ, {codes.count(2)} failed")
     return max(codes)
 

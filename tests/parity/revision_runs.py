@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 WRITTEN = Path(__file__).parent / "golden/written_by_28d9e7b.tar.xz"
 """Holds `dataset/` and `run/`, as revision 28d9e7b wrote them, and the configs they came from."""
+LOSSES = WRITTEN.parent / "losses.json"
+"""Losses of every case, as revision 28d9e7b computed them."""
 BASE = "28d9e7b"
 
 # Times and speeds differ from run to run; whatever else a step logs must not.
@@ -48,6 +50,8 @@ class Outcome:
     """By kind and step, such as `train 7`, the logged values by name."""
     batches: list[str] = field(default_factory=list)
     """Lines of batches.tsv."""
+    start: dict[str, object] = field(default_factory=dict)
+    """Fingerprint of the dataset, and the step that the last attempt resumed from."""
     digests: dict[str, str] = field(default_factory=dict)
     """sha256 by the name of a tensor of the newest checkpoint, or of a file of a dataset."""
     seconds: float = 0.0
@@ -55,16 +59,12 @@ class Outcome:
     @property
     def losses(self) -> dict[int, float]:
         """Training loss by step."""
-        return self._of_steps("loss")
+        return self.logged("train", "loss")
 
-    @property
-    def grad_norms(self) -> dict[int, float]:
-        """Norm of the gradient by step."""
-        return self._of_steps("grad_norm")
-
-    def _of_steps(self, name: str) -> dict[int, float]:
+    def logged(self, kind: str, name: str) -> dict[int, float]:
+        """Return a logged value by step, of `train` or `eval`."""
         rows = ((key.split(), row) for key, row in self.rows.items())
-        return {int(step): row[name] for (kind, step), row in rows if kind == "train"}
+        return {int(step): row[name] for (of, step), row in rows if of == kind}
 
 
 @contextmanager
@@ -146,6 +146,8 @@ def outcome_of_run(run_dir: Path) -> Outcome:
         if record["kind"] in ("train", "eval"):
             row = {k: v for k, v in record.items() if _COMPARED.fullmatch(k)}
             outcome.rows[f"{record['kind']} {record['step']}"] = row
+    attempt = json.loads((run_dir / "attempts.jsonl").read_text().splitlines()[-1])
+    outcome.start = {name: attempt[name] for name in ("fingerprint", "resumed_from_step")}
     newest = (run_dir / "checkpoints/latest").read_text().strip()
     for path in sorted((run_dir / "checkpoints" / newest / "state").glob("*.safetensors")):
         for name, digest in _tensor_digests(path):
@@ -158,7 +160,7 @@ def outcome_of_dataset(folder: Path) -> Outcome:
     paths = [folder / "tokenizer.model", *sorted((folder / "shards").glob("*.tar"))]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     fingerprint = json.loads((folder / "index.json").read_text())["fingerprint"]
-    return Outcome(digests={"fingerprint": fingerprint, **digests})
+    return Outcome(start={"fingerprint": fingerprint}, digests=digests)
 
 
 def _tensor_digests(path: Path) -> Iterator[tuple[str, str]]:

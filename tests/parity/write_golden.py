@@ -1,19 +1,35 @@
-"""Writes `golden/written_by_28d9e7b.tar.xz` again: `python -m tests.parity.write_golden`.
+"""Writes the golden files again, with revision 28d9e7b: what new revisions must read and compute.
 
-It holds what revision 28d9e7b makes of its own documentation: a dataset of two sources, and the
-folder of a run on two ranks (ZeRO 1) that a person stopped in the middle of its alpha warm-up.
-Names in its configs are relative, so that it works wherever it is unpacked. `losses.json` must be
-written after it, with `python -m tests.parity.compare_revisions --write-golden`.
+  python -m tests.parity.write_golden archive   golden/written_by_28d9e7b.tar.xz
+  python -m tests.parity.write_golden losses    golden/losses.json, which needs the archive
+
+The archive holds what that revision makes of its own documentation: a dataset of two sources, and
+the folder of a run on two ranks (ZeRO 1) that a person stopped in the middle of its alpha warm-up.
+Names in its configs are relative, so that it works wherever it is unpacked.
 """
 
+import hashlib
+import json
 import lzma
 import subprocess
+import sys
 import tarfile
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from tests.parity.revision_runs import BASE, ROOT, WRITTEN, checked_out, run_ranks, start_ranks
+from tests.parity.revision_cases import CASES
+from tests.parity.revision_runs import (
+    BASE,
+    LOSSES,
+    ROOT,
+    WRITTEN,
+    Outcome,
+    checked_out,
+    run_ranks,
+    start_ranks,
+)
 
 _SOURCES = {
     "guides": ("docs/checkpoints.md", "docs/data_loading.md", "docs/data_preparation.md",
@@ -77,11 +93,45 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        write(Path(temporary))
+def golden_of(outcome: Outcome) -> dict[str, Any]:
+    """Return what `losses.json` keeps of a run: values in the order of steps."""
+    return {
+        "batches_sha256": hashlib.sha256("\n".join(outcome.batches).encode()).hexdigest(),
+        "resumed_from_step": outcome.start["resumed_from_step"],
+        "fingerprint": outcome.start["fingerprint"],
+        "held_out_losses": list(outcome.logged("eval", "loss").values()),
+        "losses": list(outcome.losses.values()),
+        "grad_norms": list(outcome.logged("train", "grad_norm").values()),
+    }
+
+
+def _write_archive() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
         WRITTEN.parent.mkdir(exist_ok=True)
         # The dataset's tokenizer is in the checkpoint, too; one window of xz stores it once.
         with tarfile.open(WRITTEN, "w:xz", preset=9 | lzma.PRESET_EXTREME) as archive:
-            for path in sorted(Path(temporary).iterdir()):
+            for path in sorted(Path(folder).iterdir()):
                 archive.add(path, path.name, filter=_plain)
+
+
+def _write_losses() -> None:
+    golden = {}
+    with checked_out(BASE) as tree:
+        for name, case in CASES.items():
+            if name != "prep":
+                with tempfile.TemporaryDirectory() as folder:
+                    golden[name] = golden_of(case.outcome(tree, Path(folder)))
+                print(name, flush=True)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(golden[name])}" for name in golden)
+    LOSSES.write_text("{\n" + lines + "\n}\n")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["archive"]:
+            _write_archive()
+        case ["losses"]:
+            _write_losses()
+        case _:
+            sys.exit(__doc__)
