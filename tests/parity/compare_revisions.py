@@ -190,11 +190,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         old, new = Side(arguments.old, stack), Side(arguments.new, stack)
-        pool = ThreadPoolExecutor(arguments.jobs)
-        stack.callback(pool.shutdown, cancel_futures=True)
         options = {"use_cache": not arguments.no_cache, "save": arguments.save}
-        futures = [pool.submit(compare, CASES[name], old, new, **options) for name in names]
-        codes = [future.result() for future in futures]
+        pool = ThreadPoolExecutor(arguments.jobs)
+        try:
+            futures = [pool.submit(compare, CASES[name], old, new, **options) for name in names]
+            codes = [future.result() for future in futures]
+        finally:  # runs end before what they run is removed
+            pool.shutdown(cancel_futures=True)
     print(f"{codes.count(0)} equal, {codes.count(1)} differ, {codes.count(2)} failed")
     return max(codes)
 
