@@ -139,7 +139,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_million_documents_and_a_long_line_in_little_memory(
     prep_config: Path, tmp_path: Path
 ) -> None:

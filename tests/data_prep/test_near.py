@@ -310,7 +310,7 @@ def test_workers_pieces_and_parts_change_nothing(
     assert (keep == expected[1]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "data"
     _config(output, straight[0], SMALL)

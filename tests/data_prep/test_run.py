@@ -228,6 +228,7 @@ def test_verify_command(dataset: DatasetIndex, tmp_path: Path) -> None:
     assert "no finished dataset" in bad.stdout
 
 
+@pytest.mark.usefixtures("processes")
 def test_help_shows_an_example() -> None:
     for package in ("data_prep", "pipeline", "launch"):
         done = subprocess.run(
@@ -243,7 +244,6 @@ def test_shard_plan_keeps_order_and_size() -> None:
     assert plan([5], shard_mb=100) == [[0]]
 
 
-@pytest.mark.slow
 def test_embedded_corpus_has_ten_megabytes_of_prose() -> None:
     total, kinds = 0, set()
     for path, name in embedded.find():

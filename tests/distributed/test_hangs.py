@@ -17,14 +17,12 @@ from tests.support.ranks import Ranks
 FROZEN = ("-m", "tests.distributed.frozen_main")
 
 
-@pytest.mark.dist
-@pytest.mark.slow
 def test_no_rank_waits_for_ever_for_one_that_is_frozen(
-    dataset: DatasetIndex, tmp_path: Path
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     # Both at once: most of the time goes by waiting. Groups time out in a slow start, too.
-    watched = Ranks(tmp_path / "watched", dataset, "train.hang_timeout_s=10", module=FROZEN)
-    timed = Ranks(tmp_path / "timed", dataset, "train.collective_timeout_s=30", module=FROZEN)
+    watched = start_ranks(tmp_path / "watched", dataset, "train.hang_timeout_s=10", module=FROZEN)
+    timed = start_ranks(tmp_path / "timed", dataset, "train.collective_timeout_s=30", module=FROZEN)
     try:
         for ranks in (watched, timed):
             assert ranks.processes[0].wait(180) == 1, ranks.output
@@ -77,6 +75,7 @@ with watchdog.watching(run_dir, ProcessInfo(0, 0, 1, "here", "local"), 3.0):
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("how", ["free", "locked"])
 def test_watchdog_ends_a_process_that_sleeps_in_c(tmp_path: Path, how: str) -> None:
     started = time.monotonic()

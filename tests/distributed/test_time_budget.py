@@ -5,16 +5,12 @@ import re
 import signal
 from pathlib import Path
 
-import pytest
-
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.config.train import TrainConfig
 from pipeline.data.shards import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
 from pipeline.train import schedule
 from tests.support.ranks import Ranks, records
-
-pytestmark = pytest.mark.dist
 
 _MANY_STEPS = 1_000_000
 _LONG_S = 3600.0
@@ -29,9 +25,11 @@ def _logged_rates(run_dir: Path, rank: int) -> list[str]:
     return re.findall(r" lr (\S+) ", (run_dir / f"logs/rank-{rank:05d}.log").read_text())
 
 
-def test_stopped_run_ends_within_its_budget(dataset: DatasetIndex, tmp_path: Path) -> None:
+def test_stopped_run_ends_within_its_budget(
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, dataset, *_OVERRIDES, f"train.budget_hours={_LONG_S / 3600}")
+    ranks = start_ranks(run_dir, dataset, *_OVERRIDES, f"train.budget_hours={_LONG_S / 3600}")
     ranks.wait_for_step(6)
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], ranks.output
@@ -41,7 +39,7 @@ def test_stopped_run_ends_within_its_budget(dataset: DatasetIndex, tmp_path: Pat
 
     # Most of an attempt this short is waiting for its first batch.
     budget_s = 2 * manifest.elapsed_s + 3
-    again = Ranks(run_dir, dataset, *_OVERRIDES, f"train.budget_hours={budget_s / 3600}")
+    again = start_ranks(run_dir, dataset, *_OVERRIDES, f"train.budget_hours={budget_s / 3600}")
     assert again.wait() == [0, 0], again.output
     train = records(run_dir)
     last = train[-1]

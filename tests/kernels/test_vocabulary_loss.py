@@ -21,7 +21,7 @@ from pipeline.kernels import vocabulary_loss as module
 from pipeline.kernels.vocabulary_loss import rows_of_chunk, vocabulary_loss
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import padded
-from tests.support.triton import NEEDS_TRITON, run_interpreted
+from tests.support.triton import NEEDS_TRITON, Interpreter
 
 FUSED = os.environ.get("TRITON_INTERPRET") == "1"
 BY_ROWS = module._by_kernel if FUSED else module._by_torch
@@ -32,9 +32,10 @@ OF_PLAIN = 1.1
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
 @pytest.mark.skipif(FUSED, reason="is this run")
-def test_in_the_interpreter() -> None:
-    run_interpreted("tests/kernels/test_vocabulary_loss.py")
+def test_in_the_interpreter(interpreter: Interpreter, marked: str) -> None:
+    interpreter("tests/kernels/test_vocabulary_loss.py", marked)
 
 
 def make(num_rows: int, width: int, size: int, dtype: torch.dtype, bias: bool) -> list[Tensor]:

@@ -48,6 +48,7 @@ def test_a_process_may_be_alone_but_not_one_of_several() -> None:
         process_info_or_alone({"SLURM_STEP_NUM_TASKS": "4"})
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failed_write_keeps_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "value"
     write_atomic(path, b"old")
@@ -80,6 +81,7 @@ def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
     assert (tmp_path / "exit/17.1/rank-00001").read_text() == "0\n"
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("module", ["pipeline", "data_prep", "launch"])
 def test_help_shows_an_example_for_each_entry_point(module: str) -> None:
     done = subprocess.run(

@@ -36,7 +36,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.dist
+@pytest.mark.usefixtures("processes")
 def test_a_rank_is_waited_for_as_long_as_it_gets_on() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -162,6 +162,7 @@ print(json.dumps([sorted(asked), names(DeepSpeedZeroConfig), names(CommsLoggerCo
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_every_key_of_deepspeed_is_known(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ASKED], capture_output=True, text=True, check=True
@@ -193,6 +194,7 @@ def test_compiling_at_stage_three_is_refused() -> None:
         replace(CONFIG, zero_stage=3, compile=True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_compiling_without_a_compiler_is_refused() -> None:
     code = (
         "import torch; from pipeline.errors import ConfigError; "
