@@ -15,6 +15,7 @@ from pipeline.data.shards import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.inspect.status import run_status
 from pipeline.train.checkpoint import newest_good, read_manifest
+from tests.distributed.slow_main import FAST_S, SLOW_S
 from tests.support.ranks import Ranks, losses, records
 
 # Nothing is logged, evaluated or saved by itself.
@@ -90,11 +91,12 @@ def test_files_that_ask_and_metrics_that_cannot_be_written(
     assert "most of it computing" in ranks.output
     [line] = records(run_dir, "straggler")
     assert line["rank"] == 1
-    assert line["factor"] > 2
     assert any("rank 1 needed" in text for text in run_status(run_dir).warnings)
     train = records(run_dir)[-1]
     assert train["slowest_rank"] == 1
-    assert train["own_s_max"] - train["own_s_median"] > 0.05  # half of 2 x 60 ms
+    # Of two steps, by what the ranks say of themselves, but for what they waited for data.
+    assert train["own_s_max"] == pytest.approx(SLOW_S / 2, rel=1e-2)
+    assert train["own_s_median"] == pytest.approx((SLOW_S + FAST_S) / 4, rel=1e-2)
     # The disk of the metrics is full, and TensorBoard's folder is gone.
     metrics, events = run_dir / "metrics.jsonl", run_dir / "tensorboard"
     metrics.rename(run_dir / "aside.jsonl")

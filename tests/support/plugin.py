@@ -4,7 +4,7 @@
 - A test that asks for none of those fixtures starts no Python.
 - A phase of a test ends after `_LIMIT_S`.
 - A test leaves no process behind, and neither does a run that fails or is interrupted.
-- Seconds are added up by folder, for .ci/check_seconds.py.
+- `--summary` writes seconds a folder, failures and what did not run, for .ci/check_tests.py.
 """
 
 import json
@@ -40,7 +40,7 @@ _running: list[pytest.Item] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--folder-seconds", metavar="FILE", help="write seconds a folder as JSON")
+    parser.addoption("--summary", metavar="FILE", help="write seconds a folder and more as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,8 +125,9 @@ class _Run:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._collected: set[str] = set()
-        self._seconds: dict[str, float] = {}
         self._done: set[str] = set()
+        self._failed: set[str] = set()
+        self._seconds: Counter[str] = Counter()
         self._left: list[leftovers.Left] = []
         is_outermost = leftovers.RUN_VARIABLE not in os.environ
         leftovers.name_run()
@@ -140,10 +141,16 @@ class _Run:
         self._collected |= set(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        folder = _folder(report.nodeid)
-        self._seconds[folder] = self._seconds.get(folder, 0.0) + report.duration
+        self._seconds[_folder(report.nodeid)] += report.duration
         if report.when == "teardown":
             self._done.add(report.nodeid)
+        if report.failed:
+            self._failed.add(report.nodeid)
+
+    @property
+    def _left_out(self) -> dict[str, int]:
+        """Tests a folder that were to run and did not."""
+        return dict(sorted(Counter(_folder(test) for test in self._collected - self._done).items()))
 
     @pytest.hookimpl(trylast=True)  # xdist's workers have ended
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -151,10 +158,14 @@ class _Run:
         leftovers.end(self._left)
         if self._left and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        path = self._config.getoption("--folder-seconds")
-        if path:
-            rounded = {folder: round(s, 1) for folder, s in sorted(self._seconds.items())}
-            Path(path).write_text(json.dumps(rounded, indent=1) + "\n")
+        path = self._config.getoption("--summary")
+        if path and self._keeper:
+            summary = {
+                "seconds": {folder: round(s, 1) for folder, s in sorted(self._seconds.items())},
+                "failed": sorted(self._failed) + [str(left) for left in self._left],
+                "left_out": self._left_out,
+            }
+            Path(path).write_text(json.dumps(summary, indent=1) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         say = terminalreporter.write_line
@@ -162,10 +173,9 @@ class _Run:
             terminalreporter.section("processes that were left behind, and killed", red=True)
             for left in self._left:
                 say(str(left))
-        missing = Counter(_folder(test) for test in self._collected - self._done)
-        if missing and not self._config.option.collectonly:
-            terminalreporter.section(f"{missing.total()} tests did not run to their end")
-            for folder, number in sorted(missing.items()):
+        if self._left_out and not self._config.option.collectonly:
+            terminalreporter.section("tests that did not run to their end")
+            for folder, number in self._left_out.items():
                 say(f"{folder}: {number}")
 
     def pytest_unconfigure(self) -> None:
