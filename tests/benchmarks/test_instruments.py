@@ -122,6 +122,7 @@ def test_rounds_end_with_the_budget(tmp_path: Path) -> None:
     assert not comparison.plan.may_prepare()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_process_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     process = step.Process(OURS, Setting("/nowhere", 1000, 2), tmp_path / "log")
     assert process.answer(0.2) == {"error": "no answer within 0 s"}

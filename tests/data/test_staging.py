@@ -137,6 +137,7 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("processes")
 def test_processes_share_the_work_and_wait_for_each_other(
     many: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_processes_share_the_work_and_wait_for_each_other(
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_processes_at_full_speed_copy_each_shard_once(many: DatasetIndex, tmp_path: Path) -> None:
     with _staging(many, tmp_path) as one, _staging(many, tmp_path) as two, \
             _staging(many, tmp_path) as three:  # fmt: skip
@@ -164,6 +166,7 @@ def test_processes_at_full_speed_copy_each_shard_once(many: DatasetIndex, tmp_pa
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_shard_of_a_killed_process_is_copied_by_who_waits_for_it(
     many: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -175,6 +178,7 @@ def test_a_shard_of_a_killed_process_is_copied_by_who_waits_for_it(
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_killed_process_leaves_nothing_that_counts_as_complete(
     dataset: DatasetIndex, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

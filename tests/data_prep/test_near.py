@@ -285,6 +285,7 @@ def test_what_is_dropped_is_what_the_rule_says(
     assert keep.sum() == len(documents) - 50 - len(dropped)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("overrides", [["workers=2", "piece_mb=1"], ["piece_mb=100"]])
 def test_workers_pieces_and_parts_change_nothing(
     straight: tuple[Path, Path], tmp_path: Path, overrides: list[str],

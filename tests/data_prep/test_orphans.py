@@ -35,6 +35,7 @@ def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
     assert not [worker for worker in workers if is_alive(worker)]
 
 
+@pytest.mark.usefixtures("processes")
 def test_word_of_a_task_killed_after_its_record_is_removed(tmp_path: Path) -> None:
     task = Task("0", tmp_path, make_key("a"), None)
     process = multiprocessing.get_context("spawn").Process(target=_die_after_record, args=(task,))

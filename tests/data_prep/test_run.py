@@ -109,6 +109,7 @@ def test_rebuilt_dataset_is_the_same_to_the_byte(
     assert _shard_bytes(tmp_path / "again") == _shard_bytes(dataset.folder)
 
 
+@pytest.mark.usefixtures("processes")
 def test_killed_run_continues_to_the_same_dataset(
     dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_duplicates_are_dropped_once_across_files(prep_config: Path, tmp_path: P
     assert dedup["rejected"] == {"exact duplicate": [100, dedup["bytes_in"] - dedup["bytes_out"]]}
 
 
+@pytest.mark.usefixtures("processes")
 def test_invalid_lines_are_counted_and_kept_aside(
     prep_config: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def test_invalid_lines_are_counted_and_kept_aside(
     assert report["stages"]["ingest"]["documents_out"] == len(lines) - 2
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("content", "overrides", "message"),
     [
@@ -219,6 +222,7 @@ def test_bad_corpus_fails_and_leaves_an_earlier_dataset_alone(
     assert (tmp_path / "old" / "index.json").read_bytes() == before
 
 
+@pytest.mark.usefixtures("processes")
 def test_verify_command(dataset: DatasetIndex, tmp_path: Path) -> None:
     good = _run_command("verify", str(dataset.folder))
     assert good.returncode == 0
