@@ -5,6 +5,7 @@ import pydoc_data.topics
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from data_prep.config import PrepConfig
 from data_prep.run import run
@@ -15,6 +16,12 @@ from tests.support.triton import Interpreter, run_interpreted
 from tests.support.variants import Variants
 
 pytest_plugins = ["tests.support.plugin"]
+
+# An example may take as long as the machine makes it take.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
