@@ -22,8 +22,12 @@ RUN_VARIABLE = "POSTNORM_TEST_RUN"
 
 ROOT = Path(__file__).parents[2]
 _TEST_VARIABLE = "PYTEST_CURRENT_TEST"
-# Of Python: they live as long as pytest does, and end by themselves.
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Of Python and torch: they live as long as pytest does, and end by themselves.
+_HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch/_inductor/compile_worker",
+)
 _ENDING_TAKES_S = 5.0
 
 
