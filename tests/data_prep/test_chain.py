@@ -90,7 +90,7 @@ def _stages(config: PrepConfig) -> list[str]:
     return [stage["name"] for stage in plan(config)["stages"]]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_array_tasks_killed_at_random_make_the_same_dataset(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -208,6 +208,7 @@ def test_status_tells_failed_stopped_and_running_tasks(
         run(_load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=300"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)]
     process = subprocess.Popen(command)
@@ -238,6 +239,7 @@ def write_nothing(task: Task[None]) -> tuple[dict[str, Any], list[Path]]:
     return {}, []
 
 
+@pytest.mark.usefixtures("processes")
 def test_files_of_killed_processes_are_removed_and_of_living_ones_not(tmp_path: Path) -> None:
     code = "import sys; from pipeline.runtime.files import *; temporary_beside(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", f"{code}.touch()", tmp_path / "a"], check=True)

@@ -315,6 +315,7 @@ def test_texts_and_names_are_escaped(data: Path, report: dict[str, Any]) -> None
     assert text.encode()
 
 
+@pytest.mark.usefixtures("processes")
 def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_bytes((data / "report.json").read_bytes())
     command = [sys.executable, "-m", "data_prep", "datasheet"]

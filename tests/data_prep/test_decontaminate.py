@@ -194,6 +194,7 @@ def test_found_is_what_strings_find(
     assert documents_of == {name: sum(found == name for _, found, _ in expected) for name in items}
 
 
+@pytest.mark.usefixtures("processes")
 def test_pieces_and_workers_change_nothing(
     texts: tuple[list[str], dict[str, list[str]]], tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_ids_of_several_documents_are_counted_over_all_pieces(
     assert f"{len(again)} documents have the id of an earlier one, such as s/" in caplog.text
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("parts", ["workers=2", "workers=1"])
 def test_parts_and_workers_change_nothing(
     source: Path, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch

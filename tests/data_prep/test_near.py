@@ -285,6 +285,7 @@ def test_what_is_dropped_is_what_the_rule_says(
     assert keep.sum() == len(documents) - 50 - len(dropped)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("overrides", [["workers=2", "piece_mb=1"], ["piece_mb=100"]])
 def test_workers_pieces_and_parts_change_nothing(
     straight: tuple[Path, Path], tmp_path: Path, overrides: list[str],
@@ -310,7 +311,7 @@ def test_workers_pieces_and_parts_change_nothing(
     assert (keep == expected[1]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "data"
     _config(output, straight[0], SMALL)

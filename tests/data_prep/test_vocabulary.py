@@ -165,6 +165,7 @@ def _sampled(prep_config: Path, output: Path, sources: str, *overrides: str) -> 
     return report["tokenizer_sample"], (output / "tokenizer.model").read_bytes()
 
 
+@pytest.mark.usefixtures("processes")
 def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     chinese, english = near_texts.chinese(rng, 700), near_texts.english()
