@@ -31,8 +31,8 @@ class SourceConfig:
     )
     encoding: Literal["utf-8", "gb18030", "auto"] = param(
         "utf-8",
-        "encoding of txt, jsonl and wikiextractor files; auto reads a file as GB18030 if its first MB "
-        "is valid GB18030 but not valid UTF-8",
+        "encoding of txt, jsonl and wikiextractor files; auto reads a file as GB18030 if its first "
+        "MB is valid GB18030 but not valid UTF-8",
     )
     txt_documents: Literal["blank_line", "line", "file"] = param(
         "blank_line",
@@ -218,7 +218,7 @@ class FiltersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-    """Equal lines and near duplicates; equal documents are always dropped. The first one is kept."""
+    """Equal lines and near duplicates; equal documents are always dropped. The first stays."""
 
     lines: bool = param(
         False, "drop lines that stood earlier, in the same document or in one before it"
@@ -353,7 +353,7 @@ class TokenizerConfig:
 
     file: str | None = param(
         None,
-        "use this tokenizer instead of training one: a sentencepiece model that `data_prep` trained, "
+        "use this instead of training a tokenizer: a sentencepiece model that `data_prep` trained, "
         "or a BERT model's vocab.txt or tokenizer.json; the kind is recognised by its content",
     )
     lowercase: bool | None = param(

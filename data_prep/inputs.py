@@ -232,7 +232,7 @@ def input_file(path: Path, name: str) -> InputFile:
         str(path.resolve()).encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"{str(path)!a}: the name is not UTF-8, but becomes part of ids and reports; rename it"
+            f"{str(path)!a}: names of files become part of ids and reports; rename it to UTF-8"
         ) from None
     status = path.stat()
     return InputFile(str(path.resolve()), name, status.st_size, status.st_mtime_ns)

@@ -39,8 +39,9 @@ def document_text(config: PrepConfig, document_id: str) -> str:
     texts = [_in_piece(given, number, document_id, complete) for number in pieces]
     if not texts:
         raise DataError(
-            f"no document has the id {document_id!r}; expected SOURCE/ID, or SOURCE/FILE@OFFSET for "
-            f"documents without an id of their own, such as those in {given.work / 'ingest'}/00000.ids.jsonl.zst"
+            f"no document has the id {document_id!r}; expected SOURCE/ID, or SOURCE/FILE@OFFSET "
+            "for documents without an id of their own, such as those in "
+            f"{given.work / 'ingest'}/00000.ids.jsonl.zst"
         )
     return "\n\n".join(texts)
 

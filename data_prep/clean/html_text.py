@@ -15,7 +15,7 @@ Decoded are entities that end with a semicolon: numbers, and HTML 4's names of q
 spaces, < > & and Latin letters. Names of mathematical symbols and Greek letters are not, since
 `p = &sum;` is C. `&amp;lt;p&amp;gt;` becomes `<p>`, and is then removed (`strip` is repeated).
 
-Everything else stays: `a < b and c > d`, `x <b and y> z`, `List<int>`, `<EMAIL>`, `<T>`, `<Button/>`.
+Everything else stays: `a < b and c > d`, `x <b and y> z`, `List<int>`, `<EMAIL>`, `<Button/>`.
 """
 
 import html

@@ -186,7 +186,7 @@ def histogram(edges: Sequence[int], series: Sequence[Sequence[int]]) -> dict[str
     def y(number: float) -> float:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * number / ticks[-1]
 
-    lines = [(_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks]
+    lines: list[Any] = [(_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks]
     texts: list[Any] = [(_LEFT - 6, y(tick) + 4, short(tick), "end") for tick in ticks]
     digits = (1, 2, 5) if edges[-1] < 100 * edges[0] else (1,)
     powers = [10**exponent for exponent in range(len(str(edges[0])) - 1, len(str(edges[-1])))]
@@ -196,7 +196,8 @@ def histogram(edges: Sequence[int], series: Sequence[Sequence[int]]) -> dict[str
             label = f"{value // 1000**thousands} {('', 'k', 'M', 'G', 'T')[thousands]}B"
             texts.append((x(value), _HEIGHT - 6, label, "middle"))
             lines.append((x(value), y(0), x(value), y(0) + 4))
-    columns, hovers = [], []
+    columns: list[Any] = []
+    hovers: list[Any] = []
     for i, (low, high) in enumerate(pairwise(map(x, edges))):
         below = 0
         for number, counts in enumerate(series):

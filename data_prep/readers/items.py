@@ -67,7 +67,7 @@ class Place:
         return f"{self.source}/{self.name}@{offset}"
 
     def own(self, value: object, offset: int) -> str:
-        """Make the id from the document's own value, or from its place if that value is unusable."""
+        """Make the id from the document's own value, or from its place if that is unusable."""
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
             return self.at(offset)
         return f"{self.source}/{storable(str(value))}"

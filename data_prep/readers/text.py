@@ -151,8 +151,8 @@ def paragraphs(
 ) -> Items:
     """Yield documents that end at blank lines and whose first line begins in `span`.
 
-    A line with broken bytes is left out of its document, but it is not a blank line: where documents
-    begin does not depend on it.
+    A line with broken bytes is left out of its document, but is not a blank line: the places where
+    documents begin do not depend on it.
     """
     start, end = span
     draft = Draft(place, encoding, max_bytes)

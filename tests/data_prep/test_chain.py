@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from data_prep.config import PrepConfig
-from data_prep.ingest import read_lines
+from data_prep.pieces import read_lines
 from data_prep.plan import plan, plan_text
 from data_prep.run import run, run_part
 from data_prep.show import document_text, rejected_text
@@ -273,7 +273,7 @@ def test_show_tells_what_became_of_a_document(whole: Path, prep_config: Path, so
     rejected = rejected_text(config, "invalid UTF-8", 2)
     assert rejected.count("--- s") == 2
     assert rejected.endswith("invalid UTF-8 line: 6")
-    assert "nothing was rejected for 'other'" in rejected_text(config, "other", 2)
+    assert "no document was rejected for 'other'" in rejected_text(config, "other", 2)
 
 
 def test_ids_are_recorded(whole: Path) -> None:

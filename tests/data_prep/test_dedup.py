@@ -13,7 +13,7 @@ import pytest
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts
 from data_prep.dedup.lines import NOTHING_NEW, REASON
-from data_prep.ingest import id_hash, read_lines
+from data_prep.pieces import id_hash, read_lines
 from data_prep.run import run
 from pipeline.config.load import load
 from tests.support.prepare import run_before
