@@ -70,7 +70,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from data_prep.status import status_text
+    from data_prep.show import status_text
 
     print(status_text(_load(arguments)))
 

@@ -1,7 +1,7 @@
-"""The texts of `data_prep show`: one document's way through the stages, or rejected documents.
+"""The texts of `data_prep status` and `show`: stages, one document's way, rejected documents.
 
-Intermediate files tell which piece of the input a document came from; the original is then read
-from the input itself.
+`status` reads the records of tasks. For `show`, intermediate files tell which piece of the input a
+document came from; the original is then read from the input itself.
 """
 
 from collections import Counter
@@ -12,15 +12,65 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import corpus
-from data_prep.chain import look
+from data_prep.chain import look, steps
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.pieces import id_hash, read_documents, read_lines
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document
+from data_prep.stage import Stage, State, state_of
 from pipeline.errors import DataError
 
 _SHOWN_CHARS = 2000
+_COLUMNS = ("done", "running", "failed", "stopped", "waiting")
+_EXAMPLES = 5
+_REMEDIES = {
+    "failed": "    fix the cause; the same command repeats them",
+    "stopped": "    the same command repeats them; finished tasks stay done",
+}
+
+
+def status_text(config: PrepConfig) -> str:
+    """Format a line per stage, then failures and the next command; only reads.
+
+    Tasks done with other inputs or settings count as waiting. The number of tasks of a stage is
+    known when the stages before are complete.
+
+    Raises:
+        DataError: an input does not exist or has no text files.
+    """
+    given = corpus.find(config)
+    rows = [f"{'stage':<16}" + "".join(f"{name:>9}" for name in _COLUMNS)]
+    remarks: list[str] = []
+    seen = look(given)
+    for stage, records in seen:
+        tasks = zip(stage.tasks, records, strict=True)
+        states = [State("done") if record else state_of(task) for task, record in tasks]
+        counts = Counter[str](state.name for state in states)
+        rows.append(f"{stage.name:<16}" + "".join(f"{counts[name]:>9,}" for name in _COLUMNS))
+        remarks += _remarks(stage, states)
+    last, records = seen[-1]
+    later = [step.name for step in steps(config)][len(seen) :]
+    rows += [f"{name:<16}{'after ' + last.name:>9}" for name in later]
+    if all(records) and not later:
+        remarks.append(f"complete: {given.output} holds the dataset")
+    elif not remarks:
+        remarks.append(f"next: python -m data_prep run CONFIG, or --stage {last.name} in parts")
+    return "\n".join([*rows, "", *remarks])
+
+
+def _remarks(stage: Stage, states: list[State]) -> list[str]:
+    texts = []
+    for name in ("failed", "stopped", "running"):
+        pairs = zip(stage.tasks, states, strict=True)
+        those = [(task, state) for task, state in pairs if state.name == name]
+        shown = those[:_EXAMPLES]
+        texts += [f"{name}: {stage.name} {task.name}: {state.text}" for task, state in shown]
+        if len(those) > _EXAMPLES:
+            texts.append(f"{name}: {len(those) - _EXAMPLES:,} more tasks of {stage.name}")
+        if those and name in _REMEDIES:
+            texts.append(_REMEDIES[name])
+    return texts
 
 
 def document_text(config: PrepConfig, document_id: str) -> str:

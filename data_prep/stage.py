@@ -67,7 +67,7 @@ class Task(Generic[T]):
         return self.folder / f"{self.name}.done.json"
 
     def path(self, suffix: str) -> Path:
-        """A result file."""
+        """Return the path of a result file."""
         return self.folder / f"{self.name}{suffix}"
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from data_prep.corpus import Corpus
 from data_prep.counts import INGEST_STAGES, REPEATED_IDS, Counts
@@ -31,8 +30,8 @@ EDGES = sorted({math.ceil(10 ** (tenth / 10)) for tenth in range(111)})
 _PIECE_STAGES = {"ingest": INGEST_STAGES, "lines": ("lines",)}
 """Stages that write the text of every piece, and the names under which they count."""
 _TOTALS = ["tokens", "documents", "text_bytes", "characters", "unknown", "byte_pieces", "blocks"]
-_MERGE_AT = 1 << 17
 
+_Size = tuple[int, int]
 Records = Mapping[str, list[Done]]
 """Stage -> records of its tasks."""
 
@@ -56,9 +55,9 @@ def gather(
     # Ingestion counts them within a piece, stage dedup over all pieces.
     notes[REPEATED_IDS] = deduplicated.result["repeated_ids"]
     sources = _by_source(corpus, pieces, masks, records)
-    lengths = Lengths()
+    lengths = Counter[int]()
     for source in sources.values():
-        lengths.merge(source.lengths)
+        lengths.update(source.lengths)
     rejected_files = [
         (piece.source.name, corpus.work / "ingest" / f"{name}.rejected.jsonl.zst")
         for piece, name in zip(corpus.pieces, pieces.names, strict=True)
@@ -88,7 +87,7 @@ def gather(
         },
         "sources": {name: source.to_json() for name, source in sources.items()},
         "length_edges": EDGES,
-        "lengths": lengths.to_json(),
+        "lengths": distribution(lengths),
         "tokenizer_report": json.loads(tokenizer_report.read_bytes()),
         "rejected_samples": samples.collect(
             corpus.config, rejected_files, records["ingest"], rejected
@@ -125,10 +124,11 @@ class _SourceReport:
 
     def __init__(self, stages: Iterable[str]) -> None:
         self.stages = {name: Counts() for name in stages}
-        self.lengths = Lengths()
+        self.lengths = Counter[int]()
+        """Length in bytes -> number of documents."""
+        self.totals = {split: Counter[str]() for split in SPLITS}
         self._pieces: list[Piece] = []
         self._scripts, self._notes = Counter[str](), Counter[str]()
-        self._totals = {split: Counter[str]() for split in SPLITS}
 
     def add_piece(self, piece: Piece, records: Mapping[str, Done]) -> None:
         """Add the records of a piece by stage."""
@@ -139,28 +139,15 @@ class _SourceReport:
             for name in _PIECE_STAGES[stage]:
                 self.stages[name].add(record.result[name])
 
-    def add_masked(
-        self, stage: str, sizes: npt.NDArray[np.int64], kept: npt.NDArray[np.int64], reason: str
-    ) -> None:
-        """Add text bytes of a piece's documents before a mask, and of those that it keeps."""
+    def add(self, stage: str, before: _Size, after: _Size, reason: str) -> None:
+        """Add (documents, bytes) before and after a stage that drops documents for one reason."""
         counts = self.stages[stage]
-        counts.documents_in += len(sizes)
-        counts.bytes_in += int(sizes.sum())
-        counts.documents_out += len(kept)
-        counts.bytes_out += int(kept.sum())
-        _reject_rest(counts, reason)
-
-    def add_sharded(self, split: str, totals: Mapping[str, int]) -> None:
-        """Add the totals of this source in a shard."""
-        self._totals[split].update(totals)
-
-    def finish(self) -> None:
-        """Count the last stage, when everything is added."""
-        *_, last, shards = self.stages.values()
-        shards.documents_in, shards.bytes_in = last.documents_out, last.bytes_out
-        shards.documents_out = sum(total["documents"] for total in self._totals.values())
-        shards.bytes_out = sum(total["text_bytes"] for total in self._totals.values())
-        _reject_rest(shards, "no tokens")
+        counts.documents_in += before[0]
+        counts.bytes_in += before[1]
+        counts.documents_out += after[0]
+        counts.bytes_out += after[1]
+        if before[0] > after[0]:
+            counts.reject(reason, before[1] - after[1], before[0] - after[0])
 
     def rejected_at_ingest(self) -> dict[str, list[int]]:
         """Return reason -> [documents, bytes]."""
@@ -168,7 +155,7 @@ class _SourceReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        whole = sum(self._totals.values(), Counter())
+        whole = sum(self.totals.values(), Counter())
         files = [file for piece in self._pieces for file in piece.files]
         return {
             "files": len({file.path for file in files}),
@@ -176,13 +163,13 @@ class _SourceReport:
             "stages": {name: counts.to_json() for name, counts in self.stages.items()},
             "scripts": dict(sorted(self._scripts.items())),
             "notes": {name: count for name, count in self._notes.items() if count},
-            "lengths": self.lengths.to_json(),
+            "lengths": distribution(self.lengths),
             **{name: whole[name] for name in _TOTALS},
             "unknown_share": round(whole["unknown"] / max(1, whole["tokens"]), 6),
             "byte_piece_share": round(whole["byte_pieces"] / max(1, whole["tokens"]), 6),
             "totals": {
                 split: {name: total[name] for name in _TOTALS}
-                for split, total in self._totals.items()
+                for split, total in self.totals.items()
             },
         }
 
@@ -201,15 +188,21 @@ def _by_source(
         sizes = left = pieces.sizes(name)
         for stage, folder in masks.items():
             kept = sizes[np.load(folder / f"{name}.keep.npy")]
-            source.add_masked(stage, left, kept, reasons[stage])
+            source.add(
+                stage, (len(left), int(left.sum())), (len(kept), int(kept.sum())), reasons[stage]
+            )
             left = kept
-        source.lengths.add(left)
+        values, counts = np.unique(left, return_counts=True)
+        source.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     for done in records["shards"]:
         for split, of_sources in done.result["sources"].items():
             for source_name, totals in of_sources.items():
-                sources[source_name].add_sharded(split, totals)
+                sources[source_name].totals[split].update(totals)
     for source in sources.values():
-        source.finish()
+        last = list(source.stages.values())[-2]
+        whole = sum(source.totals.values(), Counter())
+        after = whole["documents"], whole["text_bytes"]
+        source.add("shards", (last.documents_out, last.bytes_out), after, "no tokens")
     return sources
 
 
@@ -219,62 +212,24 @@ def _reason(stage: str, done: list[Done]) -> str:
     return reasons.pop() if len(reasons) == 1 else stage
 
 
-def _reject_rest(counts: Counts, reason: str) -> None:
-    dropped = counts.documents_in - counts.documents_out
-    if dropped:
-        counts.rejected[reason] = [dropped, counts.bytes_in - counts.bytes_out]
+def distribution(lengths: Mapping[int, int]) -> dict[str, Any]:
+    """Return the histogram over `EDGES`, and quantiles, which are lengths of documents.
 
+    At least a share q of the documents is no longer than the quantile q. `half_of_text`: half of
+    the bytes are in documents of at least this length.
 
-class Lengths:
-    """The exact distribution of document lengths, as distinct values and their counts."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        self._size, self._limit = 0, _MERGE_AT
-
-    def add(self, values: npt.NDArray[np.int64]) -> None:
-        """Add the lengths of a piece's documents."""
-        self._append(*np.unique(values, return_counts=True))
-
-    def merge(self, other: "Lengths") -> None:
-        """Add all lengths of another distribution."""
-        self._append(*other.table())
-
-    def table(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return rising (n,) values, and the number of documents of each."""
-        if not self._parts:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        all_values, all_counts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
-        values, places = np.unique(all_values, return_inverse=True)
-        counts = np.zeros(len(values), dtype=np.int64)
-        np.add.at(counts, places, all_counts)
-        self._parts, self._size = [(values, counts)], len(values)
-        self._limit = max(_MERGE_AT, 2 * len(values))
-        return values, counts
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the histogram over `EDGES`, and quantiles, which are lengths of documents.
-
-        At least a share q of the documents is no longer than the quantile q. `half_of_text`: half
-        of the bytes are in documents of at least this length.
-        """
-        values, counts = self.table()
-        histogram = np.zeros(len(EDGES) - 1, dtype=np.int64)
-        if not len(values):
-            return {"histogram": histogram.tolist(), "quantiles": {}}
-        np.add.at(histogram, np.searchsorted(EDGES, values, side="right") - 1, counts)
-        up_to = np.cumsum(counts)
-        quantiles = {"min": int(values[0])}
-        for q in QUANTILES:
-            rank = math.ceil(q * int(up_to[-1]))
-            quantiles[str(q)] = int(values[np.searchsorted(up_to, rank)])
-        quantiles["max"] = int(values[-1])
-        text = np.cumsum((values * counts)[::-1])
-        quantiles["half_of_text"] = int(values[::-1][np.searchsorted(text, int(text[-1]) / 2)])
-        return {"histogram": histogram.tolist(), "quantiles": quantiles}
-
-    def _append(self, values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
-        self._parts.append((values, counts))
-        self._size += len(values)
-        if self._size > self._limit:
-            self.table()
+    Args:
+        lengths: length in bytes -> number of documents.
+    """
+    histogram = np.zeros(len(EDGES) - 1, dtype=np.int64)
+    if not lengths:
+        return {"histogram": histogram.tolist(), "quantiles": {}}
+    values, counts = np.array(sorted(lengths.items()), dtype=np.int64).T
+    np.add.at(histogram, np.searchsorted(EDGES, values, side="right") - 1, counts)
+    up_to, text = np.cumsum(counts), np.cumsum((values * counts)[::-1])
+    quantiles = {"min": int(values[0])}
+    for q in QUANTILES:
+        quantiles[str(q)] = int(values[np.searchsorted(up_to, math.ceil(q * int(up_to[-1])))])
+    quantiles["max"] = int(values[-1])
+    quantiles["half_of_text"] = int(values[::-1][np.searchsorted(text, int(text[-1]) / 2)])
+    return {"histogram": histogram.tolist(), "quantiles": quantiles}

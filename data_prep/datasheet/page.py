@@ -6,9 +6,11 @@ layout; it escapes every value. The Markdown for GitHub is made from the element
 tables instead of charts, so both pages say the same.
 """
 
+import functools
 import html
 import json
 import math
+import operator
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -28,7 +30,6 @@ HTML_FILE = "datasheet.html"
 MARKDOWN_FILE = "datasheet.md"
 OTHER = 7
 """Colour of all sources behind the first seven, which have the colours 0 to 6."""
-_SHOWN_SOURCES = 8
 # Characters outside XML 1.0, and characters with a meaning in Markdown, links of GitHub included.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~$@]|:(?=//)|(?<=www)\.)")
@@ -80,6 +81,8 @@ def render(report: dict[str, Any]) -> str:
     keys = ("documents", "text_bytes", "tokens", "characters")
     context = {
         "whole": {key: sum(source[key] for source in given.values()) for key in keys},
+        "weights": {source["name"]: source["weight"] for source in report["settings"]["sources"]},
+        "used": [name for name, counts in report["stages"].items() if counts["documents_in"]],
         "report": report,
         "sources": {name: given[name] for name in names},
         "colours": {name: min(i, OTHER) for i, name in enumerate(names)},
@@ -90,7 +93,12 @@ def render(report: dict[str, Any]) -> str:
         "tree": tree(report.get("tokenizer_report") or {}),
         "settings": strict_yaml.dump(report["settings"]),
     }
+
+    def by_source(*keys: str) -> dict[str, int]:
+        return {name: functools.reduce(operator.getitem, keys, given[name]) for name in names}
+
     functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
+    functions |= {"by_source": by_source}
     return environment.get_template("page.html").render(**context, **functions)
 
 
@@ -132,25 +140,20 @@ def percent(part: float, whole: float) -> str:
 
 def bar(
     values: Mapping[str, int], colours: Mapping[str, int], whole: float, unit: str
-) -> list[dict[str, Any]]:
-    """Divide a bar of length `whole` among sources; all grey sources are one part.
+) -> list[tuple[int, str, str]]:
+    """Divide a bar of length `whole` among sources: (colour, width in %, title) of each part.
 
-    Args:
-        values: values by source.
-        colours: colours of all sources, in order.
-        whole: value of a bar over the full width.
-        unit: unit of the values, B for bytes.
+    All grey sources are one part. `unit` is the unit of the values, B for bytes.
     """
-
-    def part(colour: int, value: int, name: str) -> dict[str, Any]:
-        text = short(value, "B") if unit == "B" else f"{count(value)} {unit}"
-        width = f"{100 * value / (whole or 1):.3f}"
-        return {"colour": colour, "value": value, "width": width, "title": f"{name}: {text}"}
-
-    parts = [part(c, values.get(name, 0), name) for name, c in colours.items() if c < OTHER]
+    parts = [(c, values.get(name, 0), name) for name, c in colours.items() if c < OTHER]
     grey = [values.get(name, 0) for name, c in colours.items() if c == OTHER]
-    parts.append(part(OTHER, sum(grey), f"{len(grey)} more"))
-    return [part for part in parts if part["value"] > 0]
+    parts.append((OTHER, sum(grey), f"{len(grey)} more"))
+    shown = []
+    for colour, value, name in parts:
+        if value > 0:
+            text = short(value, "B") if unit == "B" else f"{count(value)} {unit}"
+            shown.append((colour, f"{100 * value / (whole or 1):.3f}", f"{name}: {text}"))
+    return shown
 
 
 def spark(counts: Sequence[int]) -> str:
@@ -240,31 +243,24 @@ def _lengths(report: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _reasons(report: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
-    """List the reasons for rejections, most bytes first, with their sources and samples."""
+    """List the reasons for rejections, most bytes first, with (source, documents, bytes)."""
     reasons = []
     for stage, counts in report["stages"].items():
+        rejected = [(name, report["sources"][name]["stages"][stage]["rejected"]) for name in names]
         for reason, (documents, num_bytes) in counts["rejected"].items():
-            of = {
-                n: report["sources"][n]["stages"][stage]["rejected"].get(reason, (0, 0))
-                for n in names
-            }
-            parts = sorted(
-                ((n, *part) for n, part in of.items() if part[0]), key=lambda p: (-p[2], p[0])
-            )
-            more = parts[_SHOWN_SOURCES:]
+            parts = [(name, *of[reason]) for name, of in rejected if reason in of]
+            parts.sort(key=lambda part: (-part[2], part[0]))
+            # Other stages have reasons of the same name, but no samples.
+            samples = report["rejected_samples"] if stage in INGEST_STAGES else {}
             reasons.append(
                 {
                     "stage": stage,
                     "reason": reason,
                     "documents": documents,
                     "bytes": num_bytes,
-                    "by_source": {name: part_bytes for name, _, part_bytes in parts},
-                    "parts": parts[:_SHOWN_SOURCES],
-                    "more": [len(more), sum(p[1] for p in more), sum(p[2] for p in more)],
-                    # Other stages have reasons of the same name, but no samples.
-                    "samples": report["rejected_samples"].get(reason, [])
-                    if stage in INGEST_STAGES
-                    else [],
+                    "parts": parts,
+                    "by_source": {part[0]: part[2] for part in parts},
+                    "samples": samples.get(reason, []),
                 }
             )
     return sorted(reasons, key=lambda r: (-r["bytes"], r["reason"], r["stage"]))
@@ -302,18 +298,10 @@ def _tree_of_mapping(value: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    def is_number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-    def cell(value: Any) -> tuple[bool, str]:
-        text = (
-            count(value) if isinstance(value, int) else f"{value:.4g}" if is_number(value) else ""
-        )
-        return is_number(value), text if is_number(value) else str(value)
-
-    marks = ["#" if any(is_number(row[i]) for row in rows) else "" for i in range(len(head))]
+    is_number = [any(isinstance(row[i], (int, float)) for row in rows) for i in range(len(head))]
+    marks = ["#" if name and number else "" for name, number in zip(head, is_number, strict=True)]
     heads = [mark + _words(name) for mark, name in zip(marks, head, strict=True)]
-    return {"head": heads, "rows": [[cell(value) for value in row] for row in rows]}
+    return {"head": heads, "rows": rows}
 
 
 def _words(key: object) -> str:

@@ -55,7 +55,7 @@ class Tables:
         self._num_letters = 0
 
     def add_set(self, name: str, batches: Iterator[list[tuple[str, str]]]) -> Counter[str]:
-        """Adds the items of one set; returns how many there are of which kind."""
+        """Add the items of one set; return the number of each kind."""
         counts = Counter[str](
             dict.fromkeys(("items", "whole", "too short", "repeated", "ngrams"), 0)
         )

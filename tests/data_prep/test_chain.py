@@ -18,9 +18,8 @@ from data_prep.config import PrepConfig
 from data_prep.pieces import read_lines
 from data_prep.plan import plan, plan_text
 from data_prep.run import run, run_part
-from data_prep.show import document_text, rejected_text
+from data_prep.show import document_text, rejected_text, status_text
 from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
-from data_prep.status import status_text
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
@@ -191,12 +190,15 @@ def test_plan_names_the_tasks_that_are_not_done(
 
 
 def test_status_tells_failed_stopped_and_running_tasks(
-    prep_config: Path, source: Path, tmp_path: Path
+    whole: Path, prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
     config = _load(prep_config, tmp_path / "data", source)
     lines = status_text(config).splitlines()
     assert lines[1].split() == ["eval_sets", "0", "0", "0", "0", "1"]
     assert lines[2].split() == ["ingest", "after", "eval_sets"]
+    shutil.copytree(whole, tmp_path / "data", dirs_exist_ok=True)
+    for name in ("report.json", "dataset.done.json"):
+        (tmp_path / "data" / name).unlink()
     too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
     with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
         run(too_long)

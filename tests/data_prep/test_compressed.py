@@ -14,7 +14,7 @@ from backports import zstd
 from data_prep import ingest
 from data_prep.config import CleanConfig, FiltersConfig, SourceConfig
 from data_prep.inputs import find, pieces
-from data_prep.pieces import read_lines
+from data_prep.pieces import read_documents, read_lines
 from data_prep.readers.documents import read_file
 from data_prep.readers.items import Document, Rejected
 
@@ -159,6 +159,6 @@ def test_breaks_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     assert result["notes"]["files read as GB18030"] == 1
     [kept] = read_lines(paths[3])
     assert (kept["id"], kept["reason"]) == ("s/a.jsonl.gz", "file cut short")
-    texts = [document["text"] for document in ingest.read_documents(paths[0])]
+    texts = [document["text"] for document in read_documents(paths[0])]
     assert texts[-3:] == ["x", "y", "天地玄黄,宇宙洪荒"]
     assert len(texts) > 4500

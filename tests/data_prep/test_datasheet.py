@@ -19,7 +19,7 @@ from data_prep.config import PrepConfig
 from data_prep.counts import INGEST_STAGES
 from data_prep.datasheet import page as datasheet
 from data_prep.datasheet import samples
-from data_prep.datasheet.gather import EDGES, QUANTILES, Lengths
+from data_prep.datasheet.gather import EDGES, QUANTILES, distribution
 from data_prep.datasheet.page import bar, histogram, percent, render, short, spark, to_markdown
 from data_prep.pieces import read_documents
 from data_prep.run import run
@@ -220,18 +220,6 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
         assert lengths["quantiles"]["half_of_text"] == half
 
 
-def test_lengths_in_parts_are_lengths_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.datasheet.gather._MERGE_AT", 500)
-    rng = np.random.default_rng(0)
-    values = np.exp(rng.normal(7, 2, 20_000)).astype(np.int64) + 1
-    whole, parts = Lengths(), Lengths()
-    whole.add(values)
-    for part in np.split(values, 100):
-        parts.add(part)
-    assert parts.to_json() == whole.to_json()
-    assert whole.to_json()["histogram"] == np.histogram(values, EDGES)[0].tolist()
-
-
 def test_evaluation_sets_are_counted_and_not_shown(data: Path, report: dict[str, Any]) -> None:
     page = (data / "datasheet.html").read_text(encoding="utf-8")
     [row] = _rows(_section(_parse(page), "Evaluation sets"))
@@ -364,9 +352,9 @@ def test_a_dataset_of_which_nothing_was_rejected(report: dict[str, Any]) -> None
         for counts in stages.values():
             counts["rejected"] = {}
     report.update(notes={}, rejected_samples={})
-    report["lengths"] = Lengths().to_json()
+    report["lengths"] = distribution({})
     for source in report["sources"].values():
-        source.update(scripts={}, lengths=Lengths().to_json())
+        source.update(scripts={}, lengths=distribution({}))
     html, _ = _pages(report)
     titles = [section.findtext("h2") for section in _parse(html).iter("section")]
     assert "Notes" not in titles
@@ -401,10 +389,10 @@ def test_a_page_that_cannot_be_written_loses_no_dataset(
 def test_bars_are_as_long_as_their_values(report: dict[str, Any]) -> None:
     colours = {"<a>": 0, "b": 1, "c": 2}
     parts = bar({"<a>": 30, "c": 10}, colours, 80, "documents")
-    assert [(part["colour"], part["width"]) for part in parts] == [(0, "37.500"), (2, "12.500")]
-    assert [part["title"] for part in parts] == ["<a>: 30 documents", "c: 10 documents"]
+    assert [(part[0], part[1]) for part in parts] == [(0, "37.500"), (2, "12.500")]
+    assert [part[2] for part in parts] == ["<a>: 30 documents", "c: 10 documents"]
     many = {f"{number}": min(number, 7) for number in range(10)}
-    assert bar(dict.fromkeys(many, 1), many, 0, "B")[-1]["title"] == "3 more: 3 B"
+    assert bar(dict.fromkeys(many, 1), many, 0, "B")[-1][2] == "3 more: 3 B"
     assert not bar({}, colours, 0, "B")
     # On the page: as long as the share, and the same for those who do not see it.
     [row] = [row for row in _table(render(report), "From input to shards") if row[0] == "input"]

@@ -6,6 +6,7 @@ and both mixed, a tenth of the characters edited in runs ("words") or one by one
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -347,8 +348,8 @@ def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: 
 def test_a_changed_threshold_repeats_the_decision_only(
     straight: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    config = _config(tmp_path / "data", straight[0], SMALL)
-    run_before(config, "tokenizer")
+    config = _config(tmp_path / "data", straight[0], SMALL, "piece_mb=1")
+    shutil.copytree(straight[1], tmp_path / "data")
     work = tmp_path / "data/work"
     before = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
     records = run_before(replace(config, dedup=replace(config.dedup, threshold=0.8)), "tokenizer")
