@@ -80,7 +80,10 @@ def render(report: dict[str, Any]) -> str:
     names = sorted(given, key=lambda name: (-given[name]["tokens"], name))
     keys = ("documents", "text_bytes", "tokens", "characters")
     context = {
-        "whole": {key: sum(source[key] for source in given.values()) for key in keys},
+        "whole": {
+            **{key: sum(source[key] for source in given.values()) for key in keys},
+            "stages": report["stages"],
+        },
         "weights": {source["name"]: source["weight"] for source in report["settings"]["sources"]},
         "used": [name for name, counts in report["stages"].items() if counts["documents_in"]],
         "report": report,
