@@ -1,5 +1,6 @@
 """Array tasks in any number, killed at any time; `status`, `plan` and `show`."""
 
+import ast
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from data_prep.chain import STEPS
 from data_prep.config import PrepConfig
 from data_prep.pieces import read_lines
 from data_prep.plan import plan, plan_text
@@ -276,6 +278,17 @@ def test_show_tells_what_became_of_a_document(whole: Path, prep_config: Path, so
     assert rejected.count("--- s") == 2
     assert rejected.endswith("invalid UTF-8 line: 6")
     assert "no document was rejected for 'other'" in rejected_text(config, "other", 2)
+
+
+def test_stages_do_not_import_stages() -> None:
+    stages = {step.run.__module__ for step in STEPS}
+    assert {"data_prep.ingest", "data_prep.dedup.near", "data_prep.shards"} < stages
+    for stage in stages:
+        tree = ast.parse(Path(str(sys.modules[stage].__file__)).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                imported = {str(node.module), *(f"{node.module}.{a.name}" for a in node.names)}
+                assert not imported & stages, f"{stage}, line {node.lineno}"
 
 
 def test_ids_are_recorded(whole: Path) -> None:
