@@ -346,6 +346,19 @@ def test_fifty_sources_make_a_page_of_less_than_500_kb(report: dict[str, Any]) -
     assert "43 more" in html
 
 
+def test_sources_may_have_any_name(report: dict[str, Any]) -> None:
+    """Such as those of methods of a dictionary, or that of the row of all sources."""
+    names = dict(zip(report["sources"], ("values", "items", "all", "get"), strict=True))
+    report = copy.deepcopy(report)
+    for part in ("sources", "tokenizer_sample"):
+        report[part] = {names[name]: value for name, value in report[part].items()}
+    for source in report["settings"]["sources"]:
+        source["name"] = names[source["name"]]
+    rows = _rows(_section(_parse(_pages(report)[0]), "Sources"))
+    assert sorted(row[0] for row in rows) == ["all", "all", "get", "items", "values"]
+    assert rows[-1][1] == f"{sum(t['documents'] for t in report['totals'].values()):,}"
+
+
 def test_a_dataset_of_which_nothing_was_rejected(report: dict[str, Any]) -> None:
     report = copy.deepcopy(report)
     for stages in [report["stages"], *(s["stages"] for s in report["sources"].values())]:
