@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_submit_run import ROOT
+from tests.launch.test_submit import ROOT
 
 START = [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch"]
 
