@@ -2,27 +2,38 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
 from tests.launch.test_submit import ROOT
+from tests.support.processes import Processes
 
 START = [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch"]
+Rank = Callable[..., "Popen[str]"]
 
 
-def _rank(run_dir: Path, *words: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def rank(processes: Processes, tmp_path: Path) -> Rank:
+    """Starts a program as rank 1 of a job."""
     variables = {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1", "SLURM_JOB_ID": "7", "POSTNORM_RUN_DIR": str(run_dir),
-    }  # fmt: skip
-    return subprocess.Popen(
-        [*START, "rank", "--", *words], env={**os.environ, **variables}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "SLURM_JOB_ID": "7",
+        "POSTNORM_RUN_DIR": str(tmp_path),
+    }
+
+    def start(*words: str) -> "Popen[str]":
+        return processes.start([*START, "rank", "--", *words], env={**os.environ, **variables})
+
+    return start
 
 
 def _record(run_dir: Path) -> str:
@@ -33,34 +44,32 @@ def _record(run_dir: Path) -> str:
     ("script", "code"), [("exit 0", 0), ("exit 75", 75), ("exit 9", 9), ("kill -9 $$", 137)]
 )
 def test_exit_code_is_the_programs_and_is_left_behind(
-    tmp_path: Path, script: str, code: int
+    rank: Rank, tmp_path: Path, script: str, code: int
 ) -> None:
-    assert _rank(tmp_path, "bash", "-c", script).wait(30) == code
+    assert rank("bash", "-c", script).wait(30) == code
     assert _record(tmp_path) == str(code)
 
 
-def test_options_of_the_program_are_its_own(tmp_path: Path) -> None:
-    rank = _rank(
-        tmp_path, "bash", "-c", 'echo "$RANK of $WORLD_SIZE: $*"', "x", "--lr", "a b", "--"
-    )
-    assert rank.communicate(timeout=30)[0] == "1 of 2: --lr a b --\n"
+def test_options_of_the_program_are_its_own(rank: Rank) -> None:
+    started = rank("bash", "-c", 'echo "$RANK of $WORLD_SIZE: $*"', "x", "--lr", "a b", "--")
+    assert started.communicate(timeout=30)[0] == "1 of 2: --lr a b --\n"
 
 
-def test_program_that_is_not_there_is_not_tried_again(tmp_path: Path) -> None:
-    rank = _rank(tmp_path, "no-such-program")
-    assert "no-such-program cannot be started" in rank.communicate(timeout=30)[0]
-    assert rank.returncode == 2
+def test_program_that_does_not_exist_is_not_tried_again(rank: Rank, tmp_path: Path) -> None:
+    started = rank("no-such-program")
+    assert "no-such-program cannot be started" in started.communicate(timeout=30)[0]
+    assert started.returncode == 2
     assert _record(tmp_path) == "2"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_signals_reach_the_program(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_reach_the_program(rank: Rank, tmp_path: Path, number: signal.Signals) -> None:
     script = f"trap 'exit 75' {number.name}; touch {tmp_path}/ready; while :; do sleep 0.1; done"
-    rank = _rank(tmp_path, "bash", "-c", script)
+    started = rank("bash", "-c", script)
     deadline = time.monotonic() + 30
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    rank.send_signal(number)
-    assert rank.wait(30) == 75
+    started.send_signal(number)
+    assert started.wait(30) == 75
     assert _record(tmp_path) == "75"

@@ -327,7 +327,7 @@ def test_without_slurm_the_message_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SubmitError, match=r"sbatch is not there.*nothing was submitted"):
+    with pytest.raises(SubmitError, match=r"sbatch was not found.*nothing was submitted"):
         submit(_draft(tmp_path, _render()))
 
 
@@ -387,7 +387,10 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
 def test_command_passes_on_what_data_prep_refuses(
     tmp_path: Path, slurm: FakeSlurm, prep_config: Path
 ) -> None:
-    done = _command(str(prep_config), "tokenizer.vocab_siz=1", slurm=slurm)
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text(f"python: {sys.executable}\n")
+    arguments = [str(prep_config), "tokenizer.vocab_siz=1", "--cluster", str(profile)]
+    done = _command(*arguments, slurm=slurm)
     assert done.returncode == 2
     assert "did you mean 'vocab_size'" in done.stdout
     assert not slurm.calls

@@ -169,7 +169,7 @@ def test_what_fits(slurm: FakeSite, fields: dict[str, object]) -> None:
          ["constraint='a100&h200': partition train has 0 such node(s), nodes=2 are asked for"]),
         ({"gpu_type": "h200", "mem_per_node": "60G"},
          ["partition train has 0 node(s) with all of these together, nodes=2 are asked for: 4 "
-          "of cpus_per_rank=2 on each node; mem_per_node='60G'; gpus_per_node=4 of "
+          "ranks of cpus_per_rank=2 on each node; mem_per_node='60G'; gpus_per_node=4 of "
           "gpu_type='h200'"]),
         ({"reservation": "hol", "account": "lob", "qos": "lang"},
          ["reservation='hol' is not known; expected one of: hold; did you mean 'hold'?",
@@ -211,7 +211,7 @@ def test_all_problems_are_named_at_once(slurm: FakeSite, tmp_path: Path) -> None
         site.check(cluster, "pretrain", work_dir=str(tmp_path / "gone"))
     assert [line[:22] for line in str(caught.value).splitlines()] == [
         "the cluster profile do", "- nodes=5: partition t", "- account='x' is not k",
-        "- the folder to work i", "- python='no/python': ",
+        "- the working folder /", "- python='no/python': ",
     ]  # fmt: skip
     python = tmp_path / "python"
     python.write_text("")
@@ -238,10 +238,10 @@ def test_missing_files(tmp_path: Path) -> None:
 
 def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoSlurmError, match=r"sinfo does not exist: .* --dry-run"):
+    with pytest.raises(NoSlurmError, match=r"sinfo was not found: .* --dry-run"):
         site.check(ClusterConfig(), "pretrain", work_dir=".")
     said = site.check(ClusterConfig(), "pretrain", work_dir=".", optional=True)
-    assert said.startswith("the profile was not checked against the site: sinfo does not exist")
+    assert said.startswith("the profile was not checked against the site: sinfo was not found")
 
 
 def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -> None:

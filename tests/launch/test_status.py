@@ -7,11 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from launch.status_text import queue_text
 
 from launch.queue import JobFacts
 from launch.records import require_run, submissions
-from launch.status import RunReport, headline, prep_report, queue_reports, run_report
+from launch.status import (
+    RunReport,
+    headline,
+    prep_report,
+    prep_summary,
+    queue_reports,
+    queue_text,
+    run_report,
+    run_summary,
+)
 from pipeline.errors import DataError
 from tests.support.recorded_slurm import RecordedSlurm
 from tests.support.run_folder import ROOT, RunFolder

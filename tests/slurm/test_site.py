@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def nodes(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def nodes(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the nodes of a real cluster that this process now talks to."""
-    for name, value in slurm_cluster.environment.items():
+    for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     return [node.name for node in site.read().partitions["train"].nodes]
 
