@@ -20,7 +20,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,43 +40,35 @@ _LOOK_EVERY_S = 0.1
 _GIVEN_UP = "given-up"
 
 
-@dataclass
 class _Report:
-    """A node's report so far."""
-
-    node: str
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    """All-reduces that it took part in: `nodes`, `ranks` and `gb_per_s`."""
-    error: str = ""
-    missing: list[str] = field(default_factory=list)
-
-
-class _Recorder:
-    """Writes the report of this node once, before the process ends; a timer bounds everything."""
+    """The report of this node, written once before the process ends; a timer bounds everything."""
 
     def __init__(self, folder: Path, process: ProcessInfo, timeout_s: float) -> None:
-        self.report = _Report(env.node_name())
+        self.node = env.node_name()
+        self.rounds: list[dict[str, Any]] = []
+        """All-reduces that it took part in: `nodes`, `ranks` and `gb_per_s`."""
+        self.missing: list[str] = []
         self.phase = "starting"
         self.waits_for_others = False
         """Whether other nodes are to blame if this phase takes too long."""
-        self._path = folder / f"{self.report.node}.bandwidth.json"
-        self._is_writer = process.local_rank == 0
+        self._path = folder / f"{self.node}.bandwidth.json" if process.local_rank == 0 else None
         self._timeout_s = timeout_s
         self._timer = threading.Timer(timeout_s, self._end)
         self._timer.daemon = True
         self._timer.start()
 
     def write(self, error: str = "") -> None:
-        """Stop the timer and write the report."""
+        """Stop the timer and write the report, if this rank is the first of its node."""
         self._timer.cancel()
-        self.report.error = error
-        if self._is_writer:
-            write_json_atomic(self._path, asdict(self.report))
+        if self._path:
+            rounds, missing = self.rounds, self.missing
+            body = {"node": self.node, "rounds": rounds, "error": error, "missing": missing}
+            write_json_atomic(self._path, body)
 
     def _end(self) -> None:
         """End the process: a collective that hangs cannot be left."""
         text = f"no answer within {self._timeout_s:g} s while {self.phase}"
-        logger.error("error: %s: %s", self.report.node, text)
+        logger.error("error: %s: %s", self.node, text)
         self.write("" if self.waits_for_others else text)
         os._exit(EXIT_FAILED_RETRY)
 
@@ -102,35 +93,35 @@ def measure_bandwidth(
         LostRankError: not all ranks came, or one was lost; names the missing nodes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = _Recorder(folder, process, timeout_s)
+    report = _Report(folder, process, timeout_s)
     try:
         # The last third is for measuring; missing ranks are named before the timer ends everything.
-        store = _meet(process, nodes, recorder, time.monotonic() + timeout_s * 2 / 3)
-        _measure_all(process, store, recorder, megabytes, timeout_s)
+        store = _meet(process, nodes, report, time.monotonic() + timeout_s * 2 / 3)
+        _measure_all(process, store, report, megabytes, timeout_s)
     except LostRankError as error:
-        recorder.write(str(error))
+        report.write(str(error))
         raise
     except RuntimeError as error:
-        recorder.write(f"{recorder.phase}: {str(error).splitlines()[0]}")
-        raise LostRankError(f"{recorder.report.node}: while {recorder.phase}: {error}") from error
-    recorder.write()
+        report.write(f"{report.phase}: {str(error).splitlines()[0]}")
+        raise LostRankError(f"{report.node}: while {report.phase}: {error}") from error
+    report.write()
     if process.is_first:
-        for one in recorder.report.rounds:
+        for one in report.rounds:
             logger.info("%s: %.3g GB/s", ", ".join(one["nodes"]), one["gb_per_s"])
     return EXIT_FINISHED
 
 
-def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until: float) -> Store:
+def _meet(process: ProcessInfo, nodes: Sequence[str], report: _Report, until: float) -> Store:
     """Wait until every rank has registered in the store."""
-    recorder.phase = "waiting for rank 0"
+    report.phase = "waiting for rank 0"
     host, port = env.master_address()
-    if not process.is_first:
+    size, rank, is_server = process.world_size, process.rank, process.is_first
+    if not is_server:
         _wait_for_listener(host, port, until)
     timeout = timedelta(seconds=max(1.0, until - time.monotonic()))
-    size, rank, is_server = process.world_size, process.rank, process.is_first
     store = TCPStore(host, port, size, is_server, wait_for_workers=False, timeout=timeout)
-    recorder.phase = "waiting for all ranks to start"
-    store.set(f"here/{rank}", recorder.report.node)
+    report.phase = "waiting for all ranks to start"
+    store.set(f"here/{rank}", report.node)
     missing = list(range(size))
     while missing and time.monotonic() < until and not store.check([_GIVEN_UP]):
         missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
@@ -140,10 +131,10 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until
     store.set(_GIVEN_UP, "1")
     if nodes and size % len(nodes) == 0:
         names = [nodes[rank * len(nodes) // size] for rank in missing]
-        recorder.report.missing = list(dict.fromkeys(names))
+        report.missing = list(dict.fromkeys(names))
     # Rank 0 serves the store, and the others read it once more.
     time.sleep(1.0 if is_server else 0.0)
-    where = ", ".join(recorder.report.missing) or "unknown nodes"
+    where = ", ".join(report.missing) or "unknown nodes"
     raise LostRankError(
         f"{len(missing)} of {size} ranks did not start in time: rank "
         f"{', '.join(map(str, missing[:8]))}{' ..' * (len(missing) > 8)} on {where}"
@@ -151,11 +142,12 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until
 
 
 def _wait_for_listener(host: str, port: int, until: float) -> None:
-    """Wait until rank 0 listens; the store's own wait would end in a page of C++."""
+    """Wait until rank 0 listens; a store that waits by itself retries, and prints pages of C++."""
     while True:
         left_s = until - time.monotonic()
         try:
             socket.create_connection((host, port), timeout=max(0.1, left_s)).close()
+            return
         except OSError as error:
             if left_s < _LOOK_EVERY_S:
                 raise LostRankError(
@@ -163,12 +155,10 @@ def _wait_for_listener(host: str, port: int, until: float) -> None:
                     "MASTER_ADDR or MASTER_PORT is wrong"
                 ) from error
             time.sleep(_LOOK_EVERY_S)
-        else:
-            return
 
 
 def _measure_all(
-    process: ProcessInfo, store: Store, recorder: _Recorder, megabytes: float, timeout_s: float
+    process: ProcessInfo, store: Store, report: _Report, megabytes: float, timeout_s: float
 ) -> None:
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", process.local_rank) if has_gpu else torch.device("cpu")
@@ -184,7 +174,7 @@ def _measure_all(
         for members in groups:
             ranks = [rank for rank, name in enumerate(names) if name in members]
             if process.rank in ranks and len(ranks) > 1:
-                recorder.phase = f"measuring {', '.join(members)}"
+                report.phase = f"measuring {', '.join(members)}"
                 dist.init_process_group(
                     "nccl" if has_gpu else "gloo",
                     store=PrefixStore(f"{number}/{members[0]}", store),
@@ -194,11 +184,11 @@ def _measure_all(
                 )
                 gb_per_s = _measure(len(ranks), tensor)
                 one = {"nodes": members, "ranks": len(ranks), "gb_per_s": gb_per_s}
-                recorder.report.rounds.append(one)
+                report.rounds.append(one)
         # Also before a group is closed: NCCL may still be sending after this rank is done.
-        recorder.phase, recorder.waits_for_others = "waiting for the other pairs", True
+        report.phase, report.waits_for_others = "waiting for the other pairs", True
         _wait_for_all(process, store, f"done/{number}")
-        recorder.waits_for_others = False
+        report.waits_for_others = False
         if dist.is_initialized():
             dist.destroy_process_group()
 
