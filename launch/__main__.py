@@ -4,31 +4,31 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from launch.commands import VERBS
+from launch.commands import VERBS, Verb
 from pipeline.errors import EXIT_FINISHED
 from pipeline.runtime import cli
 
 
 def _parser() -> argparse.ArgumentParser:
-    examples = [
-        f"  python -m launch {line}\n" for verb in VERBS for line in verb.example.splitlines()
-    ]
-    parser = cli.make_parser(
-        "launch", "Start runs, on SLURM or on this machine.", "".join(examples[:16])
-    )
+    for_people = [verb for verb in VERBS if not verb.summary.startswith("for job scripts")]
+    examples = "".join(_examples(verb) for verb in for_people)
+    parser = cli.make_parser("launch", "Start runs, on SLURM or on this machine.", examples)
     commands = parser.add_subparsers(required=True, metavar="VERB")
     for verb in VERBS:
-        lines = "".join(f"  python -m launch {line}\n" for line in verb.example.splitlines())
         command = commands.add_parser(
             verb.name,
             help=verb.summary,
             description=verb.summary,
-            epilog=f"examples:\n{lines}",
+            epilog=f"examples:\n{_examples(verb)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         verb.add_arguments(command)
         command.set_defaults(run=_with_code(verb.run))
     return parser
+
+
+def _examples(verb: Verb) -> str:
+    return "".join(f"  python -m launch {line}\n" for line in verb.example.splitlines())
 
 
 def _with_code(
