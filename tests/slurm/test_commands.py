@@ -106,7 +106,7 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     _wait_for_line(cluster, run, job, "asked")
     cluster.wait_for(job, "PENDING")
     # Held, so that it still waits however long the commands take.
-    cluster.run("scontrol", "hold", job)
+    cluster.run("scontrol", "uhold", job)
     waiting = command("status", run.folder).stdout
     assert "JobHeldUser: held by you: scontrol release" in waiting, waiting
     assert "nothing to requeue" in command("requeue", run.folder).stdout
