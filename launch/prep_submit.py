@@ -28,6 +28,7 @@ from launch.records import (
 )
 from launch.slurm import run_command
 from launch.snapshot import snapshot, start_file
+from launch.summary import table
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
 from pipeline.errors import BusyError, PostnormError
@@ -158,15 +159,14 @@ def dry_run_text(draft: PrepDraft) -> str:
 
 def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
     """Say what was submitted, and how to look at it."""
-    lines = [f"{'stage':<12}{'array tasks':>12}{'hours each':>12}  job"]
+    rows = [("stage", "array tasks", "hours each", "job")]
     for stage in draft.stages:
         ids = " ".join(jobs[stage.name])
-        lines.append(f"{stage.name:<12}{stage.num_parts:>12,}{stage.hours:>12.2f}  {ids}")
-    config, folder = (
-        shlex.quote(str(draft.folder / CONFIG_FILE)),
-        shlex.quote(str(draft.output_dir)),
-    )
-    after = [
+        rows.append((stage.name, f"{stage.num_parts:,}", f"{stage.hours:.2f}", ids))
+    config = shlex.quote(str(draft.folder / CONFIG_FILE))
+    folder = shlex.quote(str(draft.output_dir))
+    lines = [
+        *table(rows, right=(1, 2)),
         "",
         f"queue:    python -m launch status {folder}",
         f"progress: python -m data_prep status {config}",
@@ -174,7 +174,7 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
         f"cancel:   python -m launch cancel {folder}",
         "If a part fails: fix the cause and resubmit; only unfinished parts run.",
     ]
-    return "\n".join([*lines, *after])
+    return "\n".join(lines)
 
 
 def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ that mostly begin with a label, and warnings.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.runtime.log import duration_text
@@ -26,19 +26,16 @@ class Summary:
     state: str
     """The state in a few words."""
     lines: Sequence[Line] = ()
-    warnings: Sequence[str] = field(default=())
+    warnings: Sequence[str] = ()
 
     def text(self) -> str:
         """Render the summary for a terminal."""
-        return "\n".join([
-            f"{short_path(self.folder)}: {self.state}",
-            *(line if isinstance(line, str) else _labelled(*line) for line in self.lines),
-            *(f"warning: {warning}" for warning in self.warnings),
-        ])  # fmt: skip
-
-
-def _labelled(label: str, text: str) -> str:
-    return f"{label:<{_LABEL_WIDTH}}{text}"
+        head = f"{short_path(self.folder)}: {self.state}"
+        lines = [
+            line if isinstance(line, str) else f"{line[0]:<{_LABEL_WIDTH}}{line[1]}"
+            for line in self.lines
+        ]
+        return "\n".join([head, *lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
