@@ -1,9 +1,12 @@
-"""What a cluster offers and how it wants to be asked: the root config of `python -m launch`."""
+"""The cluster profile: what a cluster offers and how it wants to be asked.
 
+The root config of `python -m launch`. Files are in `configs/cluster/`.
+"""
+
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.container import ContainerConfig
 from launch.fields import (
     SET_OPTIONS,
     mebibytes,
@@ -12,7 +15,6 @@ from launch.fields import (
     require_variables,
     seconds,
 )
-from launch.preflight.config import PreflightConfig
 from pipeline.config.load import load
 from pipeline.config.schema import build, param, section
 from pipeline.config.strict_yaml import Node
@@ -23,6 +25,113 @@ from pipeline.runtime.env import SCRATCH_VARIABLE
 _NAMES = r"[\w.,@+-]+"
 _VARIABLE = r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 _NAMES_TEXT = "a name as SLURM shows it, without white space"
+# Both container engines separate the parts of a mount by `:` and mounts by `,`.
+_MOUNT = r"/[^:,\s]*(:/[^:,\s]*(:[a-z+]+)?)?"
+_VERSION = re.compile(r"\d+(\.\d+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig:
+    """The container that ranks run in; the job script itself runs outside of it."""
+
+    kind: Literal["none", "apptainer", "pyxis"] = param(
+        "none",
+        "apptainer: `apptainer exec`; pyxis: `srun --container-image`, where the site has NVIDIA's "
+        "plugin",
+    )
+    image: str = param(
+        "", "file that all nodes see; or docker://NAME (apptainer), REGISTRY#NAME:TAG (pyxis)"
+    )
+    mounts: tuple[str, ...] = param(
+        (),
+        "SOURCE[:TARGET[:ro]] folders that the ranks see in addition to the folders of the run, "
+        "which are always mounted",
+    )
+    arguments: tuple[str, ...] = param(
+        (), "further words for `apptainer exec`, or for srun (pyxis), such as --no-home"
+    )
+
+    def __post_init__(self) -> None:
+        if self.kind == "none":
+            for name in ("image", "mounts", "arguments"):
+                if value := getattr(self, name):
+                    raise ConfigError(
+                        f"container.{name}={value!r} has no effect with container.kind=none; set "
+                        "container.kind to apptainer or pyxis, or leave it out"
+                    )
+            return
+        if not self.image:
+            raise ConfigError(
+                f"container.kind={self.kind} needs container.image, a file such as "
+                "/shared/images/train." + ("sif" if self.kind == "apptainer" else "sqsh")
+            )
+        require(r"[^\s]+", self.image, "container.image", "a path or name without white space")
+        if self.kind == "pyxis" and self.image.endswith(".sqsh") and self.image[0] not in "./":
+            raise ConfigError(
+                f"container.image={self.image!r}: pyxis takes a value that does not start with / "
+                "or . as the name of an image in a registry; write "
+                f"./{self.image} or the whole path"
+            )
+        expected = "SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, whole paths without `,` and spaces"
+        for mount in self.mounts:
+            require(_MOUNT, mount or " ", "container.mounts", expected)
+        for word in self.arguments:
+            require(r"-[^\n]*", word or " ", "container.arguments", "options such as --no-home")
+
+    @property
+    def image_file(self) -> str:
+        """The path of the image if it is a file; empty if a registry has it."""
+        if self.kind == "pyxis":
+            return self.image if self.image.startswith(("/", ".")) else ""
+        return "" if "://" in self.image else self.image
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightConfig:
+    """What each node must have at every start of a job, before it trains."""
+
+    enabled: bool = param(True, "whether nodes are checked")
+    timeout_s: int = param(
+        120,
+        "for all checks of a node; a check that is not done by then counts as failed",
+        unit="s",
+        ge=1,
+    )
+    gpu: str = param(
+        "",
+        "text that the name of every GPU must contain, such as H100; empty only requires that all "
+        "nodes have the same GPUs",
+    )
+    min_driver: str = param("", "lowest version of the GPU driver, such as 550.54; empty takes any")
+    min_free_gb: float = param(
+        20.0, "free in the folder of the run and in data.stage_dir", unit="GB", ge=0
+    )
+    min_free_inodes: int = param(10_000, "files that can still be created in both", ge=0)
+    min_shm_gb: float = param(
+        1.0, "free in /dev/shm, which NCCL uses; a container may have 64 MB", unit="GB", ge=0
+    )
+    min_open_files: int = param(1024, "open files of a process, `ulimit -n`", ge=0)
+    max_clock_skew_s: float = param(
+        30.0, "by which a node's clock may differ from those of the others", unit="s", gt=0
+    )
+    shards: int = param(
+        4, "shards of which each node compares one random block with its hash", unit="shards", ge=0
+    )
+    bandwidth_gb_per_s: float = param(
+        0.0,
+        "bus bandwidth of an all-reduce over two nodes (over the GPUs of a node where the job has "
+        "one) as nccl-tests reports it; 0 does not measure",
+        unit="GB/s",
+        ge=0,
+    )
+    bandwidth_share: float = param(0.7, "share of it that a good node reaches", gt=0, le=1)
+
+    def __post_init__(self) -> None:
+        if self.min_driver and not _VERSION.fullmatch(self.min_driver):
+            raise ConfigError(
+                f"preflight.min_driver={self.min_driver!r}: expected numbers with dots, such as "
+                '"550.54.15", in quotes'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,22 +139,27 @@ class PrepJobsConfig:
     """Job arrays of data preparation, which needs cores and no GPU."""
 
     array_tasks: int = param(
-        64, "array tasks of a stage, fewer where it has less to do; more of them than run at once "
-        "make each shorter", ge=1,
-    )  # fmt: skip
+        64,
+        "array tasks of a stage, fewer where it has less to do; with more of them than run at "
+        "once, each is shorter",
+        ge=1,
+    )
     max_concurrent: int = param(
         0, "array tasks that run at once; 0 leaves it to SLURM", unit="array tasks", ge=0
     )
     max_array_size: int = param(
-        1001, "array tasks of one array, at most; where the site's MaxArraySize is lower, "
-        "`submit` takes that; a stage with more array tasks gets several arrays", ge=1,
-    )  # fmt: skip
+        1001,
+        "largest number of array tasks in one array; where the site's MaxArraySize is lower, "
+        "`submit` takes that; a stage with more array tasks gets several arrays",
+        ge=1,
+    )
     cores: int = param(4, "cores and processes of an array task", unit="cores", ge=1)
-    mem: str = param("", "of an array task, such as 16G; empty takes what the plan expects")
+    mem: str = param("", "memory of an array task, such as 16G; empty takes what the plan expects")
     time_limit: str = param(
-        "4:00:00", "of an array task, [days-]hours:minutes:seconds; one that reaches it fails, and "
+        "4:00:00",
+        "of an array task, [days-]hours:minutes:seconds; a task that reaches it fails, and "
         "submitting again continues",
-    )  # fmt: skip
+    )
     max_failures: int = param(
         3, "failures of an array task before it stops; preemptions do not count", ge=1
     )
@@ -53,9 +167,10 @@ class PrepJobsConfig:
     account: str = param("", "SLURM account; empty takes that of the profile")
     qos: str = param("", "SLURM quality of service; empty takes that of the profile")
     sbatch: tuple[str, ...] = param(
-        (), "further options of sbatch for array tasks, such as --constraint=cpu; those of the "
+        (),
+        "further options of sbatch for array tasks, such as --constraint=cpu; those of the "
         "profile are not taken",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         arrays = -(-self.array_tasks // self.max_array_size)
@@ -77,14 +192,14 @@ class PrepJobsConfig:
         """The time limit in seconds.
 
         Raises:
-            ConfigError: sbatch would not read it.
+            ConfigError: sbatch would not accept it.
         """
         return seconds(self.time_limit, "prep.time_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """What `python -m launch plan` reckons with; jobs do not read it."""
+    """The speeds and sizes that `python -m launch plan` computes with; jobs do not read them."""
 
     gpu: str = param("", "such as H100, H200 or A100 80GB; gives tflops and memory_gib")
     tflops: float | None = param(
@@ -94,23 +209,30 @@ class HardwareConfig:
         None, "memory of a rank; null takes the GPU's", unit="GiB", gt=0
     )
     utilisation: float = param(
-        0.4, "share of the peak that training reaches: a guess until a run has measured its MFU",
-        gt=0, le=1,
-    )  # fmt: skip
+        0.4,
+        "share of the peak that training reaches: a guess until a run has measured its MFU",
+        gt=0,
+        le=1,
+    )
     node_mtbf_hours: float = param(
-        6000.0, "mean time between failures of one node; the default is what Llama 3's 16,384 GPUs "
-        "had, 419 interruptions in 54 days (arXiv 2407.21783, section 3.3.4), on nodes of 8",
-        unit="hours", gt=0,
-    )  # fmt: skip
+        6000.0,
+        "mean time between failures of one node; the default is what Llama 3's 16,384 GPUs had, "
+        "419 interruptions in 54 days (arXiv 2407.21783, section 3.3.4), on nodes of 8",
+        unit="hours",
+        gt=0,
+    )
     write_gb_per_s: float = param(
-        1.0, "at which all ranks together write a checkpoint; `train/save_s` of a run tells",
-        unit="GB/s", gt=0,
-    )  # fmt: skip
-
+        1.0,
+        "speed at which all ranks together write a checkpoint; `train/save_s` of a run tells",
+        unit="GB/s",
+        gt=0,
+    )
     start_s: float = param(
-        300.0, "from the start of a job to its first step: nodes, imports, opening the data",
-        unit="s", ge=0,
-    )  # fmt: skip
+        300.0,
+        "from the start of a job to its first step: nodes, imports, opening the data",
+        unit="s",
+        ge=0,
+    )
 
     def __post_init__(self) -> None:
         if self.gpu and limits(self.gpu) is None:
@@ -121,23 +243,23 @@ class HardwareConfig:
 
     @property
     def flops_per_rank(self) -> float:
-        """Peak FLOP/s; 0 if nothing is known."""
+        """Peak FLOP/s of a rank; 0 if it is not known."""
         if self.tflops is not None:
             return self.tflops * 1e12
-        found = limits(self.gpu)
-        return found.bf16_flops if found else 0.0
+        device = limits(self.gpu)
+        return device.bf16_flops if device else 0.0
 
     @property
     def memory_bytes(self) -> float | None:
-        """Of one rank; None if nothing is known."""
-        found = limits(self.gpu)
-        gib = self.memory_gib or (found.memory_gib if found else None)
+        """Memory of one rank; None if it is not known."""
+        device = limits(self.gpu)
+        gib = self.memory_gib or (device.memory_gib if device else None)
         return gib * 2**30 if gib else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """A cluster profile; files are in `configs/cluster/`. The default is one GPU."""
+    """A cluster profile. The default is one GPU."""
 
     nodes: int = param(1, "nodes of the job", unit="nodes", ge=1)
     gpus_per_node: int = param(
@@ -156,9 +278,11 @@ class ClusterConfig:
     mem_per_node: str = param("", "such as 500G; empty takes the partition's default")
     time_limit: str = param("24:00:00", "[days-]hours:minutes:seconds, as SLURM reads it")
     stop_before_end_s: int = param(
-        300, "saving starts this long before the time limit; SLURM looks every 30 s", unit="s",
+        300,
+        "saving starts this long before the time limit; SLURM checks every 30 s",
+        unit="s",
         ge=60,
-    )  # fmt: skip
+    )
     partition: str = param("", "SLURM partition; empty takes the default")
     account: str = param("", "SLURM account; empty takes the default")
     qos: str = param("", "SLURM quality of service; empty takes the default")
@@ -170,9 +294,11 @@ class ClusterConfig:
         (), "further options of sbatch that no field sets, such as --switches=1"
     )
     max_excluded_nodes: int = param(
-        4, "nodes that a job may be kept off after they failed its checks, before it stops",
-        unit="nodes", ge=0,
-    )  # fmt: skip
+        4,
+        "nodes that a job may exclude after they failed its checks, before it stops",
+        unit="nodes",
+        ge=0,
+    )
     max_restarts: int = param(
         50, "requeues of one job, by SLURM or by itself, before it stops", ge=0
     )
@@ -184,17 +310,20 @@ class ClusterConfig:
         "interpreter, on a path that all nodes see; in the image, if there is one",
     )
     modules: tuple[str, ...] = param((), "for `module load`, such as cuda/13.0")
-    module_purge: bool = param(False, "`module purge` before, so that a login shell's do not count")
+    module_purge: bool = param(
+        False, "`module purge` first, so that the modules of a login shell have no effect"
+    )
     network: tuple[str, ...] = param(
-        (), "NAME=value variables for all ranks, such as NCCL_SOCKET_IFNAME=ib0; taken as they are"
+        (), "NAME=value variables for all ranks, such as NCCL_SOCKET_IFNAME=ib0; taken literally"
     )
     scratch: str = param(
-        "", "folder on a disk of each node, such as /scratch/$USER or $TMPDIR; runs call it "
+        "",
+        "folder on a disk of each node, such as /scratch/$USER or $TMPDIR; runs call it "
         f"${SCRATCH_VARIABLE}, as in data.stage_dir=${SCRATCH_VARIABLE}/shards",
-    )  # fmt: skip
+    )
     setup: tuple[str, ...] = param((), "shell lines after modules and variables, before the start")
-    container: ContainerConfig = section(ContainerConfig, "what ranks run in")
-    hardware: HardwareConfig = section(HardwareConfig, "what plans reckon with")
+    container: ContainerConfig = section(ContainerConfig, "the container that ranks run in")
+    hardware: HardwareConfig = section(HardwareConfig, "what plans compute with")
     prep: PrepJobsConfig = section(PrepJobsConfig, "job arrays of data preparation")
     preflight: PreflightConfig = section(PreflightConfig, "checks of the nodes before training")
 
@@ -221,14 +350,10 @@ class ClusterConfig:
             mebibytes(self.mem_per_node, "mem_per_node")
         for name in ("partition", "account", "qos", "reservation", "gpu_type"):
             require(_NAMES, getattr(self, name), name, _NAMES_TEXT)
-        require(
-            r"[\w.:=&|!*()\[\]-]+", self.constraint, "constraint",
-            "features joined by & or |, without white space, such as ib&h200",
-        )  # fmt: skip
-        require(
-            r"[\w.,\[\]-]+", self.exclude, "exclude",
-            "node names without white space, such as node[3-5],node9",
-        )  # fmt: skip
+        expected = "features joined by & or |, without white space, such as ib&h200"
+        require(r"[\w.:=&|!*()\[\]-]+", self.constraint, "constraint", expected)
+        expected = "node names without white space, such as node[3-5],node9"
+        require(r"[\w.,\[\]-]+", self.exclude, "exclude", expected)
         taken = SET_OPTIONS | {"constraint", "reservation", "exclusive"}
         taken |= {"gres"} if self.gpu_request == "gres" else set()
         taken |= {"mem-per-cpu", "mem-per-gpu"} if self.mem_per_node else set()
@@ -236,37 +361,41 @@ class ClusterConfig:
 
     def _require_shell_texts(self) -> None:
         require(r"[^\n]+", self.python, "python", "one line")
+        expected = "names as `module avail` shows them, one an item, such as [gcc/13, cuda/13.0]"
         for module in self.modules:
-            require(
-                r"[\w./+@:=-]+", module or " ", "modules",
-                "names as `module avail` shows them, each by itself, such as [gcc/13, cuda/13.0]",
-            )  # fmt: skip
+            require(r"[\w./+@:=-]+", module or " ", "modules", expected)
         require_variables(self.network, "network")
-        require(
-            rf"(/|{_VARIABLE})({_VARIABLE}|[\w./@+-])*", self.scratch, "scratch",
-            "a whole path, in which $NAME stands for a variable of the job, such as /scratch/$USER",
-        )  # fmt: skip
+        pattern = rf"(/|{_VARIABLE})({_VARIABLE}|[\w./@+-])*"
+        expected = (
+            "a whole path, in which $NAME stands for a variable of the job, such as /scratch/$USER"
+        )
+        require(pattern, self.scratch, "scratch", expected)
 
     @property
     def time_limit_s(self) -> int:
         """The time limit in seconds.
 
         Raises:
-            ConfigError: sbatch would not read it.
+            ConfigError: sbatch would not accept it.
         """
         return seconds(self.time_limit, "time_limit")
 
     @property
     def num_ranks_per_node(self) -> int:
-        """Processes of each node."""
+        """Number of ranks of each node."""
         return self.gpus_per_node or self.ranks_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the job."""
+        return self.nodes * self.num_ranks_per_node
 
 
 def cluster_of(path: str | None) -> ClusterConfig:
-    """The profile in a file; without one, the defaults.
+    """Load a profile; without a path, return the defaults.
 
     Raises:
-        ConfigError: it is wrong.
+        ConfigError: the profile is wrong.
     """
     if path is None:
         return build(ClusterConfig, Node({}, "defaults"))

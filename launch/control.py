@@ -1,31 +1,30 @@
-"""`python -m launch cancel` and `requeue`: what a person does to the jobs of a run."""
+"""Cancelling and requeueing the jobs of a run, and cancelling those of a data preparation."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
-from launch.records import newest, submissions
+from launch.records import newest, newest_checkpoint, submissions
 from launch.slurm import SlurmError, run_command
-from launch.status import ask_run, prep_elements
+from launch.status import own_status, prep_elements
+from launch.summary import duration
 from pipeline.errors import BusyError, DataError
-from pipeline.runtime.files import STOP_FILE
-from pipeline.runtime.log import duration_text
+from pipeline.runtime.run_folder import RunFolder
 
-_LATEST = Path("checkpoints", "latest")
 _END_S = 60.0
-"""SLURM's KillWait is 30 s by default."""
+"""Time for a job to end; SLURM's KillWait is 30 s by default."""
 _DEAF_S = 10.0
-"""A job's script hears signals once it has set its trap; before, one ends it."""
+"""Age from which a job's script hears signals: before it has set its trap, a signal ends it."""
 
 
 def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
-    """Cancels all jobs of a run; yields what was done, line by line.
+    """Cancel all jobs of a run; yield what was done, line by line.
 
     Args:
-        run_dir: absolute, of the run.
-        save: let ranks that train save and end before.
-        save_s: for how long.
+        run_dir: the run folder, absolute.
+        save: let ranks that train save and end first.
+        save_s: how long to wait for that.
 
     Raises:
         SlurmError: SLURM does not answer, does not know the job, or does not end it.
@@ -34,9 +33,10 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
     if not jobs:
         yield _nothing_to_cancel(run_dir)
         return
-    stop = run_dir / STOP_FILE
+    stop = RunFolder(run_dir).stop
+    # A STOP file that a person made stays.
     ours = save and not stop.exists()
-    before = _latest(run_dir)
+    before = newest_checkpoint(run_dir)
     training = [facts.job for facts in jobs if not facts.is_waiting]
     if save and training:
         waiting = [facts.job for facts in jobs if facts.is_waiting]
@@ -49,17 +49,22 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
         except KeyboardInterrupt:
             raise SlurmError(
                 f"interrupted: no job was cancelled, and {stop} stays: the run saves, ends, and "
-                "does not start again before it is removed"
+                "does not start again until the file is removed"
             ) from None
         yield "it has ended" if not left else f"it has not ended in {save_s:,.0f} s"
     yield from _cancel([facts.job for facts in jobs])
     if ours:
         stop.unlink(missing_ok=True)
-    yield from _epilogue(run_dir, before if save else None)
+    if save and newest_checkpoint(run_dir) == before:
+        yield "nothing new was saved"
+    yield from _checkpoint_line(run_dir, "")
+    if stop.exists():
+        yield f"first remove {stop}: the run does not start while it exists"
+    yield f"continue: python -m launch resume {run_dir}"
 
 
 def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]:
-    """Cancels all arrays of a data preparation; yields what was done.
+    """Cancel all arrays of a data preparation; yield what was done.
 
     Raises:
         SlurmError: SLURM does not answer, or does not end them.
@@ -69,15 +74,15 @@ def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]
         yield f"no job of {output_dir} is in the queue"
         return
     yield from _cancel(sorted(alive, key=int))
-    yield "what is done stays; submit the same config again to continue"
+    yield "finished parts stay; submit the same config again to continue"
 
 
 def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
-    """Sends a running job back into the queue; yields what was done.
+    """Send a running job back into the queue; yield what was done.
 
     Args:
-        run_dir: absolute, of the run.
-        now: without letting it save.
+        run_dir: the run folder, absolute.
+        now: do not let it save first.
 
     Raises:
         DataError: the run has no job, or it has ended.
@@ -94,56 +99,57 @@ def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
         raise SlurmError(f"job {facts.job}: {facts.reason}; nothing was done, see `launch status`")
     if facts.is_waiting:
         reason = f" ({facts.reason})" if facts.reason else ""
-        yield f"job {facts.job} is waiting in the queue already{reason}: nothing to requeue"
+        yield f"job {facts.job} is already waiting in the queue{reason}: nothing to requeue"
         return
     age_s = time.time() - facts.started_unix_s if facts.started_unix_s else 0.0
     if facts.state != RUNNING or age_s < _DEAF_S:
         raise BusyError(
-            f"job {facts.job} is {facts.state} for {age_s:.0f} s; expected RUNNING for at least "
-            f"{_DEAF_S:.0f} s, when its script hears signals: try again in a moment"
+            f"job {facts.job} has been {facts.state} for {age_s:.0f} s; expected RUNNING for at "
+            f"least {_DEAF_S:.0f} s, when its script hears signals: try again in a moment"
         )
     if now:
         run_command(["scontrol", "requeue", facts.job], repeatable=False)
         yield f"job {facts.job} was requeued without saving"
-        yield from _checkpoint_line(run_dir, "steps after it are trained again")
+        yield from _checkpoint_line(run_dir, "; steps after it are trained again")
         return
-    # To the script alone, which tells the ranks and requeues when they have saved.
+    # --batch: to the script alone, which tells the ranks and requeues when they have saved.
     run_command(["scancel", "--batch", "--signal=USR1", facts.job])
     yield f"asked job {facts.job} to save and go back into the queue"
     yield f"see: python -m launch status {run_dir}"
 
 
 def _newest_job(run_dir: Path) -> JobFacts:
-    found = submissions(run_dir)
-    if found:
-        last = newest(found)[0]
+    every = submissions(run_dir)
+    if every:
+        last = newest(every)[0]
         return job_facts(last.job, run_dir, last.submitted_unix_s)
     queued = [facts for facts in my_jobs() if facts.is_alive and facts.is_of(run_dir)]
     if not queued:
         raise DataError(
-            f"{run_dir} has no job: it was not submitted; `python -m launch submit CONFIG` does"
+            f"{run_dir} has no job, since it was never submitted; submit its config with "
+            "`python -m launch submit CONFIG`"
         )
     return queued[-1]
 
 
 def _nothing_to_cancel(run_dir: Path) -> str:
-    found = submissions(run_dir)
-    if not found:
+    every = submissions(run_dir)
+    if not every:
         return f"no job of {run_dir} is in the queue; nothing was cancelled"
-    last = newest(found)[0]
+    last = newest(every)[0]
     facts = job_facts(last.job, run_dir, last.submitted_unix_s)
     if facts.state == UNKNOWN:
         raise SlurmError(
             f"job {facts.job}: {facts.reason}; nothing was cancelled. If its ranks run on without "
-            f"SLURM (see `launch status`), `touch {run_dir / STOP_FILE}` lets them save and end"
+            f"SLURM (see `launch status`), `touch {RunFolder(run_dir).stop}` lets them save and end"
         )
     if facts.is_alive:
-        raise SlurmError(f"job {facts.job} is {facts.state} and another user's: ask them")
-    return f"job {facts.job} has ended already ({facts.state}); nothing was cancelled"
+        raise SlurmError(f"job {facts.job} is {facts.state} and belongs to another user: ask them")
+    return f"job {facts.job} has already ended ({facts.state}); nothing was cancelled"
 
 
 def _cancel(jobs: Sequence[str]) -> Iterator[str]:
-    """Cancels what is alive of `jobs` and waits for its end."""
+    """Cancel those of `jobs` that are alive, and wait for their end."""
     left = _scancel(jobs)
     if not left:
         return
@@ -159,12 +165,12 @@ def _cancel(jobs: Sequence[str]) -> Iterator[str]:
 
 
 def _scancel(jobs: Sequence[str]) -> list[str]:
-    """Cancels those of `jobs` that are alive and returns them."""
+    """Cancel those of `jobs` that are alive, and return them."""
     alive = {facts.array for facts in jobs_of(jobs) if facts.is_alive}
     left = [job for job in jobs if job in alive]
     for job in left:
         try:
-            # A script that requeues its job when it hears SIGTERM would undo it.
+            # A script that requeues its job when it hears SIGTERM would undo the cancellation.
             run_command(["scontrol", "update", f"jobid={job}", "requeue=0"])
         except SlurmError:
             continue  # it has just ended
@@ -176,7 +182,7 @@ def _scancel(jobs: Sequence[str]) -> list[str]:
 def _wait(
     jobs: Collection[str], timeout_s: float, is_over: Callable[[JobFacts], bool]
 ) -> list[JobFacts]:
-    """Waits until all are over or the time is; returns those that are not."""
+    """Wait until all jobs are over or the time is up; return those that are not over."""
     end_s, pause_s = time.monotonic() + timeout_s, 0.5
     while True:
         left = [facts for facts in jobs_of(list(jobs)) if not is_over(facts)]
@@ -186,26 +192,11 @@ def _wait(
         pause_s = min(2 * pause_s, 5.0)
 
 
-def _epilogue(run_dir: Path, before: str | None) -> Iterator[str]:
-    """What there is to go on from, and how."""
-    if before is not None and _latest(run_dir) == before:
-        yield "nothing new was saved"
-    yield from _checkpoint_line(run_dir, "")
-    if (run_dir / STOP_FILE).exists():
-        yield f"first remove {run_dir / STOP_FILE}: the run does not start while it is there"
-    yield f"continue: python -m launch resume {run_dir}"
-
-
 def _checkpoint_line(run_dir: Path, then: str) -> Iterator[str]:
-    run, _ = ask_run(run_dir)
-    saved = run and run["checkpoint"]
-    if not saved:
+    """Say what the run will continue from."""
+    run, _ = own_status(run_dir)
+    saved = run.checkpoint if run else None
+    if saved:
+        yield f"newest checkpoint: step {saved.step:,}, {duration(saved.age_s)} old{then}"
+    else:
         yield "there is no checkpoint: the run starts from scratch"
-        return
-    age = duration_text(max(0.0, saved["age_s"]))
-    yield f"newest checkpoint: step {saved['step']:,}, {age} old{'; ' if then else ''}{then}"
-
-
-def _latest(run_dir: Path) -> str:
-    path = run_dir / _LATEST
-    return path.read_text().strip() if path.exists() else ""

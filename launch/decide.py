@@ -1,7 +1,7 @@
-"""What becomes of a job after an attempt: done, once more, or stopped with a reason.
+"""The verdict on a job after an attempt: finished, once more, or stopped with a reason.
 
-Files of the attempt decide, never srun's exit code: of a job whose rank exits with 4 it is 143, and
-of one whose node died it may be 0 (SLURM 22.05).
+Files of the attempt decide, never srun's exit code: if a rank exits with 4 srun's code is 143, and
+if a node dies it may be 0 (SLURM 22.05).
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,7 @@ from pipeline.errors import (
     EXIT_PREEMPTED,
     EXIT_STOPPED,
 )
-from pipeline.runtime.files import DONE_FILE, EXIT_FOLDER, STOP_FILE
-
-_LATEST = Path("checkpoints") / "latest"
+from pipeline.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -30,18 +28,19 @@ class Attempt:
     restart: int
     nodes: tuple[str, ...]
     before: str | None
-    """Newest checkpoint when it began."""
+    """Newest checkpoint when the attempt began."""
     after: str | None
+    """Newest checkpoint when it ended."""
     codes: tuple[int, ...]
     """Exit codes that ranks left behind; a rank that was killed left none."""
     ranks: int
-    """Ranks that there were."""
+    """Number of ranks that were started."""
     is_done: bool
     """Whether the run is complete."""
     at_limit: bool = False
     """Whether SLURM announced the end of the job's time."""
     step_code: int | None = None
-    """Exit code of srun, for the record."""
+    """Exit code of srun, for the record only."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ class Limits:
     """When to give up."""
 
     restarts: int
-    """Of one job."""
+    """Largest number of restarts of one job."""
     without_progress: int
-    """Attempts in a row without a new checkpoint."""
+    """Largest number of attempts in a row without a new checkpoint."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why in words."""
+    """The verdict, and the reason in words."""
 
     word: str
     """`finished`, `requeue`, `stopped` or `failed`."""
@@ -64,64 +63,56 @@ class Decision:
     reason: str
 
 
-def newest_checkpoint(run_dir: Path) -> str | None:
-    """Name of the newest published checkpoint."""
-    path = run_dir / _LATEST
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-
 def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
-    """Exit codes that the ranks of an attempt left, by rank.
+    """Read the exit codes that the ranks of an attempt left, in the order of ranks.
 
     Args:
         run_dir: folder of the run.
         job: `JOB.RESTART`, or `local`.
     """
-    found = []
-    for path in sorted((run_dir / EXIT_FOLDER / job).glob("rank-*")):
-        text = path.read_text(encoding="utf-8").strip()
-        # A disk that is full leaves an empty file.
-        found.append(int(text) if text else EXIT_FAILED_RETRY)
-    return tuple(found)
+    texts = [
+        path.read_text(encoding="utf-8").strip()
+        for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*"))
+    ]
+    # A full disk leaves an empty file.
+    return tuple(int(text) if text else EXIT_FAILED_RETRY for text in texts)
 
 
 def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
-    """Whether the work is complete: by the trainer's mark, or because all ranks say so.
+    """Say whether the work is complete: by the trainer's mark, or because all ranks say so.
 
     Args:
-        kind: of the job.
+        kind: kind of the job.
         run_dir: folder of the run.
-        codes: that the ranks left.
-        ranks: that there were.
+        codes: exit codes that the ranks left.
+        ranks: number of ranks that were started.
     """
     if kind == PRETRAIN:
-        return (run_dir / DONE_FILE).exists()
+        return RunFolder(run_dir).done.exists()
     return list(codes) == [EXIT_FINISHED] * ranks
 
 
 def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:
-    """Pure.
+    """Decide what follows an attempt. Pure.
 
     Args:
-        attempt: that has ended.
+        attempt: the attempt that has ended.
         misses_before: attempts without progress in a row before it.
-        limits: of the cluster profile.
-        run_dir: for messages.
+        limits: limits of the cluster profile.
+        run_dir: folder of the run, for messages.
     """
     newest = f"checkpoint {attempt.after or 'none'}"
-    # The mark alone may be of an earlier, shorter run.
+    # done.json alone may be left from an earlier, shorter run.
     if attempt.is_done and attempt.codes[:1] == (EXIT_FINISHED,):
         return Decision("finished", EXIT_FINISHED, f"done; {newest}")
     if EXIT_FAILED_DO_NOT_RETRY in attempt.codes:
         return _give_up(
-            f"rank {attempt.codes.index(EXIT_FAILED_DO_NOT_RETRY)} says that trying again is no "
-            f"use: see its message above and in {run_dir}/logs; {newest}"
+            f"rank {attempt.codes.index(EXIT_FAILED_DO_NOT_RETRY)} failed permanently (exit code "
+            f"{EXIT_FAILED_DO_NOT_RETRY}); see its message above and in {run_dir}/logs; {newest}"
         )
     if EXIT_STOPPED in attempt.codes:
-        return Decision(
-            "stopped", EXIT_STOPPED,
-            f"stopped by {run_dir / STOP_FILE}; `python -m launch resume` continues; {newest}",
-        )  # fmt: skip
+        how = f"stopped by {RunFolder(run_dir).stop}; `python -m launch resume` continues"
+        return Decision("stopped", EXIT_STOPPED, f"{how}; {newest}")
     how = _how_it_ended(attempt)
     if attempt.restart >= limits.restarts:
         return _give_up(
@@ -138,10 +129,10 @@ def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) 
 
 
 def is_miss(attempt: Attempt) -> bool:
-    """Whether an attempt shows that another may be in vain: it failed without a new checkpoint.
+    """Say whether an attempt counts as one without progress: it made no new checkpoint.
 
-    One that was preempted before it had anything to save does not; one that the time limit ended
-    there does.
+    An attempt that was preempted before it had anything to save does not count; an attempt that
+    the time limit ended there does, since the next one would end there, too.
     """
     if attempt.after != attempt.before:
         return False
@@ -149,20 +140,18 @@ def is_miss(attempt: Attempt) -> bool:
 
 
 def end_attempt(attempt: Attempt, limits: Limits, run_dir: Path) -> Decision:
-    """Decides, and writes it down in the run's history."""
+    """Decide, and append the decision to the run's history."""
     misses = 0
     for line in reversed(history(run_dir)):
-        # What preflight ended was no attempt of the ranks.
+        # Where preflight ended the attempt, the ranks did not start.
         if line["job"] != attempt.job or line["miss"] is None:
             continue
         if not line["miss"]:
             break
         misses += 1
     decision = decide(attempt, misses, limits, run_dir)
-    append_history(run_dir, {
-        **asdict(attempt), "miss": is_miss(attempt), "decision": decision.word,
-        "reason": decision.reason,
-    })  # fmt: skip
+    verdict = {"decision": decision.word, "reason": decision.reason}
+    append_history(run_dir, {**asdict(attempt), "miss": is_miss(attempt), **verdict})
     return decision
 
 
@@ -183,7 +172,7 @@ def _how_it_ended(attempt: Attempt) -> str:
 
 
 def _codes_text(codes: Sequence[int], ranks: int) -> str:
-    """Such as `exit codes 1 of 3 ranks, none of 1 rank`."""
+    """Count exit codes, such as `exit codes 1 of 3 ranks, none of 1 rank`."""
     parts = [f"{code} of {_ranks(codes.count(code))}" for code in sorted(set(codes))]
     if ranks > len(codes):
         parts.append(f"none of {_ranks(ranks - len(codes))}")

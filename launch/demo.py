@@ -1,6 +1,6 @@
-"""`make demo`: the whole line on this machine, with one rank killed half-way.
+"""The demo: from raw text to an exported encoder on this machine, with one rank killed half-way.
 
-Everything runs as a user would run it, each step a process of its own: prepare, pre-train with two
+Everything runs as a user would run it, each step as its own process: prepare, pre-train with two
 ranks, kill one with SIGKILL, let the launcher start both again, export, fill a mask.
 """
 
@@ -18,7 +18,8 @@ import psutil
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError, PostnormError
-from pipeline.runtime.files import write_json_atomic
+from pipeline.runtime.files import read_json_lines, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 _PREP_CONFIG = "configs/prep/demo.yaml"
 _RUN_CONFIG = "configs/demo.yaml"
@@ -32,7 +33,7 @@ class DemoError(PostnormError):
 
 
 def demo(out: str, *, corpus: str | None) -> int:
-    """Runs the demo and writes `OUT/summary.json`.
+    """Run the demo and write `OUT/summary.json`.
 
     Args:
         out: folder for everything; an earlier demo in it is replaced.
@@ -40,7 +41,7 @@ def demo(out: str, *, corpus: str | None) -> int:
 
     Raises:
         DemoError: a step failed, or the run did not end as it must.
-        ConfigError: `out` holds something that is no demo.
+        ConfigError: `out` holds something other than a demo.
     """
     folder = Path(out)
     _clear(folder)
@@ -64,11 +65,11 @@ def demo(out: str, *, corpus: str | None) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Removes an earlier demo, and nothing else."""
+    """Remove an earlier demo, and nothing else."""
     marker = folder / "demo-folder"
     if folder.exists() and any(folder.iterdir()):
         if not marker.exists():
-            raise ConfigError(f"{folder} holds something that is no demo; choose another --out")
+            raise ConfigError(f"{folder} is not the folder of a demo; choose another --out")
         print(f"removing the earlier demo in {folder}")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,18 +84,17 @@ def _step(title: str, arguments: list[str]) -> None:
 
 
 def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
-    """Trains with two ranks, kills one half-way, and returns the step it had logged by then."""
-    arguments = [
-        "-m", "launch", "submit", _RUN_CONFIG, "--local", f"--ranks={_NUM_RANKS}", *overrides,
-    ]  # fmt: skip
+    """Train with two ranks, kill one half-way, and return the step it had logged by then."""
+    submit = ["-m", "launch", "submit", _RUN_CONFIG, "--local", f"--ranks={_NUM_RANKS}"]
+    arguments = [*submit, *overrides]
     print(f"\n== pre-train: python {' '.join(arguments)}", flush=True)
     process = subprocess.Popen([sys.executable, *arguments])
     try:
         step = _wait_for_step(run_dir, num_steps // 2, process)
         victim = _find_rank(process.pid, _KILLED_RANK)
         victim.send_signal(signal.SIGKILL)
-        print(f"== rank {_KILLED_RANK} (pid {victim.pid}) killed with SIGKILL at step {step}",
-              flush=True)  # fmt: skip
+        killed = f"rank {_KILLED_RANK} (pid {victim.pid}) killed with SIGKILL at step {step}"
+        print(f"== {killed}", flush=True)
         code = process.wait()
     except BaseException:
         process.terminate()
@@ -107,7 +107,7 @@ def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
 
 def _wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes]) -> int:
     while process.poll() is None:
-        reached = [record["step"] for record in _records(run_dir) if record["kind"] == "train"]
+        reached = [line["step"] for line in _metrics(run_dir) if line["kind"] == "train"]
         if reached and reached[-1] >= step:
             return int(reached[-1])
         time.sleep(0.2)
@@ -118,28 +118,23 @@ def _find_rank(parent: int, rank: int) -> psutil.Process:
     for child in psutil.Process(parent).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
             return child
-    raise DemoError(f"no process of rank {rank} was found")
+    raise DemoError(f"no process of rank {rank} exists")
 
 
-def _records(run_dir: Path) -> list[dict[str, Any]]:
-    """Complete lines of metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True)
-            if line.endswith("\n") and line.strip()]  # fmt: skip
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return read_json_lines(RunFolder(run_dir).metrics)
 
 
 def _summary(folder: Path, run_dir: Path, killed_at_step: int) -> dict[str, int | float]:
     report = json.loads((folder / "data" / "report.json").read_text())
-    attempts = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
-    records = _records(run_dir)
-    train = [record for record in records if record["kind"] == "train"]
-    evaluations = [record for record in records if record["kind"] == "eval"]
+    attempts = read_json_lines(RunFolder(run_dir).attempts)
+    metrics = _metrics(run_dir)
+    train = [line for line in metrics if line["kind"] == "train"]
+    evaluations = [line for line in metrics if line["kind"] == "eval"]
     if attempts[-1]["resumed_from_step"] is None:
         raise DemoError(f"the run did not resume from a checkpoint; see {run_dir}/logs")
     exported = json.loads((folder / "export" / "config.json").read_text())
-    speeds = sorted(record["tokens_per_s"] for record in train)
+    speeds = sorted(line["tokens_per_s"] for line in train)
     return {
         "documents": sum(split["documents"] for split in report["totals"].values()),
         "corpus_bytes": sum(split["text_bytes"] for split in report["totals"].values()),

@@ -12,7 +12,7 @@ _MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII)
 _OPTION = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.+))?")
 
-# What the launcher sets itself, or would be led astray by.
+# Variables that the launcher sets itself, or that would mislead it.
 _OWN_VARIABLES = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|SBATCH|SRUN|POSTNORM)_.*"
 )
@@ -23,22 +23,22 @@ SET_OPTIONS = frozenset({
     "ntasks", "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "parsable", "partition",
     "qos", "requeue", "signal", "test-only", "time", "wait", "wrap",
 })  # fmt: skip
-"""Options of sbatch that the launcher sets, or that change what its scripts rest on."""
+"""Options of sbatch that the launcher sets, or that would break what its scripts rely on."""
 
 
 def seconds(text: str, name: str) -> int:
-    """A time limit in seconds.
+    """Convert a time limit to seconds.
 
     Raises:
-        ConfigError: sbatch would not read it.
+        ConfigError: sbatch would not accept it.
     """
-    found = _TIME.fullmatch(text)
-    if not found:
+    match = _TIME.fullmatch(text)
+    if not match:
         raise ConfigError(
             f"{name}={text!r}: expected minutes, hours:minutes:seconds or "
             'days-hours:minutes:seconds, such as "1-12:00:00"'
         )
-    days, *rest = found.groups()
+    days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is not None:
         units = (3600, 60, 1)  # days-hours:minutes:seconds
@@ -49,86 +49,86 @@ def seconds(text: str, name: str) -> int:
 
 
 def mebibytes(text: str, name: str) -> float:
-    """A memory size as sbatch reads it: a whole number, of MiB unless it says K, M, G or T.
+    """Read a memory size as sbatch does: a whole number, of MiB unless it says K, M, G or T.
 
     Raises:
-        ConfigError: sbatch would not read it.
+        ConfigError: sbatch would not accept it.
     """
-    found = _MEMORY.fullmatch(text)
-    if not found:
+    match = _MEMORY.fullmatch(text)
+    if not match:
         raise ConfigError(
             f"{name}={text!r}: expected a whole number and K, M, G or T, such as 500G; leave it "
             "out for the partition's default"
         )
-    return int(found[1]) * _MIB[found[2].upper()]
+    return int(match[1]) * _MIB[match[2].upper()]
 
 
 def require(pattern: str, text: str, name: str, expected: str) -> None:
-    """Checks a text that is not empty against a pattern.
+    """Check a text that is not empty against a pattern.
 
     Raises:
-        ConfigError: it does not match all of it.
+        ConfigError: the pattern does not match all of it.
     """
     if text and not re.fullmatch(pattern, text):
         raise ConfigError(f"{name}={text!r}: expected {expected}")
 
 
 def require_variables(texts: Iterable[str], name: str) -> None:
-    """Checks `NAME=value` texts.
+    """Check `NAME=value` texts.
 
     Raises:
-        ConfigError: one is none, is given twice, or is the launcher's to set.
+        ConfigError: one has another form, is given twice, or is set by the launcher.
     """
     seen: dict[str, str] = {}
     for text in texts:
-        found = _VARIABLE.fullmatch(text)
-        if not found:
+        match = _VARIABLE.fullmatch(text)
+        if not match:
             raise ConfigError(
-                f"{name}: {text!r} is no variable; expected NAME=value on one line, such as "
+                f"{name}: {text!r} is not a variable; expected NAME=value on one line, such as "
                 "NCCL_SOCKET_IFNAME=ib0"
             )
-        if _OWN_VARIABLES.fullmatch(found[1]):
+        if _OWN_VARIABLES.fullmatch(match[1]):
             raise ConfigError(
-                f"{name}: {text!r}: the launcher sets {found[1]} itself; leave it out"
+                f"{name}: {text!r}: the launcher sets {match[1]} itself; leave it out"
             )
-        if found[1] in seen:
+        if match[1] in seen:
             raise ConfigError(
-                f"{name}: {found[1]} is given twice, {seen[found[1]]!r} and {text!r}; keep one"
+                f"{name}: {match[1]} is given twice, {seen[match[1]]!r} and {text!r}; keep one"
             )
-        seen[found[1]] = text
+        seen[match[1]] = text
 
 
 def require_options(texts: Iterable[str], name: str, taken: Iterable[str]) -> None:
-    """Checks further options of sbatch, such as `--switches=1`.
+    """Check further options of sbatch, such as `--switches=1`.
 
     Args:
-        texts: with or without the dashes.
-        name: of the field, for messages.
+        texts: options with or without the dashes.
+        name: name of the field, for messages.
         taken: long names of options that are set elsewhere.
 
     Raises:
-        ConfigError: one is no long option, is given twice, or is set elsewhere.
+        ConfigError: one is not a long option, is given twice, or is set elsewhere.
     """
     seen: set[str] = set()
     for text in texts:
-        found = _OPTION.fullmatch(text)
-        if not found:
+        match = _OPTION.fullmatch(text)
+        if not match:
             raise ConfigError(
-                f"{name}: {text!r} is no option; expected --name or --name=value on one line, "
+                f"{name}: {text!r} is not an option; expected --name or --name=value on one line, "
                 "such as --switches=1"
             )
-        # sbatch takes any beginning of a name that fits one option only (getopt_long).
-        same = sorted(option for option in taken if option.startswith(found[1]))
+        # sbatch accepts any prefix of a name that fits one option only (getopt_long).
+        same = sorted(option for option in taken if option.startswith(match[1]))
         if same:
             raise ConfigError(
                 f"{name}: {text!r}: the launcher or another field sets --{same[0]}; leave it out"
             )
-        if found[1] in seen:
-            raise ConfigError(f"{name}: --{found[1]} is given twice; keep one")
-        seen.add(found[1])
+        if match[1] in seen:
+            raise ConfigError(f"{name}: --{match[1]} is given twice; keep one")
+        seen.add(match[1])
 
 
 def option(text: str) -> tuple[str, str | bool]:
-    """Name and value of an option that `require_options` let pass; True if it has no value."""
+    """Split an option that `require_options` accepted; the value is True if it has none."""
     name, _, value = text.removeprefix("--").partition("=")
     return name, value or True

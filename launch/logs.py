@@ -1,4 +1,4 @@
-"""`python -m launch logs`: the log of a run's job or of one rank, followed until the job ends."""
+"""Logs of a run's job or of one rank, followed until the job ends."""
 
 import logging
 import os
@@ -11,30 +11,30 @@ from launch.queue import UNKNOWN, job_facts
 from launch.records import history, submissions
 from launch.slurm import SlurmError
 from pipeline.errors import DataError
-from pipeline.runtime.files import DONE_FILE, is_locked
 from pipeline.runtime.log import log_path
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16
 _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 10.0
-"""SLURM's controller serves everyone."""
+"""Seldom, since SLURM's controller serves everyone."""
 
 
 def job_log(run_dir: Path, job: str) -> Path:
-    """The log of a job, appended to over its restarts."""
+    """Name the log of a job; all its restarts append to it."""
     return run_dir / "logs" / f"slurm-{job}.log"
 
 
 def newest_job(run_dir: Path) -> str | None:
-    """Id of the newest submission's job; None if the run was not submitted."""
-    found = submissions(run_dir)
-    return found[-1].job if found else None
+    """Return the id of the newest submission's job; None if the run was not submitted."""
+    every = submissions(run_dir)
+    return every[-1].job if every else None
 
 
 def find_log(run_dir: Path, job: str | None, rank: int | None) -> Path:
-    """The log that is meant; by default that of the newest job, of a local run rank 0's.
+    """Choose a log: by default that of the newest job, for a local run that of rank 0.
 
     Raises:
         DataError: the run has no such job or rank.
@@ -43,29 +43,30 @@ def find_log(run_dir: Path, job: str | None, rank: int | None) -> Path:
         path = log_path(run_dir, rank)
         others = sorted(path.parent.glob("rank-*.log"))
         if others and not path.exists():
-            raise DataError(f"{path} is not there; there are {len(others)}, up to {others[-1]}")
+            raise DataError(
+                f"{path} does not exist; the run has {len(others)} such logs, up to {others[-1]}"
+            )
         return path
     newest = newest_job(run_dir)
     if job is None:
         return job_log(run_dir, newest) if newest else log_path(run_dir, 0)
     path = job_log(run_dir, job)
-    known = {found.job for found in submissions(run_dir)}
+    known = {submission.job for submission in submissions(run_dir)}
     if job not in known and not path.exists():
-        raise DataError(
-            f"job {job} is none of {run_dir}; expected one of {', '.join(sorted(known)) or 'none'}"
-        )
+        names = ", ".join(sorted(known)) or "none"
+        raise DataError(f"job {job} does not belong to {run_dir}; expected one of {names}")
     return path
 
 
 def show(path: Path, num_lines: int) -> None:
-    """Prints the last lines of a log.
+    """Print the last lines of a log.
 
     Raises:
-        DataError: it is not there yet.
+        DataError: it does not exist yet.
     """
     if not path.exists():
         raise DataError(
-            f"{path} is not there yet; --follow waits for it, and `python -m launch status` says "
+            f"{path} does not exist yet; --follow waits for it, and `python -m launch status` says "
             "whether its job has started"
         )
     sys.stdout.buffer.write(tail(path, num_lines)[0])
@@ -73,11 +74,11 @@ def show(path: Path, num_lines: int) -> None:
 
 
 def tail(path: Path, num_lines: int) -> tuple[bytes, int]:
-    """The last lines of a file, and its size then; only what is needed is read."""
+    """Return the last lines of a file and its size at that moment, reading no more than needed."""
     with path.open("rb") as file:
         size = position = file.seek(0, os.SEEK_END)
         text = b""
-        # One line break more: the one that ends the line before.
+        # One line break more than lines: the one that ends the line before them.
         while position > 0 and text.count(b"\n") <= num_lines:
             position = max(0, position - _BLOCK)
             file.seek(position)
@@ -86,15 +87,15 @@ def tail(path: Path, num_lines: int) -> tuple[bytes, int]:
 
 
 def follow(path: Path, num_lines: int, why_over: Callable[[], str]) -> str:
-    """Prints a log's last lines and what is added to it, until it is over.
+    """Print a log's last lines and everything appended to it, until the job has ended.
 
     Args:
-        path: the log; need not be there yet.
-        num_lines: of what is there.
+        path: the log; need not exist yet.
+        num_lines: lines of what exists already.
         why_over: asked now and then; says why nothing more will come, or is empty.
 
     Returns:
-        Why it is over.
+        Why nothing more will come.
     """
     position: int | None = None
     asked_s = float("-inf")
@@ -115,13 +116,13 @@ def follow(path: Path, num_lines: int, why_over: Callable[[], str]) -> str:
         if time.monotonic() - asked_s > _ASK_EVERY_S:
             over, asked_s = why_over(), time.monotonic()
             if over:
-                continue  # what was written until then
+                continue  # print what was written until then
         time.sleep(_LOOK_EVERY_S)
 
 
 def why_job_is_over(run_dir: Path, job: str) -> str:
-    """Why nothing more will come of a job, or empty: it waits, runs, or nothing is known of it."""
-    submitted = [found.submitted_unix_s for found in submissions(run_dir) if found.job == job]
+    """Say why a job will write nothing more; empty if it waits, runs, or is unknown."""
+    submitted = [one.submitted_unix_s for one in submissions(run_dir) if one.job == job]
     try:
         facts = job_facts(job, run_dir, submitted[0] if submitted else None)
     except SlurmError as error:
@@ -137,7 +138,7 @@ def why_job_is_over(run_dir: Path, job: str) -> str:
 
 
 def why_local_run_is_over(run_dir: Path) -> str:
-    """The same for a run without a job: it is over when no process has its lock."""
-    if (run_dir / DONE_FILE).exists():
+    """Say why a run without a job will write nothing more: no process holds its lock."""
+    if RunFolder(run_dir).done.exists():
         return "the run is finished"
-    return "" if is_locked(run_dir) else "no process of this machine trains the run"
+    return "" if RunFolder(run_dir).is_locked() else "no process of this machine trains the run"

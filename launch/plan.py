@@ -1,7 +1,7 @@
-"""`python -m launch plan`: what a run will take, before it takes it. Pure; needs no SLURM.
+"""The plan of a run: its time, memory, jobs and disk, before it starts. Pure; needs no SLURM.
 
-Time and memory come from the closed forms of `pipeline.model.cost`; what the cluster does is what
-its profile's `hardware` says, and the text names each assumption.
+Time and memory come from the closed forms of `pipeline.model.cost`; speeds of the cluster come from
+`hardware` of its profile, and the text names each assumption.
 """
 
 import json
@@ -19,18 +19,18 @@ from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 
 _CHECKPOINT_BYTES = 12
-"""A parameter: fp32 master weights and two fp32 averages."""
+"""Bytes of a parameter: fp32 master weights and two fp32 averages."""
 _MEMORY_SHARE = 0.9
-"""Of a GPU's memory; CUDA, NCCL's buffers and fragments take the rest."""
+"""Usable share of a GPU's memory; CUDA, NCCL's buffers and fragmentation take the rest."""
 _FREE_SHARE = 1.05
 _DIVIDE_MORE = (2, 3)
-"""ZeRO stages of which no closed form is known here: they take less than stage 1."""
+"""ZeRO stages without a closed form here: they take less than stage 1."""
 _STAGE_1 = "; the state is that of ZeRO stage 1, yours takes less"
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run takes. Sizes in bytes, times in seconds; None: not known without more facts."""
+    """The resources of a run. Sizes in bytes, times in seconds; None: not known."""
 
     parameters: int
     ranks: int
@@ -43,11 +43,11 @@ class RunPlan:
     jobs: int | None
     """Jobs of the time limit, one after the other."""
     sequences_per_rank: int
-    """Of the last stretch of batches."""
+    """Sequences of a batch for each rank, in the last stretch of batches."""
     micro_batch: int
     accumulation: int
     largest_micro_batch: int | None
-    """Of those that divide a rank's share, the largest that fits."""
+    """The largest that fits, of those that divide a rank's share."""
     state_bytes: int
     activation_bytes: int
     fused: tuple[str, ...]
@@ -56,31 +56,31 @@ class RunPlan:
     checkpoint_bytes: int
     save_s: float
     every_s: float | None
-    """Between checkpoints, as configured."""
+    """Time between checkpoints, as configured."""
     best_every_s: float
     best_every_steps: int | None
     lost_share: float | None
-    """Of the time, to saves and to work that failures undo, as configured."""
+    """Share of the time that saves and work undone by failures take, as configured."""
     checkpoints_bytes: int
-    """Of all that are kept, and the one that is being written."""
+    """Size of all that are kept, and of the one being written."""
     shards_bytes: int | None
     free_bytes: int | None
-    """Of the file system of run_dir."""
+    """Free space on the file system of run_dir."""
     problems: tuple[str, ...]
-    """Why the run cannot be as it is; each says what to change."""
+    """Why the run cannot start as configured; each says what to change."""
 
 
 def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
-    """Works it out.
+    """Compute the plan of a run.
 
     Args:
-        config: of the run; `model.vocab_size` or a prepared dataset must be there.
-        cluster: where it is to run.
+        config: config of the run; needs `model.vocab_size` or a prepared dataset.
+        cluster: the profile.
 
     Raises:
         ConfigError: the vocabulary is not known, or a batch does not split over the ranks.
     """
-    ranks, hardware = cluster.nodes * cluster.num_ranks_per_node, cluster.hardware
+    ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
     has_data = (Path(config.data.dir) / INDEX_FILE).is_file()
     index = read_index(config.data.dir) if has_data else None
@@ -109,7 +109,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     every_s = config.checkpoint.every_steps * step_s if step_s is not None else None
     gpu_bytes = hardware.memory_bytes
     fused = _fused(config, cluster)
-    found = RunPlan(
+    result = RunPlan(
         parameters=parameters,
         ranks=ranks,
         steps=steps,
@@ -139,19 +139,19 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         free_bytes=_free_bytes(Path(config.run_dir)),
         problems=(),
     )
-    problems = tuple(_problems(found, config, cluster, usable_s))
-    return RunPlan(**{**vars(found), "problems": problems})
+    problems = tuple(_problems(result, config, cluster, usable_s))
+    return RunPlan(**{**vars(result), "problems": problems})
 
 
 def best_interval_s(save_s: float, failure_s: float) -> float:
-    """Time between checkpoints that loses least to saves and to work that is done again.
+    """Compute the time between checkpoints that loses least to saves and to repeated work.
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
     dumps", equation 37, https://doi.org/10.1016/j.future.2004.11.016; Young 1974 has its first
     term.
 
     Args:
-        save_s: in which training stands still.
+        save_s: time of a save, during which training stands still.
         failure_s: mean time between failures of the whole job.
     """
     if save_s >= 2 * failure_s:
@@ -160,66 +160,66 @@ def best_interval_s(save_s: float, failure_s: float) -> float:
     return math.sqrt(2 * save_s * failure_s) * (1 + ratio / 3 + ratio**2 / 9) - save_s
 
 
-def plan_text(found: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -> Iterator[str]:
-    """Lines for people."""
+def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -> Iterator[str]:
+    """Yield the plan as lines for people."""
     hardware = cluster.hardware
     yield (
-        f"run          {config.run_dir}: {found.parameters / 1e6:,.1f} M parameters, "
-        f"{_count(found.ranks, 'rank')} on {_count(cluster.nodes, 'node')}"
+        f"run          {config.run_dir}: {result.parameters / 1e6:,.1f} M parameters, "
+        f"{_count(result.ranks, 'rank')} on {_count(cluster.nodes, 'node')}"
     )
-    yield f"work         {found.flops:.3g} FLOP: {found.slots:,.0f} slots in " + (
-        f"{found.steps:,} steps"
+    yield f"work         {result.flops:.3g} FLOP: {result.slots:,.0f} slots in " + (
+        f"{result.steps:,} steps"
     )
-    if found.train_s is None or found.step_s is None:
+    if result.train_s is None or result.step_s is None:
         yield "time         not known: name hardware.gpu or hardware.tflops in the profile"
     else:
         yield (
-            f"time         {_time(found.train_s)}, {1 / found.step_s:,.2f} steps/s, at "
+            f"time         {_time(result.train_s)}, {1 / result.step_s:,.2f} steps/s, at "
             f"{hardware.utilisation:.0%} of {hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank "
             "(hardware.utilisation is assumed)"
         )
-        yield f"jobs         {found.jobs} of {cluster.time_limit}, one requeued after the other"
-    largest = found.largest_micro_batch
+        yield f"jobs         {result.jobs} of {cluster.time_limit}, one requeued after the other"
+    largest = result.largest_micro_batch
     yield (
-        f"batches      {found.sequences_per_rank} sequences a rank: {found.accumulation} x "
-        f"{found.micro_batch} in a forward pass"
-        + (f"; {largest} would fit" if largest and largest != found.micro_batch else "")
+        f"batches      {result.sequences_per_rank} sequences a rank: {result.accumulation} x "
+        f"{result.micro_batch} in a forward pass"
+        + (f"; {largest} would fit" if largest and largest != result.micro_batch else "")
     )
-    of = f" of {found.gpu_bytes / 2**30:,.0f}" if found.gpu_bytes else ""
-    needed = found.state_bytes + found.activation_bytes
+    of = f" of {result.gpu_bytes / 2**30:,.0f}" if result.gpu_bytes else ""
+    needed = result.state_bytes + result.activation_bytes
     yield (
         f"memory       {needed / 2**30:,.1f}{of} GiB a rank: state "
-        f"{found.state_bytes / 2**30:,.1f}, activations {found.activation_bytes / 2**30:,.1f}"
-        + (f", with fused kernels for {' and '.join(found.fused)}" if found.fused else "")
+        f"{result.state_bytes / 2**30:,.1f}, activations {result.activation_bytes / 2**30:,.1f}"
+        + (f", with fused kernels for {' and '.join(result.fused)}" if result.fused else "")
         + (_STAGE_1 if config.train.zero_stage in _DIVIDE_MORE else "")
     )
-    every = f" ({_time(found.every_s)})" if found.every_s is not None else ""
+    every = f" ({_time(result.every_s)})" if result.every_s is not None else ""
     yield (
-        f"checkpoints  {found.checkpoint_bytes / 1e9:,.2f} GB, {found.save_s:,.1f} s each at "
+        f"checkpoints  {result.checkpoint_bytes / 1e9:,.2f} GB, {result.save_s:,.1f} s each at "
         f"{hardware.write_gb_per_s:g} GB/s; every {config.checkpoint.every_steps:,} steps{every}"
     )
-    best = f", {found.best_every_steps:,} steps" if found.best_every_steps else ""
-    lost = f"; as configured {found.lost_share:.2%} are lost" if found.lost_share else ""
+    best = f", {result.best_every_steps:,} steps" if result.best_every_steps else ""
+    lost = f"; as configured {result.lost_share:.2%} are lost" if result.lost_share else ""
     yield (
-        f"             Young and Daly: every {_time(found.best_every_s)}{best}, if a node fails "
+        f"             Young and Daly: every {_time(result.best_every_s)}{best}, if a node fails "
         f"every {hardware.node_mtbf_hours:,.0f} h{lost}"
     )
     shards = (
-        f", shards {found.shards_bytes / 1e9:,.1f} GB" if found.shards_bytes is not None else ""
+        f", shards {result.shards_bytes / 1e9:,.1f} GB" if result.shards_bytes is not None else ""
     )
-    free = f"; {found.free_bytes / 1e9:,.1f} GB are free" if found.free_bytes is not None else ""
-    yield f"disk         checkpoints {found.checkpoints_bytes / 1e9:,.1f} GB{shards}{free}"
-    for problem in found.problems:
+    free = f"; {result.free_bytes / 1e9:,.1f} GB are free" if result.free_bytes is not None else ""
+    yield f"disk         checkpoints {result.checkpoints_bytes / 1e9:,.1f} GB{shards}{free}"
+    for problem in result.problems:
         yield f"problem      {problem}"
 
 
-def plan_json(found: RunPlan) -> str:
-    """For programs."""
-    return json.dumps(asdict(found))
+def plan_json(result: RunPlan) -> str:
+    """Return the plan as JSON for programs."""
+    return json.dumps(asdict(result))
 
 
 def _problems(
-    found: RunPlan, config: PretrainConfig, cluster: ClusterConfig, usable_s: float
+    result: RunPlan, config: PretrainConfig, cluster: ClusterConfig, usable_s: float
 ) -> Iterator[str]:
     if usable_s <= 0:
         yield (
@@ -227,46 +227,47 @@ def _problems(
             f"hardware.start_s={cluster.hardware.start_s:g} to start and "
             f"stop_before_end_s={cluster.stop_before_end_s} to save: raise time_limit"
         )
-    if found.save_s > cluster.stop_before_end_s / 2:
+    if result.save_s > cluster.stop_before_end_s / 2:
         yield (
-            f"a save takes {found.save_s:,.0f} s, more than half of stop_before_end_s="
-            f"{cluster.stop_before_end_s}: raise it to {math.ceil(2 * found.save_s)}"
+            f"a save takes {result.save_s:,.0f} s, more than half of stop_before_end_s="
+            f"{cluster.stop_before_end_s}: raise it to {math.ceil(2 * result.save_s)}"
         )
-    if found.jobs is not None and found.jobs > cluster.max_restarts + 1:
+    if result.jobs is not None and result.jobs > cluster.max_restarts + 1:
         yield (
-            f"{found.jobs} jobs are more than max_restarts={cluster.max_restarts} allows: raise "
+            f"{result.jobs} jobs are more than max_restarts={cluster.max_restarts} allows: raise "
             "it, or time_limit, or nodes"
         )
-    if found.gpu_bytes is not None and config.train.zero_stage not in _DIVIDE_MORE:
-        room = _MEMORY_SHARE * found.gpu_bytes
-        needed = found.state_bytes + found.activation_bytes
+    if result.gpu_bytes is not None and config.train.zero_stage not in _DIVIDE_MORE:
+        room = _MEMORY_SHARE * result.gpu_bytes
+        needed = result.state_bytes + result.activation_bytes
         if needed > room:
             remedy = (
-                f"set train.micro_batch={found.largest_micro_batch}"
-                if found.largest_micro_batch
+                f"set train.micro_batch={result.largest_micro_batch}"
+                if result.largest_micro_batch
                 else "no micro-batch fits: set train.activation_checkpoint_layers=1, or take a "
                 "smaller model"
             )
             yield (
                 f"{needed / 2**30:,.1f} GiB a rank are more than {_MEMORY_SHARE:.0%} of the GPU's "
-                f"{found.gpu_bytes / 2**30:,.0f}: {remedy}"
+                f"{result.gpu_bytes / 2**30:,.0f}: {remedy}"
             )
-    if found.free_bytes is not None and found.checkpoints_bytes * _FREE_SHARE > found.free_bytes:
+    if result.free_bytes is not None and result.checkpoints_bytes * _FREE_SHARE > result.free_bytes:
         yield (
-            f"{config.checkpoint.keep + 1} checkpoints take {found.checkpoints_bytes / 1e9:,.1f} "
-            f"GB, {found.free_bytes / 1e9:,.1f} are free below {config.run_dir}: lower "
+            f"{config.checkpoint.keep + 1} checkpoints take {result.checkpoints_bytes / 1e9:,.1f} "
+            f"GB, {result.free_bytes / 1e9:,.1f} are free below {config.run_dir}: lower "
             "checkpoint.keep, or choose another run_dir"
         )
     budget = config.train.budget_hours
-    if budget is not None and found.train_s is not None and found.train_s > budget * 3600:
+    if budget is not None and result.train_s is not None and result.train_s > budget * 3600:
         yield (
-            f"train.budget_hours={budget:g} ends the run after {budget * 3600 / found.train_s:.0%} "
-            f"of its {_time(found.train_s)}: raise it, lower train.num_steps, or use more nodes"
+            f"train.budget_hours={budget:g} ends the run after "
+            f"{budget * 3600 / result.train_s:.0%} of its {_time(result.train_s)}: raise it, lower "
+            "train.num_steps, or use more nodes"
         )
 
 
 def _work(config: PretrainConfig, vocab_size: int) -> tuple[float, float]:
-    """Slots and FLOPs of the whole run; every token sees the whole row."""
+    """Count slots and FLOPs of the whole run, in which every token attends to its whole row."""
     model = _with_vocabulary(config, vocab_size).model
     stretches = config.batches.stretches
     ends = [place.number for place in stretches[1:]] + [config.train.num_steps]
@@ -285,7 +286,7 @@ def _with_vocabulary(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
 
 
 def _fused(config: PretrainConfig, cluster: ClusterConfig) -> Choice:
-    """What the run will choose there, if its GPUs have what fused kernels need."""
+    """Predict the kernels that the run will choose, if its GPUs support fused ones."""
     if not cluster.gpus_per_node:
         return REFERENCE
     return expected_on_gpu(config.kernels, config.model, config.train.precision)
@@ -308,9 +309,13 @@ def _activations(
 
 
 def _largest_micro_batch(
-    config: PretrainConfig, vocab_size: int, share: int, state: int, gpu_bytes: float | None,
+    config: PretrainConfig,
+    vocab_size: int,
+    share: int,
+    state: int,
+    gpu_bytes: float | None,
     fused: Choice,
-) -> int | None:  # fmt: skip
+) -> int | None:
     if gpu_bytes is None:
         return None
     seq_len = config.batches.stretches[-1].seq_len
@@ -323,7 +328,7 @@ def _largest_micro_batch(
 
 
 def _free_bytes(run_dir: Path) -> int | None:
-    """Of the nearest folder that exists."""
+    """Measure the free space of the nearest parent folder that exists."""
     for folder in (run_dir, *run_dir.absolute().parents):
         if folder.is_dir():
             return shutil.disk_usage(folder).free

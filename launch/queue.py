@@ -1,12 +1,12 @@
-"""What SLURM knows of jobs: from its queue, then from its accounting; else it is not known.
+"""Jobs as SLURM knows them: from its queue, then from its accounting; otherwise unknown.
 
-Printed formats are the ones that stay: `squeue --json` passes over `-j` and `scontrol show job`
+The printed formats are those that are stable: `squeue --json` ignores `-j`, and `scontrol show job`
 mixes job names with its keys. A size of 0 prints a field in full; the comment, which may contain
 anything, comes last.
 
-A job that the queue does not know need not have ended: a controller that crashes forgets young
-jobs while their tasks run on, and later gives their ids to other jobs. So a job counts as ended
-only if SLURM says so, and as ours only if it carries the comment that it was submitted with.
+A job that the queue does not know may still run: a controller that crashes forgets young jobs while
+their tasks run on, and later gives their ids to other jobs. So a job counts as ended only if SLURM
+says so, and as ours only if it carries the comment that it was submitted with.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,8 @@ from launch.slurm import NoSlurmError, SlurmError, run_command
 from pipeline.errors import PostnormError
 
 RUNNING, PENDING, COMPLETING, UNKNOWN = "RUNNING", "PENDING", "COMPLETING", "UNKNOWN"
-ENDED = {
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-    "PREEMPTED", "REVOKED", "TIMEOUT",
-}  # fmt: skip
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
+ENDED |= {"OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 _WAITING = {PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 _SQUEUE = (
     "JobArrayID", "ArrayJobID", "State", "Reason", "Partition", "NodeList", "RestartCnt",
@@ -32,41 +30,88 @@ _SACCT = (
 )  # fmt: skip
 _NOTHING = {"", "(null)", "None", "N/A", "Unknown", "None assigned", "n/a"}
 _ID_REUSED_S = 600.0
-"""Clocks of a cluster differ by less."""
+"""Clocks of a cluster differ by less than this."""
+
+# Reasons for a pending job, by the names of `job_reason_string` (SLURM,
+# src/common/slurm_protocol_defs.c).
+_REASONS = {
+    "None": "not considered yet",
+    "Resources": "next in line, waits for free nodes",
+    "Priority": "other jobs come first",
+    "Dependency": "waits for another job to end",
+    "DependencyNeverSatisfied": "the job it waits for failed: it never starts; cancel it",
+    "BeginTime": "not before its start time; a requeued job waits about two minutes",
+    "Cleaning": "being requeued; its last start is still ending",
+    "JobHeldUser": "held by you: scontrol release {job}",
+    "JobHeldAdmin": "held by an administrator: ask your site",
+    "JobArrayTaskLimit": "its array runs as many tasks as it may at once",
+    "ReqNodeNotAvail": "nodes it needs are down, drained or reserved",
+    "PartitionDown": "the partition is down: ask your site",
+    "PartitionInactive": "the partition is closed: ask your site",
+    "PartitionTimeLimit": "its time limit is above the partition's: it never starts; lower it",
+    "PartitionNodeLimit": "more nodes than the partition allows: it never starts; lower it",
+    "PartitionConfig": "the partition does not allow what it asks for: it never starts",
+    "NodeDown": "a node that it needs is down",
+    "BadConstraints": "no node has what it asks for: it never starts",
+    "Licenses": "waits for a licence",
+    "Reservation": "waits for its reservation",
+    "ReservationDeleted": "its reservation is gone: it never starts; cancel it",
+    "InvalidAccount": "the account is not valid: cancel it and submit with another",
+    "InvalidQOS": "the QOS is not valid: cancel it and submit with another",
+    "JobLaunchFailure": "the node could not start it: see the job's log, or ask your site",
+    "Prolog": "a node is being prepared",
+    "FrontEndDown": "a front end is down: ask your site",
+}
+_REASONS_BY_PREFIX = {
+    "QOSMax": "you use as much as the QOS allows you at once",
+    "QOSMin": "the job asks for less than the QOS requires: it never starts",
+    "QOSGrp": "all users of the QOS together use as much as it allows",
+    "QOS": "a limit of the QOS",
+    "AssocMax": "you use as much as your account allows you at once",
+    "AssocGrp": "your account uses as much as it may",
+    "Assoc": "a limit of your account",
+    "MaxJobsPerAccount": "your account has as many jobs as it may have",
+    "launch_failed_requeued_held": "a node failed to start it, and SLURM holds it: "
+    "scontrol release {job}",
+    "launch failed requeued held": "a node failed to start it, and SLURM holds it: "
+    "scontrol release {job}",
+    "job_requeued_in_held_state": "requeued and held: scontrol release {job}",
+    "Nodes required for job are DOWN": "nodes it needs are down, drained or reserved",
+}
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A job, or an element of an array, as SLURM sees it. None or empty: not known, or not yet."""
+    """A job, or an element of an array, as SLURM sees it. None or empty: not known (yet)."""
 
     job: str
     """Such as `412`, or `413_5` in an array."""
     array: str
-    """Id of its array; of a job in none, its own."""
+    """Id of its array; its own id if it is not in an array."""
     state: str
     """SLURM's own word, or `UNKNOWN`."""
     source: str
     """`squeue`, `sacct`, or empty for an unknown job."""
     reason: str = ""
-    """Of a pending or failed job, SLURM's own word; of an unknown job, why."""
+    """SLURM's own word for why a job is pending or failed; why an unknown job is unknown."""
     partition: str = ""
     nodes: str = ""
     """Such as `node[1-4]`."""
     restarts: int | None = None
     submitted_unix_s: float | None = None
-    """Of a requeued job: when it was requeued."""
+    """Time of the submission, or of the last requeue."""
     started_unix_s: float | None = None
-    """Of this start; of a pending job the expected one."""
+    """Time of this start; of a pending job, the expected one."""
     end_unix_s: float | None = None
-    """When it ended; of a running job, its time limit."""
+    """Time of its end; of a running job, of its time limit."""
     time_limit: str = ""
     exit_code: str = ""
-    """Of an ended job: `code:signal`."""
+    """`code:signal` of an ended job."""
     comment: str = ""
 
     @property
     def is_ended(self) -> bool:
-        """SLURM says that it is over; it may still be requeued by a person."""
+        """Whether SLURM says that it has ended; a person may still requeue it."""
         return self.state in ENDED
 
     @property
@@ -80,37 +125,59 @@ class JobFacts:
         return self.state != UNKNOWN and not self.is_ended
 
     def is_of(self, folder: Path) -> bool:
-        """Whether it carries the mark of a run or dataset folder, its comment.
+        """Whether its comment names a run or dataset folder.
 
         Args:
-            folder: absolute; links on the way to it do not matter.
+            folder: absolute path; symbolic links in it do not matter.
         """
         return self.comment.startswith("/") and (
             self.comment == str(folder) or Path(self.comment).resolve() == folder.resolve()
         )
 
 
+def reason_in_words(reason: str, job: str) -> str:
+    """Explain why a job is pending and, where a person can do something, what.
+
+    Args:
+        reason: as squeue prints it, such as `Resources` or `ReqNodeNotAvail, May be reserved...`.
+        job: id of the job, for the words.
+
+    Returns:
+        Empty for a reason that is not known here.
+    """
+    name = reason.partition(",")[0]
+    if name.startswith(("QOSMax", "AssocMax")) and "PerJob" in name:
+        giver = "QOS" if name.startswith("QOS") else "account"
+        return f"the {giver} does not allow one job that much: it never starts; ask for less"
+    words = _REASONS.get(name) or next(
+        (text for prefix, text in _REASONS_BY_PREFIX.items() if reason.startswith(prefix)), ""
+    )
+    return words.replace("{job}", job)
+
+
 def my_jobs() -> list[JobFacts]:
-    """All jobs of this user that the queue knows, ended ones for some minutes; arrays element-wise.
+    """List this user's jobs in the queue, ended ones for some minutes; arrays element-wise.
 
     Raises:
-        SlurmError: SLURM is not there or does not answer.
+        NoSlurmError: this machine has no SLURM.
+        SlurmError: SLURM does not answer.
     """
     return _squeue(["--me"])
 
 
 def jobs_of(jobs: Sequence[str]) -> list[JobFacts]:
-    """Those of `jobs` that the queue knows; arrays element-wise.
+    """List those of `jobs` that the queue knows; arrays element-wise.
 
     Raises:
-        SlurmError: SLURM is not there or does not answer.
+        NoSlurmError: this machine has no SLURM.
+        SlurmError: SLURM does not answer.
     """
     if not jobs:
         return []
     try:
         return _squeue([f"--jobs={','.join(jobs)}"])
     except SlurmError as error:
-        # Said of a single unknown job only; of several, the unknown ones are left out.
+        # squeue says so of a single unknown job only; of several, it leaves the unknown ones out.
         if "Invalid job id" in str(error):
             return []
         raise
@@ -119,26 +186,28 @@ def jobs_of(jobs: Sequence[str]) -> list[JobFacts]:
 def job_facts(
     job: str, folder: Path | None = None, submitted_unix_s: float | None = None
 ) -> JobFacts:
-    """What is known of one job.
+    """Ask the queue, then accounting, about one job.
 
     Args:
         job: its id.
-        folder: that it is of; a job of another has the same id by chance. None takes any.
-        submitted_unix_s: when it was submitted; records of accounting before it are not its own.
+        folder: folder that it belongs to; another job may have the same id by chance. None takes
+            any job.
+        submitted_unix_s: time of its submission; older accounting records are of another job.
 
     Returns:
         State `UNKNOWN`, with the reason, where SLURM cannot tell.
 
     Raises:
-        SlurmError: SLURM is not there or does not answer.
+        NoSlurmError: this machine has no SLURM.
+        SlurmError: SLURM does not answer.
     """
-    found = jobs_of([job])
-    ours = [facts for facts in found if folder is None or facts.is_of(folder)]
+    queued = jobs_of([job])
+    ours = [facts for facts in queued if folder is None or facts.is_of(folder)]
     if ours:
         return ours[-1]
     strange = "the queue does not know it"
-    if found:
-        strange = f"the job that has its id today is another ({found[-1].comment or 'no comment'})"
+    if queued:
+        strange = f"the job that has its id now is another ({queued[-1].comment or 'no comment'})"
     return _accounted(job, strange, submitted_unix_s)
 
 
@@ -159,7 +228,7 @@ def _from_squeue(line: str) -> JobFacts:
         array=values["ArrayJobID"],
         state=state,
         source="squeue",
-        # That of the time before the start stays behind.
+        # A running job keeps the reason from before its start, which says nothing any more.
         reason=_text(values["Reason"]) if state in ENDED | _WAITING else "",
         partition=_text(values["Partition"]),
         nodes=_text(values["NodeList"]),
@@ -174,9 +243,9 @@ def _from_squeue(line: str) -> JobFacts:
 
 
 def _accounted(job: str, strange: str, submitted_unix_s: float | None) -> JobFacts:
-    """From accounting, if the site has it and it saw the job's end."""
+    """Ask accounting, if the site has it and it saw the job's end."""
     try:
-        # One line for each start.
+        # With --duplicates sacct prints one line for each start.
         command = ["sacct", "--allocations", "--duplicates", "--noheader", "--parsable2"]
         output = run_command([*command, f"--jobs={job}", f"--format={','.join(_SACCT)}"])
     except PostnormError as error:
@@ -221,22 +290,23 @@ def _text(value: str) -> str:
 
 
 def _time(value: str) -> float | None:
-    """From Unix seconds, which the commands are asked for."""
+    """Read Unix seconds, the format that the commands are asked for."""
     return float(value) if value.strip().isdigit() else None
 
 
 def _exit_code(value: str) -> str:
-    """`code:signal`; squeue prints the status of `wait`."""
+    """Convert the status of `wait`, which squeue prints, to `code:signal`."""
     if not value.isdigit():
         return value
     return f"{int(value) >> 8}:{int(value) & 0x7F}"
 
 
 def still_queued(jobs: Sequence[str]) -> list[str]:
-    """Those of some jobs or arrays that are waiting or running.
+    """List those of some jobs or arrays that are waiting or running.
 
     Raises:
-        SlurmError: SLURM is not there or does not answer.
+        NoSlurmError: this machine has no SLURM.
+        SlurmError: SLURM does not answer.
     """
     if not jobs:
         return []

@@ -1,59 +1,298 @@
-"""What the job scripts of training and of data preparation share."""
+"""The job script of a run as pure text: config in, sbatch script out.
+
+The script relies on these facts (measured on SLURM 22.05): the batch script hears SIGUSR1 only in a
+background `wait` loop, and dies of it before it has a trap; ranks that are still starting do not
+hear it, so it is repeated; srun's exit code says little, so files of this attempt decide
+(`launch.decide`); SLURM truncates logs on requeue unless told to append; a node failure or
+preemption requeues the job by itself, so the script starts the same way each time.
+"""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from pipeline.errors import ConfigError
+from launch.cluster import ClusterConfig
+from launch.records import EXCLUDED_FILE, FOLDER, PRETRAIN
+from launch.script_parts import (
+    REQUEUE,
+    sbatch_lines,
+    sbatch_resources,
+    setup_lines,
+    slurm_path,
+    srun_words,
+    wrapped,
+)
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    EXIT_STOPPED,
+)
+from pipeline.runtime.env import RUN_DIR_VARIABLE
+
+_SECONDS_TO_REQUEUE = 30
+"""Time before the limit that the script keeps for itself."""
+_BANDWIDTH_S = 180
+"""Time after which a measurement that hangs gives up."""
+_SRUN_S = 60
+"""Time that srun may take to start a step and to end it."""
 
 
-def sbatch_lines(options: Mapping[str, object]) -> list[str]:
-    """`#SBATCH` lines: those of every job, and `options` that are not empty (True: no value).
+@dataclass(frozen=True)
+class Job:
+    """The command that a script runs, and the folders that it needs."""
 
-    SLURM truncates logs on requeue unless told to append, and leaves a job whose dependency failed
-    in the queue for ever unless told to cancel it.
-    """
-    given = [
-        name if value is True else f"{name}={value}"
-        for name, value in options.items()
-        if value != ""
-    ]
-    every = ["open-mode=append", "requeue", "kill-on-invalid-dep=yes"]
-    return [f"#SBATCH --{option}" for option in (*given, *every)]
+    kind: str
+    """PRETRAIN, EVALUATE or PROGRAM."""
+    name: str
+    """Name in the queue."""
+    run_dir: str
+    words: tuple[str, ...]
+    """Module and arguments of a rank."""
+    work_dir: str
+    """Absolute path; relative paths start there."""
+    start: tuple[str, ...]
+    """Words between the interpreter and a module's name: `-m`, or a file that runs modules of a
+    copy of the code."""
+    log_dir: str
+    """Folder of the job's log, which must exist."""
+    mounts: tuple[str, ...]
+    """Absolute paths of the folders that a container needs."""
+    profile: str | None = None
+    """File of the cluster profile, for preflight; the defaults if None."""
 
 
-def slurm_path(folder: str) -> str:
-    """A folder as SLURM reads it in `--output`: `%` is no pattern, quoted as by a shell.
+def render(job: Job, cluster: ClusterConfig) -> str:
+    """Render a job script. Pure.
+
+    Args:
+        job: the command and its folders.
+        cluster: the profile.
 
     Raises:
-        ConfigError: SLURM would look for another folder, and fail the job without a word.
+        ConfigError: SLURM cannot use a folder of that name.
     """
-    if {"\\", "\n"} & set(folder):
-        raise ConfigError(
-            f"log folder {folder!r}: SLURM cannot write to a folder with a backslash or a line "
-            "break in its name; rename it"
+    start = _START.format(
+        launch_folder=FOLDER, excluded=EXCLUDED_FILE, launcher=_launcher(job, cluster)
+    )
+    decide_options = (
+        f"--kind {job.kind} --ranks {cluster.num_ranks} --max-restarts {cluster.max_restarts} "
+        f"--max-attempts {cluster.max_attempts_without_progress}"
+    )
+    ranks = _RANKS.format(command=_words(job, cluster, job.words, gpus=True))
+    attempt = _ATTEMPT.format(
+        decide_options=decide_options,
+        max_restarts=cluster.max_restarts,
+        finished=EXIT_FINISHED,
+        do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+        stopped=EXIT_STOPPED,
+        again=EXIT_PREEMPTED,
+        patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
+        ranks=_step(job, cluster, ranks),
+    )
+    parts = [
+        "#!/bin/bash",
+        *sbatch_lines(_options(job, cluster)),
+        "",
+        _TRAP,
+        *setup_lines(cluster),
+        "set -u +e",
+        f"cd {shlex.quote(job.work_dir)} || exit 1",
+        f"run_dir={shlex.quote(job.run_dir)}",
+        f'export {RUN_DIR_VARIABLE}="$run_dir"',
+        start,
+        *_preflight(job, cluster),
+        attempt,
+        _REQUEUE_WITHOUT.format(exclude=f"{cluster.exclude}," if cluster.exclude else "") + REQUEUE,
+    ]
+    return "\n".join(parts)
+
+
+def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
+    return {
+        "job-name": shlex.quote(job.name),
+        "comment": shlex.quote(str(Path(job.work_dir) / job.run_dir)),
+        "output": f"{slurm_path(job.log_dir)}/slurm-%j.log",
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.num_ranks_per_node,
+        "cpus-per-task": cluster.cpus_per_rank,
+        "time": cluster.time_limit,
+        "signal": f"B:USR1@{cluster.stop_before_end_s}",
+        "mem": cluster.mem_per_node,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        **sbatch_resources(cluster),
+    }
+
+
+def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
+    """Write the part that checks the nodes, for runs whose profile enables it."""
+    preflight = cluster.preflight
+    if job.kind != PRETRAIN or not preflight.enabled:
+        return []
+    profile = ["--cluster", job.profile] if job.profile else []
+    options = [*job.words[2:], *profile]
+    check = _words(job, cluster, ["launch", "preflight", "check", *options], gpus=True)
+    measure = []
+    if preflight.bandwidth_gb_per_s:
+        command = _words(
+            job, cluster, ["pipeline", "bandwidth", "--timeout", str(_BANDWIDTH_S)], gpus=True
         )
-    return shlex.quote(folder.replace("%", "%%"))
+        inner = _RANKS.format(command=f'{command} --records "$1" --nodes "$2"')
+        measure.append(
+            _MEASURE.format(
+                timeout=_BANDWIDTH_S + _SRUN_S, ranks=f"{_step(job, cluster, inner)} bandwidth"
+            )
+        )
+    return [
+        _PREFLIGHT.format(
+            timeout=preflight.timeout_s + _SRUN_S,
+            check=_step(job, cluster, f'exec {check} --records "$1"') + " check",
+            measure="".join(measure),
+            options=shlex.join(options),
+            again=EXIT_PREEMPTED,
+            do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+            max_restarts=cluster.max_restarts,
+        )
+    ]
 
 
-REQUEUE = """\
-# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
-# does not run: the script lives on until it has named them.
-ended=
-trap 'ended=1' TERM
-# The controller may be restarting.
-for try in 1 2 3 4 5 6 7 8 9 10; do
-  if scontrol requeue "$job" || [ -n "$ended" ]; then
-    # Leaving before SLURM says so would count as the end of the job.
-    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
-    for ((left = 10; left > 0; left--)); do
-      [ -n "${without:-}" ] || break
-      scontrol update jobid="$job" excnodelist="$without" && break
-      sleep 1
-    done
-    exit 0
-  fi
-  sleep 30
-done
-echo "end: the job could not be requeued, submit it again"; exit 1
+def _step(job: Job, cluster: ClusterConfig, text: str) -> str:
+    """Write the words that srun runs for shell text, in the container if there is one."""
+    words = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    return " ".join([*words, "bash", "-c", shlex.quote(text)])
+
+
+def _words(job: Job, cluster: ClusterConfig, words: Sequence[str], *, gpus: bool) -> str:
+    """Write shell text that runs a module, in the container if there is one."""
+    plain = [shlex.quote(word) for word in (cluster.python, *job.start, *words)]
+    return " ".join(wrapped(cluster, job.mounts, plain, work_dir=job.work_dir, gpus=gpus))
+
+
+def _launcher(job: Job, cluster: ClusterConfig) -> str:
+    """Write shell text that runs the launcher on the first node, where the batch script is."""
+    words = _words(job, cluster, ["launch"], gpus=False)
+    options = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    if options:  # only srun can start a pyxis container
+        words = " ".join(["srun", "--nodes=1", "--ntasks=1", "--overlap", *options, words])
+    return words
+
+
+# One task: map SLURM's variables to those of the process group, then become the trainer.
+# Signals are ignored until Python has its handlers: by default they would kill the task.
+_RANKS = (
+    "trap '' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+    "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}} exec {command}"
+)
+
+# Before the setup lines: SIGUSR1 without a trap ends the job.
+_TRAP = """\
+asked_to_stop=0 go=1 step= asking=
+trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1"""
+
+_START = """\
+restarts=${{SLURM_RESTART_COUNT:-0}}
+job=$SLURM_JOB_ID
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
+export MASTER_ADDR=${{nodes%% *}} MASTER_PORT
+# Below 32768, where Linux takes the ports of outgoing connections from.
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+launch_dir=$run_dir/{launch_folder}
+excluded=$launch_dir/{excluded}
+mkdir -p "$launch_dir"
+# Submitted by a person: other nodes may be bad by now.
+[ "$restarts" -gt 0 ] || rm -f "$excluded"
+before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
+echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${{before:-none}}"
+
+launcher() {{
+  {launcher} "$@"
+}}
+# `wait` returns at each signal, and may not have seen the end of a process that is gone.
+await() {{
+  while :; do
+    wait "$1"; code=$?
+    kill -0 "$1" 2>/dev/null || break
+  done
+  wait "$1" 2>/dev/null; again=$?
+  [ "$again" = 127 ] || code=$again
+  return "$code"
+}}"""
+
+_PREFLIGHT = """\
+judge() {{
+  launcher preflight judge {options} --records "$records" --nodes "$nodes" \\
+    --job "$SLURM_JOB_ID" --restart "$restarts" "$@"
+}}
+preflight() {{
+  records=$launch_dir/preflight/$SLURM_JOB_ID.$restarts
+  mkdir -p "$records" && date +%s.%N >"$records/started" || return 1
+  timeout --kill-after=10 {timeout} srun --no-kill --kill-on-bad-exit=0 --ntasks-per-node=1 \\
+    --ntasks="$SLURM_JOB_NUM_NODES" {check} "$records"
+  judge || return
+{measure}}}
+if [ "$asked_to_stop" = 0 ]; then
+  preflight &
+  await $!
+  case $? in
+    0) go=1 ;;
+    {do_not_retry}) echo "end: no other node cures what preflight found"; exit {do_not_retry} ;;
+    {again})
+      go=0
+      if [ "$restarts" -ge {max_restarts} ]; then
+        echo "end: bad nodes after $restarts restarts (max_restarts)"; exit {do_not_retry}
+      fi ;;
+    *) go=1; echo "preflight came to no verdict: going on without" ;;
+  esac
+fi"""
+
+_MEASURE = """\
+  timeout --kill-after=10 {timeout} srun --no-kill --kill-on-bad-exit=0 \\
+    {ranks} "$records" "$nodes"
+  judge --bandwidth
 """
-"""Last lines of a script: starts job `$job` again from the queue, not on the nodes `$without`."""
+
+_ATTEMPT = """\
+run_ranks() {{
+  trap '' USR1  # srun passes it on all the same; by default it would die before it can
+  exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \\
+    {ranks}
+}}
+# Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
+ask_ranks() {{
+  [ -n "$step" ] && [ -z "$asking" ] || return
+  for ((left = {patience}; left > 0; left -= 5)); do
+    kill -USR1 "$step" || exit
+    sleep 5
+  done && echo "ranks do not stop: killing them" && kill -KILL "$step" &
+  asking=$!
+}}
+if [ "$go" = 1 ]; then
+  run_ranks &
+  step=$!
+  [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
+  await "$step"
+  [ -z "$asking" ] || kill "$asking" 2>/dev/null
+  launcher decide "$run_dir" {decide_options} \\
+    --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \\
+    --asked-to-stop "$asked_to_stop" --step-code "$code"
+  verdict=$?
+  case $verdict in
+    {finished}|{do_not_retry}|{stopped}) exit "$verdict" ;;
+    {again}) ;;
+    *)
+      echo "no verdict (exit code $verdict): trying again while restarts last"
+      if [ "$restarts" -ge {max_restarts} ]; then
+        echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+      fi ;;
+  esac
+fi"""
+
+_REQUEUE_WITHOUT = """\
+without=$(paste -sd, "$excluded" 2>/dev/null)
+[ -z "$without" ] || without={exclude}$without
+"""

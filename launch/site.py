@@ -1,16 +1,21 @@
-"""The SLURM site as its own commands tell it.
+"""The SLURM site as its own commands describe it, and whether a cluster profile fits it.
 
 Text formats with separators are read, which are the same from 22.05 on; `--json` changes between
 versions and leaves options out. Names of reservations and accounts come from `scontrol` and
 `sacctmgr`, the latter only where SLURM enforces them.
 """
 
+import difflib
 import getpass
+import os
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from launch.cluster import ClusterConfig
-from launch.fields import seconds
+from launch.fields import mebibytes, seconds
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import ConfigError
 
@@ -20,7 +25,7 @@ _NOT_NOW = "Requested node configuration is not available"
 
 @dataclass(frozen=True)
 class Node:
-    """What a node has, whoever uses it now."""
+    """The resources of a node, whoever uses it now."""
 
     name: str
     cpus: int
@@ -40,7 +45,7 @@ class Partition:
     time_limit: str
     """As `sinfo` shows it."""
     max_nodes: int | None
-    """Of one job; None has no limit."""
+    """Largest number of nodes of one job; None has no limit."""
     nodes: list[Node] = field(default_factory=list)
 
     @property
@@ -53,7 +58,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Site:
-    """What jobs can ask for."""
+    """The names and limits that jobs can ask for."""
 
     partitions: dict[str, Partition]
     default: str
@@ -61,19 +66,19 @@ class Site:
     max_array_size: int | None = None
     reservations: frozenset[str] = frozenset()
     accounts: frozenset[str] | None = None
-    """Of this user; None if SLURM takes any."""
+    """Accounts of this user; None if SLURM accepts any."""
     qos: frozenset[str] | None = None
-    """Of this user; None if SLURM takes any."""
+    """QOS of this user; None if SLURM accepts any."""
 
 
 def read() -> Site:
-    """Asks SLURM.
+    """Ask SLURM what the site offers.
 
     Raises:
-        NoSlurmError: there is none on this machine.
+        NoSlurmError: this machine has no SLURM.
         NoAnswerError: it did not answer.
     """
-    # Hidden partitions take jobs, too.
+    # --all: hidden partitions take jobs, too.
     partitions, default = parse_nodes(
         run_command(["sinfo", "--all", "--noheader", "--Node", f"--format={_NODE_FORMAT}"])
     )
@@ -81,31 +86,24 @@ def read() -> Site:
     enforced = settings.get("AccountingStorageEnforce", "").split(",")
     accounts = qos = None
     if {"associations", "limits", "qos"} & set(enforced):
+        command = ["sacctmgr", "--noheader", "--parsable2", "show", "assoc"]
         accounts, qos = parse_associations(
-            run_command([
-                "sacctmgr", "--noheader", "--parsable2", "show", "assoc",
-                f"user={getpass.getuser()}", "format=account,qos",
-            ])
-        )  # fmt: skip
+            run_command([*command, f"user={getpass.getuser()}", "format=account,qos"])
+        )
     size = settings.get("MaxArraySize", "")
+    reservations = run_command(["scontrol", "--oneliner", "show", "reservation"])
     return Site(
         partitions,
         default,
         max_array_size=int(size) if size.isdecimal() else None,
-        reservations=frozenset(
-            re.findall(
-                r"^ReservationName=(\S+)",
-                run_command(["scontrol", "--oneliner", "show", "reservation"]),
-                re.MULTILINE,
-            )
-        ),
+        reservations=frozenset(re.findall(r"^ReservationName=(\S+)", reservations, re.MULTILINE)),
         accounts=accounts,
         qos=qos if "qos" in enforced else None,
     )
 
 
 def within_site(cluster: ClusterConfig) -> ClusterConfig:
-    """The profile with `prep.max_array_size` no larger than the site's MaxArraySize.
+    """Lower `prep.max_array_size` of a profile to the site's MaxArraySize.
 
     Where SLURM cannot be asked, the profile stays as it is, and sbatch has the last word.
 
@@ -122,33 +120,33 @@ def within_site(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def host_names(host_list: str) -> list[str]:
-    """Node names of a list such as `node[1-3],node9`.
+    """Expand a list of nodes such as `node[1-3],node9`.
 
     Raises:
-        NoSlurmError: there is no SLURM on this machine.
+        NoSlurmError: this machine has no SLURM.
         SlurmError: it cannot read the list.
     """
     return run_command(["scontrol", "show", "hostnames", host_list]).split() if host_list else []
 
 
 def ask_sbatch(script: str) -> str:
-    """Lets sbatch say whether it would take a script (`--test-only`), the last check of one.
+    """Ask sbatch whether it would accept a script (`--test-only`), the last check of a script.
 
-    It sees what only the controller knows, such as partitions that an account may not use. Measured
-    on SLURM 22.05: a time limit above the partition's passes where EnforcePartLimits=NO, and nodes
-    that are drained or reserved at the moment make it refuse what sbatch itself would queue; so
-    that refusal is only told, and `launch.fit` compares limits and nodes.
+    It knows what only the controller knows, such as partitions that an account may not use.
+    Measured on SLURM 22.05: a time limit above the partition's passes where EnforcePartLimits=NO,
+    and nodes that are drained or reserved at the moment make it refuse what sbatch itself would
+    queue; so that refusal is only reported, and `check` compares limits and nodes.
 
     Returns:
-        When the job would start and where, in SLURM's words.
+        When and where the job would start, in SLURM's words.
 
     Raises:
-        ConfigError: sbatch would refuse it.
-        NoSlurmError: there is no SLURM on this machine.
+        ConfigError: sbatch would refuse the script.
+        NoSlurmError: this machine has no SLURM.
         NoAnswerError: the controller did not answer.
     """
     try:
-        # The answer is on standard error.
+        # sbatch answers on standard error.
         command = "SLURM_TIME_FORMAT=standard exec sbatch --test-only 2>&1"
         answer = run_command(["bash", "-c", command], script)
     except NoAnswerError:
@@ -163,7 +161,7 @@ def ask_sbatch(script: str) -> str:
 
 
 def parse_nodes(text: str) -> tuple[dict[str, Partition], str]:
-    """Partitions by name and the default's name, of `sinfo --Node` in this module's format."""
+    """Read `sinfo --Node` in this module's format: partitions by name, and the default's name."""
     partitions: dict[str, Partition] = {}
     default = ""
     for line in text.splitlines():
@@ -174,27 +172,25 @@ def parse_nodes(text: str) -> tuple[dict[str, Partition], str]:
         partition = partitions.setdefault(
             name, Partition(name, available, limit, int(most) if most.isdecimal() else None)
         )
-        partition.nodes.append(
-            Node(node, int(cpus), int(memory), parse_gpus(gres),
-                 frozenset(features.split(",")) - {"(null)"})
-        )  # fmt: skip
+        names = frozenset(features.split(",")) - {"(null)"}
+        partition.nodes.append(Node(node, int(cpus), int(memory), parse_gpus(gres), names))
     return partitions, default
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """GPUs by type, of a node's GRES such as `gpu:h200:8(S:0-1),nvme:1`."""
-    found: dict[str, int] = {}
+    """Read the GPUs by type from a node's GRES, such as `gpu:h200:8(S:0-1),nvme:1`."""
+    counts: dict[str, int] = {}
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
         kind, *rest = item.split(":")
         if kind == "gpu":
             *types, count = rest
             name = types[0] if types else ""
-            found[name] = found.get(name, 0) + int(count)
-    return found
+            counts[name] = counts.get(name, 0) + int(count)
+    return counts
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """Of `scontrol show config`."""
+    """Read `scontrol show config`."""
     return {
         name.strip(): value.strip()
         for name, equals, value in (line.partition("=") for line in text.splitlines())
@@ -203,9 +199,268 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def parse_associations(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Accounts and QOS of a user, of `sacctmgr show assoc` with `format=account,qos`."""
+    """Read accounts and QOS from `sacctmgr show assoc` with `format=account,qos`."""
     lines = [line.split("|") for line in text.splitlines()]
     return (
         frozenset(account for account, _ in lines),
         frozenset(name for _, names in lines for name in names.split(",") if name),
     )
+
+
+def check(cluster: ClusterConfig, kind: str, *, work_dir: str, optional: bool = False) -> str:
+    """Compare a profile with the SLURM site of this machine, before a job could pend forever.
+
+    Args:
+        cluster: the profile.
+        kind: kind of the job; data preparation asks for other resources than runs do.
+        work_dir: folder that the job starts in.
+        optional: whether to go on where there is no SLURM or it does not answer.
+
+    Returns:
+        A line that says what was checked.
+
+    Raises:
+        ConfigError: names everything that does not fit.
+        NoSlurmError: this machine has no SLURM.
+        NoAnswerError: it did not answer.
+    """
+    try:
+        site, excluded = read(), host_names(cluster.exclude)
+    except (NoSlurmError, SlurmError) as error:
+        if not optional:
+            raise
+        return f"the profile was not checked against the site: {error}"
+    every = [*problems(cluster, kind, site, excluded), *missing_files(cluster, work_dir)]
+    if every:
+        raise ConfigError(
+            f"the cluster profile does not fit this site, {len(every)} problem(s):"
+            + "".join(f"\n- {problem}" for problem in every)
+        )
+    return (
+        f"the profile fits the site: partition {_request(cluster, kind).partition or site.default}"
+    )
+
+
+def problems(
+    cluster: ClusterConfig, kind: str, site: Site, excluded: Sequence[str] = ()
+) -> list[str]:
+    """List everything that SLURM would refuse or never start; empty if there is nothing.
+
+    Args:
+        cluster: the profile.
+        kind: kind of the job.
+        site: the site.
+        excluded: node names that `exclude` stands for.
+    """
+    request = _request(cluster, kind)
+    texts = _partition_problems(request, site, excluded)
+    every_node = {node.name for part in site.partitions.values() for node in part.nodes}
+    if unknown := [name for name in excluded if name not in every_node]:
+        texts.append(f"exclude={cluster.exclude!r}: the site has no {', '.join(unknown)}")
+    if request.reservation:
+        texts += _unknown("reservation=", request.reservation, site.reservations)
+    # Without a name SLURM takes the user's default.
+    if request.account and site.accounts is not None:
+        texts += _unknown("account=", request.account, site.accounts)
+    if request.qos and site.qos is not None:
+        texts += _unknown("qos=", request.qos, site.qos)
+    most = site.max_array_size
+    if kind == "prep" and most and cluster.prep.max_array_size > most:
+        texts.append(
+            f"prep.max_array_size={cluster.prep.max_array_size} is above MaxArraySize={most} of "
+            f"the site; set it to {most}"
+        )
+    return texts
+
+
+def missing_files(cluster: ClusterConfig, work_dir: str) -> list[str]:
+    """List files that the profile names and this machine lacks; it shares folders with the nodes.
+
+    Args:
+        cluster: the profile.
+        work_dir: folder that relative paths start at.
+    """
+    container = cluster.container
+    texts = [] if Path(work_dir).is_dir() else [f"the working folder {work_dir} does not exist"]
+    python = Path(work_dir, cluster.python)
+    # A bare name may come from a module; in a container the interpreter is the image's.
+    is_path = container.kind == "none" and "/" in cluster.python and "$" not in cluster.python
+    if is_path and not (python.is_file() and os.access(python, os.X_OK)):
+        texts.append(
+            f"python={cluster.python!r}: {python} is not a program; name the interpreter that this "
+            "project is installed for"
+        )
+    if container.image_file and not Path(work_dir, container.image_file).exists():
+        texts.append(f"container.image={container.image!r} does not exist")
+    sources = (mount.partition(":")[0] for mount in container.mounts)
+    return texts + [
+        f"container.mounts: {path} does not exist" for path in sources if not Path(path).exists()
+    ]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The resources that a job asks for; the texts name the fields of the profile."""
+
+    partition: str
+    account: str
+    qos: str
+    reservation: str
+    time: tuple[str, int]
+    nodes: int
+    cpus: tuple[str, int]
+    memory: tuple[str, float]
+    gpus: tuple[str, str, int]
+    constraint: str
+
+
+def _request(cluster: ClusterConfig, kind: str) -> _Request:
+    prep = cluster.prep
+    if kind == "prep":
+        memory = f"prep.mem={prep.mem!r}" if prep.mem else ""
+        return _Request(
+            partition=prep.partition or cluster.partition,
+            account=prep.account or cluster.account,
+            qos=prep.qos or cluster.qos,
+            reservation="",
+            time=(f"prep.time_limit={prep.time_limit!r}", prep.time_limit_s),
+            nodes=1,
+            cpus=(f"prep.cores={prep.cores}", prep.cores),
+            memory=(memory, mebibytes(prep.mem or "0", "prep.mem")),
+            gpus=("", "", 0),
+            constraint="",
+        )
+    ranks = cluster.num_ranks_per_node
+    cpus = f"{ranks} ranks of cpus_per_rank={cluster.cpus_per_rank} on each node"
+    memory = f"mem_per_node={cluster.mem_per_node!r}" if cluster.mem_per_node else ""
+    gpus = f"gpus_per_node={cluster.gpus_per_node}" if cluster.gpus_per_node else ""
+    gpus += f" of gpu_type={cluster.gpu_type!r}" if cluster.gpu_type else ""
+    return _Request(
+        partition=cluster.partition,
+        account=cluster.account,
+        qos=cluster.qos,
+        reservation=cluster.reservation,
+        time=(f"time_limit={cluster.time_limit!r}", cluster.time_limit_s),
+        nodes=cluster.nodes,
+        cpus=(cpus, ranks * cluster.cpus_per_rank),
+        memory=(memory, mebibytes(cluster.mem_per_node or "0", "mem_per_node")),
+        gpus=(gpus, cluster.gpu_type, cluster.gpus_per_node),
+        constraint=cluster.constraint,
+    )
+
+
+def _partition_problems(request: _Request, site: Site, excluded: Sequence[str]) -> list[str]:
+    """List the problems of the partition that fits best; several are listed as for sbatch."""
+    names = request.partition.split(",") if request.partition else [site.default]
+    if names == [""]:
+        return [
+            "no partition is named, and the site has no default; set partition to one of "
+            f"{', '.join(sorted(site.partitions))}"
+        ]
+    unknown = [text for name in names for text in _unknown("partition=", name, site.partitions)]
+    if unknown:
+        return unknown
+    return min((_misfits(request, site.partitions[name], excluded) for name in names), key=len)
+
+
+def _misfits(request: _Request, partition: Partition, excluded: Sequence[str]) -> list[str]:
+    texts, where = [], f"partition {partition.name}"
+    if partition.available in ("drain", "inact"):
+        texts.append(f"{where} takes no jobs at the moment ({partition.available})")
+    text, limit_s = request.time
+    if limit_s > partition.time_limit_s:
+        texts.append(
+            f"{text} is above the limit of {where}, {partition.time_limit}; lower it, or take "
+            "another partition"
+        )
+    if partition.max_nodes is not None and request.nodes > partition.max_nodes:
+        texts.append(
+            f"nodes={request.nodes}: {where} gives a job at most {partition.max_nodes}; lower it"
+        )
+    nodes = [node for node in partition.nodes if node.name not in excluded]
+    if request.nodes > len(nodes):
+        left_out = len(partition.nodes) - len(nodes)
+        texts.append(
+            f"nodes={request.nodes}: {where} has {len(partition.nodes)}"
+            + (f", {left_out} of them excluded" if left_out else "")
+            + "; lower it"
+        )
+        return texts + _feature_problems(request, nodes, where)
+    return texts + _node_problems(request, nodes, where)
+
+
+def _node_problems(request: _Request, nodes: list[Node], where: str) -> list[str]:
+    """List resources that too few nodes offer, one by one and then together."""
+    cpus, memory, (gpus, gpu_type, num_gpus) = request.cpus, request.memory, request.gpus
+    needs: list[tuple[str, Callable[[Node], bool], Callable[[Node], str]]] = [
+        (cpus[0], lambda node: node.cpus >= cpus[1], lambda node: f"{node.cpus} cores"),
+        (memory[0], lambda node: node.memory_mib >= memory[1], lambda node: f"{node.memory_mib}M"),
+        (gpus, lambda node: _num_gpus(node, gpu_type) >= num_gpus, _gpu_text),
+    ]
+    texts = _feature_problems(request, nodes, where)
+    constraint = f"constraint={request.constraint!r}" if request.constraint else ""
+    left = [node for node in nodes if _has_features(node, request.constraint)]
+    if not texts and len(left) < request.nodes:
+        offers = _counted("+".join(sorted(node.features)) or "none" for node in nodes)
+        texts.append(_too_few(constraint, left, request.nodes, where, offers))
+    for text, fits, offer in needs:
+        fitting = list(filter(fits, nodes))
+        left = list(filter(fits, left))
+        if len(fitting) < request.nodes:
+            offers = _counted(map(offer, nodes))
+            texts.append(_too_few(text, fitting, request.nodes, where, offers))
+    if not texts and len(left) < request.nodes:
+        every = filter(None, [*(need[0] for need in needs), constraint])
+        texts.append(
+            f"{where} has {len(left)} node(s) with all of these together, nodes={request.nodes} "
+            f"are asked for: {'; '.join(every)}"
+        )
+    return texts
+
+
+def _feature_problems(request: _Request, nodes: list[Node], where: str) -> list[str]:
+    known = {name for node in nodes for name in node.features}
+    label = f"constraint={request.constraint!r}: in {where} feature "
+    names = _features(request.constraint)
+    return [text for name in names for text in _unknown(label, name, known)]
+
+
+def _features(constraint: str) -> list[str]:
+    return re.findall(r"[\w.:=-]+", re.sub(r"\*\d+", "", constraint))
+
+
+def _has_features(node: Node, constraint: str) -> bool:
+    """Say whether a node can be one of those asked for; brackets and counts are left to sbatch."""
+    names = _features(constraint)
+    if set("[]()*!") & set(constraint):
+        return True
+    if "|" in constraint:
+        return "&" in constraint or any(name in node.features for name in names)
+    return all(name in node.features for name in names)
+
+
+def _num_gpus(node: Node, gpu_type: str) -> int:
+    return node.gpus.get(gpu_type, 0) if gpu_type else sum(node.gpus.values())
+
+
+def _gpu_text(node: Node) -> str:
+    return "+".join(f"{count} {name}".strip() for name, count in node.gpus.items()) or "no"
+
+
+def _too_few(text: str, fitting: list[Node], nodes: int, where: str, offers: str) -> str:
+    return f"{text}: {where} has {len(fitting)} such node(s), nodes={nodes} are asked for; {offers}"
+
+
+def _counted(offers: Iterable[str]) -> str:
+    """Count equal offers, such as `its nodes have: 8 h200 (2 nodes), no (4 nodes)`."""
+    counts = Counter(offers)
+    return "its nodes have: " + ", ".join(f"{text} ({n} nodes)" for text, n in counts.items())
+
+
+def _unknown(label: str, name: str, known: Iterable[str]) -> list[str]:
+    names = sorted(known)
+    if name in names:
+        return []
+    near = difflib.get_close_matches(name, names, n=1)
+    advice = f"; did you mean {near[0]!r}?" if near else ""
+    return [f"{label}{name!r} is not known; expected one of: {', '.join(names) or 'none'}{advice}"]

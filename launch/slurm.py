@@ -1,7 +1,7 @@
-"""The one door to SLURM's commands: asked again while the controller does not answer.
+"""The one place that runs SLURM's commands; it retries while the controller does not answer.
 
-Measured on 22.05: with the controller gone each command fails by itself after 9 to 20 s (twice
-`MessageTimeout` at most), with exit code 1 like any other mistake, so that the message decides.
+Measured on 22.05: without a controller each command fails by itself after 9 to 20 s (at most twice
+`MessageTimeout`), with exit code 1 like any other error, so only the message tells them apart.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pipeline.runtime.env import child_environment
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a command is asked again, for a person who waits; job scripts have more time."""
+"""How long a command is retried for a person who waits; job scripts have more time."""
 _CALL_S = 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _UNREACHED = ("Unable to contact slurm controller", "Unable to contact slurm daemon")
@@ -26,8 +26,8 @@ _UNANSWERED = (
     "Zero Bytes were transmitted",
     "Connection timed out",
 )
-"""The request may have arrived."""
-# A user's own settings would change what is printed, or which jobs are meant.
+"""With these the request may have reached the controller."""
+# Variables of the user that would change what is printed, or which jobs are meant.
 _STEERING = ("SQUEUE_", "SACCT_", "SCANCEL_")
 
 
@@ -40,26 +40,29 @@ class SlurmError(PostnormError):
 
 
 class NoAnswerError(SlurmError):
-    """SLURM's controller did not answer; what it knows is unknown."""
+    """SLURM's controller did not answer, so nothing is known of its jobs."""
 
     exit_code = EXIT_FAILED_RETRY
 
 
 def run_command(
-    command: Sequence[str], stdin: str = "", *, repeatable: bool = True,
+    command: Sequence[str],
+    stdin: str = "",
+    *,
+    repeatable: bool = True,
     patience_s: float = PATIENCE_S,
-) -> str:  # fmt: skip
-    """Runs a SLURM command and returns what it printed. Times are printed as Unix seconds.
+) -> str:
+    """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
     Args:
         command: the words, such as `["squeue", "--me"]`.
-        stdin: given to it.
-        repeatable: whether doing it twice does no harm; else it is asked again only where the
-            controller was not reached at all. sbatch is not: it may have submitted.
-        patience_s: for how long a controller that does not answer is asked again.
+        stdin: text for its standard input.
+        repeatable: whether running it twice does no harm; if not, it is retried only where the
+            controller was not reached at all. sbatch is not repeatable: it may have submitted.
+        patience_s: how long to retry while the controller does not answer.
 
     Raises:
-        NoSlurmError: the command is not there.
+        NoSlurmError: the command does not exist here.
         NoAnswerError: the controller did not answer.
         SlurmError: SLURM refused.
     """
@@ -76,30 +79,34 @@ def run_command(
         if time.monotonic() + wait_s > end_s or not any(text in message for text in again):
             raise NoAnswerError(
                 f"{refusal}; SLURM's controller does not answer, so nothing is known of its jobs, "
-                "which run on without it: try again later (`scontrol ping` tells when)"
+                "which run on without it: try again later (`scontrol ping` says whether it is back)"
             )
-        logger.warning("SLURM's controller does not answer; asking again in %.0f s", wait_s)
+        logger.warning("SLURM's controller does not answer; trying again in %.0f s", wait_s)
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
 def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
-    """Exit code, output and message."""
+    """Run once and return exit code, output and message."""
     environment = {
-        name: value
-        for name, value in child_environment().items()
-        if not name.startswith(_STEERING)
-    }  # fmt: skip
+        name: value for name, value in child_environment().items() if not name.startswith(_STEERING)
+    }
     environment["SLURM_TIME_FORMAT"] = "%s"
     try:
         done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, errors="replace", check=False,
-            timeout=_CALL_S, env=environment,
-        )  # fmt: skip
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_CALL_S,
+            env=environment,
+        )
     except FileNotFoundError:
         raise NoSlurmError(
-            f"{command[0]} is not there: this machine has no SLURM, or its commands are not in "
-            "PATH; use a login node of the cluster (or look at scripts with --dry-run)"
+            f"{command[0]} was not found: this machine has no SLURM, or its commands are not in "
+            "PATH; use a login node of the cluster (or print scripts with --dry-run)"
         ) from None
     except subprocess.TimeoutExpired:
         return -1, "", f"Socket timed out: no answer in {_CALL_S:.0f} s"

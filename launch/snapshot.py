@@ -14,37 +14,37 @@ _HASH_LETTERS = 16
 
 
 class SnapshotError(PostnormError):
-    """The copy of the code is not what was copied."""
+    """The copy of the code differs from its original."""
 
 
 def code_hash(root: Path) -> str:
-    """sha256 of the packages' files with their names, shortened."""
-    found = hashlib.sha256()
+    """Compute the sha256 of the packages' files with their names, shortened."""
+    digest = hashlib.sha256()
     for path in _files(root):
         data = path.read_bytes()
-        found.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
-        found.update(data)
-    return found.hexdigest()[:_HASH_LETTERS]
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()[:_HASH_LETTERS]
 
 
 def start_file(folder: Path) -> Path:
-    """The file that runs modules of the copy that `snapshot` makes of the code as it is now."""
+    """Name the file that runs modules of the copy that `snapshot` makes of the code now."""
     return folder / code_hash(_ROOT) / "pipeline" / "runtime" / "start.py"
 
 
 def snapshot(folder: Path, root: Path = _ROOT) -> Path:
-    """Copies the packages to `folder/HASH`; what is there already is verified and kept.
+    """Copy the packages to `folder/HASH`; an existing copy is verified and kept.
 
     Args:
-        folder: of copies, by the hash of what they hold.
+        folder: folder of all copies, which are named by the hash of their contents.
         root: folder of the packages.
 
     Returns:
         The copy's folder, with the git revision in `REVISION`.
 
     Raises:
-        SnapshotError: a copy differs from its name: files were changed, in the checkout during the
-            copy or in an earlier copy.
+        SnapshotError: a copy does not match its name: files were changed, in the checkout during
+            the copy or in an earlier copy.
     """
     expected = code_hash(root)
     target = folder / expected
@@ -60,20 +60,20 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
             copy.rename(target)
         finally:
             shutil.rmtree(copy, ignore_errors=True)
-    found = code_hash(target)
-    if found != expected:
+    actual = code_hash(target)
+    if actual != expected:
         raise SnapshotError(
-            f"{target} holds code of hash {found}: a file in it was changed, or the checkout was "
-            "while it was copied; remove that folder and submit again"
+            f"{target} holds code of hash {actual}: a file in it was changed, or the checkout was "
+            "changed while it was copied; remove that folder and submit again"
         )
     return target
 
 
 def snapshot_for(start: Path, folder: Path) -> None:
-    """Makes the copy that a job runs.
+    """Make the copy that a job runs.
 
     Args:
-        start: what `start_file(folder)` was when the job was rendered.
+        start: `start_file(folder)` at the time when the job was rendered.
         folder: as for `snapshot`.
 
     Raises:
@@ -84,8 +84,6 @@ def snapshot_for(start: Path, folder: Path) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    """Of the packages, in a fixed order, without what Python compiled."""
-    return sorted(
-        path for package in _PACKAGES for path in (root / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    )  # fmt: skip
+    """List the files of the packages in a fixed order, without Python's compiled ones."""
+    every = (path for package in _PACKAGES for path in (root / package).rglob("*"))
+    return sorted(path for path in every if path.is_file() and "__pycache__" not in path.parts)

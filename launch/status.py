@@ -1,15 +1,14 @@
-"""How a run stands: what SLURM says of its jobs, and what the run says of itself."""
+"""The status of runs, data preparations and the queue: SLURM's answer and the run's own files."""
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.queue import UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
+from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs, reason_in_words
 from launch.records import (
     FOLDER,
     PREP_RECORD,
@@ -21,20 +20,23 @@ from launch.records import (
     submissions,
 )
 from launch.slurm import SlurmError
+from launch.summary import Line, Summary, date, duration, progress_bar, short_path, table
 from pipeline.errors import ConfigError
-from pipeline.runtime.files import ATTEMPTS_FILE, DONE_FILE
+from pipeline.inspect.status import RunStatus, run_status
+from pipeline.runtime.run_folder import RunFolder
 
 _LAST_DECISIONS = ("finished", "stopped", "failed")
-"""Of `launch decide`: after these the job script ends."""
+"""Decisions of `launch decide` after which the job script ends."""
+_MAX_STARTS = 5
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is known of a run."""
+    """Everything that is known of a run. The keys of `status RUN --json`."""
 
     run_dir: str
     jobs: list[JobFacts]
-    """That of training first, then of the last evaluation, then others of this run in the queue."""
+    """The training first, then the last evaluation, then other jobs of this run in the queue."""
     queue_problem: str
     """Why SLURM could not be asked, or empty."""
     submissions: list[Submission]
@@ -42,85 +44,94 @@ class RunReport:
     """Ends of attempts, oldest first."""
     excluded: list[str]
     """Nodes that the run must not get again."""
-    run: dict[str, Any] | None
-    """What `python -m pipeline status --json` prints; None before the first start."""
+    run: RunStatus | None
+    """The run's own status, as `python -m pipeline status` shows it; None before the first
+    start."""
     run_problem: str
-    """Why the run says nothing, or empty."""
+    """Why there is no such status, or empty."""
 
     @property
     def job(self) -> JobFacts | None:
-        """That of the newest submission of its kind, training first."""
+        """The job of the newest submission of its kind, training first."""
         return self.jobs[0] if self.jobs else None
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has left its mark of being finished."""
-        return (Path(self.run_dir) / DONE_FILE).exists()
+        """Whether the run folder has its done.json."""
+        return RunFolder(Path(self.run_dir)).done.exists()
 
 
 @dataclass(frozen=True)
 class PrepReport:
-    """What is known of the jobs of a data preparation."""
+    """The jobs of a data preparation. The keys of `status DATASET --json`."""
 
     output_dir: str
     stages: dict[str, list[str]]
     """Ids of the arrays of each stage."""
     elements: list[JobFacts]
-    """Those that the queue knows."""
+    """Elements of the arrays that the queue knows."""
     queue_problem: str
+    """Why SLURM could not be asked, or empty."""
 
 
 def run_report(run_dir: Path) -> RunReport:
-    """Asks SLURM and the run.
+    """Ask SLURM about a run, and read the run's files.
 
     Args:
-        run_dir: absolute, a run's folder.
+        run_dir: the run folder, absolute.
 
     Raises:
         DataError: a record is damaged.
     """
-    found = submissions(run_dir)
     jobs: list[JobFacts] = []
     problem = ""
     try:
-        jobs = _jobs(run_dir, found)
+        jobs = _jobs_of_run(run_dir)
     except (SlurmError, ConfigError) as error:
         problem = str(error)
-    run, run_problem = ask_run(run_dir)
+    return _run_report(run_dir, jobs, problem)
+
+
+def _run_report(run_dir: Path, jobs: list[JobFacts], queue_problem: str) -> RunReport:
+    run, problem = own_status(run_dir)
     return RunReport(
-        run_dir=str(run_dir), jobs=jobs, queue_problem=problem, submissions=found,
-        history=history(run_dir), excluded=excluded_nodes(run_dir), run=run,
-        run_problem=run_problem,
-    )  # fmt: skip
+        run_dir=str(run_dir),
+        jobs=jobs,
+        queue_problem=queue_problem,
+        submissions=submissions(run_dir),
+        history=history(run_dir),
+        excluded=excluded_nodes(run_dir),
+        run=run,
+        run_problem=problem,
+    )
 
 
-def _jobs(run_dir: Path, found: Sequence[Submission]) -> list[JobFacts]:
+def _jobs_of_run(run_dir: Path) -> list[JobFacts]:
+    every = submissions(run_dir)
     queued = {facts.job: facts for facts in my_jobs() if facts.is_of(run_dir)}
     submitted = [
         queued.pop(last.job)
         if last.job in queued
         else job_facts(last.job, run_dir, last.submitted_unix_s)
-        for last in newest(found)
+        for last in newest(every)
     ]
-    others = [facts for facts in queued.values() if facts.is_alive]
-    return [*submitted, *others]
+    return [*submitted, *(facts for facts in queued.values() if facts.is_alive)]
 
 
-def ask_run(run_dir: Path) -> tuple[dict[str, Any] | None, str]:
-    """What a run says of itself, or why it says nothing."""
-    if not (run_dir / ATTEMPTS_FILE).exists():
+def own_status(run_dir: Path) -> tuple[RunStatus | None, str]:
+    """Read a run's status from its files; None and the reason if there is none."""
+    if not run_dir.exists():
+        return None, "the folder is gone"
+    if not RunFolder(run_dir).attempts.exists():
         return None, "training has not started yet"
-    # Not imported: `launch` knows the trainer by its command line and its files.
-    words = [sys.executable, "-m", "pipeline", "status", str(run_dir), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        message = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return None, message[-1].removeprefix("error: ")
-    return json.loads(done.stdout.splitlines()[-1]), ""
+    try:
+        return run_status(run_dir), ""
+    except Exception as error:  # noqa: BLE001 - a damaged folder must not hide jobs or other runs
+        return None, str(error) or type(error).__name__
 
 
 def prep_report(output_dir: Path) -> PrepReport | None:
-    """Asks SLURM for the jobs of a data preparation; None if none was submitted from there.
+    """Ask SLURM for the jobs of a data preparation; None if none was submitted from there.
 
     Raises:
         DataError: the record is damaged.
@@ -135,64 +146,259 @@ def prep_report(output_dir: Path) -> PrepReport | None:
 
 
 def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[JobFacts]:
-    """Elements of a preparation's arrays; jobs of others that have the same ids are left out.
+    """List the elements of a preparation's arrays, without other jobs that have the same ids.
 
     Raises:
         SlurmError: SLURM does not answer.
     """
-    found = jobs_of([job for jobs in stages.values() for job in jobs])
-    return [facts for facts in found if not facts.comment or facts.is_of(output_dir)]
+    queued = jobs_of([job for jobs in stages.values() for job in jobs])
+    return [facts for facts in queued if not facts.comment or facts.is_of(output_dir)]
 
 
 def queue_reports() -> list[RunReport | PrepReport]:
-    """All runs and preparations of this user that have jobs in the queue.
+    """Report all runs and preparations of this user that have jobs in the queue.
 
     Raises:
-        SlurmError: SLURM is not there or does not answer.
+        SlurmError: SLURM does not exist here or does not answer.
         DataError: a record is damaged.
     """
     folders: dict[str, list[JobFacts]] = {}
     for facts in my_jobs():
         if facts.is_alive and facts.comment.startswith("/"):
             folders.setdefault(facts.comment, []).append(facts)
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        found = pool.map(lambda item: _queue_report(Path(item[0]), item[1]), folders.items())
-        return [report for report in found if report is not None]
+    reports = [_queue_report(Path(folder), jobs) for folder, jobs in folders.items()]
+    return [report for report in reports if report is not None]
 
 
 def _queue_report(folder: Path, jobs: list[JobFacts]) -> RunReport | PrepReport | None:
-    """None for a folder that is not of this project."""
+    """Report one folder with jobs in the queue; None if it does not belong to this project."""
     if (folder / PREP_RECORD).exists():
         return PrepReport(str(folder), prep_jobs(folder) or {}, jobs, "")
     if not (folder / FOLDER).exists() and folder.exists():
         return None
-    run, problem = ask_run(folder) if folder.exists() else (None, "the folder is gone")
     newest_first = sorted(jobs, key=lambda facts: facts.submitted_unix_s or 0, reverse=True)
-    return RunReport(
-        str(folder), newest_first, "", submissions(folder), history(folder),
-        excluded_nodes(folder), run, problem,
-    )  # fmt: skip
+    return _run_report(folder, newest_first, "")
 
 
 def headline(report: RunReport) -> str:
-    """The state in a word or two: the queue's while the job is alive, then the run's."""
+    """Give the state in a word or two: the queue's while the job is alive, then the run's."""
     job = report.job
     if job and job.is_alive:
         return "pending" if job.is_waiting else job.state.lower()
     if report.is_done:
         return "finished"
+    last = decision(report, job) if job else None
+    if last:
+        return str(last["decision"])
     if job and job.state != UNKNOWN:
-        last = decision(report, job)
-        return last["decision"] if last else job.state.lower()
+        return job.state.lower()
     if report.submissions:
-        last = decision(report, job) if job else None
-        return last["decision"] if last else "unknown"
-    return report.run["state"] if report.run else "not started"
+        return "unknown"
+    return report.run.state if report.run else "not started"
 
 
 def decision(report: RunReport, job: JobFacts) -> dict[str, Any] | None:
-    """What its script decided at the job's end; None if it did not come to that."""
+    """Find what the job's script decided at its end; None if it did not come to that."""
     own = [line for line in report.history if str(line.get("job")) == job.job]
     if own and own[-1].get("decision") in _LAST_DECISIONS:
         return own[-1]
     return None
+
+
+def run_summary(report: RunReport, now_s: float | None = None) -> Summary:
+    """Summarise one run.
+
+    Args:
+        report: the report of the run.
+        now_s: Unix time that ages are counted from; by default this moment.
+    """
+    lines = list(_queue_lines(report, time.time() if now_s is None else now_s))
+    if report.excluded:
+        lines.append(("excluded", " ".join(report.excluded)))
+    lines += [*_progress_lines(report), *_start_lines(report)]
+    warnings = report.run.warnings if report.run else []
+    return Summary(report.run_dir, headline(report), lines, warnings)
+
+
+def prep_summary(report: PrepReport) -> Summary:
+    """Summarise the jobs of one data preparation, a stage a line."""
+    folder = Path(report.output_dir)
+    lines: list[Line] = []
+    if report.queue_problem:
+        lines.append(("queue", report.queue_problem))
+    rows = [("stage", "waiting", "running", "done", "failed", "reason")]
+    for stage, jobs in report.stages.items():
+        of_stage = [facts for facts in report.elements if facts.array in jobs]
+        rows.append((stage, *_counts(of_stage), _prep_reason(of_stage, jobs)))
+    config = RunFolder(folder).resolved
+    shown = shlex.quote(short_path(str(config))) if config.exists() else "CONFIG"
+    lines += [
+        *table(rows, right=(1, 2, 3, 4)),
+        f"progress: python -m data_prep status {shown}",
+        f"logs:     {short_path(str((folder / PREP_RECORD).parent))}",
+    ]
+    return Summary(report.output_dir, "data preparation", lines)
+
+
+def queue_text(reports: Sequence[RunReport | PrepReport]) -> str:
+    """Render a table with a line for each run or preparation in the queue."""
+    if not reports:
+        return "no run or data preparation of yours is in the queue"
+    header = ("run", "job", "state", "reason", "step", "ETA", "restarts", "checkpoint")
+    rows = [
+        _prep_row(report) if isinstance(report, PrepReport) else _run_row(report)
+        for report in reports
+    ]
+    return "\n".join(table([header, *rows], right=(5, 6, 7)))
+
+
+def _queue_lines(report: RunReport, now_s: float) -> Iterator[Line]:
+    if report.queue_problem and report.submissions:
+        yield "queue", report.queue_problem
+    if not report.submissions and not report.jobs:
+        yield "job", "none: the run was not submitted to SLURM from here"
+    for facts in report.jobs:
+        first, *rest = _job_lines(report, facts, now_s)
+        yield "job", first
+        yield from (("", line) for line in rest)
+
+
+def _job_lines(report: RunReport, facts: JobFacts, now_s: float) -> list[str]:
+    where = f" on {facts.nodes}" if facts.nodes else ""
+    restarts = ""
+    if facts.restarts:
+        restarts = ", 1 restart" if facts.restarts == 1 else f", {facts.restarts} restarts"
+    if facts.state == UNKNOWN:
+        return [f"{facts.job}: {facts.reason}", _evidence(report, facts)]
+    if facts.is_ended:
+        ended = f", {duration(now_s - facts.end_unix_s)} ago" if facts.end_unix_s else ""
+        exit_code = f", exit code {facts.exit_code}" if facts.exit_code not in ("", "0:0") else ""
+        reason = f" ({facts.reason})" if facts.reason else ""
+        last = decision(report, facts)
+        why = [f"{last['decision']}: {last['reason']}"] if last else []
+        return [f"{facts.job} {facts.state}{reason}{where}{ended}{exit_code}{restarts}", *why]
+    if facts.is_waiting:
+        start = ""
+        if facts.started_unix_s and facts.started_unix_s > now_s:
+            start = f"; start expected in {duration(facts.started_unix_s - now_s)}"
+        submitted_s = facts.submitted_unix_s
+        since = f" for {duration(now_s - submitted_s)}" if submitted_s else ""
+        reason = _explained(facts.reason, facts.job) if facts.reason else "no reason given yet"
+        waits = f"{facts.job} waits in partition {facts.partition}{since}{restarts}"
+        return [waits, f"{reason}{start}"]
+    since = f" for {duration(now_s - facts.started_unix_s)}" if facts.started_unix_s else ""
+    left = ""
+    if facts.state == RUNNING and facts.end_unix_s:
+        left = f", {duration(facts.end_unix_s - now_s)} left of {facts.time_limit}"
+    return [f"{facts.job} {facts.state.lower()}{where}{since}{left}{restarts}"]
+
+
+def _explained(reason: str, job: str) -> str:
+    words = reason_in_words(reason, job)
+    return f"{reason}: {words}" if words else reason
+
+
+def _evidence(report: RunReport, facts: JobFacts) -> str:
+    """Say what the run's own files tell of a job that SLURM does not know."""
+    last = decision(report, facts)
+    if report.is_done:
+        return "the run is finished: it has its done.json"
+    if last:
+        return f"its script ended, {last['decision']}: {last['reason']}"
+    if report.run and report.run.state == "running":
+        stop = f"{short_path(report.run_dir)}/{RunFolder(Path()).stop}"
+        return (
+            f"its ranks gave a sign of life {duration(report.run.idle_s)} ago and may run on "
+            f"without SLURM: `touch {stop}` lets them save and end"
+        )
+    return "nothing in the run folder says whether it has ended or runs"
+
+
+def _progress_lines(report: RunReport) -> Iterator[Line]:
+    run = report.run
+    if run is None:
+        yield "run", report.run_problem
+        return
+    yield progress_bar(run.step, run.num_steps, "step")
+    held_out = ""
+    if run.held_out_loss is not None:
+        held_out = f"   held-out {run.held_out_loss:.4f} at step {run.held_out_step:,}"
+    yield "loss", f"{'unknown' if run.loss is None else f'{run.loss:.4f}'}{held_out}"
+    if not report.is_done:
+        training = "" if run.state == "running" else " of training left"
+        life = f"   last sign of life {duration(run.idle_s)} ago"
+        yield "ETA", f"{duration(run.eta_s)}{training}{life}"
+    saved = run.checkpoint
+    old = f"step {saved.step:,}, {duration(saved.age_s)} old" if saved else "none yet"
+    yield "checkpoint", old
+
+
+def _start_lines(report: RunReport) -> Iterator[Line]:
+    """Yield the last attempts and why they ended: the script's reason, else that of the ranks.
+
+    SLURM requeues for a preemption or a dead node without asking the script.
+    """
+    decided = {f"{line.get('job')}.{line.get('restart')}": line for line in report.history}
+    every = []
+    starts = report.run.starts if report.run else []
+    for number, start in enumerate(starts):
+        is_last = all(later.job != start.job for later in starts[number + 1 :])
+        line = decided.pop(start.job, None) if is_last else None
+        step = start.resumed_from_step
+        begin = "from scratch" if step is None else f"from step {step:,}"
+        end = f"{line['decision']}: {line['reason']}" if line else start.end
+        every.append((start.unix_s, start.job, begin, end))
+    for job, line in decided.items():
+        end = f"{line['decision']}: {line['reason']}"
+        every.append((line["unix_s"], job, "did not train", end))
+    every.sort(key=lambda item: item[0])
+    rows = [(job, date(unix_s), begin, end) for unix_s, job, begin, end in every[-_MAX_STARTS:]]
+    if len(every) > _MAX_STARTS:
+        yield f"{len(every)} starts, the last {_MAX_STARTS}:"
+    if rows:
+        yield from (("start", line) for line in table(rows))
+
+
+def _run_row(report: RunReport) -> tuple[str, ...]:
+    facts, run = report.job, report.run
+    saved = run.checkpoint if run else None
+    return (
+        short_path(report.run_dir),
+        facts.job if facts else "-",
+        headline(report),
+        (facts.reason if facts else "") or "-",
+        f"{run.step:,}/{run.num_steps:,}" if run else "-",
+        duration(run.eta_s) if run and run.eta_s is not None else "-",
+        str(facts.restarts) if facts and facts.restarts is not None else "-",
+        f"{duration(saved.age_s)} old" if saved else "-",
+    )
+
+
+def _prep_row(report: PrepReport) -> tuple[str, ...]:
+    waiting, running, _, _ = _counts(report.elements)
+    arrays = " ".join(sorted({facts.array for facts in report.elements if not facts.is_waiting}))
+    arrays = arrays or min(facts.array for facts in report.elements)
+    reason = Counter(facts.reason for facts in report.elements if facts.reason).most_common(1)
+    state = "running" if running != "0" else "pending"
+    tasks = f"{running} run, {waiting} wait"
+    reason_text = reason[0][0] if reason and state == "pending" else "-"
+    return (short_path(report.output_dir), arrays, state, reason_text, tasks, "-", "-", "-")
+
+
+def _counts(elements: Sequence[JobFacts]) -> tuple[str, str, str, str]:
+    """Count elements that wait, are on nodes, are done and have failed."""
+    waiting = sum(facts.is_waiting for facts in elements)
+    done = sum(facts.state == "COMPLETED" for facts in elements)
+    ended = sum(facts.is_ended for facts in elements)
+    return str(waiting), str(len(elements) - waiting - ended), str(done), str(ended - done)
+
+
+def _prep_reason(elements: Sequence[JobFacts], jobs: Sequence[str]) -> str:
+    if not elements:
+        return f"not in the queue (any more): {' '.join(jobs)}"
+    waiting = Counter(facts.reason for facts in elements if facts.is_waiting and facts.reason)
+    if not waiting:
+        ends = Counter(facts.state for facts in elements if facts.is_ended)
+        del ends["COMPLETED"]
+        return ", ".join(f"{number} {state}" for state, number in sorted(ends.items()))
+    return _explained(waiting.most_common(1)[0][0], elements[0].array)

@@ -1,123 +1,291 @@
-"""`python -m launch preflight check`: looks at the node that it runs on.
+"""The check of one node, which runs on that node before training.
 
-Every part runs in a thread of its own, which is left behind when the time is over: a call into a
-file system or a driver that hangs cannot be ended. Threads that hang keep nobody: the process
+Every part runs in a thread of its own, which is abandoned when the time is up: a call into a file
+system or a driver that hangs cannot be ended. Such threads do not hold the process back, since it
 leaves by `os._exit`.
 """
 
+import importlib.metadata
+import os
+import platform
+import random
+import resource
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from launch.cluster import ClusterConfig
-from launch.preflight.config import PreflightConfig
-from launch.preflight.dataset import check_dataset
+from launch.cluster import ClusterConfig, PreflightConfig
 from launch.preflight.gpus import check_gpus
-from launch.preflight.host import (
-    ahead_of_file_server,
-    check_folder,
-    check_limits,
-    check_shared_memory,
-    check_stage_dir,
-    packages,
-)
-from launch.preflight.record import ClockFacts, Finding, GpuFacts, Record
+from launch.preflight.record import Blame, Finding, Record, write_record
 from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.reader import BlockReader
+from pipeline.errors import ConfigError, DataError, PostnormError
 from pipeline.runtime import env
+from pipeline.runtime.files import temporary_beside
+
+_GB = 10**9
+_INFINIBAND = Path("/sys/class/infiniband")
+_PACKAGES = frozenset(
+    {"torch", "deepspeed", "numpy", "triton", "safetensors", "tokenizers", "sentencepiece", "numba"}
+)
+"""Packages that decide what a run computes; with all that start with `nvidia-`, such as NCCL."""
 
 
-class _Notes:
-    """What the parts have found so far; each writes to its own fields."""
-
-    def __init__(self) -> None:
-        self.findings: dict[str, list[Finding]] = {}
-        self.gpus: GpuFacts | None = None
-        self.packages: dict[str, str] = {}
-        self.fingerprint = ""
-        self.free_gb: float | None = None
-        self.file_server: tuple[float, float] | None = None
-
-
-def check_node(config: PretrainConfig, cluster: ClusterConfig, records: Path, node: str) -> Record:
-    """Looks at everything, for at most `preflight.timeout_s`.
+def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, node: str) -> Record:
+    """Run all checks, for at most `preflight.timeout_s`, and write the record.
 
     Args:
         config: the run.
-        cluster: where it runs, and what is expected of a node.
-        records: folder of the records; its name decides which shards are looked at.
+        cluster: the profile, which has the expectations.
+        folder: folder of the records; its name decides which shards are read.
         node: name of this node.
     """
-    first, notes = time.time(), _Notes()
-    threads = {
-        name: threading.Thread(target=_noted, args=(notes, name, part), name=name, daemon=True)
-        for name, part in _parts(notes, config, cluster, records, node).items()
-    }
+    folder.mkdir(parents=True, exist_ok=True)
+    record = Record(node, time.time())
+    # srun kills all tasks if it cannot start one: this record tells those that could start.
+    write_record(folder, record)
+    parts = _parts(record, config, cluster, folder)
+    results: dict[str, list[Finding]] = {}
+
+    def run(name: str) -> None:
+        try:
+            results[name] = list(parts[name]())
+        except Exception as error:  # noqa: BLE001 - an error in a thread is a finding like others
+            results[name] = [Finding(name, f"{name}: {type(error).__name__}: {error}", "all")]
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in parts]
     deadline = time.monotonic() + cluster.preflight.timeout_s
-    for thread in threads.values():
+    for thread in threads:
         thread.start()
-    for thread in threads.values():
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    findings = [finding for found in list(notes.findings.values()) for finding in found]
-    for name in (name for name in threads if name not in notes.findings):
+    done = dict(results)
+    record.findings = [finding for findings in done.values() for finding in findings]
+    for name in (name for name in parts if name not in done):
         text = f"{name}: not done within preflight.timeout_s={cluster.preflight.timeout_s}"
-        findings.append(Finding(f"{name} in time", text, "few"))
-    return Record(
-        node=node,
-        clock=ClockFacts(first, time.time(), notes.file_server),
-        findings=findings,
-        gpus=notes.gpus,
-        packages=notes.packages,
-        fingerprint=notes.fingerprint,
-        free_gb=notes.free_gb,
-    )
-
-
-def _noted(notes: _Notes, name: str, part: Callable[[], list[Finding]]) -> None:
-    try:
-        notes.findings[name] = part()
-    except Exception as error:  # noqa: BLE001 - of a thread; it is told like all else
-        text = f"{name}: {type(error).__name__}: {error}"
-        notes.findings[name] = [Finding(name, text, "all")]
+        record.findings.append(Finding(f"{name} in time", text, "few"))
+    record.last, record.is_finished = time.time(), True
+    write_record(folder, record)
+    return record
 
 
 def _parts(
-    notes: _Notes, config: PretrainConfig, cluster: ClusterConfig, records: Path, node: str
+    record: Record, config: PretrainConfig, cluster: ClusterConfig, folder: Path
 ) -> dict[str, Callable[[], list[Finding]]]:
-    """What is looked at, by name."""
-    expected: PreflightConfig = cluster.preflight
+    """Name the checks; besides their findings, each fills its own fields of the record."""
+    expected = cluster.preflight
 
     def gpus() -> list[Finding]:
         if not cluster.gpus_per_node:
             return []
-        notes.gpus, found = check_gpus(expected, cluster.gpus_per_node, env.child_environment())
-        return found
+        every, findings = check_gpus(expected, cluster.gpus_per_node, env.child_environment())
+        record.gpus = [gpu.name for gpu in every]
+        record.driver = every[0].driver if every else ""
+        return findings
 
     def run_folder() -> list[Finding]:
-        notes.free_gb, found = check_folder(expected, "run_dir", Path(config.run_dir), "all")
-        return found
+        record.free_gb, findings = check_folder(expected, "run_dir", Path(config.run_dir), "all")
+        return findings
 
     def clock() -> list[Finding]:
-        notes.file_server = ahead_of_file_server(records)
+        record.file_server = ahead_of_file_server(folder)
         return []
 
     def dataset() -> list[Finding]:
-        seed = f"{records.name} {node}"
-        notes.fingerprint, found = check_dataset(config.data.dir, expected.shards, seed)
-        return found
+        seed = f"{folder.name} {record.node}"
+        record.fingerprint, findings = check_dataset(config.data.dir, expected.shards, seed)
+        return findings
 
-    def packages_() -> list[Finding]:
-        notes.packages = packages()
+    def versions() -> list[Finding]:
+        record.packages = packages()
         return []
 
-    stage_dir = config.data.stage_dir
     return {
         "GPUs": gpus,
         "run_dir": run_folder,
-        "data.stage_dir": lambda: check_stage_dir(expected, stage_dir) if stage_dir else [],
-        "limits": lambda: check_limits(expected),
+        "data.stage_dir": lambda: check_stage_dir(expected, config.data.stage_dir),
+        "limits": lambda: list(check_limits(expected)),
         "/dev/shm": lambda: check_shared_memory(expected),
-        "packages": packages_,
+        "packages": versions,
         "clock": clock,
         "dataset": dataset,
     }
+
+
+def check_folder(
+    config: PreflightConfig, name: str, folder: Path, blame: Blame
+) -> tuple[float | None, list[Finding]]:
+    """Check that a folder can be written to, and its space; it is made if it does not exist.
+
+    Args:
+        config: the expectations.
+        name: name of the config field.
+        folder: folder of the run, or for staging.
+        blame: whose fault it is if the folder is bad on a lone node.
+
+    Returns:
+        Free space in GB, None if it cannot be measured, and the findings.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free_gb = shutil.disk_usage(folder).free / _GB
+        inodes = os.statvfs(folder)
+        probe = temporary_beside(folder / "preflight")
+        try:
+            _write_through(probe)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        return None, [Finding(name, f"{name}={folder} cannot be written to: {error}", blame)]
+    findings = []
+    if free_gb < config.min_free_gb:
+        text = (
+            f"{name}={folder}: {free_gb:.1f} GB free, expected preflight.min_free_gb="
+            f"{config.min_free_gb:g}; remove files there, or lower that"
+        )
+        findings.append(Finding(f"{name} space", text, blame))
+    # Some file systems have no fixed number of inodes and say 0.
+    if inodes.f_files and inodes.f_favail < config.min_free_inodes:
+        text = (
+            f"{name}={folder}: {inodes.f_favail} more files can be created, expected "
+            f"preflight.min_free_inodes={config.min_free_inodes}; remove files there"
+        )
+        findings.append(Finding(f"{name} inodes", text, blame))
+    return free_gb, findings
+
+
+def check_stage_dir(config: PreflightConfig, stage_dir: str | None) -> list[Finding]:
+    """Check the node's own folder for shards, if the run stages them."""
+    if not stage_dir:
+        return []
+    try:
+        folder = Path(env.expand(stage_dir, "data.stage_dir"))
+    except ConfigError as error:
+        return [Finding("data.stage_dir", str(error), "all")]
+    return check_folder(config, "data.stage_dir", folder, "few")[1]
+
+
+def check_limits(config: PreflightConfig) -> Iterator[Finding]:
+    """Check the resource limits of this process."""
+    files = _soft_limit(resource.RLIMIT_NOFILE)
+    if files < config.min_open_files:
+        text = (
+            f"`ulimit -n` is {files:.0f}, expected preflight.min_open_files="
+            f"{config.min_open_files}; raise it in `setup` of the profile"
+        )
+        yield Finding("open files", text, "all")
+    locked = _soft_limit(resource.RLIMIT_MEMLOCK)
+    if locked != float("inf") and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
+        text = (
+            f"`ulimit -l` is {locked / 1024:.0f} KiB, expected unlimited, since InfiniBand locks "
+            "memory; put `ulimit -l unlimited` into `setup` of the profile, or "
+            "LimitMEMLOCK=infinity for slurmd"
+        )
+        yield Finding("locked memory", text, "all")
+    stack = _soft_limit(resource.RLIMIT_STACK)
+    if stack < 1 << 20:
+        text = f"`ulimit -s` is {stack / 1024:.0f} KiB, expected 1024 at least; raise it in `setup`"
+        yield Finding("stack", text, "all")
+
+
+def check_shared_memory(config: PreflightConfig, folder: Path = Path("/dev/shm")) -> list[Finding]:
+    """Check the space for memory that processes share."""
+    try:
+        free_gb = shutil.disk_usage(folder).free / _GB
+    except OSError as error:
+        return [Finding("shared memory", f"{folder} cannot be read: {error}", "all")]
+    if free_gb >= config.min_shm_gb:
+        return []
+    text = (
+        f"{folder}: {free_gb:.3f} GB free, expected preflight.min_shm_gb={config.min_shm_gb:g}; "
+        "remove files that ended jobs left there, or give the container more (`--shm-size`)"
+    )
+    return [Finding("shared memory", text, "all")]
+
+
+def packages() -> dict[str, str]:
+    """Read the versions of Python and of the packages that decide what a run computes."""
+    versions = {"python": platform.python_version()}
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower()
+        if name in _PACKAGES or name.startswith("nvidia-"):
+            versions[name] = distribution.version
+    return dict(sorted(versions.items()))
+
+
+def ahead_of_file_server(folder: Path) -> list[float]:
+    """Bound the number of seconds that this clock is ahead of the one that stamps files.
+
+    NFS stamps a written file by the server's clock, Lustre by the client's: then it is about 0.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    before = time.time()
+    path = temporary_beside(folder / "clock")
+    try:
+        _write_through(path)
+        # A stamp is cut to the system's clock tick, or to whole seconds on old file systems.
+        stamp = path.stat().st_mtime
+        coarse = 1.0 if stamp == int(stamp) else 0.02
+        after = time.time()
+    finally:
+        path.unlink(missing_ok=True)
+    return [before - stamp - coarse, after - stamp]
+
+
+def check_dataset(folder: str, num_shards: int, seed: str) -> tuple[str, list[Finding]]:
+    """Read the index, and a random block of each of some random shards.
+
+    Args:
+        folder: folder of the dataset.
+        num_shards: number of shards to read.
+        seed: seed of the choice, another one for each node and each start.
+
+    Returns:
+        The fingerprint, empty if the index cannot be read, and the findings.
+    """
+    try:
+        index = read_index(folder)
+    except (PostnormError, OSError) as error:
+        return "", [Finding("dataset", str(error), "all")]
+    chance = random.Random(seed)
+    shards = chance.sample(range(len(index.shards)), min(num_shards, len(index.shards)))
+    rows: list[list[int]] = [[] for _ in index.shards]
+    for block, shard in enumerate(index.blocks.shard.tolist()):
+        rows[shard].append(block)
+    findings = []
+    for block in [chance.choice(rows[shard]) for shard in shards if rows[shard]]:
+        try:
+            read_block(index, block)
+        except DataError as error:
+            findings.append(Finding("shards", str(error), "node", block))
+        except (PostnormError, OSError) as error:
+            findings.append(Finding("storage", str(error), "all"))
+    return index.fingerprint, findings
+
+
+def read_block(index: DatasetIndex, block: int) -> None:
+    """Compare the size of a block's shard, its end, and the block's bytes with the index.
+
+    Raises:
+        DataError: they differ.
+        StorageError: they cannot be read at the moment.
+    """
+    BlockReader(index, [int(index.blocks.shard[block])]).check(block)
+
+
+def _write_through(path: Path) -> None:
+    """Write a small file and wait until the storage has it."""
+    with path.open("wb") as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _soft_limit(kind: int) -> float:
+    limit = resource.getrlimit(kind)[0]
+    return float("inf") if limit == resource.RLIM_INFINITY else float(limit)

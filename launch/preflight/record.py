@@ -1,4 +1,4 @@
-"""What the check of one node found: `DIR/NODE.json`, written once and whole."""
+"""What nodes report about themselves: `DIR/NODE.json` of a check, `DIR/NODE.bandwidth.json`."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -8,13 +8,11 @@ from typing import Any, Literal
 from pipeline.runtime.files import write_json_atomic
 
 STARTED_FILE = "started"
-"""In the folder of records: seconds since 1970 by the clock of the batch node, before any check."""
-BANDWIDTH_SUFFIX = ".bandwidth.json"
-"""`DIR/NODE.bandwidth.json` is written by `python -m pipeline bandwidth`."""
+"""In the folder of records: Unix time by the clock of the batch node, before any check."""
 
 Blame = Literal["node", "few", "all"]
 """Whose fault a finding is. `node`: always the node's, such as a broken GPU. `few`: the node's,
-unless every one of several nodes has it; then another node would have it, too. `all`: likewise, and
+unless every one of several nodes has it; then another node would have it, too. `all`: as `few`, but
 where a job has one node only it is the config's: nothing tells the two apart."""
 
 
@@ -23,51 +21,39 @@ class Finding:
     """One thing that is wrong."""
 
     check: str
-    """What was looked at; equal on all nodes that have the same trouble."""
+    """Name of the check; equal on all nodes that have the same trouble."""
     text: str
-    """What was found, what was expected, what to change."""
+    """What was wrong, what was expected, what to change."""
     blame: Blame
     block: int | None = None
     """Row of the dataset's block that is damaged as this node reads it."""
 
 
-@dataclass(frozen=True)
-class GpuFacts:
-    """What nodes are compared by."""
-
-    names: list[str]
-    driver: str
-
-
-@dataclass(frozen=True)
-class ClockFacts:
-    """Readings of this node's clock, seconds since 1970."""
-
-    first: float
-    """When the check began."""
-    last: float
-    """When the record was written."""
-    file_server: tuple[float, float] | None = None
-    """Lowest and highest that this clock can be ahead of the one that stamps files."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Record:
-    """All that one node says about itself."""
+    """Everything that one node reports about itself."""
 
     node: str
-    clock: ClockFacts
-    findings: list[Finding]
-    gpus: GpuFacts | None = None
-    """None on nodes without GPUs."""
+    first: float
+    """Time when the check began, in Unix seconds of this node's clock."""
+    last: float = 0.0
+    """Time when the record was written."""
+    file_server: list[float] | None = None
+    """Lowest and highest number of seconds that this clock can be ahead of the one that stamps
+    files."""
+    findings: list[Finding] = field(default_factory=list)
+    gpus: list[str] | None = None
+    """Names of the GPUs; None on nodes that need none."""
+    driver: str = ""
     packages: dict[str, str] = field(default_factory=dict)
-    """Versions of Python and of what training imports."""
+    """Versions of Python and of the packages that training imports."""
     fingerprint: str = ""
-    """Of the dataset, as this node reads its index; empty if it could not."""
+    """Fingerprint of the dataset, as this node reads its index; empty if it could not."""
     free_gb: float | None = None
-    """In the run's folder."""
-    is_finished: bool = True
-    """False in what a check leaves when it begins: its node is alive, though it may be ended."""
+    """Free space in the run's folder."""
+    is_finished: bool = False
+    """False in the record that a check writes when it begins: its node is alive, though SLURM may
+    end the check."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +68,7 @@ class BandwidthRound:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What a node measured with others."""
+    """The report of a node that `python -m pipeline bandwidth` wrote."""
 
     node: str
     rounds: list[BandwidthRound]
@@ -93,48 +79,31 @@ class Bandwidth:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Leaves a record for the judge."""
+    """Write a record for the judge."""
     write_json_atomic(folder / f"{record.node}.json", asdict(record))
 
 
 def read_record(folder: Path, node: str) -> Record | None:
-    """The record of a node; None if it left none that can be read."""
+    """Read the record of a node; None if it left none that can be read."""
     body = _read(folder / f"{node}.json")
     try:
-        clock = body.pop("clock")
-        server = clock.pop("file_server")
-        gpus = body.pop("gpus")
-        return Record(
-            clock=ClockFacts(**clock, file_server=tuple(server) if server else None),
-            findings=[Finding(**finding) for finding in body.pop("findings")],
-            gpus=GpuFacts(**gpus) if gpus else None,
-            **body,
-        )
+        return Record(**{**body, "findings": [Finding(**one) for one in body["findings"]]})
     except (KeyError, TypeError):
         return None
 
 
 def read_bandwidth(folder: Path, node: str) -> Bandwidth | None:
-    """What a node measured; None if it left nothing that can be read."""
-    body = _read(folder / f"{node}{BANDWIDTH_SUFFIX}")
+    """Read the bandwidth report of a node; None if it left none that can be read."""
+    body = _read(folder / f"{node}.bandwidth.json")
     try:
-        rounds = [BandwidthRound(**one) for one in body.pop("rounds")]
-        return Bandwidth(rounds=rounds, **body)
+        return Bandwidth(**{**body, "rounds": [BandwidthRound(**one) for one in body["rounds"]]})
     except (KeyError, TypeError):
-        return None
-
-
-def read_started(folder: Path) -> float | None:
-    """When the first check was started, by the clock of the batch node; None if nobody said."""
-    try:
-        return float((folder / STARTED_FILE).read_text())
-    except (OSError, ValueError):
         return None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        body = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}

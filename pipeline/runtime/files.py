@@ -12,15 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.run_folder import record_exit as record_exit
-
-# For `launch`, until it takes them from RunFolder.
-ATTEMPTS_FILE = RunFolder(Path()).attempts.name
-DONE_FILE = RunFolder(Path()).done.name
-EXIT_FOLDER = RunFolder(Path()).exits("").name
-RESOLVED_FILE = RunFolder(Path()).resolved.name
-STOP_FILE = RunFolder(Path()).stop.name
 _CHUNK_BYTES = 1 << 22
 _ABANDONED_AFTER_S = 3600
 
@@ -114,11 +105,6 @@ def forget_cached(path: Path) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-
-
-def is_locked(run_dir: Path) -> bool:
-    """Whether a process trains a run."""
-    return RunFolder(run_dir).is_locked()
 
 
 def sha256_file(path: Path) -> str:

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.container import ContainerConfig
-from launch.environment import sbatch_resources
+from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
 from launch.fields import SET_OPTIONS, mebibytes
-from launch.render import render
-from launch.render_prep import StagePlan, render_prep
-from launch.submit_run import checkout_job
+from launch.prep_script import PrepJob, StagePlan, render_prep
+from launch.script import render
+from launch.script_parts import sbatch_resources
+from launch.submit import Source, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
@@ -33,9 +32,9 @@ PROFILES = sorted((ROOT / "configs/cluster").glob("*.yaml"))
         ({"modules": ("gcc/13 cuda/13",)}, "modules='gcc/13 cuda/13': expected names"),
         ({"modules": ("",)}, "modules=' ': expected names"),
         ({"modules": ("a;rm",)}, "modules='a;rm': expected names"),
-        ({"network": ("NCCL_DEBUG",)}, "network: 'NCCL_DEBUG' is no variable; expected NAME=value"),
-        ({"network": ("1A=b",)}, "network: '1A=b' is no variable"),
-        ({"network": ("A=b\nc",)}, "is no variable; expected NAME=value on one line"),
+        ({"network": ("NCCL_DEBUG",)}, "'NCCL_DEBUG' is not a variable; expected NAME=value"),
+        ({"network": ("1A=b",)}, "network: '1A=b' is not a variable"),
+        ({"network": ("A=b\nc",)}, "is not a variable; expected NAME=value on one line"),
         ({"network": ("A=1", "A=2")}, "network: A is given twice, 'A=1' and 'A=2'; keep one"),
         ({"network": ("MASTER_ADDR=x",)}, "the launcher sets MASTER_ADDR itself; leave it out"),
         ({"network": ("SLURM_EXPORT_ENV=NONE",)}, "the launcher sets SLURM_EXPORT_ENV itself"),
@@ -43,8 +42,8 @@ PROFILES = sorted((ROOT / "configs/cluster").glob("*.yaml"))
         ({"scratch": "/a/$(id)"}, r"scratch='/a/\$\(id\)': expected a whole path"),
         ({"scratch": "$"}, "expected a whole path"),
         ({"python": "a\nb"}, "python=.*: expected one line"),
-        ({"sbatch": ("-N 4",)}, "sbatch: '-N 4' is no option; expected --name or --name=value"),
-        ({"sbatch": ("--switches 1",)}, "is no option; expected --name or --name=value"),
+        ({"sbatch": ("-N 4",)}, "sbatch: '-N 4' is not an option; expected --name or --name=value"),
+        ({"sbatch": ("--switches 1",)}, "is not an option; expected --name or --name=value"),
         ({"sbatch": ("--nodes=4",)}, "'--nodes=4': the launcher or another field sets --nodes"),
         # sbatch completes what is cut short.
         ({"sbatch": ("nod=4",)}, "'nod=4': the launcher or another field sets --nodes"),
@@ -66,9 +65,12 @@ def test_what_slurm_or_the_shell_would_misread_is_refused(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image": "a.sif"}, "container.image='a.sif' has no use with container.kind=none"),
+        ({"image": "a.sif"}, "container.image='a.sif' has no effect with container.kind=none"),
         ({"kind": "apptainer"}, "container.kind=apptainer needs container.image"),
-        ({"kind": "pyxis", "image": "x.sqsh"}, "takes what does not start with / or .* ./x.sqsh"),
+        (
+            {"kind": "pyxis", "image": "x.sqsh"},
+            "a value that does not start with / or .* ./x.sqsh",
+        ),
         ({"kind": "pyxis", "image": "/a b.sqsh"}, "expected a path or name without white space"),
         ({"kind": "pyxis", "image": "/x.sqsh", "mounts": ("data",)}, "container.mounts='data'"),
         ({"kind": "pyxis", "image": "/x.sqsh", "mounts": ("/a,/b",)}, "container.mounts='/a,/b'"),
@@ -113,14 +115,13 @@ def _set_by(script: str) -> set[str]:
 def test_profiles_render_and_no_option_of_theirs_can_be_given_again(path: Path) -> None:
     cluster = load(ClusterConfig, path).config
     config = load(PretrainConfig, ROOT / "configs/demo.yaml").config
-    run = _set_by(render(checkout_job(config, "c", [], "/work", None), cluster))
+    run = _set_by(render(checkout_job(config, Source("c", (), None, "/work")), cluster))
     # Fields that choose nodes may be given in their own words: sbatch takes some of them twice.
     assert run - set(sbatch_resources(cluster)) <= SET_OPTIONS
-    [stage] = render_prep(
-        [StagePlan("ingest", 9, 1, 1)], cluster, name="p", start=("-m",),
-        config_path="p.yaml",
-        output_dir="data", work_dir="/work",
-    )  # fmt: skip
+    job = PrepJob(
+        name="p", start=("-m",), config_path="p.yaml", output_dir="data", work_dir="/work"
+    )
+    [stage] = render_prep([StagePlan("ingest", 9, 1, 1)], cluster, job)
     assert _set_by(stage.scripts[0]) <= SET_OPTIONS
 
 

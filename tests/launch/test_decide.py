@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.decide import Attempt, Limits, decide, end_attempt, exit_codes, newest_checkpoint
+from launch.decide import Attempt, Limits, decide, end_attempt, exit_codes
+from launch.records import newest_checkpoint
 
 LIMITS = Limits(restarts=5, without_progress=2)
 FAILED = Attempt(
@@ -32,7 +33,7 @@ def test_done_needs_the_mark_and_rank_0() -> None:
 def test_wrong_input_is_not_tried_again() -> None:
     found = decide(replace(FAILED, codes=(1, 2, 1)), 0, LIMITS, RUN)
     assert (found.word, found.exit_code) == ("failed", 2)
-    assert "rank 1 says that trying again is no use" in found.reason
+    assert "rank 1 failed permanently (exit code 2); see its message above" in found.reason
     assert "/runs/a/logs" in found.reason
 
 

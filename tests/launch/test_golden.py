@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import ClusterConfig
-from launch.render import render
-from launch.render_prep import StagePlan, render_prep
-from launch.submit_run import checkout_job
+from launch.prep_script import PrepJob, StagePlan, render_prep
+from launch.script import render
+from launch.submit import Source, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 
@@ -25,14 +25,17 @@ def _scripts(profile: str) -> dict[str, str]:
     config = load(
         PretrainConfig, ROOT / "configs/demo.yaml", ["run_dir=runs/mine", "data.dir=data/mine"]
     ).config
-    job = checkout_job(
-        config, "train.yaml", ["train.lr=3e-4"], "/shared/me", f"configs/cluster/{profile}.yaml"
+    profile_file = f"configs/cluster/{profile}.yaml"
+    job = checkout_job(config, Source("train.yaml", ("train.lr=3e-4",), profile_file, "/shared/me"))
+    prep = PrepJob(
+        name="prep",
+        start=("-m",),
+        config_path="prep.yaml",
+        output_dir="data/mine",
+        work_dir="/shared/me",
     )
-    [stage] = render_prep(
-        [StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)], cluster,
-        name="prep", start=("-m",),
-        config_path="prep.yaml", output_dir="data/mine", work_dir="/shared/me",
-    )  # fmt: skip
+    plan = StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)
+    [stage] = render_prep([plan], cluster, prep)
     return {f"{profile}-train.sh": render(job, cluster), f"{profile}-prep.sh": stage.scripts[0]}
 
 

@@ -2,16 +2,24 @@
 
 import zipfile
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from launch.offline import manifest
 from launch.offline.collect import collect
 from launch.offline.install import install
-from launch.offline.manifest import Target, damage, read_for, start, this_machine
-from launch.offline.pip import pip_wheel
-from launch.offline.requirements import needs, rules
+from launch.offline.requirements import read_pins
+from launch.offline.wheelhouse import (
+    Target,
+    begin,
+    complete,
+    open_for,
+    pip_wheel,
+    this_machine,
+)
 from pipeline.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +33,6 @@ name = "tiny"
 version = "1"
 requires-python = ">=3.10,<3.13"
 dependencies = ["torch>=2.11", "Speed_Up>=2"]
-[project.optional-dependencies]
-hf = ["models[fast]"]
-dev = ["tiny[hf]", "backport; python_version < '3.11'"]
 [tool.setuptools]
 py-modules = []
 """
@@ -38,31 +43,20 @@ pip==26.3
 setuptools==84.2.1
 speed-up==2.1; python_version < "3.11"
 speed-up==2.2; python_version >= "3.11"
-models==1.0
-quick==3.0
-backport==1.0
+Models==1.0
+backport==1.0; python_version < "3.11"
 """
-ALL = {
-    "pip-26.3": [],
-    "setuptools-84.2.1": ["left; extra == 'core'"],
-    "speed_up-2.1": ["torch", "nvidia-thing; sys_platform == 'win32'"],
-    "speed_up-2.2": ["torch"],
-    "models-1.0": ["quick>=3; extra == 'fast'", "slow; extra == 'all'"],
-    "quick-3.0": ["Models"],
-    "backport-1.0": [],
-}
+OF_NEW = ("pip-26.3", "setuptools-84.2.1", "speed_up-2.2", "models-1.0")
 
 
-def make_wheel(folder: Path, stem: str, needed: list[str]) -> Path:
-    """A wheel with an empty module, and what it says it needs."""
+def make_wheel(folder: Path, stem: str) -> Path:
+    """A wheel with an empty module."""
     name, version = stem.split("-")
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    metadata += "".join(f"Requires-Dist: {need}\n" for need in needed)
     path = folder / f"{stem}-py3-none-any.whl"
     info = f"{stem}.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}.py", "")
-        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(f"{info}/METADATA", f"Name: {name}\nVersion: {version}\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return path
@@ -79,107 +73,77 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
+    """Everything for Python 3.12."""
     folder = tmp_path / "wheelhouse"
     folder.mkdir()
-    for stem, needed in ALL.items():
-        make_wheel(folder, stem, needed)
+    for stem in OF_NEW:
+        make_wheel(folder, stem)
     return folder
 
 
-def test_what_is_needed_is_that_of_the_target_not_of_this_python(
-    project: Path, house: Path
-) -> None:
-    both = {"pip", "setuptools", "models", "quick"}
-    for target, speed_up, only in ((OLD, "2.1", {"backport"}), (NEW, "2.2", set())):
-        state = needs(rules(project, target, None), house.glob("*.whl"))
-        assert state.missing == {}
-        assert set(state.found) == both | only | {"speed-up"}
-        assert state.found["speed-up"].name == f"speed_up-{speed_up}-py3-none-any.whl"
+def _wheels(folder: Path) -> list[Path]:
+    return list(folder.glob("*.whl"))
+
+
+def test_pins_are_those_of_the_target_not_of_this_python(project: Path, house: Path) -> None:
+    assert read_pins(project, NEW).missing(_wheels(house)) == []
+    assert read_pins(project, OLD).missing(_wheels(house)) == ["speed-up==2.1", "backport==1.0"]
 
 
 def test_missing_wheels_are_named_with_their_version(project: Path, house: Path) -> None:
-    (house / "quick-3.0-py3-none-any.whl").unlink()
-    make_wheel(house, "quick-2.0", [])
-    known = rules(project, NEW, None)
-    assert needs(known, house.glob("*.whl")).missing == {"quick": "quick==3.0"}
+    (house / "models-1.0-py3-none-any.whl").unlink()
+    make_wheel(house, "models-0.9")
+    assert read_pins(project, NEW).missing(_wheels(house)) == ["models==1.0"]
 
 
-def test_torch_is_followed_only_where_it_is_to_be_held(project: Path, house: Path) -> None:
-    known = rules(project, NEW, "2.13.0+cpu")
-    assert needs(known, house.glob("*.whl")).missing == {"torch": "torch==2.13.0+cpu"}
-    # Its own packages have no pins; what they say of each other counts together.
-    make_wheel(house, "torch-2.13.0+cpu", ["nvidia-blas==13.*; os_name == 'posix'", "nvidia-dnn"])
-    make_wheel(house, "nvidia_dnn-9.0", ["nvidia-blas"])
-    make_wheel(house, "nvidia_blas-14.0", [])
-    assert needs(known, house.glob("*.whl")).missing == {"nvidia-blas": "nvidia-blas==13.*"}
-    blas = make_wheel(house, "nvidia_blas-13.1", [])
-    state = needs(known, house.glob("*.whl"))
-    assert (state.missing, state.found["nvidia-blas"]) == ({}, blas)
-    with pytest.raises(DataError, match=r"TORCH=2\.10\.0: the project needs torch>=2\.11"):
-        rules(project, NEW, "2.10.0")
-
-
-@pytest.mark.parametrize(
-    ("stem", "needed", "message"),
-    [
-        ("quick-3.0", "new>=1", r"quick needs new>=1, and constraints.txt has no version of new"),
-        ("quick-3.0", "models<1", r"quick needs models<1, and constraints.txt says models==1.0"),
-    ],
-)
-def test_versions_that_do_not_fit(
-    project: Path, house: Path, stem: str, needed: str, message: str
-) -> None:
-    make_wheel(house, stem, [needed])
-    with pytest.raises(DataError, match=message):
-        needs(rules(project, NEW, None), house.glob("*.whl"))
-
-
-def test_a_python_that_the_project_does_not_know(project: Path) -> None:
+def test_what_the_project_does_not_support_is_refused(project: Path) -> None:
     with pytest.raises(DataError, match=r"PYTHON=3\.13: expected >=3\.10,<3\.13"):
-        rules(project, Target("3.13", "x86_64"), None)
+        read_pins(project, Target("3.13", "x86_64"))
+    pins = read_pins(project, NEW)
+    pins.check_torch("2.13.0+cpu", "TORCH=2.13.0+cpu")
+    with pytest.raises(DataError, match=r"TORCH=2\.10\.0: the project needs torch>=2\.11"):
+        pins.check_torch("2.10.0", "TORCH=2.10.0")
 
 
 def test_a_wheelhouse_is_refused_for_what_is_wrong_with_it(house: Path) -> None:
-    with pytest.raises(DataError, match=r"manifest.json is not there.*PYTHON=3.12` and copy"):
-        read_for(house, NEW)
-    manifest.write(house, NEW, None, list(house.glob("*.whl")))
-    assert read_for(house, NEW).files.keys() == {f"{stem}-py3-none-any.whl" for stem in ALL}
+    with pytest.raises(DataError, match=r"manifest.json does not exist.*PYTHON=3.12` and copy"):
+        open_for(house, NEW)
+    complete(house, NEW, None)
+    assert open_for(house, NEW).files.keys() == {f"{stem}-py3-none-any.whl" for stem in OF_NEW}
     with pytest.raises(DataError, match=r"this is Python 3.10 on .*`make wheelhouse PYTHON=3.10`$"):
-        read_for(house, OLD)
+        open_for(house, OLD)
     with pytest.raises(DataError, match=r"PYTHON=3.12` on aarch64$"):
-        read_for(house, replace(NEW, machine="aarch64"))
-    (house / "quick-3.0-py3-none-any.whl").unlink()
+        open_for(house, replace(NEW, machine="aarch64"))
+    (house / "speed_up-2.2-py3-none-any.whl").unlink()
     with (house / "models-1.0-py3-none-any.whl").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match=r"(?s)models-1.0\S+ has sha256 .*quick-3.0\S+ is not ther"):
-        read_for(house, NEW)
+    with pytest.raises(DataError, match=r"(?s)models-1.0\S+ has sha256 .*speed_up\S+ does not exi"):
+        open_for(house, NEW)
     (house / "manifest.json").write_text("{}")
-    with pytest.raises(DataError, match="no manifest of a wheelhouse"):
-        read_for(house, NEW)
+    with pytest.raises(DataError, match="is not the manifest of a wheelhouse"):
+        open_for(house, NEW)
 
 
 def test_a_collection_keeps_what_is_whole_and_drops_the_rest(project: Path, house: Path) -> None:
-    known = rules(project, NEW, None)
-    collect(known, project, house)
-    first = (house / "manifest.json").read_bytes()
-    # What 3.12 does not need is gone; nothing had to be fetched.
-    assert {p.name.split("-")[0] for p in house.glob("*.whl")} == {
-        "pip", "setuptools", "speed_up", "models", "quick"
-    }  # fmt: skip
-    make_wheel(house, "stranger-1.0", [])
-    start(house, NEW)
+    pins = read_pins(project, NEW)
+    # Nothing has to be fetched.
+    first = collect(pins, None, project, house)
+    make_wheel(house, "stranger-1.0")
+    begin(house, NEW)
     assert not (house / "manifest.json").exists()
     assert not (house / "stranger-1.0-py3-none-any.whl").exists()
-    collect(known, project, house)
-    assert (house / "manifest.json").read_bytes() == first
-    assert damage(house, read_for(house, NEW)) == {}
-    start(house, OLD)
-    assert list(house.glob("*.whl")) == []
+    assert collect(pins, None, project, house) == first == open_for(house, NEW)
+    (house / "models-1.0-py3-none-any.whl").write_bytes(b"damaged")
+    begin(house, NEW)
+    assert pins.missing(_wheels(house)) == ["models==1.0"]
+    complete(house, NEW, None)
+    begin(house, OLD)
+    assert _wheels(house) == []
 
 
 def test_more_than_one_pip_is_an_error(house: Path) -> None:
     assert pip_wheel(house).name == "pip-26.3-py3-none-any.whl"
-    make_wheel(house, "pip-26.4", [])
+    make_wheel(house, "pip-26.4")
     with pytest.raises(DataError, match="holds 2 wheels of pip"):
         pip_wheel(house)
 
@@ -188,23 +152,20 @@ def test_installing_names_what_the_wheelhouse_lacks(
     project: Path, house: Path, tmp_path: Path
 ) -> None:
     (house / "models-1.0-py3-none-any.whl").unlink()
-    manifest.write(house, this_machine(), None, list(house.glob("*.whl")))
-    known = rules(project, this_machine(), None)
-    with pytest.raises(DataError, match=r"lacks models==1.0: it was collected for another state"):
-        install(known, read_for(house, this_machine()), project, house, tmp_path / "venv")
+    complete(house, this_machine(), None)
+    pins = read_pins(project, this_machine())
+    with pytest.raises(DataError, match=r"lacks .*models==1.0: it was collected for another state"):
+        install(pins, open_for(house, this_machine()), project, house, tmp_path / "venv")
     assert not (tmp_path / "venv").exists()
 
 
-def test_every_requirement_of_the_installed_packages_has_a_pin(tmp_path: Path) -> None:
-    """What is installed here stands for the wheels: nothing may be unpinned or contradict."""
-    from importlib.metadata import distributions
-
-    for found in distributions():
-        name = found.metadata["Name"].replace("-", "_").lower()
-        if name != "postnorm":
-            needed = [need for need in found.requires or [] if found.metadata["Name"] != "torch"]
-            make_wheel(tmp_path, f"{name}-{found.version}", needed)
-    known = rules(ROOT, this_machine(), None)
-    missing = needs(known, tmp_path.glob("*.whl")).missing
-    # A venv's pip is the one that came with its Python.
-    assert set(missing) <= {"pip"}
+def test_every_requirement_of_the_installed_packages_has_a_pin() -> None:
+    """Packages are installed without pip's resolver: nothing may be unpinned or contradict."""
+    installed = {canonicalize_name(d.metadata["Name"]): d for d in distributions()}
+    pins = read_pins(ROOT, this_machine()).versions
+    for name in pins.keys() & installed.keys():
+        for need in map(Requirement, installed[name].requires or []):
+            other = canonicalize_name(need.name)
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                assert other in pins or other == "torch", f"{name} needs {need}"
+                assert other == "torch" or need.specifier.contains(pins[other]), f"{name}: {need}"

@@ -15,13 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster import ClusterConfig
-from launch.preflight.check import check_node
-from launch.preflight.config import PreflightConfig
-from launch.preflight.dataset import check_dataset, read_block
+from launch.cluster import ClusterConfig, PreflightConfig
+from launch.preflight.check import (
+    check_dataset,
+    check_folder,
+    check_limits,
+    check_node,
+    check_shared_memory,
+    read_block,
+)
 from launch.preflight.gpus import check_gpus
-from launch.preflight.host import check_folder, check_limits, check_shared_memory
-from launch.preflight.record import Record, read_record, write_record
+from launch.preflight.record import Record, read_record
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex, read_index
@@ -60,11 +64,11 @@ def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
     assert record.packages["python"] == platform.python_version()
     assert record.packages["torch"] == importlib.metadata.version("torch")
     assert "pytest" not in record.packages
-    assert before <= record.clock.first <= record.clock.last <= time.time()
-    assert record.clock.file_server is not None
-    low, high = record.clock.file_server
+    assert before <= record.first <= record.last <= time.time()
+    assert record.file_server is not None
+    low, high = record.file_server
     assert low <= 0 <= high, "files of this machine are stamped by its own clock"
-    write_record(records, record)
+    assert record.is_finished
     assert read_record(records, "n1") == record
     assert sorted(path.name for path in records.iterdir()) == ["n1.json"], "nothing is left over"
 
@@ -77,10 +81,10 @@ def test_broken_record_is_none(tmp_path: Path) -> None:
 
 def test_healthy_gpus_of_an_old_driver(smi: FakeSmi) -> None:
     """It refuses two of the fields, and has no pages to retire."""
-    facts, found = check_gpus(replace(EASY, gpu="H100", min_driver="550.54"), 2, os.environ)
+    gpus, found = check_gpus(replace(EASY, gpu="H100", min_driver="550.54"), 2, os.environ)
     assert found == []
-    assert facts.names == ["NVIDIA H100 80GB HBM3"] * 2
-    assert facts.driver == "550.54.15"
+    assert [gpu.name for gpu in gpus] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert {gpu.driver for gpu in gpus} == {"550.54.15"}
 
 
 def _set(gpu: int, **fields: object) -> Callable[[FakeSmi], None]:
@@ -144,8 +148,8 @@ def test_mps_server_is_no_stranger(smi: FakeSmi) -> None:
 
 def test_missing_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    facts, found = check_gpus(EASY, 8, os.environ)
-    assert facts.names == []
+    gpus, found = check_gpus(EASY, 8, os.environ)
+    assert gpus == []
     assert [f.text for f in found] == [
         "nvidia-smi cannot be started: No such file or directory; expected 8 GPUs: look at the "
         "driver of the node"
@@ -157,8 +161,8 @@ def test_gpus_of_other_jobs_are_not_looked_at(smi: FakeSmi, visible: str) -> Non
     """Without a cgroup nvidia-smi lists all; SLURM says which are this job's."""
     smi.gpus[0]["memory.used"] = 70000
     smi.save()
-    facts, found = check_gpus(EASY, 1, {"CUDA_VISIBLE_DEVICES": visible})
-    assert (found, len(facts.names)) == ([], 1)
+    gpus, found = check_gpus(EASY, 1, {"CUDA_VISIBLE_DEVICES": visible})
+    assert (found, len(gpus)) == ([], 1)
     _, found = check_gpus(EASY, 2, {"CUDA_VISIBLE_DEVICES": visible})
     assert [f.check for f in found] == ["GPU count"]
 
@@ -167,9 +171,7 @@ def test_unlike_gpus_without_an_expectation(smi: FakeSmi) -> None:
     _set(1, name="NVIDIA A100-SXM4-80GB")(smi)
     smi.save()
     _, found = check_gpus(EASY, 2, os.environ)
-    assert [f.text for f in found] == [
-        "GPUs are not alike: NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3"
-    ]
+    assert [f.text for f in found] == ["GPUs differ: NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3"]
 
 
 @contextlib.contextmanager
@@ -218,7 +220,7 @@ def test_limits() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        found = check_limits(replace(EASY, min_open_files=1024))
+        found = list(check_limits(replace(EASY, min_open_files=1024)))
         assert [f.check for f in found if f.check == "open files"] == ["open files"]
         assert "`ulimit -n` is 200, expected preflight.min_open_files=1024" in found[0].text
     finally:

@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 
-from launch.preflight.commands import verdict_text
-from launch.preflight.config import PreflightConfig
-from launch.preflight.dataset import read_block
+from launch.cluster import PreflightConfig
+from launch.preflight.check import read_block
 from launch.preflight.judge import Evidence, Verdict, judge
 from launch.preflight.record import (
     Bandwidth,
     BandwidthRound,
     Blame,
-    ClockFacts,
     Finding,
-    GpuFacts,
     Record,
     write_record,
 )
+from launch.preflight.report import verdict_text
 from launch.records import exclude_nodes, excluded_nodes
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
@@ -34,12 +32,15 @@ ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3", "n4")
 GOOD = Record(
     node="",
-    clock=ClockFacts(1003.0, 1005.0, (-0.01, 0.02)),
-    findings=[],
-    gpus=GpuFacts(["H100"] * 8, "550.54"),
+    first=1003.0,
+    last=1005.0,
+    file_server=[-0.01, 0.02],
+    gpus=["H100"] * 8,
+    driver="550.54",
     packages={"python": "3.11.7", "torch": "2.13.0"},
     fingerprint="f" * 64,
     free_gb=100.0,
+    is_finished=True,
 )
 """Checked 3 s after the batch node said so, judged 5 s later."""
 
@@ -66,7 +67,7 @@ def _judge(
     verdict = judge(
         given, config or PreflightConfig(), excluded=excluded, max_excluded=max_excluded
     )
-    assert verdict_text(given, verdict)[-1].startswith("preflight: ")
+    assert list(verdict_text(given, verdict))[-1].startswith(("go: ", "go on without ", "stop: "))
     return verdict
 
 
@@ -118,7 +119,7 @@ def test_checks_that_srun_ended_because_of_another_node() -> None:
     ended: dict[str, Record | None] = {"n1": None, "n2": None, "n3": None}
     verdict = _judge(ended, begun={"n1", "n3"})
     assert (verdict.exit_code, list(verdict.bad)) == (75, ["n2"])
-    assert verdict.warnings[0].startswith("n1 was not looked at: srun ended its check")
+    assert verdict.warnings[0].startswith("n1 was not checked: srun ended its check")
     verdict = _judge({"n1": None}, begun={"n1"})
     assert verdict.bad == {"n1": ["its check began and was killed: out of memory, or it hangs"]}
     verdict = _judge(dict.fromkeys(NODES), begun=NODES[1:])
@@ -128,7 +129,7 @@ def test_checks_that_srun_ended_because_of_another_node() -> None:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (replace(GOOD, gpus=GpuFacts(["A100"] * 8, "550.54")), "GPUs: A100, most nodes have H100"),
+        (replace(GOOD, gpus=["A100"] * 8), "GPUs: A100, most nodes have H100"),
         (replace(GOOD, packages={"python": "3.11.7", "torch": "2.12.0"}),
          "packages: torch 2.12.0, most nodes have torch 2.13.0"),
         (replace(GOOD, packages={"python": "3.11.7"}),
@@ -142,12 +143,12 @@ def test_minority_is_bad_and_a_draw_is_a_problem(other: Record, text: str) -> No
     assert verdict.bad["n4"][0].startswith(text)
     verdict = _judge({"n2": other, "n4": other})
     assert (verdict.exit_code, verdict.bad) == (2, {})
-    assert "differ, and no majority is right:" in verdict.problems[0]
+    assert "differ, and no value has a majority:" in verdict.problems[0]
     assert "on n1, n3; " in verdict.problems[0]
 
 
 def test_other_driver_is_a_warning() -> None:
-    verdict = _judge({"n4": replace(GOOD, gpus=GpuFacts(["H100"] * 8, "560.28"))})
+    verdict = _judge({"n4": replace(GOOD, driver="560.28")})
     assert verdict.exit_code == 0
     assert verdict.warnings == ["GPU drivers differ: 550.54 on n1, n2, n3; 560.28 on n4"]
 
@@ -165,7 +166,9 @@ def test_cap() -> None:
 
 
 def test_node_that_was_excluded_and_came_again_is_told() -> None:
-    assert "n2: excluded before, but SLURM gave it again" in _judge(excluded=("n2",)).warnings[0]
+    assert (
+        "n2: excluded before, but SLURM assigned it again" in _judge(excluded=("n2",)).warnings[0]
+    )
 
 
 def test_checkpoint_of_another_dataset() -> None:
@@ -189,16 +192,16 @@ def test_damage_is_the_datasets_where_the_judge_sees_it_too() -> None:
     assert _judge(everywhere, damaged={2}).exit_code == 2  # type: ignore[arg-type]
 
 
-def _clock(skew_s: float, server: tuple[float, float] | None) -> Record:
+def _clock(skew_s: float, server: list[float] | None) -> Record:
     """A node that runs its check as GOOD does, by a clock that is ahead."""
-    return replace(GOOD, clock=ClockFacts(1003.0 + skew_s, 1005.0 + skew_s, server))
+    return replace(GOOD, first=1003.0 + skew_s, last=1005.0 + skew_s, file_server=server)
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, -60.0, 60.0, 1e9])
 @pytest.mark.parametrize("stamped_by", ["server", "client", "nobody"])
 def test_wrong_clock(skew_s: float, stamped_by: str) -> None:
     server = {
-        "server": (skew_s - 0.01, skew_s + 0.02), "client": (-0.01, 0.02), "nobody": None,
+        "server": [skew_s - 0.01, skew_s + 0.02], "client": [-0.01, 0.02], "nobody": None,
     }[stamped_by]  # fmt: skip
     for nodes in (NODES, NODES[:2]):
         verdict = _judge({"n2": _clock(skew_s, server)}, nodes=nodes)
@@ -214,14 +217,14 @@ def test_wrong_clock(skew_s: float, stamped_by: str) -> None:
 @pytest.mark.parametrize("took_s", [0.0, 100.0])
 def test_clock_within_the_limit(skew_s: float, took_s: float) -> None:
     """However long the checks took; starts lie apart without any clock being wrong."""
-    record = _clock(skew_s, (skew_s, skew_s))
+    record = _clock(skew_s, [skew_s, skew_s])
     assert _judge({"n2": record}, judged=1010 + took_s, started=1000 - took_s).exit_code == 0
     assert _judge({"n2": record}, started=None).exit_code == 0
 
 
 def test_batch_node_with_a_wrong_clock_is_the_one_that_is_bad() -> None:
     """It is a node of the job, and gives the times that the others are compared with."""
-    verdict = _judge({"n1": _clock(500, (500, 500))}, started=1500.0, judged=1510.0)
+    verdict = _judge({"n1": _clock(500, [500, 500])}, started=1500.0, judged=1510.0)
     assert list(verdict.bad) == ["n1"]
 
 
@@ -335,7 +338,7 @@ def _write(records: Path, **changed: Record | None) -> None:
     for node in NODES:
         record = changed.get(node, GOOD)
         if record is not None:
-            write_record(records, replace(record, node=node, clock=ClockFacts(now, now)))
+            write_record(records, replace(record, node=node, first=now, last=now, file_server=None))
 
 
 @pytest.mark.usefixtures("processes")
@@ -348,12 +351,12 @@ def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
     _write(records, n2=None, n4=replace(GOOD, is_finished=False))
     code, output = _command(run_dir, dataset.folder, records)
     assert code == 75, output
-    assert "preflight: warning: n4 was not looked at" in output
+    assert "preflight: warning: n4 was not checked" in output
     assert excluded_nodes(run_dir) == ["old", "n2"]
     assert "preflight: bad node n2: it left no record" in output
     assert output.splitlines()[-1] == "preflight: go on without n2"
     # One more than may be: stop, and say nothing to SLURM.
-    write_record(records, replace(_having("node"), node="n3", clock=ClockFacts(1, 2)))
+    write_record(records, replace(_having("node"), node="n3", first=1, last=2, file_server=None))
     code, output = _command(run_dir, dataset.folder, records)
     assert code == 2
     assert "3 nodes would be excluded, n2, n3, old, more than max_excluded_nodes=2" in output

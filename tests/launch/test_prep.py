@@ -13,10 +13,10 @@ from data_prep.config import PrepConfig
 from data_prep.plan import plan
 from data_prep.run import run
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.records import next_number, submission_folder
-from launch.render_prep import PrepStage, StagePlan, log_folder, render_prep
+from launch.prep_script import PrepJob, PrepStage, StagePlan, render_prep
+from launch.prep_submit import PrepDraft, SubmitError, dry_run_text, submit
+from launch.records import PREP_RECORD, next_number, submission_folder
 from launch.site import within_site
-from launch.submit_prep import PrepDraft, SubmitError, dry_run_text, submit
 from pipeline.config.load import load
 from pipeline.errors import BusyError, ConfigError
 from tests.support.fake_slurm import FakeSlurm
@@ -38,10 +38,14 @@ def _render(
     **prep: object,
 ) -> list[PrepStage]:
     profile = ClusterConfig(prep=PrepJobsConfig(**prep), **(cluster or {}))  # type: ignore[arg-type]
-    return render_prep(
-        PLANS, profile, name=Path(config_path).stem, config_path=config_path, start=("-m",),
-        output_dir=output_dir, work_dir=work_dir,
-    )  # fmt: skip
+    job = PrepJob(
+        name=Path(config_path).stem,
+        config_path=config_path,
+        start=("-m",),
+        output_dir=output_dir,
+        work_dir=work_dir,
+    )
+    return render_prep(PLANS, profile, job)
 
 
 def _draft(output_dir: Path, stages: list[PrepStage]) -> PrepDraft:
@@ -106,11 +110,10 @@ def test_only_parts_with_something_left_to_do_are_submitted(
 ) -> None:
     plans = [replace(PLANS[0], todo=todo), *PLANS[1:]]
     prep = PrepJobsConfig(array_tasks=12, cores=1, max_array_size=4, time_limit="10-0")
-    stages = render_prep(
-        plans, ClusterConfig(prep=prep), name="web", start=("-m",),
-        config_path="web.yaml", output_dir="data",
-        work_dir="/work",
-    )  # fmt: skip
+    job = PrepJob(
+        name="web", start=("-m",), config_path="web.yaml", output_dir="data", work_dir="/work"
+    )
+    stages = render_prep(plans, ClusterConfig(prep=prep), job)
     assert [stage.name for stage in stages] == ["ingest"] * bool(todo) + ["dedup", "shards"]
     if todo:
         assert stages[0].num_parts == len(todo)
@@ -188,7 +191,7 @@ def test_odd_names_reach_data_prep_unchanged(tmp_path: Path, slurm: FakeSlurm) -
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     output = _options(script)["output"].replace("%%", "%")
     unquoted = subprocess.run(["bash", "-c", f"printf %s {output}"], capture_output=True, text=True)
-    assert unquoted.stdout == f"{log_folder(output_dir, str(work))}/%x-%A_%a.log"
+    assert unquoted.stdout == f"{(work / output_dir / PREP_RECORD).parent}/%x-%A_%a.log"
     done = _run_script(script, slurm, SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("end: done\n")
@@ -227,7 +230,7 @@ def test_failure_is_tried_again_a_limited_number_of_times(
     tmp_path: Path, slurm: FakeSlurm, code: str
 ) -> None:
     script = _failing(tmp_path, code)
-    log_folder("data", str(tmp_path)).mkdir(parents=True)
+    (tmp_path / "data" / PREP_RECORD).parent.mkdir(parents=True)
     for attempt in (1, 2):
         done = _run_script(script, slurm)
         assert done.returncode == 0  # after scontrol said that the job is in the queue again
@@ -245,7 +248,7 @@ def test_failure_is_tried_again_a_limited_number_of_times(
 
 def test_success_forgets_earlier_failures(tmp_path: Path, slurm: FakeSlurm) -> None:
     script = _failing(tmp_path, f"[ -e {tmp_path}/mended ] || exit 1")
-    log_folder("data", str(tmp_path)).mkdir(parents=True)
+    (tmp_path / "data" / PREP_RECORD).parent.mkdir(parents=True)
     _run_script(script, slurm)
     (tmp_path / "mended").touch()
     assert _run_script(script, slurm).returncode == 0
@@ -324,7 +327,7 @@ def test_without_slurm_the_message_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SubmitError, match=r"sbatch is not there.*nothing was submitted"):
+    with pytest.raises(SubmitError, match=r"sbatch was not found.*nothing was submitted"):
         submit(_draft(tmp_path, _render()))
 
 
@@ -385,7 +388,10 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
 def test_command_passes_on_what_data_prep_refuses(
     tmp_path: Path, slurm: FakeSlurm, prep_config: Path
 ) -> None:
-    done = _command(str(prep_config), "tokenizer.vocab_siz=1", slurm=slurm)
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text(f"python: {sys.executable}\n")
+    arguments = [str(prep_config), "tokenizer.vocab_siz=1", "--cluster", str(profile)]
+    done = _command(*arguments, slurm=slurm)
     assert done.returncode == 2
     assert "did you mean 'vocab_size'" in done.stdout
     assert not slurm.calls

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch import slurm as door
-from launch.queue import UNKNOWN, JobFacts, job_facts, my_jobs
-from launch.reasons import in_words
+from launch.queue import UNKNOWN, JobFacts, job_facts, my_jobs, reason_in_words
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import EXIT_FAILED_RETRY
 from tests.support.recorded_slurm import NO_CONTROLLER, TIMED_OUT, RecordedSlurm
@@ -106,7 +105,7 @@ def test_another_job_with_the_same_id_is_not_ours(recorded: RecordedSlurm) -> No
     assert job_facts("1", Path("/tmp/my runs/a")).state == "RUNNING"
     facts = job_facts("1", Path("/tmp/my runs/b"))
     assert facts.state == UNKNOWN
-    assert "the job that has its id today is another (/tmp/my runs/a)" in facts.reason
+    assert "the job that has its id now is another (/tmp/my runs/a)" in facts.reason
 
 
 @pytest.mark.parametrize("error", [NO_CONTROLLER, TIMED_OUT])
@@ -164,7 +163,7 @@ def test_a_refusal_is_final(recorded: RecordedSlurm) -> None:
 
 def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoSlurmError, match="squeue is not there"):
+    with pytest.raises(NoSlurmError, match="squeue was not found"):
         my_jobs()
 
 
@@ -174,17 +173,17 @@ def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("Resources", "waits for free nodes"),
         ("JobHeldUser", "scontrol release 412"),
         ("ReqNodeNotAvail, UnavailableNodes:cm4", "down, drained or reserved"),
-        ("QOSMaxJobsPerUserLimit", "you have as much as the QOS allows"),
-        ("QOSMaxWallDurationPerJobLimit", "the QOS does not allow one job as much"),
-        ("AssocMaxNodePerJobLimit", "the account does not allow one job as much"),
+        ("QOSMaxJobsPerUserLimit", "you use as much as the QOS allows"),
+        ("QOSMaxWallDurationPerJobLimit", "the QOS does not allow one job that much"),
+        ("AssocMaxNodePerJobLimit", "the account does not allow one job that much"),
         ("QOSGrpGRES", "all users of the QOS"),
-        ("AssocGrpGRES", "your account has as much"),
+        ("AssocGrpGRES", "your account uses as much"),
         ("AssocMaxJobsLimit", "your account allows you"),
         ("DependencyNeverSatisfied", "never starts"),
         ("SomethingNew", ""),
     ],
 )
 def test_reasons_in_words(reason: str, words: str) -> None:
-    found = in_words(reason, "412")
+    found = reason_in_words(reason, "412")
     assert words in found
     assert bool(found) == bool(words)

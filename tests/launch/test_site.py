@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import fit, site
-from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.container import ContainerConfig
+from launch import site
+from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
 from launch.slurm import NoAnswerError, NoSlurmError
 from pipeline.errors import ConfigError
 
@@ -77,7 +76,7 @@ def _problems(kind: str = "pretrain", **fields: object) -> list[str]:
     cluster = ClusterConfig(
         **{"nodes": 2, "gpus_per_node": 4, "cpus_per_rank": 2, **fields}  # type: ignore[arg-type]
     )
-    return fit.problems(cluster, kind, site.read(), site.host_names(cluster.exclude))
+    return site.problems(cluster, kind, site.read(), site.host_names(cluster.exclude))
 
 
 def test_site_is_read(slurm: FakeSite) -> None:
@@ -169,8 +168,8 @@ def test_what_fits(slurm: FakeSite, fields: dict[str, object]) -> None:
         ({"constraint": "a100&h200"},
          ["constraint='a100&h200': partition train has 0 such node(s), nodes=2 are asked for"]),
         ({"gpu_type": "h200", "mem_per_node": "60G"},
-         ["partition train has 0 node(s) with all of this together, nodes=2 are asked for: 4 ranks "
-          "of cpus_per_rank=2 on each node; mem_per_node='60G'; gpus_per_node=4 of "
+         ["partition train has 0 node(s) with all of these together, nodes=2 are asked for: 4 "
+          "ranks of cpus_per_rank=2 on each node; mem_per_node='60G'; gpus_per_node=4 of "
           "gpu_type='h200'"]),
         ({"reservation": "hol", "account": "lob", "qos": "lang"},
          ["reservation='hol' is not known; expected one of: hold; did you mean 'hold'?",
@@ -209,16 +208,16 @@ def test_site_without_a_default_partition_wants_a_name(slurm: FakeSite) -> None:
 def test_all_problems_are_named_at_once(slurm: FakeSite, tmp_path: Path) -> None:
     cluster = ClusterConfig(nodes=5, cpus_per_rank=1, account="x", python="no/python")
     with pytest.raises(ConfigError) as caught:
-        fit.check(cluster, "pretrain", work_dir=str(tmp_path / "gone"))
+        site.check(cluster, "pretrain", work_dir=str(tmp_path / "gone"))
     assert [line[:22] for line in str(caught.value).splitlines()] == [
         "the cluster profile do", "- nodes=5: partition t", "- account='x' is not k",
-        "- the folder to work i", "- python='no/python': ",
+        "- the working folder /", "- python='no/python': ",
     ]  # fmt: skip
     python = tmp_path / "python"
     python.write_text("")
     python.chmod(0o755)
     fitting = ClusterConfig(nodes=4, cpus_per_rank=1, python="./python")
-    said = fit.check(fitting, "pretrain", work_dir=str(tmp_path))
+    said = site.check(fitting, "pretrain", work_dir=str(tmp_path))
     assert said == "the profile fits the site: partition train"
 
 
@@ -227,22 +226,22 @@ def test_missing_files(tmp_path: Path) -> None:
     (tmp_path / "python").touch()  # no program
     image = ContainerConfig(kind="apptainer", image="a.sif", mounts=(f"{tmp_path}:/x", "/no/such"))
     there = ClusterConfig(container=image, python="no/python")  # the image's
-    assert fit.missing_files(there, str(tmp_path)) == ["container.mounts: /no/such is not there"]
+    assert site.missing_files(there, str(tmp_path)) == ["container.mounts: /no/such does not exist"]
     gone = ClusterConfig(container=ContainerConfig(kind="pyxis", image="./b.sqsh"))
-    assert fit.missing_files(gone, str(tmp_path)) == ["container.image='./b.sqsh' is not there"]
+    assert site.missing_files(gone, str(tmp_path)) == ["container.image='./b.sqsh' does not exist"]
     remote = ClusterConfig(container=ContainerConfig(kind="pyxis", image="nvcr.io#a/b:1"))
-    assert fit.missing_files(remote, str(tmp_path)) == []
-    [text] = fit.missing_files(ClusterConfig(python="./python"), str(tmp_path))
-    assert text.startswith(f"python='./python': {tmp_path}/python is no program")
-    assert fit.missing_files(ClusterConfig(python="python3"), str(tmp_path)) == []
+    assert site.missing_files(remote, str(tmp_path)) == []
+    [text] = site.missing_files(ClusterConfig(python="./python"), str(tmp_path))
+    assert text.startswith(f"python='./python': {tmp_path}/python is not a program")
+    assert site.missing_files(ClusterConfig(python="python3"), str(tmp_path)) == []
 
 
 def test_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoSlurmError, match=r"sinfo is not there: .* --dry-run"):
-        fit.check(ClusterConfig(), "pretrain", work_dir=".")
-    said = fit.check(ClusterConfig(), "pretrain", work_dir=".", optional=True)
-    assert said.startswith("the profile was not checked against the site: sinfo is not there")
+    with pytest.raises(NoSlurmError, match=r"sinfo was not found: .* --dry-run"):
+        site.check(ClusterConfig(), "pretrain", work_dir=".")
+    said = site.check(ClusterConfig(), "pretrain", work_dir=".", optional=True)
+    assert said.startswith("the profile was not checked against the site: sinfo was not found")
 
 
 def test_controller_that_does_not_answer_is_worth_another_try(slurm: FakeSite) -> None:

@@ -10,8 +10,16 @@ import pytest
 
 from launch.queue import JobFacts
 from launch.records import require_run, submissions
-from launch.status import RunReport, headline, prep_report, queue_reports, run_report
-from launch.status_text import prep_text, queue_text, report_text
+from launch.status import (
+    RunReport,
+    headline,
+    prep_report,
+    prep_summary,
+    queue_reports,
+    queue_text,
+    run_report,
+    run_summary,
+)
 from pipeline.errors import DataError
 from tests.support.recorded_slurm import RecordedSlurm
 from tests.support.run_folder import ROOT, RunFolder
@@ -60,7 +68,7 @@ def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
     end, start = str(int(now) + 3000), str(int(now) - 600)
     recorded.says("squeue", _line("RUNNING", run.folder, nodes="cm[1-2]", restarts=1, start=start,
                                   end=end))  # fmt: skip
-    lines = list(report_text(run_report(run.folder), float(int(now))))
+    lines = run_summary(run_report(run.folder), float(int(now))).text().splitlines()
     assert lines[0] == f"{run.folder}: running"
     assert lines[1] == (
         "job         412 running on cm[1-2] for 00:10:00, 00:50:00 left of 1:00:00, 1 restart"
@@ -80,7 +88,7 @@ def test_a_requeued_job_waits(recorded: RecordedSlurm, run: RunFolder) -> None:
     line = _line("PENDING", run.folder, reason="BeginTime", start=str(now + 121), restarts=1)
     recorded.says("squeue", line)
     report = run_report(run.folder)
-    text = "\n".join(report_text(report, now))
+    text = run_summary(report, now).text()
     assert headline(report) == "pending"
     assert "412 waits in partition train for" in text
     assert "BeginTime: not before its start time" in text
@@ -92,18 +100,18 @@ def test_an_unknown_job_is_not_called_ended(recorded: RecordedSlurm, run: RunFol
     recorded.says("squeue", "")
     report = run_report(run.folder)
     assert headline(report) == "unknown"
-    text = "\n".join(report_text(report, now))
+    text = run_summary(report, now).text()
     assert "412: the queue does not know it, and there is no accounting" in text
     assert "its ranks gave a sign of life 00:00:0" in text
     assert f"`touch {run.folder}/STOP` lets them save and end" in text
     run.decided("412", 1, "failed", "2 attempts without a new checkpoint", now)
     report = run_report(run.folder)
     assert headline(report) == "failed"
-    assert "its script ended, failed: 2 attempts without" in "\n".join(report_text(report))
+    assert "its script ended, failed: 2 attempts without" in run_summary(report).text()
     (run.folder / "done.json").write_text("{}")
     report = run_report(run.folder)
     assert headline(report) == "finished"
-    assert "the run is finished: it has its done.json" in "\n".join(report_text(report))
+    assert "the run is finished: it has its done.json" in run_summary(report).text()
     assert recorded.calls("sacct")
 
 
@@ -130,16 +138,16 @@ def test_an_id_that_is_another_jobs_now(recorded: RecordedSlurm, run: RunFolder)
 
 def test_a_job_that_failed_says_why(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = _trains(run)
-    run.decided("412", 1, "failed", "a rank says that trying again is no use", now)
+    run.decided("412", 1, "failed", "rank 0 failed permanently (exit code 2)", now)
     end = str(int(now) - 5)
     line = _line("FAILED", run.folder, reason="NonZeroExitCode", nodes="cm1", end=end, restarts=1)
     recorded.says("squeue", line.replace("|0|/", "|512|/"))
-    lines = list(report_text(run_report(run.folder), int(now)))
+    lines = run_summary(run_report(run.folder), int(now)).text().splitlines()
     assert lines[0].endswith(": failed")
     assert lines[1] == (
         "job         412 FAILED (NonZeroExitCode) on cm1, 00:00:05 ago, exit code 2:0, 1 restart"
     )
-    assert lines[2] == "            failed: a rank says that trying again is no use"
+    assert lines[2] == "            failed: rank 0 failed permanently (exit code 2)"
 
 
 def test_slurm_does_not_answer_and_the_run_still_speaks(
@@ -147,27 +155,27 @@ def test_slurm_does_not_answer_and_the_run_still_speaks(
 ) -> None:
     _trains(run)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
-    text = "\n".join(report_text(run_report(run.folder)))
-    assert "queue       squeue is not there" in text
+    text = run_summary(run_report(run.folder)).text()
+    assert "queue       squeue was not found" in text
     assert "step 210 of 1,000" in text
 
 
 def test_not_submitted_not_started_or_no_run(recorded: RecordedSlurm, run: RunFolder) -> None:
     recorded.says("squeue", "")
-    text = list(report_text(run_report(run.folder)))
+    text = run_summary(run_report(run.folder)).text().splitlines()
     assert text == [
         f"{run.folder}: not started",
         "job         none: the run was not submitted to SLURM from here",
         "run         training has not started yet",
     ]
-    with pytest.raises(DataError, match=rf"it is not there; .*such as {run.folder}"):
+    with pytest.raises(DataError, match=rf"it does not exist.*such as {run.folder}"):
         require_run(run.folder.parent / "runn")
     (run.folder.parent / "data" / "work").mkdir(parents=True)
     with pytest.raises(DataError, match="data preparation that was not submitted"):
         require_run(run.folder.parent / "data")
     (run.folder / "launch" / "0001").mkdir()
     (run.folder / "launch" / "0001" / "submission.json").write_text('{"number": 1}')
-    with pytest.raises(DataError, match=r"0001/submission.json is no record .*'job'"):
+    with pytest.raises(DataError, match=r"0001/submission.json is not a record .*'job'"):
         submissions(run.folder)
     assert not recorded.calls("sacct")
 
@@ -181,7 +189,11 @@ def test_starts_that_slurm_ended_itself_are_told_by_the_ranks_records(
         run.started(f"5.{number}", now + 100 * number, from_step=number or None)
     run.decided("5", 7, "requeue", "preflight: cm2 has 3 of 4 GPUs", now + 900)
     recorded.says("squeue", _line("PENDING", run.folder, job="5", reason="Resources", restarts=8))
-    lines = [line for line in report_text(run_report(run.folder)) if line.startswith("start")]
+    lines = [
+        line
+        for line in run_summary(run_report(run.folder)).text().splitlines()
+        if line.startswith("start")
+    ]
     assert len(lines) == 5
     assert lines[0].split()[1] == "5.3"
     assert "killed: no rank left an exit code" in lines[0]
@@ -203,7 +215,7 @@ def test_the_queue_as_a_table(recorded: RecordedSlurm, run: RunFolder, tmp_path:
         _line("PENDING", data, job="7_1", reason="JobArrayTaskLimit"),
         _line("PENDING", Path("(null)"), job="12", reason="Priority"),
     ]))  # fmt: skip
-    header, *lines = queue_text(queue_reports())
+    header, *lines = queue_text(queue_reports()).splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert header.split() == [
         "run", "job", "state", "reason", "step", "ETA", "restarts", "checkpoint",
@@ -215,9 +227,7 @@ def test_the_queue_as_a_table(recorded: RecordedSlurm, run: RunFolder, tmp_path:
     assert rows[str(data)][:7] == ["7", "running", "-", "1", "run,", "1", "wait"]
     assert len({line.index("running") for line in lines if "running" in line}) == 1
     recorded.says("squeue", "")
-    assert list(queue_text(queue_reports())) == [
-        "no run or data preparation of yours is in the queue"
-    ]
+    assert queue_text(queue_reports()) == "no run or data preparation of yours is in the queue"
 
 
 def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
@@ -233,7 +243,8 @@ def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
     ]))  # fmt: skip
     report = prep_report(tmp_path)
     assert report
-    rows = {line.split()[0]: line.split()[1:] for line in prep_text(report)}
+    lines = prep_summary(report).text().splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["ingest"] == ["0", "1", "1", "1", "1", "FAILED"]
     assert rows["shards"][:5] == ["1", "0", "0", "0", "DependencyNeverSatisfied:"]
     assert rows["verify"] == ["0", "0", "0", "0", "not", "in", "the", "queue", "(any", "more):",

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.processes import Processes
 from tests.support.slurm import SlurmCluster, why_not
 
 SETTINGS = {"MaxArraySize": 4}
@@ -11,27 +12,35 @@ SETTINGS = {"MaxArraySize": 4}
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Four nodes; each worker process of pytest has a cluster of its own."""
     missing = why_not()
     if missing:
         pytest.skip(missing)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), settings=SETTINGS) as cluster:
-        yield cluster
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), settings=SETTINGS) as started:
+        yield started
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Starts processes that end with the test."""
+    started = Processes()
+    yield started
+    started.end()
 
 
 @pytest.fixture(autouse=True)
-def _mended(slurm_cluster: SlurmCluster) -> Iterator[None]:
+def _mended(cluster: SlurmCluster) -> Iterator[None]:
     """Leaves neither jobs nor faults to the next test."""
     yield
-    slurm_cluster.mend()
+    cluster.mend()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Adds to a failure what the cluster knows of the jobs that were there."""
     report = yield
-    cluster = getattr(item, "funcargs", {}).get("slurm_cluster")
-    if report.failed and cluster:
-        report.sections.append(("SLURM", cluster.tell()))
+    used = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and used:
+        report.sections.append(("SLURM", used.tell()))
     return report

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.support.leftovers import environment_of
+from tests.support.processes import Processes
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_machines import Machines, Namespaces, Ports, can_unshare
 
@@ -35,6 +36,7 @@ done
 _OWNER = """
 import sys
 from pathlib import Path
+from tests.support.processes import Processes
 from tests.support.slurm import SlurmCluster
 from tests.support.slurm_machines import Namespaces, Ports
 folder = Path(sys.argv[1])
@@ -103,65 +105,65 @@ def test_tasks_run_on_two_nodes_and_are_lost_with_one(folder: Path, kind: type[M
     assert not _traces(folder)
 
 
-def test_lost_network_comes_back(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    if not slurm_cluster.can_cut_network:
+def test_lost_network_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:
+    if not cluster.can_cut_network:
         pytest.skip("nodes share a network: namespaces need root and iproute2")
     log = tmp_path / "job.log"
 
     def last() -> str:
         return (log.read_text() if log.exists() else "").split("\n")[-2:][0]
 
-    job = slurm_cluster.sbatch(_LOOKING, "--nodes=2", f"--output={log}")
-    slurm_cluster.wait_until(lambda: last() == "there", "node 2 is seen by node 1")
-    slurm_cluster.netcut(2)
-    slurm_cluster.wait_until(lambda: last() == "gone", "node 2 is not seen")
-    assert [process.name() for process in slurm_cluster.processes(2)].count("slurmd") == 1
-    slurm_cluster.netheal(2)
-    slurm_cluster.wait_until(lambda: last() == "there", "node 2 is seen again")
-    assert slurm_cluster.state(job) == "RUNNING"
+    job = cluster.sbatch(_LOOKING, "--nodes=2", f"--output={log}")
+    cluster.wait_until(lambda: last() == "there", "node 2 is seen by node 1")
+    cluster.netcut(2)
+    cluster.wait_until(lambda: last() == "gone", "node 2 is not seen")
+    assert [process.name() for process in cluster.processes(2)].count("slurmd") == 1
+    cluster.netheal(2)
+    cluster.wait_until(lambda: last() == "there", "node 2 is seen again")
+    assert cluster.state(job) == "RUNNING"
 
 
-def test_killed_rank_takes_the_others_along(slurm_cluster: SlurmCluster) -> None:
+def test_killed_rank_takes_the_others_along(cluster: SlurmCluster) -> None:
     script = _SLEEPING.replace("srun", "srun --kill-on-bad-exit=1")
-    job = slurm_cluster.sbatch(script, *_ON_TWO_NODES, "--output=/dev/null")
-    slurm_cluster.wait_for_tasks(job, 4)
-    assert slurm_cluster.tasks(job)[3].cmdline() == ["/usr/bin/sleep", "1000"]
-    slurm_cluster.tasks(job)[3].kill()
-    slurm_cluster.wait_for(job, "FAILED")
+    job = cluster.sbatch(script, *_ON_TWO_NODES, "--output=/dev/null")
+    cluster.wait_for_tasks(job, 4)
+    assert cluster.tasks(job)[3].cmdline() == ["/usr/bin/sleep", "1000"]
+    cluster.tasks(job)[3].kill()
+    cluster.wait_for(job, "FAILED")
 
 
-def test_controller_comes_back_with_its_jobs(slurm_cluster: SlurmCluster) -> None:
-    job = slurm_cluster.sbatch(_SLEEPING, "--output=/dev/null")
-    slurm_cluster.wait_for(job, "RUNNING")
-    slurm_cluster.restart_controller()
-    assert slurm_cluster.state(job) == "RUNNING"
+def test_controller_comes_back_with_its_jobs(cluster: SlurmCluster) -> None:
+    job = cluster.sbatch(_SLEEPING, "--output=/dev/null")
+    cluster.wait_for(job, "RUNNING")
+    cluster.restart_controller()
+    assert cluster.state(job) == "RUNNING"
 
 
-def test_higher_partition_pushes_jobs_away(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_higher_partition_pushes_jobs_away(cluster: SlurmCluster, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     script = "#!/bin/bash\nsrun bash -c 'trap \"echo asked; exit\" TERM; sleep 1000 & wait'\n"
-    job = slurm_cluster.sbatch(script, "--nodes=2", f"--output={log}")
-    slurm_cluster.wait_for_tasks(job, 2)
-    with slurm_cluster.preempting() as other:
-        slurm_cluster.wait_for(other, "RUNNING")
+    job = cluster.sbatch(script, "--nodes=2", f"--output={log}")
+    cluster.wait_for_tasks(job, 2)
+    with cluster.preempting() as other:
+        cluster.wait_for(other, "RUNNING")
         assert log.read_text().count("asked") == 2
 
 
 def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
-    folder: Path, kind: type[Machines]
+    folder: Path, kind: type[Machines], processes: Processes
 ) -> None:
     program = _OWNER.format(kind=kind.__name__, script=_SLEEPING)
-    owner = subprocess.Popen(
-        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, cwd=ROOT,
-    )  # fmt: skip
-    try:
-        assert owner.stdout
-        assert owner.stdout.readline() == b"ready\n"
-        assert len(_of(folder)) > 3
-    finally:
-        owner.kill()
-        owner.communicate()
+    owner = processes.start(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stderr=None,
+        cwd=ROOT,
+    )
+    assert owner.stdout
+    assert owner.stdout.readline() == "ready\n"
+    assert len(_of(folder)) > 3
+    owner.kill()
+    owner.communicate()
     deadline = time.monotonic() + 30
     while left := _traces(folder):
         assert time.monotonic() < deadline, left

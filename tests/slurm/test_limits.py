@@ -15,14 +15,14 @@ LONG = ("train.num_steps=20_000", "checkpoint.every_steps=20", "monitor.eval_eve
 
 
 def test_run_without_progress_stops_after_the_cap_and_says_why(
-    slurm_cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     # Ranks die before they can say anything; the launcher works.
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[ "$3" != pretrain ] || exit 9\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     run = SlurmRun(
-        slurm_cluster, tmp_path / "run", dataset, *LONG,
+        cluster, tmp_path / "run", dataset, *LONG,
         python=str(python), max_attempts_without_progress=2,
     )  # fmt: skip
     assert run.wait_for_end(timeout_s=120) == "FAILED"
@@ -30,12 +30,12 @@ def test_run_without_progress_stops_after_the_cap_and_says_why(
     assert last.startswith("end: 2 attempts in a row without a new checkpoint"), run.log
     assert "none of 4 ranks" in last
     assert [decision["decision"] for decision in run.decisions()] == ["requeue", "failed"]
-    assert int(slurm_cluster.job(run.job)["Restarts"]) == 1
+    assert int(cluster.job(run.job)["Restarts"]) == 1
 
 
 @pytest.mark.slow
 def test_corrupt_data_stops_the_run_at_once_and_names_the_block(
-    slurm_cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     shutil.copytree(dataset.folder, tmp_path / "data")
     for shard in (tmp_path / "data" / "shards").glob("*.tar"):
@@ -44,26 +44,24 @@ def test_corrupt_data_stops_the_run_at_once_and_names_the_block(
             content[place] ^= 1
         shard.write_bytes(content)
     run = SlurmRun(
-        slurm_cluster, tmp_path / "run", read_index(tmp_path / "data"), *LONG,
+        cluster, tmp_path / "run", read_index(tmp_path / "data"), *LONG,
         preflight={**PROFILE["preflight"], "shards": 0},  # which would find it before
     )  # fmt: skip
     assert run.wait_for_end(timeout_s=120) == "FAILED"
-    assert "trying again is no use" in run.log.splitlines()[-1], run.log
+    assert "failed permanently (exit code 2)" in run.log.splitlines()[-1], run.log
     assert ".tar" in run.log
-    assert int(slurm_cluster.job(run.job)["Restarts"]) == 0
+    assert int(cluster.job(run.job)["Restarts"]) == 0
 
 
 @pytest.mark.slow
 def test_time_limit_is_announced_and_no_step_is_lost(
-    slurm_cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
-    run = SlurmRun(
-        slurm_cluster, tmp_path / "run", dataset, *LONG, time_limit="3", stop_before_end_s=60
-    )
+    run = SlurmRun(cluster, tmp_path / "run", dataset, *LONG, time_limit="3", stop_before_end_s=60)
     run.wait_for_start(1)
     # The controller restarts under it, and the run goes on.
     step = run.step
-    slurm_cluster.restart_controller()
+    cluster.restart_controller()
     run.wait_for_step(step + 20)
     assert len(run.starts()) == 1
     run.wait_for_start(2)

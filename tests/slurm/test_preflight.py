@@ -27,14 +27,14 @@ exec {sys.executable} "$@"
 
 
 def test_job_restarts_without_a_bad_node_and_a_problem_of_all_nodes_stops_it(
-    slurm_cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, python=str(python))
+    run = SlurmRun(cluster, tmp_path / "run", dataset, python=str(python))
     want_more = {**PROFILE["preflight"], "min_open_files": 2**30}
-    hopeless = SlurmRun(slurm_cluster, tmp_path / "hopeless", dataset, preflight=want_more)
+    hopeless = SlurmRun(cluster, tmp_path / "hopeless", dataset, preflight=want_more)
 
     assert run.wait_for_end() == "COMPLETED"
     bad = (tmp_path / "python.bad").read_text().strip()
@@ -48,7 +48,7 @@ def test_job_restarts_without_a_bad_node_and_a_problem_of_all_nodes_stops_it(
     assert bad not in second["nodes"]
     assert len(second["nodes"]) == 2
     assert run.restarts == 1
-    assert slurm_cluster.job(run.job)["ExcNodeList"] == bad
+    assert cluster.job(run.job)["ExcNodeList"] == bad
 
     assert hopeless.wait_for_end() == "FAILED"
     assert hopeless.restarts == 0

@@ -108,9 +108,9 @@ def _mended() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
-    yield slurm_cluster
-    slurm_cluster.mend()
+def cluster(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    yield cluster
+    cluster.mend()
 
 
 @pytest.fixture(scope="module")

@@ -17,24 +17,20 @@ while :; do sleep 0.1; done
 """
 
 
-def test_program_is_asked_to_save_and_started_again(
-    slurm_cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_program_is_asked_to_save_and_started_again(cluster: SlurmCluster, tmp_path: Path) -> None:
     run_dir, profile = tmp_path / "tuned", tmp_path / "cluster.yaml"
     profile.write_text(json.dumps(PROFILE))
     done = subprocess.run(
         [sys.executable, "-m", "launch", "submit", "--program", str(run_dir), "--cluster",
          str(profile), "--", "bash", "-c", PROGRAM, "x", str(tmp_path)],
-        cwd=ROOT, env=slurm_cluster.environment, capture_output=True, text=True,
+        cwd=ROOT, env=cluster.environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     [record] = (run_dir / "launch").glob("*/submission.json")
     job = json.loads(record.read_text())["job"]
-    slurm_cluster.wait_until(
-        lambda: len(list(tmp_path.glob("ready-*"))) == 4, "four ranks", timeout_s=60
-    )
-    slurm_cluster.run("scancel", "--batch", "--signal=USR1", job)
-    assert slurm_cluster.wait_for(job, timeout_s=90) == "COMPLETED"
-    assert slurm_cluster.job(job)["Restarts"] == "1"
+    cluster.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 4, "four ranks", timeout_s=60)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait_for(job, timeout_s=90) == "COMPLETED"
+    assert cluster.job(job)["Restarts"] == "1"
     history = (run_dir / "launch" / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["decision"] for line in history] == ["requeue", "finished"]

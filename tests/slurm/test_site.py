@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import fit, site
+from launch import site
 from launch.cluster import ClusterConfig
-from launch.environment import sbatch_resources, setup_lines
-from launch.script import sbatch_lines
+from launch.script_parts import sbatch_lines, sbatch_resources, setup_lines
 from launch.slurm import run_command
 from pipeline.errors import ConfigError
 from tests.support.slurm import SlurmCluster
@@ -18,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def nodes(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def nodes(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the nodes of a real cluster that this process now talks to."""
-    for name, value in slurm_cluster.environment.items():
+    for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     return [node.name for node in site.read().partitions["train"].nodes]
 
@@ -57,19 +56,19 @@ def _cluster(**fields: object) -> ClusterConfig:
 )
 def test_what_fits_is_taken(nodes: list[str], fields: dict[str, object]) -> None:
     cluster = _cluster(**fields)
-    assert "fits the site" in fit.check(cluster, "pretrain", work_dir=str(ROOT))
+    assert "fits the site" in site.check(cluster, "pretrain", work_dir=str(ROOT))
     assert "to start at" in site.ask_sbatch(_script(cluster))
 
 
 def test_excluded_nodes_are_known_and_left_out(nodes: list[str]) -> None:
     cluster = _cluster(nodes=1, exclude=",".join(nodes[:-1]))
-    fit.check(cluster, "pretrain", work_dir=str(ROOT))
+    site.check(cluster, "pretrain", work_dir=str(ROOT))
     assert f"on nodes {nodes[-1]} " in site.ask_sbatch(_script(cluster))
     with pytest.raises(ConfigError, match=f"has {len(nodes)}, {len(nodes) - 1} of them excluded"):
-        fit.check(_cluster(exclude=cluster.exclude), "pretrain", work_dir=str(ROOT))
+        site.check(_cluster(exclude=cluster.exclude), "pretrain", work_dir=str(ROOT))
     wrong = _cluster(nodes=1, exclude="no-such-node")
     with pytest.raises(ConfigError, match="the site has no no-such-node"):
-        fit.check(wrong, "pretrain", work_dir=str(ROOT))
+        site.check(wrong, "pretrain", work_dir=str(ROOT))
     with pytest.raises(ConfigError, match="Invalid node name specified"):
         site.ask_sbatch(_script(wrong))
 
@@ -78,13 +77,13 @@ def test_reservation_is_known(nodes: list[str]) -> None:
     name = f"test-{time.time_ns()}"
     cluster = _cluster(nodes=1, reservation=name)
     with pytest.raises(ConfigError, match=f"reservation='{name}' is not known"):
-        fit.check(cluster, "pretrain", work_dir=str(ROOT))
+        site.check(cluster, "pretrain", work_dir=str(ROOT))
     with pytest.raises(ConfigError, match="Requested reservation is invalid"):
         site.ask_sbatch(_script(cluster))
     run_command(["scontrol", "create", "reservation", f"reservationname={name}", "starttime=now",
              "duration=5", f"users={getpass.getuser()}", f"nodes={nodes[0]}"])  # fmt: skip
     try:
-        fit.check(cluster, "pretrain", work_dir=str(ROOT))
+        site.check(cluster, "pretrain", work_dir=str(ROOT))
         assert f"on nodes {nodes[0]} " in site.ask_sbatch(_script(cluster))
     finally:
         run_command(["scontrol", "delete", f"reservation={name}"])
@@ -107,7 +106,7 @@ def test_what_does_not_fit_would_be_refused(
 ) -> None:
     cluster = _cluster(**fields)
     with pytest.raises(ConfigError, match=ours):
-        fit.check(cluster, "pretrain", work_dir=str(ROOT))
+        site.check(cluster, "pretrain", work_dir=str(ROOT))
     try:
         answer = site.ask_sbatch(_script(cluster))
     except ConfigError as error:

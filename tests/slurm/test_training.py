@@ -21,9 +21,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) ->
 
 
 def test_two_nodes_give_what_torchrun_gives(
-    slurm_cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
+    cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
 ) -> None:
-    run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, *STEPS)
+    run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS)
     assert run.wait_for_end() == "COMPLETED"
     assert run.log.startswith(f"start: job {run.job}, restart 0, nodes ")
     assert run.log.endswith("end: done; checkpoint step-00000140\n")
@@ -36,9 +36,9 @@ def test_two_nodes_give_what_torchrun_gives(
 
 @pytest.mark.slow
 def test_announced_end_loses_no_step_and_a_killed_rank_few(
-    slurm_cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
+    cluster: SlurmCluster, dataset: DatasetIndex, straight: Path, tmp_path: Path
 ) -> None:
-    run = SlurmRun(slurm_cluster, tmp_path / "run", dataset, *STEPS)
+    run = SlurmRun(cluster, tmp_path / "run", dataset, *STEPS)
     for step, name in ((30, "time limit announced"), (80, "rank killed")):
         run.wait_for_step(step)
         suffer(run, name)

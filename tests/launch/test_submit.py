@@ -131,10 +131,10 @@ def test_what_cannot_run_is_refused_before_sbatch(
     assert not place.run_dir.exists()
 
 
-def test_plan_that_cannot_work_is_refused_with_its_reasons(place: Place) -> None:
+def test_run_that_cannot_start_is_refused_with_its_reasons(place: Place) -> None:
     place.write_profile(time_limit="6", stop_before_end_s=300)
     said = place.submit(code=2)
-    assert "the plan cannot work" in said
+    assert "this run cannot start as configured" in said
     assert "raise time_limit" in said
     assert place.slurm.calls == []
 
@@ -153,7 +153,7 @@ def test_stop_file_is_refused_and_resume_removes_it(place: Place) -> None:
 
 def test_resume_needs_a_submission_or_a_cluster(place: Place) -> None:
     place.run_dir.mkdir(parents=True)
-    assert "has no job that was submitted" in place.launch("resume", "runs/mine", code=2)
+    assert "was never submitted" in place.launch("resume", "runs/mine", code=2)
     config = load(PretrainConfig, place.folder / "train.yaml").config
     (place.run_dir / "resolved.yaml").write_text(resolved_text(config))
     assert "--cluster" in place.launch("resume", "runs/mine", code=2)

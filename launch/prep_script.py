@@ -1,12 +1,12 @@
-"""Data preparation as a chain of job arrays, as pure text: plan in, sbatch scripts out.
+"""The job arrays of a data preparation as pure text: plan in, sbatch scripts out.
 
 An array task runs `python -m data_prep run --stage NAME --rank R --world W`, which does its share
 of the stage's tasks, skips those that are done, and refuses to start before all earlier stages are
-complete. Dependencies between arrays only decide when SLURM starts what; results do not rest on
+complete. Dependencies between arrays only decide when SLURM starts what; results do not depend on
 them.
 
 SIGTERM (preemption, the time limit, scancel) needs no handler: a data-preparation task is written
-completely or not at all, so there is nothing to save, and the next start redoes what was under way.
+completely or not at all, so there is nothing to save, and the next start redoes unfinished tasks.
 """
 
 import shlex
@@ -17,77 +17,97 @@ from math import ceil
 from pathlib import Path
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.environment import prep_resources, setup_lines, srun_words, wrapped
 from launch.records import PREP_RECORD
-from launch.script import REQUEUE, sbatch_lines, slurm_path
+from launch.script_parts import (
+    REQUEUE,
+    prep_resources,
+    sbatch_lines,
+    setup_lines,
+    slurm_path,
+    srun_words,
+    wrapped,
+)
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 
 _PARENT_GB = 1
-"""Memory of the process that starts the others, and of the script."""
+"""Memory of the parent process and of the script."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What `python -m data_prep plan --json` expects of a stage."""
+    """A stage as `python -m data_prep plan --json` describes it."""
 
     name: str
     max_tasks: int
-    """Tasks that can run at the same time, at most."""
+    """Largest number of tasks that can run at the same time."""
     core_hours: float
     memory_gb: float
-    """Peak of one task."""
+    """Peak memory of one task."""
     todo: Sequence[int] | None = None
-    """Tasks that are not done yet; None where that is known only when earlier stages are done."""
+    """Tasks that are not done yet; None if that is known only when earlier stages are done."""
 
 
 @dataclass(frozen=True)
 class PrepStage:
-    """A stage as SLURM gets it."""
+    """A stage as it is handed to SLURM."""
 
     name: str
     world: int
     """Parts that the stage is divided into."""
     num_parts: int
-    """Those with something left to do, an array task each."""
+    """Parts with something left to do, an array task each."""
     hours: float
     """Expected time of an array task."""
     scripts: tuple[str, ...]
     """One for each array; the next stage waits for all of them."""
 
 
-def log_folder(output_dir: str, work_dir: str) -> Path:
-    """Where the logs of all array tasks go; SLURM wants it to exist."""
-    return Path(work_dir, output_dir, PREP_RECORD).parent
+@dataclass(frozen=True, kw_only=True)
+class PrepJob:
+    """The names and folders of a preparation's job arrays."""
+
+    name: str
+    """Name in the queue."""
+    config_path: str
+    """Resolved YAML file of the preparation."""
+    start: tuple[str, ...]
+    """Words between the interpreter and a module's name, as in `launch.script.Job`."""
+    output_dir: str
+    """The dataset folder, as the config has it."""
+    work_dir: str
+    """Absolute path; relative paths start there."""
+
+    @property
+    def folder(self) -> Path:
+        """The dataset folder as an absolute path."""
+        return Path(self.work_dir, self.output_dir)
+
+    @property
+    def logs(self) -> Path:
+        """Folder for the logs of all array tasks; it must exist when SLURM starts them."""
+        return (self.folder / PREP_RECORD).parent
+
+    @property
+    def mounts(self) -> list[str]:
+        """Folders that a container needs; input folders elsewhere are for the profile to mount."""
+        config_folder = str(Path(self.work_dir, self.config_path).parent)
+        return [str(Path(self.work_dir)), config_folder, str(self.folder)]
 
 
 def render_prep(
-    plans: Sequence[StagePlan],
-    cluster: ClusterConfig,
-    *,
-    name: str,
-    config_path: str,
-    start: Sequence[str],
-    output_dir: str,
-    work_dir: str,
+    plans: Sequence[StagePlan], cluster: ClusterConfig, job: PrepJob
 ) -> list[PrepStage]:
-    """Scripts of all stages with something left to do, in order.
+    """Render the scripts of all stages with something left to do, in order.
 
     Args:
         plans: the stages.
-        cluster: where they run.
-        name: of the preparation, in the queue.
-        config_path: its YAML file, resolved.
-        start: what stands between the interpreter and a module's name, as in `launch.render.Job`.
-        output_dir: the dataset folder, as the config has it.
-        work_dir: folder that relative paths start at.
+        cluster: the profile.
+        job: names and folders.
 
     Raises:
         ConfigError: an array task is expected to take longer than it may, or SLURM cannot use the
             log folder, or a container one of the folders.
     """
-    logs = str(log_folder(output_dir, work_dir))
-    # Inputs elsewhere are for the profile to mount.
-    mounts = [str(Path(work_dir, part)) for part in (".", Path(config_path).parent, output_dir)]
     stages = []
     for plan in plans:
         prep = cluster.prep
@@ -98,44 +118,40 @@ def render_prep(
             continue
         processes = min(prep.cores, ceil(plan.max_tasks / world))
         hours = _hours(plan, prep, world, processes)
-        options = {
-            "job-name": shlex.quote(f"{name}-{plan.name}"),
-            "comment": shlex.quote(str(Path(work_dir, output_dir))),
-            "output": f"{slurm_path(logs)}/%x-%A_%a.log",
-            **_resources(plan, cluster, processes),
-        }
-        command = [
-            cluster.python, *start, "data_prep", "run", config_path,
-            f"workers={processes}", "--stage", plan.name, "--world", str(world), "--rank",
-        ]  # fmt: skip
-        parts = [
-            *setup_lines(cluster),
-            "set -u +e",
-            f"cd {shlex.quote(work_dir)} || exit 1",
-            f"logs={shlex.quote(logs)}",
-            _BODY.format(
-                stage=plan.name,
-                world=world,
-                command=_in_container(cluster, command, mounts, work_dir),
-                max_failures=prep.max_failures,
-                finished=EXIT_FINISHED,
-                do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
-            )
-            + REQUEUE,
-        ]
-        scripts = tuple(
-            "\n".join(
-                ["#!/bin/bash", *sbatch_lines({"array": indexes, **options}), "",
-                 f"first_rank={first_rank}", *parts]
-            )
-            for first_rank, indexes in _arrays(world, ranks, prep)
-        )  # fmt: skip
-        stages.append(PrepStage(plan.name, world, len(ranks), hours, scripts))
+        options = _options(plan, cluster, job, processes)
+        body = _body(plan, cluster, job, world, processes)
+        scripts = []
+        for first_rank, indexes in _arrays(world, ranks, prep):
+            lines = sbatch_lines({"array": indexes, **options})
+            scripts.append("\n".join(["#!/bin/bash", *lines, "", f"first_rank={first_rank}", body]))
+        stages.append(PrepStage(plan.name, world, len(ranks), hours, tuple(scripts)))
     return stages
 
 
+def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, processes: int) -> str:
+    """Write the part that all arrays of a stage share."""
+    words = ["data_prep", "run", job.config_path, f"workers={processes}", "--stage", plan.name]
+    command = [cluster.python, *job.start, *words, "--world", str(world), "--rank"]
+    body = _BODY.format(
+        stage=plan.name,
+        world=world,
+        command=_in_container(cluster, command, job),
+        max_failures=cluster.prep.max_failures,
+        finished=EXIT_FINISHED,
+        do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+    )
+    lines = [
+        *setup_lines(cluster),
+        "set -u +e",
+        f"cd {shlex.quote(job.work_dir)} || exit 1",
+        f"logs={shlex.quote(str(job.logs))}",
+        body + REQUEUE,
+    ]
+    return "\n".join(lines)
+
+
 def _hours(plan: StagePlan, prep: PrepJobsConfig, world: int, processes: int) -> float:
-    """Expected time of an array task, which must be within its limit."""
+    """Compute the expected time of an array task, which must be within its limit."""
     hours = plan.core_hours / world / processes
     if hours * 3600 > prep.time_limit_s:
         raise ConfigError(
@@ -147,9 +163,14 @@ def _hours(plan: StagePlan, prep: PrepJobsConfig, world: int, processes: int) ->
     return hours
 
 
-def _resources(plan: StagePlan, cluster: ClusterConfig, processes: int) -> dict[str, object]:
+def _options(
+    plan: StagePlan, cluster: ClusterConfig, job: PrepJob, processes: int
+) -> dict[str, object]:
     prep = cluster.prep
     return {
+        "job-name": shlex.quote(f"{job.name}-{plan.name}"),
+        "comment": shlex.quote(str(job.folder)),
+        "output": f"{slurm_path(str(job.logs))}/%x-%A_%a.log",
         "nodes": 1,
         "ntasks": 1,
         "cpus-per-task": prep.cores,
@@ -162,20 +183,18 @@ def _resources(plan: StagePlan, cluster: ClusterConfig, processes: int) -> dict[
     }
 
 
-def _in_container(
-    cluster: ClusterConfig, command: Sequence[str], mounts: Sequence[str], work_dir: str
-) -> str:
-    """Shell text of a command; the number of the rank is put behind it."""
+def _in_container(cluster: ClusterConfig, command: Sequence[str], job: PrepJob) -> str:
+    """Write a command as shell text; the script appends the number of the rank."""
     words = [shlex.quote(word) for word in command]
-    words = wrapped(cluster, mounts, words, work_dir=work_dir, gpus=False)
-    options = srun_words(cluster, mounts, work_dir=work_dir)
-    if options:  # only srun can start it
+    words = wrapped(cluster, job.mounts, words, work_dir=job.work_dir, gpus=False)
+    options = srun_words(cluster, job.mounts, work_dir=job.work_dir)
+    if options:  # only srun can start a pyxis container
         words = ["srun", "--ntasks=1", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', *options, *words]
     return " ".join(words)
 
 
 def _arrays(world: int, ranks: Sequence[int], prep: PrepJobsConfig) -> list[tuple[int, str]]:
-    """First rank and value of `--array` of each array; as even as can be."""
+    """Choose the first rank and the value of `--array` of each array, as even as possible."""
     number = ceil(world / prep.max_array_size)
     first_ranks = [world * i // number for i in range(number + 1)]
     indexes = [
@@ -193,7 +212,7 @@ def _arrays(world: int, ranks: Sequence[int], prep: PrepJobsConfig) -> list[tupl
 
 
 def _ranges(indexes: Sequence[int]) -> str:
-    """Ascending numbers as `--array` has them, such as 0-3,7-7."""
+    """Write ascending numbers as `--array` reads them, such as 0-3,7-7."""
     known = set(indexes)
     starts = [i for i in indexes if i - 1 not in known]
     ends = [i for i in indexes if i + 1 not in known]

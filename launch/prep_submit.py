@@ -1,4 +1,4 @@
-"""`python -m launch submit --prep`: hands a chain of job arrays to SLURM, a stage after the other.
+"""Submission of a data preparation: a chain of job arrays, one stage after the other.
 
 `OUTPUT/work/launch/NNNN` holds the resolved config and profile of a submission, and `code` beside
 it the code, so that editing a checkout changes nothing for tasks that wait.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.prep_script import PrepJob, PrepStage, StagePlan, render_prep
 from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
@@ -25,9 +26,9 @@ from launch.records import (
     prep_jobs,
     submission_folder,
 )
-from launch.render_prep import PrepStage, StagePlan, render_prep
 from launch.slurm import run_command
 from launch.snapshot import snapshot, start_file
+from launch.summary import table
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
 from pipeline.errors import BusyError, PostnormError
@@ -39,38 +40,30 @@ class SubmitError(PostnormError):
 
 
 def ask_plan(config_path: str, overrides: Sequence[str]) -> list[StagePlan]:
-    """What the stages of a preparation need.
+    """Ask data preparation what its stages need.
 
     Raises:
         SubmitError: the config is wrong or an input is missing.
     """
-    # Warnings may stand before it.
+    # The plan is the last line; warnings may come before it.
     line = _ask_data_prep("plan", config_path, [*overrides, "--json"]).splitlines()[-1]
     plan: dict[str, Any] = json.loads(line)
-    return [
-        StagePlan(
-            stage["name"],
-            stage["max_tasks"],
-            stage["core_hours"],
-            stage["memory_gb"],
-            stage["todo"],
-        )
-        for stage in plan["stages"]
-    ]
+    fields = ("name", "max_tasks", "core_hours", "memory_gb", "todo")
+    return [StagePlan(**{name: stage[name] for name in fields}) for stage in plan["stages"]]
 
 
 @dataclass(frozen=True)
 class PrepDraft:
-    """All that `submit` writes and does; making one changes nothing."""
+    """Everything that `submit` writes and does; making one changes nothing."""
 
     stages: list[PrepStage]
-    """Those with something left to do."""
+    """Stages with something left to do."""
     output_dir: Path
-    """Absolute."""
+    """Absolute path."""
     folder: Path
-    """Of the submission."""
+    """Folder of the submission."""
     config: str
-    """YAML text, resolved."""
+    """Resolved YAML text."""
     cluster: ClusterConfig
 
     @property
@@ -82,13 +75,13 @@ class PrepDraft:
 def prepare(
     config_path: str, overrides: Sequence[str], cluster: ClusterConfig, work_dir: str
 ) -> PrepDraft:
-    """Asks data preparation what is left to do, and renders it; changes nothing.
+    """Ask data preparation what is left to do, and render it; change nothing.
 
     Args:
         config_path: YAML file of the preparation.
         overrides: `section.key=value` texts for it.
-        cluster: where it is to run.
-        work_dir: folder that relative paths start at, this process's own.
+        cluster: the profile.
+        work_dir: folder that relative paths start at, the current one.
 
     Raises:
         ConfigError: see `render_prep`.
@@ -99,22 +92,25 @@ def prepare(
     absolute = Path(work_dir, output_dir)
     work = absolute / "work"
     folder = submission_folder(work, next_number(work))
-    stages = render_prep(
-        ask_plan(config_path, overrides), cluster, name=Path(config_path).stem,
-        config_path=str(folder / CONFIG_FILE), start=(str(start_file(_code_folder(folder))),),
-        output_dir=output_dir, work_dir=work_dir,
-    )  # fmt: skip
+    job = PrepJob(
+        name=Path(config_path).stem,
+        config_path=str(folder / CONFIG_FILE),
+        start=(str(start_file(_code_folder(folder))),),
+        output_dir=output_dir,
+        work_dir=work_dir,
+    )
+    stages = render_prep(ask_plan(config_path, overrides), cluster, job)
     return PrepDraft(stages, absolute, folder, text, cluster)
 
 
 def submit(draft: PrepDraft) -> dict[str, list[str]]:
-    """Hands all arrays to sbatch, each stage waiting for all arrays of the one before.
+    """Hand all arrays to sbatch, each stage waiting for all arrays of the one before.
 
     Returns:
         Job ids of each stage.
 
     Raises:
-        BusyError: jobs of an earlier submission are still there.
+        BusyError: jobs of an earlier submission are still in the queue.
         SubmitError: sbatch failed; jobs submitted until then are cancelled.
     """
     _refuse_twice(draft)
@@ -139,12 +135,13 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
 
 
 def dry_run_text(draft: PrepDraft) -> str:
-    """What `submit` does, as a shell script with comments."""
+    """Show what `submit` does, as a shell script with comments."""
     lines = [
-        "#!/bin/bash", "set -e",
+        "#!/bin/bash",
+        "set -e",
         f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}) and the code beside it",
         f"mkdir -p {shlex.quote(str(draft.logs))}",
-    ]  # fmt: skip
+    ]
     before: list[str] = []
     number = 0
     for stage in draft.stages:
@@ -152,37 +149,36 @@ def dry_run_text(draft: PrepDraft) -> str:
         for script in stage.scripts:
             number += 1
             names.append(f"$job{number}")
-            command = shlex.join(["sbatch", "--parsable"])
-            if before:
-                command += f' "{_dependency(before)}"'
+            # In double quotes: bash fills in the ids of the jobs before.
+            dependency = f' "{_dependency(before)}"' if before else ""
+            command = f"sbatch --parsable{dependency}"
             lines.append(f"job{number}=$({command} <<'END_OF_SCRIPT'\n{script}END_OF_SCRIPT\n)")
         before = names
     return "\n".join([*lines, ""])
 
 
 def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
-    """What was submitted, and how to look at it."""
-    lines = [f"{'stage':<12}{'array tasks':>12}{'hours each':>12}  job"]
+    """Say what was submitted, and how to look at it."""
+    rows = [("stage", "array tasks", "hours each", "job")]
     for stage in draft.stages:
         ids = " ".join(jobs[stage.name])
-        lines.append(f"{stage.name:<12}{stage.num_parts:>12,}{stage.hours:>12.2f}  {ids}")
-    config, folder = (
-        shlex.quote(str(draft.folder / CONFIG_FILE)),
-        shlex.quote(str(draft.output_dir)),
-    )
-    return "\n".join([
-        *lines,
+        rows.append((stage.name, f"{stage.num_parts:,}", f"{stage.hours:.2f}", ids))
+    config = shlex.quote(str(draft.folder / CONFIG_FILE))
+    folder = shlex.quote(str(draft.output_dir))
+    lines = [
+        *table(rows, right=(1, 2)),
         "",
         f"queue:    python -m launch status {folder}",
         f"progress: python -m data_prep status {config}",
         f"logs:     {draft.logs}",
         f"cancel:   python -m launch cancel {folder}",
-        "If a part fails, mend the cause and submit again: what is done stays.",
-    ])  # fmt: skip
+        "If a part fails: fix the cause and resubmit; only unfinished parts run.",
+    ]
+    return "\n".join(lines)
 
 
 def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> str:
-    """Output of a command of `data_prep`, which `launch` does not import."""
+    """Run a command of `data_prep`, which `launch` does not import, and return its output."""
     words = [sys.executable, "-m", "data_prep", command, config_path, *arguments]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -194,7 +190,7 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
 
 
 def _refuse_twice(draft: PrepDraft) -> None:
-    """Two chains at once would redo each other's tasks under each other's feet."""
+    """Refuse a second chain: two would redo and overwrite each other's tasks."""
     left = still_queued(_all(prep_jobs(draft.output_dir) or {}))
     if left:
         raise BusyError(
@@ -204,14 +200,15 @@ def _refuse_twice(draft: PrepDraft) -> None:
 
 
 def _sbatch(script: str, before: Sequence[str]) -> str:
-    """Submits one array and returns its job id."""
+    """Submit one array and return its job id."""
     dependency = [_dependency(before)] if before else []
     output = run_command(["sbatch", "--parsable", *dependency], script, repeatable=False)
-    return output.strip().partition(";")[0]  # with several clusters: id;cluster
+    # On a site of several clusters sbatch prints id;cluster.
+    return output.strip().partition(";")[0]
 
 
 def _code_folder(folder: Path) -> Path:
-    """Of all submissions beside one."""
+    """Name the folder of code that all submissions of a preparation share."""
     return folder.parent / CODE_FOLDER
 
 
@@ -220,7 +217,7 @@ def _dependency(jobs: Sequence[str]) -> str:
 
 
 def _cancel(jobs: list[str]) -> str:
-    """Cancels jobs and says what became of them."""
+    """Cancel jobs and say what became of them."""
     if not jobs:
         return "nothing was submitted"
     try:

@@ -1,4 +1,4 @@
-"""A run handed to SLURM: code and configs as they are now, copied beside its checkpoints.
+"""Submission of a run: code and configs as they are now, copied beside its checkpoints.
 
 `RUN/launch/NNNN` holds one submission: the resolved config, the resolved profile, the script and
 the record of the job. Editing the checkout or a config afterwards changes nothing for a job that
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.plan import plan
 from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
@@ -30,58 +31,79 @@ from launch.records import (
     submission_folder,
     submissions,
 )
-from launch.render import Job, render
+from launch.script import Job, render
 from launch.slurm import run_command
 from launch.snapshot import snapshot_for, start_file
-from pipeline.config.load import git_revision, resolved_text, to_yaml
+from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import BusyError, ConfigError
-from pipeline.runtime.files import STOP_FILE, write_atomic, write_json_atomic
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a person asked for, for the record."""
+    """The files and overrides that a person named, for the record."""
 
     config: str
     overrides: tuple[str, ...]
     cluster: str | None
     work_dir: str
-    """Absolute; relative paths of the config start there."""
+    """Absolute path; relative paths of the config start there."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """All that `submit` writes and does; making one changes nothing."""
+    """Everything that `submit` writes and does; making one changes nothing."""
 
     number: int
     run_dir: Path
-    """Absolute."""
+    """Absolute path."""
     job: Job
-    config: Any
-    """Resolved, of training; None for what has none."""
+    config: PretrainConfig | None
+    """The resolved config of a training; None for other kinds of jobs."""
     cluster: ClusterConfig
     source: Source
 
     @property
     def folder(self) -> Path:
-        """In the run's folder."""
+        """Folder of this submission in the run folder."""
         return submission_folder(self.run_dir, self.number)
 
     @property
+    def code(self) -> Path:
+        """Folder of the copy of the code."""
+        return Path(self.job.start[0]).parents[2]
+
+    @property
     def script(self) -> str:
-        """For sbatch."""
+        """Text for sbatch."""
         return render(self.job, self.cluster)
 
 
 def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Draft:
-    """A run's training; decides names and changes nothing.
+    """Draft the training of a run; change nothing.
 
     Args:
-        config: resolved.
-        cluster: where it is to run.
-        source: what a person asked for.
+        config: the resolved config.
+        cluster: the profile.
+        source: the files and overrides that a person named.
+
+    Raises:
+        ConfigError: the run could not start or not end: it should not wait in a queue first.
     """
+    data = Path(source.work_dir) / config.data.dir
+    if not (data / INDEX_FILE).is_file():
+        raise ConfigError(
+            f"data.dir={config.data.dir}: {data} has no {INDEX_FILE}; prepare the dataset first "
+            "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
+        )
+    read_index(data)
+    problems = plan(config, cluster).problems
+    if problems:
+        lines = "".join(f"\n  {line}" for line in problems)
+        raise ConfigError(f"this run cannot start as configured:{lines}")
     run_dir = Path(source.work_dir, config.run_dir)
     number = next_number(run_dir)
     file = submission_folder(run_dir, number) / CONFIG_FILE
@@ -91,17 +113,20 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
 
 
 def prepare_evaluation(
-    run_dir: Path, options: Sequence[str], inputs: Sequence[str], cluster: ClusterConfig,
+    run_dir: Path,
+    options: Sequence[str],
+    inputs: Sequence[str],
+    cluster: ClusterConfig,
     source: Source,
-) -> Draft:  # fmt: skip
-    """An evaluation of a run's checkpoints; decides names and changes nothing.
+) -> Draft:
+    """Draft an evaluation of a run's checkpoints; change nothing.
 
     Args:
         run_dir: folder of the run, absolute.
-        options: of `python -m pipeline evaluate`.
-        inputs: folders that it reads beside the run's.
-        cluster: where it is to run.
-        source: what a person asked for.
+        options: options of `python -m pipeline evaluate`.
+        inputs: folders that it reads in addition to the run's.
+        cluster: the profile.
+        source: the files and overrides that a person named.
     """
     number = next_number(run_dir)
     words = ("pipeline", EVALUATE, str(run_dir), *options)
@@ -112,13 +137,13 @@ def prepare_evaluation(
 def prepare_program(
     run_dir: Path, words: Sequence[str], cluster: ClusterConfig, source: Source
 ) -> Draft:
-    """A program of the user, such as a fine-tuning of an exported model; changes nothing.
+    """Draft a job for the user's own program, such as a fine-tuning; change nothing.
 
     Args:
         run_dir: folder for its log and its ranks' exit codes, absolute.
         words: the program and its arguments.
-        cluster: where it is to run.
-        source: what a person asked for.
+        cluster: the profile.
+        source: the files and overrides that a person named.
     """
     number = next_number(run_dir)
     start = ("launch", "rank", "--", *words)
@@ -127,10 +152,14 @@ def prepare_program(
 
 
 def _job(
-    kind: str, run_dir: Path, number: int, words: tuple[str, ...], source: Source,
+    kind: str,
+    run_dir: Path,
+    number: int,
+    words: tuple[str, ...],
+    source: Source,
     inputs: Sequence[str],
-) -> Job:  # fmt: skip
-    """A job that runs a copy of the code."""
+) -> Job:
+    """Describe a job that runs a copy of the code."""
     return Job(
         kind=kind,
         name=run_dir.name if kind == PRETRAIN else f"{run_dir.name}-{kind}",
@@ -144,49 +173,89 @@ def _job(
     )
 
 
-def checkout_job(
-    config: PretrainConfig, config_path: str, overrides: Sequence[str], work_dir: str,
-    profile: str | None,
-) -> Job:  # fmt: skip
-    """Training with the checkout itself, for a script that a person hands to sbatch.
+def checkout_job(config: PretrainConfig, source: Source) -> Job:
+    """Describe a training with the checkout itself, for a script that a person hands to sbatch.
 
     Args:
-        config: resolved.
-        config_path: given to the trainer.
-        overrides: given to the trainer.
-        work_dir: folder that relative paths start at; the log goes there.
-        profile: file of the cluster profile, for preflight.
+        config: the resolved config.
+        source: files and overrides for the trainer and for preflight; the log goes to its
+            `work_dir`.
     """
     return Job(
-        kind=PRETRAIN, name=Path(config.run_dir).name or PRETRAIN, run_dir=config.run_dir,
-        words=("pipeline", PRETRAIN, config_path, *overrides), work_dir=work_dir, start=("-m",),
-        log_dir=work_dir, mounts=_mounts(work_dir, config.run_dir, config.data.dir),
-        profile=profile,
-    )  # fmt: skip
+        kind=PRETRAIN,
+        name=Path(config.run_dir).name or PRETRAIN,
+        run_dir=config.run_dir,
+        words=("pipeline", PRETRAIN, source.config, *source.overrides),
+        work_dir=source.work_dir,
+        start=("-m",),
+        log_dir=source.work_dir,
+        mounts=_mounts(source.work_dir, config.run_dir, config.data.dir),
+        profile=source.cluster,
+    )
+
+
+def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | None) -> Source:
+    """Find what a run was submitted with last, or what a run started otherwise left.
+
+    Args:
+        run_dir: folder of the run, absolute.
+        overrides: changes to its config.
+        cluster: file of another profile than that of the last submission.
+
+    Raises:
+        ConfigError: the run was neither submitted, nor started with a profile named here.
+    """
+    earlier = [one for one in submissions(run_dir) if one.kind == PRETRAIN]
+    if earlier:
+        folder, work_dir = submission_folder(run_dir, earlier[-1].number), earlier[-1].work_dir
+        profile = cluster or str(folder / CLUSTER_FILE)
+        return Source(str(folder / CONFIG_FILE), tuple(overrides), profile, work_dir)
+    config_path = RunFolder(run_dir).resolved
+    if not config_path.is_file() or cluster is None:
+        raise ConfigError(
+            f"{run_dir} was never submitted; submit its config, or, if the run was started "
+            "otherwise, name the cluster with --cluster"
+        )
+    return Source(str(config_path), tuple(overrides), cluster, str(Path.cwd()))
+
+
+def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig:
+    """Load the config that a run resumes with.
+
+    Raises:
+        ConfigError: the config is wrong, or names another run folder.
+    """
+    config = load(PretrainConfig, source.config, source.overrides).config
+    if (Path(source.work_dir) / config.run_dir).resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"{source.config} belongs to run_dir={config.run_dir} in {source.work_dir}, which is "
+            f"not {run_dir}: the folder was moved; submit its config from where it is now"
+        )
+    return config
 
 
 def submit(draft: Draft) -> str:
-    """Copies code and configs, and hands the script to sbatch.
+    """Copy code and configs, and hand the script to sbatch.
 
     Returns:
         The job's id.
 
     Raises:
         BusyError: an earlier job of the run is still in the queue.
-        ConfigError: a STOP file stands in the run's folder.
-        PostnormError: sbatch refused, or the copy failed; what was written is removed again.
+        ConfigError: the run folder has a STOP file.
+        PostnormError: sbatch refused, or the copy failed; everything written is removed again.
     """
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
-    if draft.job.kind == PRETRAIN and (run_dir / STOP_FILE).exists():
+    if draft.job.kind == PRETRAIN and RunFolder(run_dir).stop.exists():
         raise ConfigError(
-            f"{run_dir / STOP_FILE} is there: the run would end at once; remove it, or continue "
-            f"with `python -m launch resume {run_dir}`, which does"
+            f"{RunFolder(run_dir).stop} exists, so the run would end at once; remove it, or "
+            f"continue with `python -m launch resume {run_dir}`, which removes it"
         )
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise BusyError(f"{folder} has just been made by another submission; try again") from None
+        raise BusyError(f"another submission has just made {folder}; try again") from None
     job: str | None = None
     try:
         (run_dir / "logs").mkdir(exist_ok=True)
@@ -195,8 +264,8 @@ def submit(draft: Draft) -> str:
             write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
-        # With several clusters: id;cluster.
         command = ["sbatch", "--parsable", str(folder / SCRIPT_FILE)]
+        # On a site of several clusters sbatch prints id;cluster.
         job = run_command(command, repeatable=False).strip().partition(";")[0]
         write_json_atomic(folder / SUBMISSION_FILE, _record(draft, job))
     except BaseException:
@@ -208,7 +277,7 @@ def submit(draft: Draft) -> str:
 
 
 def refuse_twice(run_dir: Path, kind: str) -> None:
-    """Two jobs of a run would wait for each other's lock.
+    """Refuse a second job of a run, which would only wait for the lock of the first.
 
     Raises:
         BusyError: one is in the queue.
@@ -222,17 +291,17 @@ def refuse_twice(run_dir: Path, kind: str) -> None:
 
 
 def dry_run_text(draft: Draft) -> str:
-    """What `submit` would do, as a script with comments."""
+    """Show what `submit` would do, as a script with comments."""
     head = [
         f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}, {SCRIPT_FILE}) and",
-        f"# {Path(draft.job.start[0]).parents[2]} (code, {git_revision()}), then",
+        f"# {draft.code} (code, {git_revision()}), then",
         f"# sbatch {draft.folder / SCRIPT_FILE}, which is:",
     ]
     return "\n".join([*head, draft.script])
 
 
 def summary_text(draft: Draft, job: str) -> Iterator[str]:
-    """Lines on what was submitted, and how to look at it."""
+    """Yield lines on what was submitted, and how to look at it."""
     cluster, run = draft.cluster, shlex.quote(str(draft.run_dir))
     yield (
         f"job {job}: {draft.job.kind} {run} on {cluster.nodes} x "
@@ -252,16 +321,16 @@ def _record(draft: Draft, job: str) -> dict[str, Any]:
         "kind": draft.job.kind,
         "run_dir": str(draft.run_dir),
         **asdict(source),
-        "code": str(Path(draft.job.start[0]).parents[2]),
+        "code": str(draft.code),
         "revision": git_revision(),
         "submitted_unix_s": round(time.time(), 1),
         "nodes": cluster.nodes,
-        "ranks": cluster.nodes * cluster.num_ranks_per_node,
+        "ranks": cluster.num_ranks,
         "command": shlex.join(["python", "-m", "launch", *sys.argv[1:]]),
     }
 
 
 def _mounts(work_dir: str, *folders: str) -> tuple[str, ...]:
-    """Absolute, without those that lie in another."""
+    """Make folders absolute and leave out those that lie in another."""
     every = [Path(work_dir), *(Path(work_dir, folder) for folder in folders)]
     return tuple(dict.fromkeys(str(path) for path in every if not set(path.parents) & set(every)))

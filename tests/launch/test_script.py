@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import ClusterConfig
-from launch.render import render
-from launch.submit_run import checkout_job
+from launch.script import render
+from launch.submit import Source, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def _render(*overrides: str, work_dir: str = "/work dir", **cluster: object) -> str:
     config = load(PretrainConfig, ROOT / "configs/demo.yaml", overrides).config
     profile = ClusterConfig(**{"nodes": 2, "gpus_per_node": 8, **cluster})  # type: ignore[arg-type]
-    job = checkout_job(config, "configs/demo.yaml", overrides, work_dir, None)
+    job = checkout_job(config, Source("configs/demo.yaml", overrides, None, work_dir))
     return render(job, profile)
 
 

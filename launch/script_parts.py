@@ -1,6 +1,6 @@
-"""What a cluster profile adds to job scripts, as pure text: options, setup lines, containers.
+"""Parts that all job scripts share, as pure text: options, setup lines, containers, the requeue.
 
-Words are returned as bash reads them, quoted where need be: `" ".join(words)` is shell text. So a
+Words are returned as bash reads them, quoted where necessary: `" ".join(words)` is shell text. So a
 folder that only the job knows, such as `$TMPDIR`, can be one of them.
 
 Sources: sbatch(1) of SLURM 22.05; `apptainer exec --help`
@@ -10,22 +10,77 @@ https://github.com/NVIDIA/pyxis.
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from launch.cluster import ClusterConfig
 from launch.fields import option
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
 
+REQUEUE = """\
+# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
+# does not run: the script lives on until it has named them.
+ended=
+trap 'ended=1' TERM
+# The controller may be restarting.
+for try in 1 2 3 4 5 6 7 8 9 10; do
+  if scontrol requeue "$job" || [ -n "$ended" ]; then
+    # Leaving before SLURM says so would count as the end of the job.
+    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
+    for ((left = 10; left > 0; left--)); do
+      [ -n "${without:-}" ] || break
+      scontrol update jobid="$job" excnodelist="$without" && break
+      sleep 1
+    done
+    exit 0
+  fi
+  sleep 30
+done
+echo "end: the job could not be requeued, submit it again"; exit 1
+"""
+"""Last lines of a script: send job `$job` back to the queue, never to start on nodes `$without`."""
+
+
+def sbatch_lines(options: Mapping[str, object]) -> list[str]:
+    """Write `#SBATCH` lines: those of every job, and `options` that are not empty.
+
+    SLURM truncates logs on requeue unless told to append, and leaves a job whose dependency failed
+    in the queue forever unless told to cancel it.
+
+    Args:
+        options: values by name; True stands for an option without a value.
+    """
+    given = [
+        name if value is True else f"{name}={value}"
+        for name, value in options.items()
+        if value != ""
+    ]
+    every = ["open-mode=append", "requeue", "kill-on-invalid-dep=yes"]
+    return [f"#SBATCH --{option}" for option in (*given, *every)]
+
+
+def slurm_path(folder: str) -> str:
+    """Quote a folder for `--output`, where `%` would start a pattern.
+
+    Raises:
+        ConfigError: SLURM would look for another folder, and fail the job without a message.
+    """
+    if {"\\", "\n"} & set(folder):
+        raise ConfigError(
+            f"log folder {folder!r}: SLURM cannot write to a folder with a backslash or a line "
+            "break in its name; rename it"
+        )
+    return shlex.quote(folder.replace("%", "%%"))
+
 
 def setup_lines(cluster: ClusterConfig) -> list[str]:
-    """Shell lines of a job script before it starts anything: modules, variables, the user's own.
+    """Write the first shell lines of a job script: modules, variables, the user's own lines.
 
     `module` is a shell function. A batch script has it if the shell of the submission exported it;
     otherwise /etc/profile is read, which defines it as in a login shell.
 
-    srun passes the variables on to all ranks, also where the site or `SBATCH_EXPORT` has asked for
-    an empty environment: that would come with SLURM_EXPORT_ENV=NONE, which srun obeys.
+    srun passes the variables on to all ranks, even where the site or `SBATCH_EXPORT` asks for an
+    empty environment: that comes as SLURM_EXPORT_ENV=NONE, which srun obeys, so it is overwritten.
     """
     lines = ["export SLURM_EXPORT_ENV=ALL"]
     if cluster.modules or cluster.module_purge:
@@ -38,7 +93,7 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
         name, _, value = text.partition("=")
         lines.append(f"export {name}={shlex.quote(value)}")
     if cluster.scratch:
-        # A variable that is not set would make another folder of it.
+        # With an unset variable the path would be another folder, such as /me instead of $DISK/me.
         guarded = re.sub(
             r"\$\{?(\w+)\}?",
             r"${\1:?is not set in the job: change scratch of the cluster profile}",
@@ -49,11 +104,11 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> dict[str, object]:
-    """Options of sbatch for the nodes of a run; for `launch.script.sbatch_lines`.
+    """List the options of sbatch that choose the nodes of a run; for `sbatch_lines`.
 
     Args:
         cluster: the profile.
-        excluded: nodes that the job must not get, beside those of the profile.
+        excluded: nodes that the job must not get, in addition to those of the profile.
     """
     gpus = ":".join(filter(None, [cluster.gpu_type, str(cluster.gpus_per_node)]))
     if cluster.gpu_request == "gres":
@@ -69,20 +124,20 @@ def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> di
 
 
 def prep_resources(cluster: ClusterConfig) -> dict[str, object]:
-    """The same for array tasks of data preparation, which need no GPU nodes."""
+    """List the same options for array tasks of data preparation, which need no GPU nodes."""
     return {"exclude": _exclude(cluster, ()), **dict(map(option, cluster.prep.sbatch))}
 
 
 def srun_words(cluster: ClusterConfig, mounts: Sequence[str], *, work_dir: str) -> list[str]:
-    """Options of srun, which starts the container where `container.kind` is pyxis.
+    """List the options of srun, which starts the container where `container.kind` is pyxis.
 
-    The home folder is left out unless the profile asks for it: its packages and settings would get
-    in the way of the image's.
+    The home folder is not mounted unless the profile asks for it: its packages and settings would
+    shadow those of the image.
 
     Args:
         cluster: the profile.
-        mounts: folders of this machine that the ranks need, at the same place.
-        work_dir: folder to start in, one of them or below.
+        mounts: folders of this machine that the ranks need, at the same path.
+        work_dir: folder to start in, one of `mounts` or below.
 
     Raises:
         ConfigError: a folder cannot be mounted.
@@ -109,18 +164,18 @@ def wrapped(
     work_dir: str,
     gpus: bool,
 ) -> list[str]:
-    """A command as it has to be started on a node: in the container, if there is one.
+    """Wrap a command so that it runs in the container, if there is one.
 
-    Both kinds hand on this machine's variables, but those that the image sets itself win; so the
-    `network` ones are set again inside. (Values may have commas, which `apptainer exec --env`
-    takes as the end of one.)
+    Both engines pass on this machine's variables, but those that the image sets itself win; so the
+    `network` variables are set again inside. (Values may have commas, which `apptainer exec --env`
+    takes as the end of a value.)
 
     Args:
         cluster: the profile.
-        mounts: folders of this machine that the command needs, at the same place.
+        mounts: folders of this machine that the command needs, at the same path.
         words: the command as bash reads it.
         work_dir: folder to start in, one of `mounts` or below.
-        gpus: whether it uses the GPUs of the node.
+        gpus: whether the command uses the GPUs of the node.
 
     Raises:
         ConfigError: a folder cannot be mounted.
@@ -132,17 +187,19 @@ def wrapped(
     if container.kind == "pyxis":
         return [*variables, *words]
     return [
-        "apptainer", "exec",
+        *("apptainer", "exec"),
         *(["--nv"] if gpus and cluster.gpus_per_node else []),
         *(f"--bind={mount}" for mount in _mounts(cluster, mounts)),
         f"--pwd={shlex.quote(work_dir)}",
         *map(shlex.quote, container.arguments),
-        shlex.quote(container.image), *variables, *words,
-    ]  # fmt: skip
+        shlex.quote(container.image),
+        *variables,
+        *words,
+    ]
 
 
 def _mounts(cluster: ClusterConfig, folders: Sequence[str]) -> list[str]:
-    """Mounts as bash reads them: those of a run, of the profile, and the disk of the node."""
+    """List mounts as bash reads them: those of a run, of the profile, and the disk of the node."""
     for folder in folders:
         if not re.fullmatch(r"/[^:,\s]*", folder):
             raise ConfigError(
@@ -158,6 +215,6 @@ def _exclude(cluster: ClusterConfig, excluded: Sequence[str]) -> str:
 
 
 def _or_end(command: str, field: str) -> str:
-    """A command whose failure ends the job, with a last line that says why."""
+    """Write a command whose failure ends the job, with a last line that says why."""
     message = f"end: `{command}` failed, see above; change {field} of the cluster profile"
     return f"{command} || {{ echo {shlex.quote(message)}; exit {EXIT_FAILED_DO_NOT_RETRY}; }}"

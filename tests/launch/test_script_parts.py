@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.container import ContainerConfig
-from launch.environment import prep_resources, sbatch_resources, setup_lines, srun_words, wrapped
-from launch.render_prep import StagePlan, render_prep
-from launch.script import sbatch_lines
+from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
+from launch.prep_script import PrepJob, StagePlan, render_prep
+from launch.script_parts import (
+    prep_resources,
+    sbatch_lines,
+    sbatch_resources,
+    setup_lines,
+    srun_words,
+    wrapped,
+)
 from pipeline.errors import ConfigError
 
 WORK = "/shared/me/work"
@@ -155,11 +160,10 @@ def test_data_preparation_runs_in_the_container(
     container: ContainerConfig, start: str, tmp_path: Path
 ) -> None:
     cluster = ClusterConfig(container=container, python="python3", modules=("gcc/13",))
-    [stage] = render_prep(
-        [StagePlan("ingest", 4, 1, 1)], cluster, name="web", start=("-m",),
-        config_path="web.yaml",
-        output_dir="data", work_dir=WORK,
-    )  # fmt: skip
+    job = PrepJob(
+        name="web", start=("-m",), config_path="web.yaml", output_dir="data", work_dir=WORK
+    )
+    [stage] = render_prep([StagePlan("ingest", 4, 1, 1)], cluster, job)
     [script] = stage.scripts
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert script.index("module load gcc/13") < script.index(f"\n{start}")

@@ -1,0 +1,547 @@
+"""The verbs of `python -m launch`: their arguments, and what each calls."""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from launch import control, logs, prep_submit
+from launch.cluster import ClusterConfig, cluster_of
+from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
+from launch.local import run_local, run_program
+from launch.plan import plan, plan_json, plan_text
+from launch.preflight.check import check_node
+from launch.preflight.report import gather, judge_nodes
+from launch.records import EVALUATE, PRETRAIN, PROGRAM, newest_checkpoint, prep_jobs, require_run
+from launch.script import render
+from launch.site import ask_sbatch, check, within_site
+from launch.status import (
+    prep_report,
+    prep_summary,
+    queue_reports,
+    queue_text,
+    run_report,
+    run_summary,
+)
+from launch.submit import (
+    Draft,
+    Source,
+    checkout_job,
+    config_of_resume,
+    dry_run_text,
+    prepare_evaluation,
+    prepare_program,
+    prepare_training,
+    source_of_resume,
+    submit,
+    summary_text,
+)
+from pipeline.checkpoints.manifest import FOLDER, published
+from pipeline.config.load import load
+from pipeline.config.runs import PretrainConfig
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
+from pipeline.runtime import cli, env
+from pipeline.runtime.cli import Verb
+from pipeline.runtime.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def _add_cluster(parser: argparse.ArgumentParser, default: str = "one GPU") -> None:
+    parser.add_argument("--cluster", help=f"YAML file of the cluster; default: {default}")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+
+
+def _at_least_0(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
+    return number
+
+
+def _config(arguments: argparse.Namespace) -> PretrainConfig:
+    return load(PretrainConfig, arguments.config, arguments.overrides).config
+
+
+def _source(arguments: argparse.Namespace, config: str) -> Source:
+    return Source(config, tuple(arguments.overrides), arguments.cluster, os.getcwd())
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    cli.add_config_arguments(parser)
+    _add_cluster(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    result = plan(config, cluster)
+    _say([plan_json(result)] if arguments.json else plan_text(result, config, cluster))
+    return EXIT_FAILED_DO_NOT_RETRY if result.problems else EXIT_FINISHED
+
+
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--prep",
+        action="store_true",
+        help="CONFIG is a config of `data_prep`: submit a job array for each stage",
+    )
+    what.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="CONFIG is a run folder: compute its held-out losses",
+    )
+    what.add_argument(
+        "--program",
+        action="store_true",
+        help="CONFIG is a new folder, and `-- WORDS` a program to run on all ranks, such as your "
+        "fine-tuning of an exported model",
+    )
+    cli.take_program(parser)
+    cli.add_config_arguments(parser)
+    _add_cluster(parser)
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="run here and now, without SLURM; restart from the newest checkpoint if a rank dies",
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="processes of --local (default 1)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", help="for --evaluate: this checkpoint; default: the newest good one"
+    )
+    which.add_argument("--all", action="store_true", help="for --evaluate: every kept checkpoint")
+    parser.add_argument("--data", help="for --evaluate: another dataset of the same tokenizer")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print everything as a script; needs no SLURM and changes nothing",
+    )
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    if arguments.program:
+        return _submit_program(arguments)
+    if arguments.words:
+        raise ConfigError(f"`-- {' '.join(arguments.words)}`: only --program takes words after --")
+    if arguments.evaluate:
+        return _submit_evaluation(arguments)
+    if arguments.prep:
+        return _submit_prep(arguments)
+    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    if arguments.local:
+        config.batches.require_split(max(1, arguments.ranks))
+        words = ["pipeline", PRETRAIN, arguments.config, *arguments.overrides]
+        return _run_here(arguments, words, PRETRAIN, Path(config.run_dir), cluster)
+    draft = prepare_training(config, cluster, _source(arguments, arguments.config))
+    return _hand_over(draft, dry_run=arguments.dry_run)
+
+
+def _submit_evaluation(arguments: argparse.Namespace) -> int:
+    run_dir = Path(arguments.config).absolute()
+    config_path = RunFolder(run_dir).resolved
+    if not config_path.is_file() or not published(run_dir / FOLDER):
+        raise ConfigError(
+            f"{run_dir} has no checkpoint to evaluate. Pass the run_dir of a run that has saved"
+        )
+    config = load(PretrainConfig, config_path).config
+    options = [
+        *(["--step", arguments.step] if arguments.step else []),
+        *(["--all"] if arguments.all else []),
+        *(["--data", arguments.data] if arguments.data else []),
+        *arguments.overrides,
+    ]
+    cluster = cluster_of(arguments.cluster)
+    if arguments.local:
+        words = ["pipeline", EVALUATE, str(run_dir), *options]
+        return _run_here(arguments, words, EVALUATE, run_dir, cluster)
+    inputs = [arguments.data or config.data.dir]
+    source = _source(arguments, str(config_path))
+    draft = prepare_evaluation(run_dir, options, inputs, cluster, source)
+    return _hand_over(draft, dry_run=arguments.dry_run)
+
+
+def _submit_program(arguments: argparse.Namespace) -> int:
+    run_dir, words = Path(arguments.config).absolute(), arguments.words
+    if not words or arguments.overrides:
+        raise ConfigError(
+            "--program needs a folder for its log, then `--` and the program: "
+            "python -m launch submit --program runs/tuned --cluster C -- python finetune.py ..."
+        )
+    cluster = cluster_of(arguments.cluster)
+    if arguments.local:
+        return _run_here(arguments, ["launch", "rank", "--", *words], PROGRAM, run_dir, cluster)
+    source = Source(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
+    draft = prepare_program(run_dir, words, cluster, source)
+    return _hand_over(draft, dry_run=arguments.dry_run)
+
+
+def _submit_prep(arguments: argparse.Namespace) -> int:
+    if arguments.local:
+        raise ConfigError(
+            "--prep --local is `python -m data_prep run CONFIG`, which needs no SLURM"
+        )
+    work_dir, cluster = os.getcwd(), within_site(cluster_of(arguments.cluster))
+    checked = check(cluster, "prep", work_dir=work_dir, optional=arguments.dry_run)
+    draft = prep_submit.prepare(arguments.config, arguments.overrides, cluster, work_dir)
+    if not draft.stages:
+        print(f"nothing is left to do: {draft.output_dir} holds the dataset")
+    elif arguments.dry_run:
+        print(f"{prep_submit.dry_run_text(draft)}# {checked}")
+    else:
+        print(f"{checked}\n{prep_submit.summary_text(draft, prep_submit.submit(draft))}")
+    return EXIT_FINISHED
+
+
+def _run_here(
+    arguments: argparse.Namespace,
+    words: list[str],
+    kind: str,
+    run_dir: Path,
+    cluster: ClusterConfig,
+) -> int:
+    if arguments.dry_run or arguments.ranks < 1:
+        raise ConfigError("--local runs at once: leave out --dry-run, and give --ranks N >= 1")
+    limits = Limits(cluster.max_restarts, cluster.max_attempts_without_progress)
+    return run_local(words, kind, run_dir, arguments.ranks, limits)
+
+
+def _hand_over(draft: Draft, *, dry_run: bool, stop_file: Path | None = None) -> int:
+    """Check the site and call sbatch; remove a STOP file that must not stop this job."""
+    checked = check(draft.cluster, draft.job.kind, work_dir=draft.job.work_dir, optional=dry_run)
+    if dry_run:
+        print(f"# {checked}\n{dry_run_text(draft)}", end="")
+        return EXIT_FINISHED
+    print(f"{checked}; {ask_sbatch(draft.script)}")
+    if stop_file and stop_file.exists():
+        stop_file.unlink()
+        print(f"removed {stop_file}")
+    _say(summary_text(draft, submit(draft)))
+    return EXIT_FINISHED
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="such as train.num_steps=200_000"
+    )
+    _add_cluster(parser, "that of the last submission")
+    parser.add_argument("--dry-run", action="store_true", help="print the script; change nothing")
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    run_dir: Path = arguments.run_dir.absolute()
+    source = source_of_resume(run_dir, arguments.overrides, arguments.cluster)
+    config, cluster = config_of_resume(run_dir, source), cluster_of(source.cluster)
+    os.chdir(source.work_dir)  # relative paths of the config start there
+    draft = prepare_training(config, cluster, source)
+    return _hand_over(draft, dry_run=arguments.dry_run, stop_file=RunFolder(run_dir).stop)
+
+
+def _add_render(parser: argparse.ArgumentParser) -> None:
+    cli.add_config_arguments(parser)
+    _add_cluster(parser)
+
+
+def _render(arguments: argparse.Namespace) -> None:
+    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    config.batches.require_split(cluster.num_ranks)
+    job = checkout_job(config, _source(arguments, arguments.config))
+    print(render(job, cluster), end="")
+
+
+def _add_decide(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--job", required=True, help="SLURM's id")
+    parser.add_argument("--restart", required=True, type=int)
+    parser.add_argument("--nodes", required=True, help="names, separated by spaces")
+    parser.add_argument("--ranks", required=True, type=int)
+    parser.add_argument("--before", required=True, help="newest checkpoint at the start, or ''")
+    parser.add_argument(
+        "--asked-to-stop", required=True, type=int, help="1: the time limit is near"
+    )
+    parser.add_argument("--step-code", required=True, type=int, help="exit code of srun")
+    parser.add_argument("--max-restarts", required=True, type=int)
+    parser.add_argument("--max-attempts", required=True, type=int)
+
+
+def _decide(arguments: argparse.Namespace) -> int:
+    run_dir: Path = arguments.run_dir
+    codes = exit_codes(run_dir, f"{arguments.job}.{arguments.restart}")
+    attempt = Attempt(
+        job=arguments.job,
+        restart=arguments.restart,
+        nodes=tuple(arguments.nodes.split()),
+        before=arguments.before or None,
+        after=newest_checkpoint(run_dir),
+        codes=codes,
+        ranks=arguments.ranks,
+        is_done=is_done(arguments.kind, run_dir, codes, arguments.ranks),
+        at_limit=bool(arguments.asked_to_stop),
+        step_code=arguments.step_code,
+    )
+    limits = Limits(arguments.max_restarts, arguments.max_attempts)
+    decision = end_attempt(attempt, limits, run_dir)
+    print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
+    return decision.exit_code
+
+
+def _rank(arguments: argparse.Namespace) -> int:
+    return run_program(arguments.words)
+
+
+def _add_preflight(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_subparsers(required=True)
+    node = parts.add_parser("check", help="check this node and write DIR/NODE.json")
+    node.set_defaults(part=_preflight_check)
+    verdict = parts.add_parser(
+        "judge",
+        help="read all records; exit code 0: go, 75: bad nodes were added to RUN/launch/excluded, "
+        "2: stop, no other node helps",
+    )
+    verdict.set_defaults(part=_preflight_judge)
+    verdict.add_argument(
+        "--nodes", required=True, metavar="'A B'", help="names of all nodes of the job"
+    )
+    verdict.add_argument("--job", required=True, help="SLURM's id")
+    verdict.add_argument("--restart", required=True, type=int, metavar="N")
+    verdict.add_argument(
+        "--bandwidth",
+        action="store_true",
+        help="also judge the measurements of `python -m pipeline bandwidth`",
+    )
+    for part in (node, verdict):
+        cli.add_config_arguments(part)
+        _add_cluster(part)
+        part.add_argument(
+            "--records", type=Path, required=True, metavar="DIR", help="folder of the records"
+        )
+
+
+def _preflight_check(arguments: argparse.Namespace) -> None:
+    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    record = check_node(config, cluster, arguments.records, env.node_name())
+    for finding in record.findings:
+        logger.info("%s: %s", record.node, finding.text)
+    logging.shutdown()
+    # A thread that hangs in a driver or a file system would hold back Python's own exit.
+    os._exit(EXIT_FINISHED)
+
+
+def _preflight_judge(arguments: argparse.Namespace) -> int:
+    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    nodes, measured = arguments.nodes.split(), arguments.bandwidth
+    evidence = gather(arguments.records, nodes, config, with_bandwidth=measured)
+    job, restart = arguments.job, arguments.restart
+    return judge_nodes(config, cluster, evidence, job=job, restart=restart).exit_code
+
+
+def _preflight(arguments: argparse.Namespace) -> int | None:
+    code: int | None = arguments.part(arguments)
+    return code
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="run or dataset folder")
+    parser.add_argument("--json", action="store_true", help="one JSON object, or a list of them")
+    parser.add_argument("--watch", type=_at_least_0, metavar="SECONDS", help="repeat forever")
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    tell = _status_json if arguments.json else _status_text
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not arguments.json else ""
+    with contextlib.suppress(KeyboardInterrupt):
+        while arguments.watch is not None:
+            print(f"{clear}{tell(arguments.folder)}", flush=True)
+            time.sleep(arguments.watch)
+        print(tell(arguments.folder))
+
+
+def _status_text(folder: Path | None) -> str:
+    if folder is None:
+        return queue_text(queue_reports())
+    prep = prep_report(folder.resolve())
+    summary = prep_summary(prep) if prep else run_summary(run_report(require_run(folder)))
+    return summary.text()
+
+
+def _status_json(folder: Path | None) -> str:
+    if folder is None:
+        return json.dumps([asdict(report) for report in queue_reports()])
+    return json.dumps(asdict(prep_report(folder.resolve()) or run_report(require_run(folder))))
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--job", help="id; default: the newest")
+    which.add_argument("--rank", type=int, metavar="N", help="the log of rank N, of all its starts")
+    parser.add_argument("--lines", type=_at_least_0, default=50, help="last lines (default 50)")
+    parser.add_argument("--follow", action="store_true", help="continue until the job has ended")
+
+
+def _logs(arguments: argparse.Namespace) -> None:
+    run_dir = require_run(arguments.folder)
+    path = logs.find_log(run_dir, arguments.job, arguments.rank)
+    if not arguments.follow:
+        logs.show(path, arguments.lines)
+        return
+    job = arguments.job or logs.newest_job(run_dir)
+
+    def why_over() -> str:
+        return logs.why_job_is_over(run_dir, job) if job else logs.why_local_run_is_over(run_dir)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        print(logs.follow(path, arguments.lines, why_over), file=sys.stderr)
+
+
+def _add_cancel(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--save", action="store_true", help="let the run save first")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for --save (default 600)"
+    )
+
+
+def _cancel(arguments: argparse.Namespace) -> None:
+    folder = arguments.folder.resolve()
+    stages = prep_jobs(folder)
+    if stages is not None:
+        _say(control.cancel_prep(folder, stages))
+    else:
+        run_dir = require_run(arguments.folder)
+        _say(control.cancel(run_dir, save=arguments.save, save_s=arguments.timeout))
+
+
+def _add_requeue(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--now", action="store_true", help="do not let it save first")
+
+
+def _requeue(arguments: argparse.Namespace) -> None:
+    _say(control.requeue(require_run(arguments.folder), now=arguments.now))
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", default="runs/demo", help="folder, replaced (default runs/demo)")
+    parser.add_argument(
+        "--corpus", help="your text: file, folder or glob; default: embedded corpus"
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    # Imported here: job scripts on the nodes need no psutil.
+    from launch.demo import demo
+
+    demo(arguments.out, corpus=arguments.corpus)
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb(
+        "plan",
+        "estimate days, jobs, memory, checkpoints and disk of a run; needs no SLURM",
+        _add_plan,
+        _plan,
+        "plan train.yaml --cluster configs/cluster/example.yaml train.micro_batch=64",
+    ),
+    Verb(
+        "submit",
+        "submit a run or a data preparation to SLURM; or run it here",
+        _add_submit,
+        _submit,
+        "submit train.yaml --cluster configs/cluster/example.yaml --dry-run\n"
+        "submit train.yaml --cluster configs/cluster/example.yaml\n"
+        "submit train.yaml --local --ranks 2\n"
+        "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml\n"
+        "submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml\n"
+        "submit --program runs/tuned --cluster c.yaml -- python finetune.py models/mine",
+    ),
+    Verb(
+        "resume",
+        "submit a run again with the config of its last submission",
+        _add_resume,
+        _resume,
+        "resume runs/mine train.num_steps=200_000",
+    ),
+    Verb(
+        "status",
+        "show the state of a run or data preparation; without one, of all in the queue",
+        _add_status,
+        _status,
+        "status\nstatus runs/mine --watch 30",
+    ),
+    Verb(
+        "logs",
+        "show the log of a run's job, or of one rank",
+        _add_logs,
+        _logs,
+        "logs runs/mine --rank 3 --follow",
+    ),
+    Verb(
+        "cancel",
+        "end all jobs of a run or data preparation",
+        _add_cancel,
+        _cancel,
+        "cancel runs/mine --save",
+    ),
+    Verb(
+        "requeue",
+        "let a running job save and go back into the queue",
+        _add_requeue,
+        _requeue,
+        "requeue runs/mine",
+    ),
+    Verb(
+        "render",
+        "print the sbatch script of a run; needs no SLURM",
+        _add_render,
+        _render,
+        "render configs/demo.yaml train.lr=1e-3 > job.sh && sbatch job.sh",
+    ),
+    Verb(
+        "demo",
+        "go from raw text to an exported encoder on this machine, with a rank killed half-way",
+        _add_demo,
+        _demo,
+        "demo --out runs/demo",
+    ),
+    Verb(
+        "preflight",
+        "for job scripts: check the nodes of an allocation before training",
+        _add_preflight,
+        _preflight,
+        "preflight check train.yaml --cluster c.yaml --records runs/mine/launch/preflight/7.0",
+    ),
+    Verb(
+        "decide",
+        "for job scripts: decide what follows an attempt",
+        _add_decide,
+        _decide,
+        "decide runs/mine --kind pretrain --job 7 --restart 0 --nodes 'n1 n2' --ranks 4 "
+        "--before '' --asked-to-stop 0 --step-code 0 --max-restarts 50 --max-attempts 2",
+    ),
+    Verb(
+        "rank",
+        "for job scripts: run the program `-- WORDS` as one rank",
+        cli.take_program,
+        _rank,
+        "rank -- python finetune.py models/mine",
+    ),
+)
+"""Every verb, those that people use most first."""

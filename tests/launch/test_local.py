@@ -1,0 +1,75 @@
+"""Programs of the user as ranks of a job."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+from tests.launch.test_submit import ROOT
+from tests.support.processes import Processes
+
+START = [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch"]
+Rank = Callable[..., "Popen[str]"]
+
+
+@pytest.fixture
+def rank(processes: Processes, tmp_path: Path) -> Rank:
+    """Starts a program as rank 1 of a job."""
+    variables = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "SLURM_JOB_ID": "7",
+        "POSTNORM_RUN_DIR": str(tmp_path),
+    }
+
+    def start(*words: str) -> "Popen[str]":
+        return processes.start([*START, "rank", "--", *words], env={**os.environ, **variables})
+
+    return start
+
+
+def _record(run_dir: Path) -> str:
+    return (run_dir / "exit" / "7.0" / "rank-00001").read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 75", 75), ("exit 9", 9), ("kill -9 $$", 137)]
+)
+def test_exit_code_is_the_programs_and_is_left_behind(
+    rank: Rank, tmp_path: Path, script: str, code: int
+) -> None:
+    assert rank("bash", "-c", script).wait(30) == code
+    assert _record(tmp_path) == str(code)
+
+
+def test_options_of_the_program_are_its_own(rank: Rank) -> None:
+    started = rank("bash", "-c", 'echo "$RANK of $WORLD_SIZE: $*"', "x", "--lr", "a b", "--")
+    assert started.communicate(timeout=30)[0] == "1 of 2: --lr a b --\n"
+
+
+def test_program_that_does_not_exist_is_not_tried_again(rank: Rank, tmp_path: Path) -> None:
+    started = rank("no-such-program")
+    assert "no-such-program cannot be started" in started.communicate(timeout=30)[0]
+    assert started.returncode == 2
+    assert _record(tmp_path) == "2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_signals_reach_the_program(rank: Rank, tmp_path: Path, number: signal.Signals) -> None:
+    script = f"trap 'exit 75' {number.name}; touch {tmp_path}/ready; while :; do sleep 0.1; done"
+    started = rank("bash", "-c", script)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started.send_signal(number)
+    assert started.wait(30) == 75
+    assert _record(tmp_path) == "75"
