@@ -1,17 +1,17 @@
-"""`python -m pipeline bandwidth`: how fast ranks of different nodes add up a tensor.
+"""Measures the bandwidth of all-reduces between ranks of different nodes: `pipeline bandwidth`.
 
-    DIR/NODE.bandwidth.json   what a node measured with whom, written by the first of its ranks
+    DIR/NODE.bandwidth.json   a node's measurements, written by the first of its ranks
 
-Nodes stand in a ring in the order of their ranks. Each measures with one neighbour while all other
-pairs do so, too, then with the other neighbour: a slow node is slow with both, a slow network
-everywhere. At last all ranks measure together. The unit is the bus bandwidth of nccl-tests, which
-does not depend on the number of ranks:
+Nodes form a ring in the order of their ranks. Each measures with one neighbour while all other
+pairs do the same, then with the other neighbour: a slow node is slow with both, a slow network is
+slow everywhere. Finally all ranks measure together. The unit is the bus bandwidth of nccl-tests,
+which does not depend on the number of ranks:
 
     2 (n - 1) / n * bytes / seconds     (NVIDIA/nccl-tests, doc/PERFORMANCE.md, "AllReduce")
 
-Every wait is bounded. Ranks meet in a store without a collective, so that those who are missing can
-be named, and each pair opens a process group of its own, so that one that hangs holds up nobody
-else's numbers. A timer ends this process whatever it hangs in.
+Every wait is bounded. Ranks meet in a store without a collective, so that missing ones can be
+named. Each pair opens its own process group, so that one that hangs does not delay the others. A
+timer ends this process wherever it hangs.
 """
 
 import logging
@@ -49,7 +49,7 @@ class _Round:
 
 @dataclass
 class _Report:
-    """What a node has to tell so far."""
+    """A node's measurements so far."""
 
     node: str
     rounds: list[_Round] = field(default_factory=list)
@@ -58,13 +58,13 @@ class _Report:
 
 
 class _Recorder:
-    """Writes what the first rank of a node has to tell, once, before this process ends."""
+    """Writes the report of a node's first rank once, before this process ends."""
 
     def __init__(self, folder: Path, process: ProcessInfo, timeout_s: float) -> None:
         self.report = _Report(env.node_name())
         self.phase = "starting"
         self.waits_for_others = False
-        """Whether whatever takes so long is not this node's doing."""
+        """Whether this node is waiting for others, so that a delay is not its fault."""
         self._folder = folder
         self._writes = process.local_rank == 0
         self._timer = threading.Timer(timeout_s, self._end)
@@ -73,7 +73,7 @@ class _Recorder:
         self._timeout_s = timeout_s
 
     def write(self, error: str = "") -> None:
-        """Write the record and stop the timer."""
+        """Stop the timer and write the record."""
         self._timer.cancel()
         self.report.error = error
         if self._writes:
@@ -95,11 +95,11 @@ def measure_bandwidth(
 
     Args:
         process: this rank.
-        folder: of the records.
-        nodes: names of all nodes of the job in the order of their ranks, as many ranks on each; to
-            name those that are missing.
-        megabytes: size of the tensor that each rank has.
-        timeout_s: for everything, from now on.
+        folder: folder of the records.
+        nodes: names of all nodes of the job in the order of their ranks, with equal numbers of
+            ranks; used to name missing ones.
+        megabytes: size of each rank's tensor.
+        timeout_s: limit for everything, from now on.
 
     Returns:
         The exit code.
@@ -110,7 +110,7 @@ def measure_bandwidth(
     folder.mkdir(parents=True, exist_ok=True)
     recorder = _Recorder(folder, process, timeout_s)
     try:
-        # The last third is for measuring, so that who is missing is told before the timer ends it.
+        # The last third is left for measuring and for naming missing ranks before the timer ends.
         store = _meet(process, nodes, recorder, time.monotonic() + timeout_s * 2 / 3)
         _measure_all(process, store, recorder, megabytes, timeout_s)
     except LostRankError as error:
@@ -133,9 +133,13 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until
     if not process.is_first:
         _reach(host, port, until)
     store = TCPStore(
-        host, port, process.world_size, process.is_first, wait_for_workers=False,
+        host,
+        port,
+        process.world_size,
+        process.is_first,
+        wait_for_workers=False,
         timeout=timedelta(seconds=max(1.0, until - time.monotonic())),
-    )  # fmt: skip
+    )
     recorder.phase = "waiting for all ranks to start"
     store.set(f"here/{process.rank}", recorder.report.node)
     missing = list(range(process.world_size))
@@ -146,7 +150,7 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until
         return store
     store.set(_GIVEN_UP, "1")
     recorder.report.missing = _nodes_of(missing, nodes, process.world_size)
-    time.sleep(1.0 if process.is_first else 0.0)  # others ask its store once more
+    time.sleep(1.0 if process.is_first else 0.0)  # others still read rank 0's store
     where = ", ".join(recorder.report.missing) or "nodes that were not named"
     raise LostRankError(
         f"{len(missing)} of {process.world_size} ranks did not start in time: rank "
@@ -201,12 +205,13 @@ def _measure_all(
                 dist.init_process_group(
                     "nccl" if has_gpu else "gloo",
                     store=PrefixStore(f"{number}/{members[0]}", store),
-                    rank=ranks.index(process.rank), world_size=len(ranks),
+                    rank=ranks.index(process.rank),
+                    world_size=len(ranks),
                     timeout=timedelta(seconds=timeout_s),
-                )  # fmt: skip
+                )
                 gb_per_s = _measure(len(ranks), tensor)
                 recorder.report.rounds.append(_Round(members, len(ranks), gb_per_s))
-        # Also before a group is closed: NCCL may still be sending what this rank is done with.
+        # Before a group is closed, too: NCCL may still be sending data for the other ranks.
         recorder.phase, recorder.waits_for_others = "waiting for the other pairs", True
         _wait_for_all(process, store, f"done/{number}")
         recorder.waits_for_others = False
@@ -221,11 +226,11 @@ def _wait_for_all(process: ProcessInfo, store: Store, key: str) -> None:
         while store.add(key, 0) < process.world_size:
             time.sleep(_LOOK_EVERY_S)
     except RuntimeError:
-        return  # rank 0 keeps the store; it has seen all of them, and left
+        return  # rank 0, which holds the store, has seen all ranks and ended
 
 
 def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Round of pairs that do not touch, so that every node meets both of its neighbours.
+    """Divide the ring's pairs into rounds of disjoint pairs.
 
     Two rounds for an even number of nodes, three for an odd one, one for two nodes, none for one.
     """
@@ -241,13 +246,13 @@ def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
     """Time all-reduces over the open process group.
 
     Args:
-        num_ranks: of the group.
-        tensor: (n,) float32 on the device of this rank; its values become meaningless.
+        num_ranks: number of ranks in the group.
+        tensor: (n,) float32 on this rank's device; its values are overwritten.
 
     Returns:
         GB/s of bus bandwidth, by the time of the slowest rank.
     """
-    for _ in range(_WARM_UPS):  # connections are made at the first
+    for _ in range(_WARM_UPS):  # the first one opens connections
         dist.all_reduce(tensor)
     _wait_for(tensor)
     started = time.perf_counter()
@@ -265,9 +270,9 @@ def bus_bandwidth(num_ranks: int, num_bytes: int, seconds: float) -> float:
     """Compute the bytes/s of an all-reduce as nccl-tests reports them.
 
     Args:
-        num_ranks: that take part.
-        num_bytes: that each of them has.
-        seconds: of one all-reduce.
+        num_ranks: number of ranks that take part.
+        num_bytes: size of each rank's tensor.
+        seconds: time of one all-reduce.
     """
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
 

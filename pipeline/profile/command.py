@@ -1,4 +1,4 @@
-"""`python -m pipeline profile`."""
+"""The command `profile`."""
 
 import argparse
 import json
@@ -17,12 +17,12 @@ from pipeline.runtime.files import write_atomic
 from pipeline.runtime.log import to_console
 
 _DESCRIPTION = """\
-Where the time of a run's training steps goes on this machine: real steps with the run's own data,
-from random weights. Times are means over the steps and ranks and add up to the step. Nothing is
-read from or written to run_dir. As many steps are taken before without the profiler, which slows
-the host down: what it adds is in "idle or host". Of the roofline: the least time in which the
-device, by its data sheet, could do the products of the linear layers, or compute and move what
-attention must (pipeline/profile/roofline.py), over the time taken."""
+Show where the time of a run's training steps goes on this machine: real steps with the run's own
+data, from random weights. Times are means over the steps and ranks and add up to the step. run_dir
+is neither read nor written. The profiler slows the host down, which shows in "idle or host", so the
+same number of steps runs without it first. Of the roofline: the least time in which the device, by
+its data sheet, could compute the products of the linear layers, or compute and move the data of
+attention (attention_work in pipeline/profile/step.py), divided by the time taken."""
 _EXAMPLES = """\
 examples:
   python -m pipeline profile configs/demo.yaml --steps 20
@@ -34,18 +34,30 @@ examples:
 def add_profile(commands: Any) -> None:
     """Add `profile` to a command line."""
     profile = commands.add_parser(
-        "profile", help="where the time of a run's training steps goes",
-        description=_DESCRIPTION, epilog=_EXAMPLES,
+        "profile",
+        help="show where the time of a run's training steps goes",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     cli.add_config_arguments(profile)
     profile.add_argument("--steps", type=int, default=20, metavar="N", help="default 20")
-    profile.add_argument("--warm-up", type=int, default=5, metavar="N",
-                         help="steps before, that compile kernels (default 5)")  # fmt: skip
-    profile.add_argument("--json", type=Path, dest="json_file", metavar="FILE",
-                         help="the numbers as JSON")  # fmt: skip
-    profile.add_argument("--trace", type=Path, metavar="FILE",
-                         help="rank 0's trace for ui.perfetto.dev; .gz packs it")  # fmt: skip
+    profile.add_argument(
+        "--warm-up",
+        type=int,
+        default=5,
+        metavar="N",
+        help="steps before them, in which kernels are compiled (default 5)",
+    )
+    profile.add_argument(
+        "--json", type=Path, dest="json_file", metavar="FILE", help="write the numbers as JSON"
+    )
+    profile.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write rank 0's trace for ui.perfetto.dev; .gz compresses it",
+    )
     profile.set_defaults(run=_profile)
 
 
@@ -64,14 +76,17 @@ def _profile(arguments: argparse.Namespace) -> int:
     # Importing torch takes seconds.
     from pipeline.profile.step import profile_run, profile_text
 
-    found = profile_run(
-        config, process, steps=arguments.steps, warm_up=arguments.warm_up,
+    profile = profile_run(
+        config,
+        process,
+        steps=arguments.steps,
+        warm_up=arguments.warm_up,
         trace_file=arguments.trace,
-    )  # fmt: skip
+    )
     if process.is_first:
-        print(profile_text(found))
+        print(profile_text(profile))
         if arguments.json_file:
-            write_atomic(arguments.json_file, (json.dumps(asdict(found)) + "\n").encode())
+            write_atomic(arguments.json_file, (json.dumps(asdict(profile)) + "\n").encode())
     return EXIT_FINISHED
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.format import DatasetIndex
-from pipeline.profile.roofline import attention_work
+from pipeline.profile.step import attention_work
 from pipeline.profile.timeline import (
     ATTENTION,
     CATEGORIES,
