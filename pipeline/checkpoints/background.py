@@ -1,11 +1,9 @@
-"""Work that a save does beside training: copies to host memory, a writing thread, a probe process.
+"""Work that a save does beside training: copies to host memory, and a thread that writes.
 
 Threads are enough for writing: safetensors 0.8, hashing and fsync release Python's lock.
 """
 
-import json
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,19 +14,15 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import LATEST_FILE, REJECTED, published, state_file
+from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.state import Part, write_part
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, RejectedError
-from pipeline.runtime import env
-from pipeline.runtime.files import sha256_file, sync_path, write_atomic
+from pipeline.runtime.files import sha256_file, sync_path
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Described = dict[str, dict[str, Any]]
 """path below the checkpoint -> {"bytes", "sha256"}."""
-
-_PROBE_PROGRAM = "pipeline.use.probe"
 
 
 class Task(Generic[T]):
@@ -119,92 +113,3 @@ class RankFiles:
 def _flush_and_describe(path: Path) -> dict[str, Any]:
     sync_path(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-
-
-class Probe:
-    """Reads a checkpoint back in another process. Rank 0 uses it, from any thread."""
-
-    def __init__(self) -> None:
-        """Start without a process."""
-        self._process: subprocess.Popen[str] | None = None
-        self._cancelled = False
-
-    def run(self, path: Path) -> float | None:
-        """Start a probe, wait for its verdict, and hide a checkpoint that it finds unusable.
-
-        Returns:
-            Seconds that the probe took; None without a verdict, because the process was cancelled,
-            was killed or did not start.
-
-        Raises:
-            RejectedError: the checkpoint is unusable and was renamed.
-        """
-        if self._cancelled:
-            return None
-        started = time.perf_counter()
-        # Hide the GPU: the run needs all of its memory.
-        variables = env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-        self._process = subprocess.Popen(
-            [*env.module_command(_PROBE_PROGRAM), str(path)],
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if self._cancelled:
-            self._process.kill()
-        output, complaints = self._process.communicate()
-        took_s = time.perf_counter() - started
-        if self._cancelled:
-            logger.warning("the probe of %s was cancelled: the run stops", path)
-            return None
-        code = self._process.returncode
-        report = _parsed(output)
-        if code == EXIT_FINISHED and "num_parameters" in report:
-            logger.info(
-                "probe: %s is good: %s parameters and their optimizer state, read by another "
-                "process in %.1f s",
-                path,
-                f"{report['num_parameters']:,}",
-                took_s,
-            )
-            return took_s
-        if code == EXIT_FAILED_DO_NOT_RETRY and "error" in report:
-            raise _rejection(path, str(report["error"]))
-        logger.warning(
-            "the probe of %s came to no verdict, exit code %s: %s", path, code, complaints[-2000:]
-        )
-        return None
-
-    def cancel(self) -> None:
-        """Kill a running probe; the checkpoint keeps its name."""
-        self._cancelled = True
-        if self._process is not None:
-            self._process.kill()
-
-
-def _rejection(path: Path, reason: str) -> RejectedError:
-    """Hide a checkpoint from every later start, and return the error to raise."""
-    hidden = path.with_name(f"{REJECTED}{path.name}-{time.time_ns() // 1_000_000}")
-    path.rename(hidden)
-    earlier = published(path.parent)
-    latest = path.parent / LATEST_FILE
-    if earlier:
-        write_atomic(latest, f"{earlier[0].name}\n".encode())
-    else:
-        latest.unlink(missing_ok=True)
-    sync_path(path.parent)
-    before = f"the one before is {earlier[0]}" if earlier else "no earlier checkpoint exists"
-    return RejectedError(
-        f"checkpoint {path.name} was read back and rejected: {reason}. It was renamed to {hidden}; "
-        f"delete it when you have examined it; {before}. Check storage and memory, then start the "
-        "run again"
-    )
-
-
-def _parsed(output: str) -> dict[str, object]:
-    try:
-        report = json.loads(output)
-    except ValueError:
-        return {}
-    return report if isinstance(report, dict) else {}

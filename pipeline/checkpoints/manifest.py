@@ -6,7 +6,7 @@ RUN/checkpoints/step-00000040/index.json       the dataset's index, which a resu
 RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file and itself
 RUN/checkpoints/latest                         name of the newest, for people and scripts
 RUN/checkpoints/.saving-*, .removing-*         unfinished work of a running or killed process
-RUN/checkpoints/.rejected-*                    found unusable by a probe (`checkpoints.background`)
+RUN/checkpoints/.rejected-*                    found unusable by a probe (`checkpoints.probe`)
 """
 
 import hashlib
@@ -19,8 +19,10 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.runtime.files import sha256_file
+from pipeline.runtime.run_folder import RunFolder
 
-FOLDER = "checkpoints"
+FOLDER = RunFolder(Path()).checkpoints.name
+"""In a run's folder, and in that of copies (`checkpoint.copy_to`)."""
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 PREFIX = "step-"

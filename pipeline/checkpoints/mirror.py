@@ -24,13 +24,8 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.runtime.files import (
-    LOCK_FILE,
-    sha256_file,
-    sync_path,
-    write_atomic,
-    write_json_atomic,
-)
+from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +88,7 @@ class Mirror:
 
     def _copy_missing(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._target / LOCK_FILE).open("w") as lock:
+        with RunFolder(self._target).lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_json_atomic(self._target / _OWNER_FILE, self._owner())
             for prefix in (_UNFINISHED, REMOVING):

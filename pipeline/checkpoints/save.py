@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.checkpoints.background import Described, HostCopy, Probe, RankFiles, Task
+from pipeline.checkpoints.background import Described, HostCopy, RankFiles, Task
 from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.manifest import (
     CONTENTS,
@@ -26,6 +26,7 @@ from pipeline.checkpoints.manifest import (
     signed,
 )
 from pipeline.checkpoints.mirror import Mirror
+from pipeline.checkpoints.probe import Probe
 from pipeline.checkpoints.resume import identity
 from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
 from pipeline.checkpoints.state import HasState, expected_files

@@ -8,9 +8,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pipeline.checkpoints.manifest import (
-    FOLDER,
+    PREFIX,
     Manifest,
-    name_of,
     problems,
     published,
     read_manifest,
@@ -20,8 +19,8 @@ from pipeline.checkpoints.retention import Retention
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import CheckpointError
-from pipeline.runtime.files import RESOLVED_FILE
 from pipeline.runtime.log import duration_text
+from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,38 @@ class Row:
     """Why the run's retention keeps it; empty if it does not, None if the rule is unknown."""
 
 
-def folder_of(run: Path) -> Path:
-    """Return a run's folder of checkpoints.
+A_RUN_OR_ITS_COPY = f"{A_STARTED_RUN}, or its checkpoint.copy_to"
+
+
+def folder_of(run: Path, expected: str = A_RUN_OR_ITS_COPY) -> Path:
+    """Find a run's folder of checkpoints.
+
+    Args:
+        run: a run folder, or one with copies.
+        expected: what the caller takes, for the message.
 
     Raises:
-        CheckpointError: it is missing or has no checkpoints.
+        RunFolderError: this is neither.
+        CheckpointError: the run has not saved yet.
     """
-    if not published(run / FOLDER):
-        raise CheckpointError(
-            f"{run} has no checkpoints: {run / FOLDER} has no {name_of(0)[:-8]}N; expected the "
-            "run_dir of a config that `python -m pipeline pretrain` has started and that has "
-            "saved, or its checkpoint.copy_to"
-        )
-    return run / FOLDER
+    opened = RunFolder(run)
+    folder = opened.checkpoints
+    if published(folder):
+        return folder
+    if not opened.has_started:
+        raise opened.refusal(expected)
+    raise CheckpointError(
+        f"{run} has no checkpoints yet: {folder} has no {PREFIX}N. Wait for the run's first save "
+        f"(checkpoint.every_steps), or ask for one with `touch {opened.save}`."
+    )
 
 
 def at_step(run: Path, step: int) -> Path:
     """Return the checkpoint of a run at a step.
 
     Raises:
-        CheckpointError: there is none; lists the steps that have one.
+        RunFolderError: this is not a run.
+        CheckpointError: there is none of that step; says which there are.
     """
     paths = {step_of(path): path for path in published(folder_of(run))}
     if step not in paths:
@@ -71,8 +82,8 @@ def at_step(run: Path, step: int) -> Path:
 
 
 def retention_of(run: Path) -> Retention | None:
-    """Return the rule in a run's config; None without a config, as in a folder of copies."""
-    path = run / RESOLVED_FILE
+    """The rule of a run's config; None if the folder has none, as one of copies."""
+    path = RunFolder(run).resolved
     return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
 
 
@@ -94,6 +105,7 @@ def rows(run: Path, *, verify: bool = False) -> list[Row]:
         verify: compare files with their hashes; otherwise only manifests are read.
 
     Raises:
+        RunFolderError: this is not a run.
         CheckpointError: there are none.
     """
     paths = published(folder_of(run))

@@ -30,9 +30,8 @@ import numpy.typing as npt
 from pipeline.data.jit import kernel
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
+from pipeline.runtime.run_folder import RunFolder
 
-BATCHES_FILE = "batches.tsv"
-LEDGER_FILE = "ledger.jsonl"
 HEADER = b"batch\tcursor\tsequences\tseq_len\tstep\thash\n"
 _SKIPPED = -1
 _SKIPPED_WORD = tuple(b"skipped")
@@ -68,7 +67,7 @@ def read_batches(run_dir: Path) -> list[BatchRecord]:
     Raises:
         DataError: the file is missing or damaged.
     """
-    path = run_dir / BATCHES_FILE
+    path = RunFolder(run_dir).batches
     if not path.is_file():
         raise DataError(
             f"{path} is missing, which every run writes from its first start; check the folder"
@@ -276,7 +275,7 @@ def read_ledger(run_dir: Path) -> Ledger:
     Raises:
         DataError: a line is damaged.
     """
-    ledger, path = Ledger({}, []), run_dir / LEDGER_FILE
+    ledger, path = Ledger({}, []), RunFolder(run_dir).ledger
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -301,7 +300,7 @@ def add_to_ledger(run_dir: Path, record: NonFinite | Rewind) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path = run_dir / LEDGER_FILE
+    path = RunFolder(run_dir).ledger
     [kind] = [name for name, cls in _KINDS.items() if isinstance(record, cls)]
     line = json.dumps({"kind": kind, **asdict(record)}) + "\n"
     write_atomic(path, (path.read_bytes() if path.exists() else b"") + line.encode())

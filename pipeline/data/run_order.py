@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.mix import Mix, weights
@@ -64,7 +64,7 @@ class Segment:
 class RunOrder:
     """All places of a run, which has no end here."""
 
-    def __init__(self, index: DatasetIndex, config: PretrainConfig, split: PackedSplit) -> None:
+    def __init__(self, index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> None:
         """Find the segments; where one begins within a window, read its documents' ends.
 
         Args:
@@ -187,7 +187,7 @@ class RunOrder:
         return repack(packing, rest.sequences[mine], seq_len)
 
 
-def _groups(index: DatasetIndex, config: PretrainConfig, split: PackedSplit) -> list[Group]:
+def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> list[Group]:
     given = weights(index.sources, config.data.mix)
     of_block = index.block_source[split.rows]
     present = [k for k, weight in enumerate(given) if weight and (of_block == k).any()]

@@ -32,19 +32,17 @@ def attention_statistics(
     input_ids: Tensor,
     layout: Layout,
     real: Tensor,
-    alpha: Tensor | None = None,
 ) -> AttentionStatistics:
-    """Run the encoder once in its current mode, and measure its attention.
+    """Run the encoder once, at the alpha that it has, and measure its attention.
 
     Args:
         encoder: in evaluation mode if dropout is not wanted in hidden states.
         input_ids: as in `Encoder.forward`.
         layout: as in `Encoder.forward`.
         real: as input_ids, bool: tokens that are no padding.
-        alpha: as in `Encoder.forward`.
     """
     trace = Trace()
-    encoder(input_ids, layout, alpha=alpha, trace=trace)
+    encoder(input_ids, layout, trace=trace)
     real_BNS = layout.to_rows(real[..., None, None].float())[..., 0]
     shares = [share.float() for share in trace.probabilities]
     none = torch.zeros(0, encoder.config.num_heads, device=input_ids.device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import schedule
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.format import read_index
@@ -23,7 +24,6 @@ from pipeline.profile.timeline import ATTENTION, CATEGORIES, GEMM, Timeline, rea
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, mark
-from pipeline.train import schedule
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
@@ -83,11 +83,14 @@ def profile_run(
     with tempfile.TemporaryDirectory() as folder:
         # Counts of sequences are stored there if the dataset's folder is not writable.
         config = replace(config, run_dir=folder)
-        model = make_model(config, device)
-        loader, _ = open_data(config, index, Share(process.rank, process.world_size))
+        objective = MaskedLanguageModeling()
+        model = make_model(config, objective, device)
+        share = Share(process.rank, process.world_size)
+        loader, _ = open_data(config, index, objective, share)
         engine = Engine(model, config.train, process, device)
-        objective = MaskedLanguageModeling(device)
-        objective.set_alpha(schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps))
+        model.encoder.set_alpha(
+            schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps)
+        )
         seen: list[list[MicroBatch]] = []
         batches = loader.steps_from(0)
 

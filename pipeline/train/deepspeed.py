@@ -13,9 +13,6 @@ from typing import Any
 from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
 
-DEEPSPEED_FILE = "deepspeed.json"
-"""The config that DeepSpeed gets, in a run's folder; ZeRO stage 0 runs without DeepSpeed."""
-
 _BLOCKS: dict[str, dict[type, str]] = {
     "": {
         bool: "wall_clock_breakdown memory_breakdown dump_state",

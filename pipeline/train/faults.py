@@ -59,7 +59,8 @@ class Rescue:
             TrainingError: too many steps in a row were skipped.
             StorageError: the ledger cannot be written.
         """
-        is_finite = dist.gather(math.isfinite(float(result.sums.loss)))
+        own = all(math.isfinite(float(each.total)) for each in result.sums.values())
+        is_finite = dist.gather(own)
         each = place.size // len(is_finite)
         ranks = {
             str(rank): [rank * each, (rank + 1) * each]

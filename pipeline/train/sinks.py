@@ -21,12 +21,14 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
-from pipeline.runtime.files import METRICS_FILE, AppendedFile
+from pipeline.runtime.files import AppendedFile
 from pipeline.runtime.log import duration_text
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-TENSORBOARD_FOLDER = "tensorboard"
+_SHORT = {"accuracy": "acc"}
+
 _TELL_EVERY_S = 600.0
 
 
@@ -40,14 +42,14 @@ class Sinks:
         with different "attempt"; TensorBoard shows the later ones.
         """
         self._attempt = attempt
-        self._lines = _Lossy(run_dir / METRICS_FILE)
+        self._lines = _Lossy(RunFolder(run_dir).metrics)
         # The name that torch's SummaryWriter gives; TensorBoard reads files in this order.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         purge_step = 0 if resumed_step is None else resumed_step + 1
         beginning = _event(file_version="brain.Event:2") + _event(
             session_log=SessionLog(status=SessionLog.START), step=purge_step
         )
-        self._events = _Lossy(run_dir / TENSORBOARD_FOLDER / name, beginning)
+        self._events = _Lossy(RunFolder(run_dir).tensorboard / name, beginning)
 
     def write(
         self, step: int, kind: str, values: dict[str, float], section: str | None = None
@@ -137,12 +139,22 @@ def _event(**content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: float) -> str:
-    """Format the numbers of a log line."""
+def console_line(
+    step: int, num_steps: int, means: dict[str, float], values: dict[str, float], eta_s: float
+) -> str:
+    """One line for people; `means` are the objective's, `values` all numbers of the line."""
     return (
-        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['loss']:.4f}  "
-        f"acc {values['accuracy']:.3f}  lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
+        f"step {step:>{len(str(num_steps))}}/{num_steps}  {means_text(values['loss'], means)}  "
+        f"lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
         f"norm {values['grad_norm']:.2f}  {values['tokens_per_s']:,.0f} tok/s  "
         f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
         f"ETA {duration_text(eta_s)}"
     )
+
+
+def means_text(loss: float, means: dict[str, float]) -> str:
+    """The minimised loss, then the objective's other means, such as `loss 3.1204  acc 0.421`."""
+    others = [
+        f"{_SHORT.get(name, name)} {mean:.3f}" for name, mean in means.items() if name != "loss"
+    ]
+    return "  ".join([f"loss {loss:.4f}", *others])

@@ -21,7 +21,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
+from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, StepResult, close_process_group, init_process_group
 from tests.support.checkpoints import save_state
@@ -83,13 +84,29 @@ def micro_batch(step: int, number: int, rows: int, length: int | None = None) ->
         input_ids=ids.view(shape),
         documents=torch.ones(shape, dtype=torch.int32),
         positions=torch.arange(length).expand(shape).contiguous(),
-        masked_index=masked,
-        targets=targets,
+        segments=None,
+        inputs={"masked_index": masked, "targets": targets},
+        weights={"loss": float(len(targets))},
+        counts={},
         cu_seqlens=torch.from_numpy(document_bounds(np.ones(shape, np.int32))),
         num_tokens=slots,
-        unmasked_documents=0,
         hash=0,
     )
+
+
+class Poisoned(MaskedLanguageModeling):
+    """Gives NaN as the loss of some of its calls, numbered from 1."""
+
+    def __init__(self, which: set[int]) -> None:
+        self.calls = 0
+        self._which = which
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
+        self.calls += 1
+        sums = super().__call__(model, batch)
+        if self.calls not in self._which:
+            return sums
+        return {**sums, "loss": Sum(sums["loss"].total * float("nan"), sums["loss"].weight)}
 
 
 class _Run:
@@ -97,32 +114,22 @@ class _Run:
 
     def __init__(self, precision: str, process: ProcessInfo, seed: int) -> None:
         self._process = process
-        self._objective = MaskedLanguageModeling(torch.device("cpu"))
         self.engine = Engine(model(seed), train_config(precision), process, torch.device("cpu"))
 
     def step(self, step: int, *, poisoned: bool = False) -> dict[str, float | bool]:
         batches = micro_batches(step, self._process.world_size)
         mine = batches[self._process.rank :: self._process.world_size]
-        calls = 0
-
-        def objective(module: nn.Module, batch: MicroBatch) -> LossSums:
-            nonlocal calls
-            calls += 1
-            sums = self._objective(module, batch)
-            last_rank = self._process.rank == self._process.world_size - 1
-            if poisoned and last_rank and calls == 2:
-                return LossSums(sums.loss * float("nan"), sums.correct, sums.weight)
-            return sums
-
+        is_last = self._process.rank == self._process.world_size - 1
+        objective = Poisoned({2} if poisoned and is_last else set())
         result = self.engine.train_step(mine, objective, learning_rate(step))
-        assert calls == ACCUMULATION[step]
+        assert objective.calls == ACCUMULATION[step]
         return _as_numbers(result)
 
 
 def _as_numbers(result: StepResult) -> dict[str, float | bool]:
     return {
         "applied": result.applied, "grad_norm": result.grad_norm,
-        "loss": result.sums.loss.item(), "weight": result.sums.weight.item(),
+        "loss": result.sums["loss"].total.item(), "weight": result.sums["loss"].weight.item(),
     }  # fmt: skip
 
 
@@ -133,7 +140,7 @@ def main(folder: Path, precision: str, process: ProcessInfo) -> None:
 
     straight = _Run(precision, process, seed=1)
     try:
-        straight.engine.train_step([], MaskedLanguageModeling(torch.device("cpu")), 1e-3)
+        straight.engine.train_step([], MaskedLanguageModeling(), 1e-3)
     except AssertionError as error:
         (folder / "no-micro-batches.txt").write_text(str(error))
     save_state(straight.engine, folder / "straight/0")

@@ -101,15 +101,15 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
     if case.switch == "compiled":
         model.encoder.run_layers_by(CompiledLayer())
     device = torch.device("cpu")
-    engine, objective = Engine(model, config, process, device), MaskedLanguageModeling(device)
+    engine, objective = Engine(model, config, process, device), MaskedLanguageModeling()
     results, graphs = [], []
     for step, (rows, length) in enumerate(case.shapes):
         numbers = range(process.rank, 4, process.world_size)
         batches = [engine_main.micro_batch(step, number, rows, length) for number in numbers]
         torch.manual_seed(100 * step + process.rank)
-        objective.set_alpha(0.5 + step / 10)
+        model.encoder.set_alpha(0.5 + step / 10)
         result = engine.train_step(batches, objective, 1e-3 * (1 + step))
-        results.append([result.sums.loss.item(), result.grad_norm])
+        results.append([result.sums["loss"].total.item(), result.grad_norm])
         graphs.append(counters["stats"]["unique_graphs"])
     save_state(engine, folder / case.name)
     (folder / case.name / f"results-{process.rank}.json").write_text(json.dumps(results))

@@ -12,10 +12,10 @@ import torch
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.loader import TrainLoader
 from pipeline.data.record import Rewind, read_batches, read_ledger
 from pipeline.data.steps import Share
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
+from tests.support.steps import train_loader
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +33,7 @@ def _hashes(dataset: DatasetIndex, folder: Path, batches: range) -> str:
     path = folder / "hashes.yaml"
     path.write_text(CONFIG)
     config = load(PretrainConfig, path, [f"data.dir={dataset.folder}"]).config
-    loader = TrainLoader(dataset, config, Share(0, 2))
+    loader = train_loader(dataset, config, Share(0, 2))
     found = [loader.step_batches(config.batches.number(batch).cursor) for batch in batches]
     return ",".join(str(each.hash) for step in found for each in step)
 

@@ -1,6 +1,5 @@
 """Evaluation apart from training: the trainer's numbers, on other ranks, and what is refused."""
 
-import argparse
 import fcntl
 import hashlib
 import json
@@ -28,10 +27,12 @@ from pipeline.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    RunFolderError,
 )
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.train.stop import StopRequest
-from pipeline.use.evaluate_command import add_evaluate
+from pipeline.runtime import cli, stop
+from pipeline.runtime.stop import StopRequest
+from pipeline.use.evaluate_command import EVALUATE
 from pipeline.use.export import export
 from pipeline.use.folder import write_model
 from tests.support.ranks import Ranks, records, start
@@ -64,15 +65,18 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str]) -> Command:
+def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Runs the command in this process, without its signal handlers; gives what it printed."""
     signals = StopRequest.__new__(StopRequest)
     signals.signal_name = ""
+    monkeypatch.setattr(stop, "_request", signals)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        # The command sets them for its group of one; this way pytest takes them back.
+        monkeypatch.setenv(name, "")
+    parser = cli.parser_of("test", "", {"use": [EVALUATE]})
 
     def command(source: Path, *arguments: object) -> list[dict[str, Any]]:
-        parser = argparse.ArgumentParser()
-        add_evaluate(parser.add_subparsers(), signals)
-        found = parser.parse_args(["evaluate", str(source), *map(str, arguments), "--json"])
+        found = cli.parse(parser, ["evaluate", str(source), *map(str, arguments), "--json"])
         capsys.readouterr()
         try:
             assert found.run(found) == EXIT_FINISHED
@@ -246,7 +250,9 @@ def test_run_without_a_good_checkpoint(run: Path, evaluate: Command) -> None:
             evaluate(run, *arguments)
     shutil.rmtree(run / "checkpoints")
     for arguments in ([], ["--all"], ["--step", "4"]):
-        with pytest.raises(CheckpointError, match=r"run has no checkpoints: .* and that has saved"):
+        with pytest.raises(
+            CheckpointError, match=r"run has no checkpoints yet: .*checkpoints has no step-N\. Wait"
+        ):
             evaluate(run, *arguments)
 
 
@@ -255,7 +261,7 @@ def test_run_without_a_good_checkpoint(run: Path, evaluate: Command) -> None:
     [
         (["--step", "5"], CheckpointError, "no checkpoint of step 5; it has those of 4, 8, 12"),
         (["--seq-len", "7"], ConfigError, "data.seq_len = 7 tokens is out of range"),
-        (["--sequences", "0"], ConfigError, "monitor.eval_sequences = 0 sequences is out of range"),
+        (["--sequences", "0"], ConfigError, "sequences = 0 sequences is out of range"),
         (["data.seq_len=64"], ConfigError, "an evaluation takes only data.at_least_one, data.mask"),
         (["--data", "/nowhere"], DataError, "/nowhere/index.json does not exist"),
     ],
@@ -270,7 +276,7 @@ def test_wrong_arguments(
 
 
 def test_no_run(tmp_path: Path, evaluate: Command) -> None:
-    with pytest.raises(CheckpointError, match="is no run folder and no model folder: it has neith"):
+    with pytest.raises(RunFolderError, match=r"is not a run folder .* run, or a model folder\.$"):
         evaluate(tmp_path)
 
 
@@ -327,7 +333,7 @@ def test_a_signal_to_one_rank_ends_all(run: Path, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.05)
     ranks.signal(signal.SIGTERM, 1)
     assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], output.read_text()
-    assert "stopped by SIGTERM; nothing is to be saved, start again" in output.read_text()
+    assert "stopped by SIGTERM; there is nothing to save, start again" in output.read_text()
     assert (run / "exit/local/rank-00000").read_text() == f"{EXIT_PREEMPTED}\n"
     assert not (run / "evaluations.jsonl").exists()
 

@@ -1,0 +1,197 @@
+"""Reads a checkpoint back from the disk in another process, as a later start of the run would.
+
+`python -m pipeline.checkpoints.probe CHECKPOINT` prints one JSON object; exit code 0, or 2 with
+"error" in it. `Probe` starts it as a separate interpreter, which shares nothing with the run that
+wrote the files, and renames a checkpoint that fails.
+"""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoints.manifest import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    REJECTED,
+    published,
+    read_manifest,
+    verify,
+)
+from pipeline.checkpoints.state import KINDS, MOMENTS, SavedState
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FINISHED,
+    CheckpointError,
+    PostnormError,
+    RejectedError,
+)
+from pipeline.model.architecture import read_config
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime import env
+from pipeline.runtime.files import forget_cached, sync_path, write_atomic
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM = "pipeline.checkpoints.probe"
+_NICE = 10
+_CHUNK = 1 << 24
+"""Elements checked at once: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """The size of a good checkpoint, and the time of the probe."""
+
+    num_parameters: int
+    """Elements of the model."""
+    num_bytes: int
+    took_s: float
+
+
+def probe(path: Path) -> ProbeReport:
+    """Read all of a checkpoint from the disk, not from the cache of the process that wrote it.
+
+    Raises:
+        CheckpointError: a hash, a name, a shape or a value is wrong; says which.
+    """
+    started = time.perf_counter()
+    manifest = read_manifest(path)
+    for name in (MANIFEST_FILE, *manifest.files):
+        if (path / name).is_file():
+            forget_cached(path / name)
+    verify(path)
+    saved = SavedState(path)
+    with torch.device("meta"):
+        model = MaskedLanguageModel(read_config(manifest.identity["model"], str(path)))
+    saved.require_shapes({name: tuple(p.shape) for name, p in model.named_parameters()})
+    for name, shape in saved.shapes.items():
+        for kind in KINDS:
+            _require_sound(saved, kind, name, math.prod(shape))
+    elements = sum(math.prod(shape) for shape in saved.shapes.values())
+    return ProbeReport(elements, manifest.num_bytes, time.perf_counter() - started)
+
+
+def _require_sound(saved: SavedState, kind: str, name: str, numel: int) -> None:
+    """Check that every value is finite, and that averages of squares are not negative."""
+    for start in range(0, numel, _CHUNK):
+        values = saved.read(kind, name, start, min(start + _CHUNK, numel))
+        wrong = ~values.isfinite()
+        if kind == MOMENTS[1]:
+            wrong |= values < 0
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise CheckpointError(
+                f"{saved.folder}: element {start + place} of {kind}/{name} is "
+                f"{values[place].item()}"
+            )
+
+
+class Probe:
+    """Runs one probe of a checkpoint. Rank 0 uses it, from any thread."""
+
+    def __init__(self) -> None:
+        """Start without a process."""
+        self._process: subprocess.Popen[str] | None = None
+        self._cancelled = False
+
+    def run(self, path: Path) -> float | None:
+        """Start a probe, wait for its verdict, and hide a checkpoint that it finds unusable.
+
+        Returns:
+            Seconds that the probe took; None without a verdict, because the process was cancelled,
+            was killed or did not start.
+
+        Raises:
+            RejectedError: the checkpoint is unusable and was renamed.
+        """
+        if self._cancelled:
+            return None
+        started = time.perf_counter()
+        # Hide the GPU: the run needs all of its memory.
+        variables = env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+        self._process = subprocess.Popen(
+            [*env.module_command(_PROGRAM), str(path)],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if self._cancelled:
+            self._process.kill()
+        output, complaints = self._process.communicate()
+        took_s = time.perf_counter() - started
+        if self._cancelled:
+            logger.warning("the probe of %s was cancelled: the run stops", path)
+            return None
+        code = self._process.returncode
+        report = _parsed(output)
+        if code == EXIT_FINISHED and "num_parameters" in report:
+            logger.info(
+                "probe: %s is good: %s parameters and their optimizer state, read by another "
+                "process in %.1f s",
+                path,
+                f"{report['num_parameters']:,}",
+                took_s,
+            )
+            return took_s
+        if code == EXIT_FAILED_DO_NOT_RETRY and "error" in report:
+            raise _rejection(path, str(report["error"]))
+        logger.warning(
+            "the probe of %s came to no verdict, exit code %s: %s", path, code, complaints[-2000:]
+        )
+        return None
+
+    def cancel(self) -> None:
+        """Kill a running probe; the checkpoint keeps its name."""
+        self._cancelled = True
+        if self._process is not None:
+            self._process.kill()
+
+
+def _rejection(path: Path, reason: str) -> RejectedError:
+    """Hide a checkpoint from every later start, and return the error to raise."""
+    hidden = path.with_name(f"{REJECTED}{path.name}-{time.time_ns() // 1_000_000}")
+    path.rename(hidden)
+    earlier = published(path.parent)
+    latest = path.parent / LATEST_FILE
+    if earlier:
+        write_atomic(latest, f"{earlier[0].name}\n".encode())
+    else:
+        latest.unlink(missing_ok=True)
+    sync_path(path.parent)
+    before = f"the one before is {earlier[0]}" if earlier else "no earlier checkpoint exists"
+    return RejectedError(
+        f"checkpoint {path.name} was read back and rejected: {reason}. It was renamed to {hidden}; "
+        f"delete it when you have examined it; {before}. Check storage and memory, then start the "
+        "run again"
+    )
+
+
+def _parsed(output: str) -> dict[str, object]:
+    try:
+        report = json.loads(output)
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _main(path: Path) -> int:
+    os.nice(_NICE)
+    try:
+        sys.stdout.write(json.dumps(asdict(probe(path))))
+    except PostnormError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}))
+        return EXIT_FAILED_DO_NOT_RETRY
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))
