@@ -29,11 +29,18 @@ check: $(STAMP) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check ## check, then all tests but the slow ones (gloo, no GPU, no network), on up to 4 cores
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m "not slow"
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+# What a test starts follows from its fixtures: tests/support/plugin.py.
+STARTS := process or dist or cluster or browser or interpreter
 
-test-slow: $(STAMP) ## training through lost nodes, preemption and time limits on a SLURM cluster
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile -m slow
+test: check ## check, then the tests that start no processes and a few that do; 5 minutes on 2 cores
+	$(PYTEST) -m 'smoke or not ($(STARTS))'
+
+test-all: $(STAMP) ## all tests but those of test-slow (gloo, SLURM, a browser, no GPU, no network)
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(STAMP) ## what takes power, network and time from SLURM clusters
+	$(PYTEST) -m slow
 
 fmt: $(STAMP) ## format and sort imports
 	$(BIN)/ruff format .
@@ -48,4 +55,4 @@ image: ## container image with everything installed
 clean: ## remove .venv, runs and caches
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup wheelhouse check test test-slow fmt demo image clean
+.PHONY: help setup wheelhouse check test test-all test-slow fmt demo image clean

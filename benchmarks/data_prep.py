@@ -47,11 +47,12 @@ from tokenizers import models, normalizers, pre_tokenizers  # noqa: E402
 from benchmarks import filters, minhash  # noqa: E402
 from benchmarks.timing import cpu_seconds, peak_mib  # noqa: E402
 from data_prep import corpus as corpora  # noqa: E402
-from data_prep import ingest  # noqa: E402
 from data_prep.chain import walk  # noqa: E402
 from data_prep.clean.normalise import normalise  # noqa: E402
 from data_prep.config import DedupConfig, PrepConfig, TokenizerConfig  # noqa: E402
 from data_prep.dedup.near import settings_of  # noqa: E402
+from data_prep.pieces import read_documents  # noqa: E402
+from data_prep.readers.documents import read_piece  # noqa: E402
 from data_prep.readers.items import Document  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
 from data_prep.words import word_starts_of  # noqa: E402
@@ -236,7 +237,7 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
     ).config  # fmt: skip
     [piece] = corpora.find(config).pieces
     limit = config.clean.max_document_mb * 1_000_000
-    texts = [item.text for item in ingest.items(piece, limit, []) if isinstance(item, Document)]
+    texts = [item.text for item in read_piece(piece, limit, []) if isinstance(item, Document)]
     normal = [normalise(text) for text in texts]
     tokenizer = Tokenizer(model)
     spelt = [tokenizer.spell(text) for text in normal]
@@ -249,7 +250,7 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
         blocks[-1].append((spelling, ids))
         size += len(ids)
     parts: dict[str, Callable[[], Any]] = {
-        "read and parse": lambda: sum(1 for _ in ingest.items(piece, limit, [])),
+        "read and parse": lambda: sum(1 for _ in read_piece(piece, limit, [])),
         "normalise": lambda: [normalise(text) for text in texts],
         "tokens": lambda: [tokenizer.spell(text) for text in normal],
         "words": lambda: [word_starts_of(block) for block in blocks],
@@ -293,7 +294,7 @@ def _for_280_gb(
     scale = _WHOLE_MB / one_mb
     # The sample is drawn from all documents.
     pieces = sorted((output / "work" / "ingest").glob("?????.jsonl.zst"))
-    read_s = cpu_seconds(lambda: [list(ingest.read_documents(path, ())) for path in pieces])
+    read_s = cpu_seconds(lambda: [list(read_documents(path, ())) for path in pieces])
     seconds = {
         "ingest with filters": stages["ingest"]["cpu_s"] * scale,
         "dedup": stages["dedup"]["cpu_s"] * scale,

@@ -25,9 +25,9 @@ import numpy as np
 from data_prep.clean.normalise import normalise
 from data_prep.config import DecontaminateConfig, PrepConfig
 from data_prep.decontaminate import eval_items
-from data_prep.decontaminate.eval_sets import eval_set_task, run_eval_sets
-from data_prep.decontaminate.overlaps import Finder
-from data_prep.dedup.near import batches
+from data_prep.decontaminate.search import Finder
+from data_prep.decontaminate.stages import eval_set_task, run_eval_sets
+from data_prep.pieces import batches
 from pipeline.config.load import load
 
 _PLANTED = 1000

@@ -25,8 +25,9 @@ import numpy as np
 from backports import zstd
 
 from data_prep.config import DedupConfig
-from data_prep.dedup import exact, lines, near, near_cluster
+from data_prep.dedup import exact, lines, near
 from data_prep.dedup.minhash import NUM_BINS
+from data_prep.pieces import Pieces
 from data_prep.stage import Done, Task
 
 _PIECE = 80_000
@@ -36,7 +37,6 @@ import json, pickle, sys, time
 from data_prep.dedup import exact
 from data_prep.dedup import lines
 from data_prep.dedup import near
-from data_prep.dedup import near_cluster
 function, task = pickle.load(sys.stdin.buffer)
 function(task)
 peak = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
@@ -148,8 +148,9 @@ def main() -> None:
         made = _Corpus(Path(name), arguments.million * 1_000_000 // _PIECE * _PIECE)
         work, names = made.work, made.names
         made.documents_and_lines()
+        pieces = Pieces(work / "ingest", work / "dedup", names)
         exact.PART_DOCUMENTS = made.documents + 1
-        [to_find] = exact.exact_tasks([], names, work / "ingest", made.documents, work / "exact")
+        [to_find] = exact.exact_tasks([], pieces, made.documents, work / "exact")
         found["exact"] = _measure(exact.run_exact, to_find)
         empty = _done({"repeated_ids": 0, "examples": []})
         [merge] = exact.dedup_tasks([to_find], [empty], [], work / "dedup")
@@ -162,24 +163,24 @@ def main() -> None:
         parts = lines.part_tasks(hash_tasks, hashed, work / "line_parts")
         found["line_parts"] = {"parts": len(parts), **_measure(lines.run_part, parts[0])}
         made.sketches_and_pairs()
-        place = near.Place(work / "ingest", work / "dedup", work / "signatures", names)
+        place = near.Place(pieces, work / "signatures")
         bucket = Task("bucket", work / "buckets", "", near.BucketJob(place, 0, 0, 1))
         found["buckets"] = _measure(near.run_buckets, bucket)
         paths = [
             replace(bucket, name=f"{band:03d}-000") for band in range(_BANDS)
         ]  # fmt: skip
         deduplicated = _done({"dedup": {"documents_in": made.documents}})
-        groups = near_cluster.candidate_tasks(paths, ([], deduplicated, []), work / "candidates")
-        each = [_measure(near_cluster.run_candidates, group) for group in groups]
+        groups = near.candidate_tasks(paths, ([], deduplicated, []), work / "candidates")
+        each = [_measure(near.run_candidates, group) for group in groups]
         found["candidates"] = {"groups": len(groups), **{
             "peak_mb": max(m["peak_mb"] for m in each),
             "cpu_s_in_all": round(sum(m["cpu_s"] for m in each), 1),
         }}  # fmt: skip
-        [last] = near_cluster.near_tasks(
+        [last] = near.near_tasks(
             groups, [empty], deduplicated, DedupConfig().threshold, work / "near"
         )
         pairs = sum(path.stat().st_size // 8 for path in work.glob("candidates/*.pairs"))
-        found["near"] = {"pairs": pairs, **_measure(near_cluster.run_near, last)}
+        found["near"] = {"pairs": pairs, **_measure(near.run_near, last)}
         dropped = sum((~np.load(p)).sum() for p in work.glob("near/*.keep.npy"))
         found["near"]["dropped_share"] = round(float(dropped) / made.documents, 3)
     sys.stdout.write(

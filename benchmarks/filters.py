@@ -22,8 +22,7 @@ import numpy as np
 
 from data_prep import embedded
 from data_prep.clean.normalise import normalise
-from data_prep.config import PrepConfig
-from data_prep.filters.config import FiltersConfig
+from data_prep.config import FiltersConfig, PrepConfig
 from data_prep.filters.rules import Dropped, Filters
 from pipeline.config.load import load
 

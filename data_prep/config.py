@@ -1,10 +1,14 @@
-"""The root config of `python -m data_prep`."""
+"""All settings of data preparation; `PrepConfig` is the root.
+
+Filter rules are off until their group is `enabled`; null switches off a single rule of a group.
+Their defaults are the papers' values where there is a paper (see `data_prep.filters.rules`); other
+defaults say that they are our own.
+"""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from data_prep.filters.config import FiltersConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.errors import ConfigError
 
@@ -18,18 +22,21 @@ class SourceConfig:
         "files", "text files, or the documentation that is installed with Python (embedded)"
     )
     inputs: tuple[str, ...] = param(
-        (), "folders, globs and files, plain or .gz, .zst, .xz: .txt, .jsonl, .json (an object a "
+        (),
+        "folders, globs and files, plain or .gz, .zst, .xz: .txt, .jsonl, .json (an object a "
         "line), .wet, .warc, .parquet, wiki_NN",
-    )  # fmt: skip
+    )
     format: Literal["auto", "txt", "jsonl", "parquet", "wet", "wikiextractor"] = param(
-        "auto", "how files are read; auto goes by the suffix, wiki_NN is WikiExtractor's output"
+        "auto", "format of the files; auto goes by the suffix, wiki_NN is WikiExtractor's output"
     )
     encoding: Literal["utf-8", "gb18030", "auto"] = param(
-        "utf-8", "of txt, jsonl and wikiextractor files; auto takes a file whose first MB is no "
-        "valid UTF-8 but valid GB18030 for the latter",
-    )  # fmt: skip
+        "utf-8",
+        "encoding of txt, jsonl and wikiextractor files; auto reads a file as GB18030 if its first "
+        "MB is valid GB18030 but not valid UTF-8",
+    )
     txt_documents: Literal["blank_line", "line", "file"] = param(
-        "blank_line", "what ends a document in .txt files: a blank line, a line, or the file"
+        "blank_line",
+        "end of a document in .txt files: a blank line, every line, or the end of the file",
     )
     text_field: str = param("text", "key of the text in .jsonl, column in .parquet files")
     weight: float = param(1.0, "share in training, relative to the source's size", gt=0)
@@ -47,7 +54,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CleanConfig:
-    """How text is normalised, and limits on documents."""
+    """Normalisation of text, and limits on documents."""
 
     nfkc: bool = param(
         True, "Unicode normalisation form KC: full-width letters and ligatures become plain ones"
@@ -56,47 +63,201 @@ class CleanConfig:
         False, "Traditional Chinese becomes Simplified, by OpenCC's phrases and characters"
     )
     html: Literal["keep", "strip"] = param(
-        "keep", "remnants of HTML: strip decodes entities and removes tags, comments, scripts and "
-        "styles; what only looks like a tag stays (rules: data_prep/clean/html_text.py)",
-    )  # fmt: skip
-    min_chars: int = param(1, "shorter documents are rejected, after normalisation",
-                           unit="characters", ge=1)  # fmt: skip
+        "keep",
+        "remnants of HTML: strip decodes entities and removes tags, comments, scripts and "
+        "styles; text that only looks like a tag stays (rules: data_prep/clean/html_text.py)",
+    )
+    min_chars: int = param(
+        1, "shorter documents are rejected, after normalisation", unit="characters", ge=1
+    )
     max_document_mb: int = param(
-        64, "a longer document stops the run (about 25 times as much memory is needed for it)",
-        unit="MB", ge=1, le=4096,
-    )  # fmt: skip
+        64,
+        "a longer document stops the run (about 25 times as much memory is needed for it)",
+        unit="MB",
+        ge=1,
+        le=4096,
+    )
+
+
+def _share(default: float | None, meaning: str) -> Any:
+    """Declare a rule that is a share of the text."""
+    return param(default, f"{meaning}; null: off", ge=0, le=1)
+
+
+def _count(default: int | None, meaning: str, unit: str = "words") -> Any:
+    """Declare a rule that is a number."""
+    return param(default, f"{meaning}; null: off", unit=unit, ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeConfig:
+    """Length and make-up of a document; the values are our own."""
+
+    enabled: bool = param(False, "apply these rules")
+    min_chars: int | None = _count(None, "shortest document", "characters")
+    max_chars: int | None = _count(None, "longest document", "characters")
+    max_digit_share: float | None = _share(0.3, "digits among characters other than spaces")
+    max_symbol_share: float | None = _share(
+        0.4, "neither letters nor digits, among characters other than spaces"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig:
+    """Scripts that a document may be written in; the share is our own."""
+
+    enabled: bool = param(False, "apply this rule")
+    languages: tuple[Literal["zh", "en"], ...] = param(
+        ("zh", "en"), "zh expects Han letters, en Latin ones"
+    )
+    min_share: float = param(0.7, "letters of the expected scripts among all letters", ge=0, le=1)
+
+    def __post_init__(self) -> None:
+        if not self.languages:
+            raise ConfigError("filters.script.languages = []: expected zh, en or both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityConfig:
+    """Gopher's quality rules."""
+
+    enabled: bool = param(False, "apply these rules")
+    min_words: int | None = _count(50, "fewest words; a Chinese character is one")
+    max_words: int | None = _count(100_000, "most words; a Chinese character is one")
+    min_mean_word_length: float | None = param(
+        3.0, "shortest mean word, not in Chinese; null: off", unit="characters", ge=0
+    )
+    max_mean_word_length: float | None = param(
+        10.0, "longest mean word, not in Chinese; null: off", unit="characters", ge=0
+    )
+    max_hash_ratio: float | None = _share(0.1, "hash signs a word")
+    max_ellipsis_ratio: float | None = _share(0.1, "ellipses a word")
+    max_bullet_lines: float | None = _share(0.9, "lines that start with a bullet")
+    max_ellipsis_lines: float | None = _share(0.3, "lines that end with an ellipsis")
+    min_alphabetic_words: float | None = _share(0.8, "words with a letter, not in Chinese")
+    min_stop_words: int | None = _count(2, "different stop words in it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionConfig:
+    """Gopher's repetition rules."""
+
+    enabled: bool = param(False, "apply these rules")
+    max_duplicate_lines: float | None = _share(0.30, "lines equal to an earlier one")
+    max_duplicate_paragraphs: float | None = _share(0.30, "paragraphs equal to an earlier one")
+    max_duplicate_line_chars: float | None = _share(0.20, "characters in duplicate lines")
+    max_duplicate_paragraph_chars: float | None = _share(0.20, "characters in duplicate paragraphs")
+    max_top_2gram: float | None = _share(0.20, "characters in the most frequent 2-gram")
+    max_top_3gram: float | None = _share(0.18, "characters in the most frequent 3-gram")
+    max_top_4gram: float | None = _share(0.16, "characters in the most frequent 4-gram")
+    max_duplicate_5gram: float | None = _share(0.15, "characters in 5-grams seen earlier")
+    max_duplicate_6gram: float | None = _share(0.14, "characters in 6-grams seen earlier")
+    max_duplicate_7gram: float | None = _share(0.13, "characters in 7-grams seen earlier")
+    max_duplicate_8gram: float | None = _share(0.12, "characters in 8-grams seen earlier")
+    max_duplicate_9gram: float | None = _share(0.11, "characters in 9-grams seen earlier")
+    max_duplicate_10gram: float | None = _share(0.10, "characters in 10-grams seen earlier")
+    chinese_chars_per_word: int = param(
+        2,
+        "an n-gram of a Chinese document has n times as many characters",
+        unit="characters",
+        ge=1,
+        le=4,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class C4Config:
+    """C4's rules. The first three drop lines, the others documents."""
+
+    enabled: bool = param(False, "apply these rules")
+    terminal_punctuation: bool = param(False, "drop lines that do not end like a sentence")
+    min_line_words: int | None = _count(None, "drop lines with fewer words (the paper: 5)")
+    javascript_lines: bool = param(True, "drop lines with the word javascript")
+    lorem_ipsum: bool = param(True, "reject documents with 'lorem ipsum'")
+    curly_bracket: bool = param(True, "reject documents with a '{'")
+    min_sentences: int | None = _count(None, "fewest sentences (the paper: 3)", "sentences")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadWordsConfig:
+    """Documents with words of a list are rejected."""
+
+    enabled: bool = param(False, "apply this rule")
+    file: str = param("", "UTF-8 file with a word or phrase a line; lines with # are comments")
+    min_hits: int = param(1, "occurrences that reject a document", unit="words", ge=1)
+
+    def __post_init__(self) -> None:
+        if self.enabled and not self.file:
+            raise ConfigError("filters.bad_words is enabled without a file; set its path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskConfig:
+    """Personal data to replace, such as by <EMAIL>."""
+
+    enabled: bool = param(False, "mask personal data")
+    email: bool = param(True, "e-mail addresses: <EMAIL>")
+    phone: bool = param(True, "Chinese mobile numbers and numbers with +: <PHONE>")
+    chinese_id: bool = param(True, "18-digit identity numbers with a right checksum: <ID>")
+    bank_card: bool = param(True, "13 to 19 digits with a right Luhn checksum: <CARD>")
+    ipv4: bool = param(True, "public IPv4 addresses: <IP>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FiltersConfig:
+    """Rules that reject documents, and masking of personal data."""
+
+    shape: ShapeConfig = section(ShapeConfig, "length and make-up")
+    script: ScriptConfig = section(ScriptConfig, "scripts of the expected languages")
+    quality: QualityConfig = section(QualityConfig, "Gopher's quality rules")
+    repetition: RepetitionConfig = section(RepetitionConfig, "Gopher's repetition rules")
+    c4: C4Config = section(C4Config, "C4's rules")
+    bad_words: BadWordsConfig = section(BadWordsConfig, "words that reject a document")
+    mask: MaskConfig = section(MaskConfig, "personal data")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-    """Equal lines and near duplicates; equal documents always go. The first of several is kept."""
+    """Equal lines and near duplicates; equal documents are always dropped. The first stays."""
 
     lines: bool = param(
-        False, "drop lines that were there before, in an earlier document or the same one"
+        False, "drop lines that stood earlier, in the same document or in one before it"
     )
     line_min_chars: int = param(20, "shorter lines always stay", unit="characters", ge=1)
     near_duplicates: bool = param(
         False, "drop documents that are similar to an earlier one that is kept (MinHash)"
     )
     threshold: float = param(
-        0.33, "a document is dropped at this estimated Jaccard similarity of shingle sets: a copy "
+        0.33,
+        "a document is dropped at this estimated Jaccard similarity of shingle sets: a copy "
         "with a tenth of its words changed has about 0.6, of its characters about 0.3 (English) "
-        "to 0.5 (Chinese); two versions of a law or of a template have as much", gt=0, le=1,
-    )  # fmt: skip
+        "to 0.5 (Chinese); two versions of a law or of a template have as much",
+        gt=0,
+        le=1,
+    )
     ngram: int = param(6, "letters and digits of a shingle", unit="characters", ge=2, le=64)
     ngram_cjk: int = param(
-        3, "the same for shingles that start with a Chinese, Japanese or Korean character",
-        unit="characters", ge=2, le=64,
-    )  # fmt: skip
+        3,
+        "the same for shingles that start with a Chinese, Japanese or Korean character",
+        unit="characters",
+        ge=2,
+        le=64,
+    )
     bands: int = param(
-        256, "groups of hashes; documents that agree in all rows of one band are compared, with "
+        256,
+        "groups of hashes; documents that agree in all rows of one band are compared, with "
         "probability 1 - (1 - similarity^rows)^bands: about half of those with similarity "
-        "(0.7/bands)^(1/rows), which is 0.31 for 256 and 5", ge=1, le=1000,
-    )  # fmt: skip
+        "(0.7/bands)^(1/rows), which is 0.31 for 256 and 5",
+        ge=1,
+        le=1000,
+    )
     rows: int = param(
-        5, "hashes of a band; fewer find less similar documents, and let more unrelated ones of a "
-        "large corpus meet", ge=1, le=64,
-    )  # fmt: skip
+        5,
+        "hashes of a band; fewer find less similar documents, and let more unrelated ones of a "
+        "large corpus meet",
+        ge=1,
+        le=64,
+    )
     min_chars: int = param(
         100, "documents with fewer letters and digits are left out", unit="characters", ge=2
     )
@@ -118,9 +279,10 @@ class EvalSetConfig:
 
     name: str = param(REQUIRED, "its name in reports")
     inputs: tuple[str, ...] = param(
-        REQUIRED, "folders, globs and files, plain or .gz, .zst, .xz: .jsonl and .json (every "
+        REQUIRED,
+        "folders, globs and files, plain or .gz, .zst, .xz: .jsonl and .json (every "
         "string in it), .tsv and .csv (every cell), .txt (every line)",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -131,31 +293,47 @@ class EvalSetConfig:
 class DecontaminateConfig:
     """Documents that share text with evaluation sets; off without sets."""
 
-    sets: tuple[EvalSetConfig, ...] = param((), "what the model will be evaluated on")
+    sets: tuple[EvalSetConfig, ...] = param((), "texts on which the model will be evaluated")
     ngram: int = param(
-        60, "letters and digits in a row that a document must share with an item: 13 English words",
-        unit="characters", ge=8, le=1000,
-    )  # fmt: skip
+        60,
+        "letters and digits in a row that a document must share with an item: 13 English words",
+        unit="characters",
+        ge=8,
+        le=1000,
+    )
     ngram_cjk: int = param(
-        20, "the same for n-grams that start with a Chinese, Japanese or Korean character",
-        unit="characters", ge=4, le=1000,
-    )  # fmt: skip
+        20,
+        "the same for n-grams that start with a Chinese, Japanese or Korean character",
+        unit="characters",
+        ge=4,
+        le=1000,
+    )
     min_chars: int = param(
-        30, "an item too short for `min_hits` n-grams is looked for as a whole if it has this many "
-        "letters and digits, else not at all", unit="characters", ge=4, le=1000,
-    )  # fmt: skip
+        30,
+        "an item too short for `min_hits` n-grams is looked for as a whole if it has this many "
+        "letters and digits, else not at all",
+        unit="characters",
+        ge=4,
+        le=1000,
+    )
     min_chars_cjk: int = param(
-        12, "the same for items in Chinese, Japanese or Korean: so many from such a letter on",
-        unit="characters", ge=4, le=1000,
-    )  # fmt: skip
+        12,
+        "the same for items in Chinese, Japanese or Korean, counted from such a character on",
+        unit="characters",
+        ge=4,
+        le=1000,
+    )
     min_hits: int = param(
         1, "different n-grams of one set that a document must share", unit="n-grams", ge=1
     )
     max_documents: int | None = param(
-        None, "n-grams that stand in more documents are ignored, since they are common phrases "
-        "(GPT-3: 10); null: none is", unit="documents", ge=1,
-    )  # fmt: skip
-    action: Literal["drop", "report"] = param("drop", "what is done with documents that are found")
+        None,
+        "n-grams that occur in more documents are ignored, since they are common phrases "
+        "(GPT-3: 10); null: no n-gram is ignored",
+        unit="documents",
+        ge=1,
+    )
+    action: Literal["drop", "report"] = param("drop", "drop such documents, or only report them")
 
     def __post_init__(self) -> None:
         names = [chosen.name for chosen in self.sets]
@@ -171,59 +349,72 @@ class DecontaminateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Sentencepiece training, or a tokenizer that is there already."""
+    """Sentencepiece training, or an existing tokenizer."""
 
     file: str | None = param(
-        None, "take this instead of training: a sentencepiece model that `data_prep` trained, or a "
-        "BERT model's vocab.txt or tokenizer.json; which of them it is, its content tells",
-    )  # fmt: skip
+        None,
+        "use this instead of training a tokenizer: a sentencepiece model that `data_prep` trained, "
+        "or a BERT model's vocab.txt or tokenizer.json; the kind is recognised by its content",
+    )
     lowercase: bool | None = param(
-        None, "with a vocab.txt: text is read in lower case; null: as tokenizer_config.json beside "
+        None,
+        "with a vocab.txt: text is read in lower case; null: as tokenizer_config.json beside "
         "it says (do_lower_case), or else if the vocabulary has no capitals",
-    )  # fmt: skip
+    )
     strip_accents: bool | None = param(
-        None, "with a vocab.txt: accents are removed; null: as tokenizer_config.json beside it "
+        None,
+        "with a vocab.txt: accents are removed; null: as tokenizer_config.json beside it "
         "says, or else like lowercase",
-    )  # fmt: skip
+    )
     split_chinese: bool | None = param(
-        None, "with a vocab.txt: each Chinese character is a token; null: as "
+        None,
+        "with a vocab.txt: each Chinese character is a token; null: as "
         "tokenizer_config.json beside it says (tokenize_chinese_chars), or else true",
-    )  # fmt: skip
+    )
     vocab_size: int | None = param(
-        None, "pieces to train, with 5 special tokens and 256 bytes among them; null: "
-        f"{DEFAULT_VOCAB_SIZE:,}", unit="tokens", ge=300,
-    )  # fmt: skip
+        None,
+        "pieces to train, with 5 special tokens and 256 bytes among them; null: "
+        f"{DEFAULT_VOCAB_SIZE:,}",
+        unit="tokens",
+        ge=300,
+    )
     model_type: Literal["unigram", "bpe"] = param("unigram", "sentencepiece algorithm")
     character_coverage: float = param(
         0.9995, "share of characters that get pieces; the rest falls back to bytes", ge=0.98, lt=1
     )
     sample_mb: int = param(
-        1000, "text drawn for training, by hash of the documents' ids, split over the sources by "
+        1000,
+        "text drawn for training, by hash of the documents' ids, split over the sources by "
         "weight times size; about 17 times as much memory",
-        unit="MB", ge=1,
-    )  # fmt: skip
+        unit="MB",
+        ge=1,
+    )
 
     def __post_init__(self) -> None:
         of_training = ("vocab_size", "model_type", "character_coverage", "sample_mb")
         of_a_file = ("lowercase", "strip_accents", "split_chinese")
         out_of_place = of_a_file if self.file is None else of_training
         default = {field.name: field.default for field in dataclasses.fields(self)}
+        remedy = (
+            "only a vocab.txt has this option; give one as tokenizer.file"
+            if self.file is None
+            else "a given tokenizer is not trained"
+        )
         for name in out_of_place:
             if getattr(self, name) != default[name]:
                 raise ConfigError(
                     f"tokenizer.{name} = {getattr(self, name)} with tokenizer.file = {self.file}: "
-                    + (f"{name} is for a vocab.txt; give it as tokenizer.file" if self.file is None
-                       else "a given tokenizer is not trained")
-                    + f", or leave tokenizer.{name} out"
-                )  # fmt: skip
+                    f"{remedy}, or leave tokenizer.{name} out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsConfig:
     """Blocks, shards and the held-out split."""
 
-    block_tokens: int = param(1_000_000, "a block is closed before it grows beyond this",
-                              unit="tokens", ge=1000)  # fmt: skip
+    block_tokens: int = param(
+        1_000_000, "a block is closed before it grows beyond this", unit="tokens", ge=1000
+    )
     shard_mb: int = param(512, "approximate size of a training shard", unit="MB", ge=1, le=4096)
     eval_fraction: float = param(
         0.002, "share of documents held out, drawn by hash of their id", gt=0, lt=0.5

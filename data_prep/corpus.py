@@ -1,4 +1,4 @@
-"""What is prepared: a config, and the input files and evaluation sets as they were found."""
+"""The corpus to prepare: a config, and its input files, evaluation sets and given tokenizer."""
 
 import logging
 from dataclasses import asdict, dataclass
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Corpus:
-    """A config, the pieces that its input files make, and the tokenizer that it names."""
+    """A config, its input files in pieces, the files of its evaluation sets, and its tokenizer."""
 
     config: PrepConfig
     pieces: tuple[inputs.Piece, ...]
     tokenizer: GivenTokenizer | None
-    """None where one is to be trained."""
+    """None if one is to be trained."""
     eval_sets: dict[str, tuple[inputs.InputFile, ...]]
 
     @property
@@ -45,27 +45,25 @@ class Corpus:
 
 
 def find(config: PrepConfig) -> Corpus:
-    """Lists the input files.
+    """List the input files.
 
     Raises:
-        DataError: an input or a file of an evaluation set does not exist or is no text, or the
-            tokenizer's file is unusable.
+        DataError: an input or a file of an evaluation set does not exist or is not a text file, or
+            the tokenizer's file is unusable.
     """
     pieces = []
     for source in config.sources:
-        found = inputs.find(source)
-        if found.ignored:
-            shown = ", ".join(found.ignored[:3])
-            logger.warning(
-                "source %s: %d files are no text by their suffix and are left out, such as %s",
-                source.name, len(found.ignored), shown,
-            )  # fmt: skip
-        if not found.files:
+        listing = inputs.find(source)
+        if listing.ignored:
+            shown = ", ".join(listing.ignored[:3])
+            text = "source %s: %d files are not text by their suffix and are left out, such as %s"
+            logger.warning(text, source.name, len(listing.ignored), shown)
+        if not listing.files:
             raise DataError(
                 f"source {source.name!r}: no text files in {list(source.inputs)}; "
                 f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain, .gz, .zst or .xz"
             )
-        pieces += inputs.pieces(source, found.files, config.piece_mb * 1_000_000)
+        pieces += inputs.pieces(source, listing.files, config.piece_mb * 1_000_000)
     return Corpus(
         config, tuple(pieces), read_given(config.tokenizer), eval_items.find(config.decontaminate)
     )

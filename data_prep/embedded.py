@@ -1,8 +1,7 @@
-"""The embedded corpus: English prose that every machine able to run this already has.
+"""The embedded corpus: English prose that is installed with Python, for the demo.
 
-It is harvested from the documentation inside the Python installation and its installed packages:
-docstrings (parsed, never imported), the topics of `pydoc`, README and .rst files, and package
-descriptions. It is what the demo trains on when no other text is given.
+It consists of the documentation of the Python installation and its installed packages: docstrings
+(parsed, never imported), the topics of `pydoc`, README and .rst files, and package descriptions.
 """
 
 import ast
@@ -13,16 +12,16 @@ from pathlib import Path
 
 _MIN_DOCSTRING_CHARS = 60
 _MAX_FILE_BYTES = 4_000_000
-# Tests repeat one another and say little.
+# Docstrings of tests repeat one another.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "lib2to3"}
 _PROSE_SUFFIXES = {".rst", ".md"}
 _PROSE_NAMES = {"METADATA", "README", "README.txt"}
 
 
 def find() -> list[tuple[Path, str]]:
-    """Files with documentation, with names that do not depend on where Python is installed."""
+    """List files with documentation; their names do not depend on the place of installation."""
     paths = sysconfig.get_paths()
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for label in ("stdlib", "purelib", "platlib"):
         root = Path(paths[label]).resolve()
         for path in sorted(root.rglob("*")):
@@ -33,12 +32,12 @@ def find() -> list[tuple[Path, str]]:
             ) and "license" not in path.name.lower()
             if wanted and not below and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
                 prefix = "stdlib" if label == "stdlib" else "packages"
-                found.setdefault(path, f"{prefix}/{inner.as_posix()}")
-    return sorted(found.items(), key=lambda item: item[1])
+                names.setdefault(path, f"{prefix}/{inner.as_posix()}")
+    return sorted(names.items(), key=lambda item: item[1])
 
 
 def documents(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yields (id, UTF-8 text) of the documentation in one file."""
+    """Yield (id, UTF-8 text) of the documentation in one file."""
     data = path.read_bytes()
     if path.suffix == ".py":
         for place, text in _docstrings(data, is_topics=name.endswith("pydoc_data/topics.py")):
@@ -78,7 +77,7 @@ def _walk(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """pydoc's topics are one dict literal of texts."""
+    """Yield the topics of pydoc, which are one dict literal of texts."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for topic, text in ast.literal_eval(node.value).items():

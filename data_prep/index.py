@@ -1,27 +1,93 @@
-"""Stage index: gathers what is in all shards into `index.json` and `index.npz`, written last."""
+"""Stage index: writes the dataset's tokenizer, index, report and datasheet, and removes old shards.
 
+`report.json` is written after the index: without it the folder is not a finished dataset. The
+datasheet comes last: if it cannot be made, a warning says so, and `data_prep datasheet` makes it
+again.
+"""
+
+import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_prep.config import SourceConfig
-from data_prep.stage import Done, replacing
+from data_prep.corpus import Corpus
+from data_prep.datasheet import gather, page
+from data_prep.pieces import Pieces
+from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing
 from pipeline.data import format as dataset_format
 from pipeline.data.format import MEMBERS, SPLITS, Blocks, ShardInfo, Source
 from pipeline.errors import DataError
-from pipeline.runtime.files import sha256_file, write_atomic
+from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
 from pipeline.tokenizer.wordpiece import load_tokenizer
 
 SHARD_FOLDER = "shards"
 
+logger = logging.getLogger(__name__)
 
-def write(
+
+@dataclass(frozen=True)
+class IndexJob:
+    """Results of all stages before."""
+
+    corpus: Corpus
+    pieces: Pieces
+    masks: dict[str, Path]
+    """stage -> folder of its `NAME.keep.npy`, in order."""
+    tokenizer_path: Path
+    records: dict[str, list[Done]]
+    """stage -> records of its tasks; of the stages that the report is about."""
+
+
+def task(job: IndexJob) -> Task[IndexJob]:
+    """Make the one task of this stage."""
+    digests = {stage: [done.digest for done in records] for stage, records in job.records.items()}
+    return Task("dataset", job.corpus.output, make_key(job.corpus.key, digests), job)
+
+
+def run(task: Task[IndexJob]) -> Result:
+    """Write index, report and datasheet, and remove shards of an earlier plan."""
+    job, output = task.payload, task.folder
+    sharded = job.records["shards"]
+    _write_index(output, job.tokenizer_path, sharded, job.corpus.config.sources)
+    _remove_stale(output / SHARD_FOLDER, {name for done in sharded for name in done.files})
+    report = gather.gather(job.corpus, job.pieces, job.masks, job.records)
+    write_json_atomic(output / gather.REPORT_FILE, report)
+    try:
+        page.write(output)
+    except Exception:
+        # A failing page must not cost a dataset that took days.
+        text = (
+            "the datasheet could not be made; the dataset is complete, and "
+            "`python -m data_prep datasheet %s` tries again"
+        )
+        logger.exception(text, output)
+    names = (job.tokenizer_path.name, "index.npz", "index.json", gather.REPORT_FILE)
+    return {"fingerprint": report["fingerprint"]}, [output / name for name in names]
+
+
+def estimate(size: Size) -> Estimate:
+    """Estimate the cost of this stage."""
+    return Estimate(1, 5 + size.text_bytes / 1e9, 0.001 * size.text_bytes, 500e6)
+
+
+def _remove_stale(folder: Path, current: set[str]) -> None:
+    tars = [name for name in current if name.endswith(".tar")]
+    markers = {f"{name.split('-')[1].removesuffix('.tar')}.done.json" for name in tars}
+    for path in sorted(folder.iterdir()):
+        if path.name not in current | markers:
+            logger.info("removing %s: it belongs to an earlier plan of shards", path)
+            path.unlink()
+
+
+def _write_index(
     output: Path, tokenizer_path: Path, sharded: list[Done], sources: Sequence[SourceConfig]
 ) -> None:
-    """Writes tokenizer, `index.npz` and `index.json`, in this order.
+    """Write tokenizer, `index.npz` and `index.json`, in this order.
 
     Raises:
         DataError: one of the splits is empty.
@@ -40,8 +106,8 @@ def write(
                 f"training, {totals['eval']['documents']} held out); "
                 "give more text or change shards.eval_fraction"
             )
-    tars = [tar for split in SPLITS for done in sharded for tar in done.result["tars"]
-            if tar["split"] == split]  # fmt: skip
+    tars = [tar for done in sharded for tar in done.result["tars"]]
+    tars.sort(key=lambda tar: SPLITS.index(tar["split"]))  # stable: else in the order of the tasks
     infos = [
         ShardInfo(
             file=f"{SHARD_FOLDER}/{tar['file']}",
@@ -99,6 +165,6 @@ def _row(shard: int, block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entropy_nats(frequencies: np.ndarray[Any, Any]) -> float:
-    """Shannon entropy of a table of counts, rounded: it must be the same on every processor."""
+    """Compute the Shannon entropy of counts, rounded to be the same on every processor."""
     share = frequencies[frequencies > 0] / frequencies.sum()
     return round(float(-(share * np.log(share)).sum()), 6)

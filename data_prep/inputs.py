@@ -1,4 +1,4 @@
-"""Which files a source consists of, and how they are grouped into pieces."""
+"""The files of a source, and their grouping into pieces."""
 
 import glob
 import os
@@ -14,9 +14,13 @@ from data_prep.config import SourceConfig
 from pipeline.errors import DataError
 
 FORMATS = {
-    ".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".wet": "wet", ".warc": "wet",
+    ".txt": "txt",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".wet": "wet",
+    ".warc": "wet",
     ".parquet": "parquet",
-}  # fmt: skip
+}
 TEXT_SUFFIXES = tuple(FORMATS)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz")
 _WIKIEXTRACTOR_NAME = re.compile(r"wiki_\d+")
@@ -24,16 +28,16 @@ _WIKIEXTRACTOR_NAME = re.compile(r"wiki_\d+")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file, or a range of its bytes, and the name that it has in document ids.
+    """A file, or a range of its bytes, and its name in document ids.
 
-    The name does not depend on where the file lies. A range stands for the documents that begin in
+    The name does not depend on the file's folder. A range stands for the documents that begin in
     it, which may end behind it.
     """
 
     path: str
     name: str
     num_bytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
     mtime_ns: int
     start: int = 0
     end: int | None = None
@@ -54,24 +58,24 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Files of a source, and what was passed over."""
+class Listing:
+    """Files of a source, and files that are left out."""
 
     files: tuple[InputFile, ...]
     ignored: tuple[str, ...]
-    """Files in given folders whose suffix says that they are no text."""
+    """Files in given folders whose suffix says that they are not text."""
 
 
 def format_of(path: str, source: SourceConfig) -> str | None:
-    """A file's format, by the source's settings or else by its name; None if it is unknown."""
+    """Return a file's format, by the source's settings or else by its name; None if unknown."""
     return _format_by_name(path) if source.format == "auto" else source.format
 
 
-def find(source: SourceConfig) -> Found:
-    """Lists a source's files, sorted by name.
+def find(source: SourceConfig) -> Listing:
+    """List a source's files, sorted by name.
 
-    In folders, files are chosen by their names. What is given by a file's name or a glob is read as
-    `source.format`, whatever it is called, unless that is `auto`.
+    In folders, files are chosen by their names. A file given by its name or a glob is read as
+    `source.format`, whatever its name is, unless that is `auto`.
 
     Raises:
         DataError: an input does not exist, a file named one by one is of an unknown kind, or a
@@ -79,7 +83,7 @@ def find(source: SourceConfig) -> Found:
     """
     if source.kind == "embedded":
         pairs = embedded.find()
-        return Found(tuple(input_file(path, name) for path, name in pairs), ())
+        return Listing(tuple(input_file(path, name) for path, name in pairs), ())
     files: dict[str, InputFile] = {}
     ignored: list[str] = []
     for text in source.inputs:
@@ -95,7 +99,7 @@ def find(source: SourceConfig) -> Found:
             else:
                 ignored.append(str(path))
     named = _unique_names(source, list(files.values()))
-    return Found(tuple(sorted(named, key=lambda file: file.name)), tuple(ignored))
+    return Listing(tuple(sorted(named, key=lambda file: file.name)), tuple(ignored))
 
 
 _KINDS = (
@@ -105,10 +109,10 @@ _KINDS = (
 
 
 def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -> list[Piece]:
-    """Groups files, in order, into pieces of about `piece_bytes`.
+    """Group files, in order, into pieces of about `piece_bytes`.
 
-    A larger file is split into ranges where its documents can be found from any byte on: plain
-    .jsonl, and plain .txt whose documents end before the file does. Others are one piece.
+    A larger file is split into ranges if its documents can be found from any byte on: plain
+    .jsonl, and plain .txt with several documents a file. Other files are one piece.
     """
     groups: list[list[InputFile]] = []
     size = 0
@@ -123,17 +127,17 @@ def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -
 
 
 def refuse_changed(file: InputFile) -> None:
-    """Checks that a file is still as it was when the files were listed.
+    """Check that a file is still as it was when the files were listed.
 
     Raises:
-        DataError: its size or time of modification is another.
-        OSError: it is no longer there.
+        DataError: its size or time of modification changed.
+        OSError: it does not exist any more.
     """
     status = os.stat(file.path)
     if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
         raise DataError(
             f"{file.path} changed while it was read: {file.num_bytes} bytes when the run began, "
-            f"{status.st_size} now; run again when nothing writes to it any more"
+            f"{status.st_size} now; run again when it is no longer written to"
         )
 
 
@@ -158,12 +162,12 @@ def _format_by_name(path: str) -> str | None:
         plain = plain.removesuffix(compressed)
     if _WIKIEXTRACTOR_NAME.fullmatch(plain):
         return "wikiextractor"
-    found = FORMATS.get(Path(plain).suffix)
-    return None if found == "parquet" and plain != name else found
+    kind = FORMATS.get(Path(plain).suffix)
+    return None if kind == "parquet" and plain != name else kind
 
 
 def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFile]:
-    """Gives files of several inputs that have one name the name below their common folder."""
+    """Rename files of several inputs that share a name: to their path below a common folder."""
     counts = Counter(file.name for file in files)
     same = [file for file in files if counts[file.name] > 1]
     root = os.path.commonpath([str(Path(file.path).parent) for file in same]) if same else ""
@@ -183,19 +187,19 @@ def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFil
 
 
 def matching_files(owner: str, text: str) -> list[tuple[Path, str]]:
-    """Files that one input stands for, with their names in ids.
+    """List the files of one input, with their names in ids.
 
     Args:
-        owner: whose input it is, for errors.
+        owner: the source or evaluation set, for errors.
         text: folder, glob or file.
 
     Raises:
-        DataError: there is no such file.
+        DataError: no such file exists.
     """
     path = Path(text).expanduser()
     if path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if p.is_file()]
-        return [(p, p.relative_to(path).as_posix()) for p in found]
+        below = [p for p in sorted(path.rglob("*")) if p.is_file()]
+        return [(p, p.relative_to(path).as_posix()) for p in below]
     if path.is_file():
         return [(path, path.name)]
     hits = [Path(hit) for hit in sorted(glob.glob(str(path), recursive=True))]
@@ -219,10 +223,10 @@ def _until_wildcard(parts: Sequence[str]) -> list[str]:
 
 
 def input_file(path: Path, name: str) -> InputFile:
-    """A whole file as it is now.
+    """Describe a whole file as it is now.
 
     Raises:
-        DataError: its name is no UTF-8.
+        DataError: its name is not UTF-8.
     """
     try:
         str(path.resolve()).encode()

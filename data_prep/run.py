@@ -1,4 +1,4 @@
-"""`python -m data_prep run`: all stages in order, or one task's share of one stage."""
+"""The work of `data_prep run`: all stages in order, or one task's share of one stage."""
 
 import json
 import logging
@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 from data_prep import corpus
-from data_prep.chain import stage_names, walk
+from data_prep.chain import steps, walk
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
-from data_prep.datasheet.report import REPORT_FILE
-from data_prep.finish import log_report
+from data_prep.counts import Counts, table
+from data_prep.datasheet.gather import REPORT_FILE
 from data_prep.stage import Done, Stage, finished, run_tasks
 from pipeline.config.load import resolved_text
 from pipeline.errors import ConfigError, DataError
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
-    """Prepares a dataset, continuing where an earlier run stopped, and returns its report.
+    """Prepare a dataset, continuing where an earlier run stopped, and return its report.
 
     Args:
-        config: what to prepare.
+        config: sources and settings.
         replace: allow a finished dataset made from other inputs or settings to be replaced.
 
     Raises:
@@ -34,19 +34,19 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     workers = config.workers or available_cores()
     walk(given, lambda stage: run_tasks(stage, workers))
     report: dict[str, Any] = json.loads((given.output / REPORT_FILE).read_bytes())
-    log_report(report)
+    _log_report(report)
     return report
 
 
 def run_part(
     config: PrepConfig, name: str, *, rank: int = 0, world: int = 1, replace: bool = False
 ) -> None:
-    """Does one part of one stage, as an array task; all earlier stages must be complete.
+    """Do one part of one stage, as an array task; all earlier stages must be complete.
 
     Args:
-        config: what to prepare.
-        name: of the stage.
-        rank: which part, 0 to world - 1.
+        config: sources and settings.
+        name: name of the stage.
+        rank: number of the part, 0 to world - 1.
         world: number of parts; results do not depend on it.
         replace: see `run`.
 
@@ -54,42 +54,40 @@ def run_part(
         ConfigError: the config has no such stage, or rank and world do not fit.
         DataError: an earlier stage is not complete; see also `run`.
     """
-    names = stage_names(config)
+    names = [step.name for step in steps(config)]
     if name not in names:
         raise ConfigError(f"--stage {name}: this config has the stages {', '.join(names)}")
     if not 0 <= rank < world:
         raise ConfigError(f"--rank {rank} --world {world}: expected 0 <= rank < world")
     given = corpus.find(config)
-    # Another part of the last stage may just have written the index.
+    # Another part of the last stage may have written the index just now.
     _open_output(given, replace=replace, is_last=name == names[-1])
 
     def visit(stage: Stage) -> list[Done] | None:
-        if stage.name == name:
-            done = run_tasks(stage, config.workers or available_cores(), rank, world)
-            logger.info(
-                "stage %s, part %d of %d: %d of %d tasks", name, rank, world, len(done),
-                len(stage.tasks),
-            )  # fmt: skip
-            return None
-        return _records(stage, name)
+        if stage.name != name:
+            return _records(stage, name)
+        done = run_tasks(stage, config.workers or available_cores(), rank, world)
+        counts = (len(done), len(stage.tasks))
+        logger.info("stage %s, part %d of %d: %d of %d tasks", name, rank, world, *counts)
+        return None
 
     walk(given, visit)
 
 
 def available_cores() -> int:
-    """Cores that this process may use, which SLURM can make fewer than there are."""
+    """Count the cores that this process may use, which SLURM can restrict."""
     return len(os.sched_getaffinity(0))
 
 
 def _records(stage: Stage, wanted: str) -> list[Done]:
-    """Records of all tasks of an earlier stage."""
+    """Read the records of all tasks of an earlier stage."""
     records = [finished(task) for task in stage.tasks]
     missing = [task for task, done in zip(stage.tasks, records, strict=True) if done is None]
     if missing:
         raise DataError(
             f"stage {wanted} needs stage {stage.name}, of which {len(missing)} of "
             f"{len(records)} tasks are not done with these inputs and settings, such as "
-            f"{missing[0].marker}; run --stage {stage.name} first (`status` shows how it stands)"
+            f"{missing[0].marker}; run --stage {stage.name} first (`status` shows its progress)"
         )
     return [done for done in records if done is not None]
 
@@ -108,8 +106,37 @@ def _open_output(given: Corpus, *, replace: bool, is_last: bool = False) -> None
             f"{report.get('fingerprint')}); choose another output_dir, or pass --replace"
         )
     if not same and not is_last:
-        # From here until the new report is written the folder is no finished dataset.
+        # From here until the new report is written the folder is not a finished dataset.
         (output / "index.json").unlink(missing_ok=True)
         report_path.unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
     write_atomic(output / "resolved.yaml", resolved_text(given.config).encode())
+
+
+def _log_report(report: dict[str, Any]) -> None:
+    """Log the most important numbers of a report."""
+    logger.info("%s", table({name: Counts.total([c]) for name, c in report["stages"].items()}))
+    for name, count in report["notes"].items():
+        logger.info("%s: %s", name, f"{count:,}")
+    for name, source in report["sources"].items():
+        text = "source %s: %s tokens, %.3f%% of them unknown, %.3f%% bytes of rare characters"
+        shares = (100 * source["unknown_share"], 100 * source["byte_piece_share"])
+        logger.info(text, name, f"{source['tokens']:,}", *shares)
+    for name, counts in report["decontaminate"].get("sets", {}).items():
+        text = (
+            "evaluation set %s: %s documents share text with it; searched for %s items, %s more "
+            "are too short"
+        )
+        numbers = (f"{counts[key]:,}" for key in ("documents", "items", "too short"))
+        logger.info(text, name, *numbers)
+    for split, total in report["totals"].items():
+        bytes_a_token = total["text_bytes"] / total["tokens"]
+        numbers = (f"{total[key]:,}" for key in ("tokens", "documents"))
+        logger.info(
+            "%s: %s tokens, %s documents, %.2f bytes a token", split, *numbers, bytes_a_token
+        )
+    keys = ("num_shards", "num_blocks", "vocab_size", "unigram_entropy_nats", "fingerprint")
+    logger.info(
+        "%d shards, %d blocks, vocabulary %d, unigram entropy %.3f nats\nfingerprint %s",
+        *(report[key] for key in keys),
+    )

@@ -1,6 +1,7 @@
-"""Stage shards: kept documents to token blocks in webdataset tars, train and eval apart.
+"""Stage shards: kept documents become token blocks in webdataset tars, train and eval apart.
 
-A task takes consecutive pieces and writes one tar a split. Its record holds what the index needs.
+A task takes consecutive pieces and writes one tar per split. Its record describes the tars for the
+index.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import json
 import mmap
 import tarfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,17 @@ import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
-from data_prep.ingest import read_documents
-from data_prep.stage import Done, Task, make_key, replacing
+from data_prep.pieces import Pieces, hash_share, read_documents
+from data_prep.stage import (
+    Done,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+    replacing,
+    save_array,
+)
 from data_prep.words import word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling
@@ -35,18 +45,16 @@ _BATCH_CHARS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Pieces that become one tar a split."""
+    """Pieces that become one tar per split."""
 
-    ingest_folder: Path
-    dedup_folder: Path
+    pieces: Pieces
     tokenizer_path: Path
-    names: tuple[str, ...]
     config: ShardsConfig
 
 
 @dataclass(frozen=True)
 class _Tokenised:
-    """One document."""
+    """One tokenised document."""
 
     id: str
     source: str
@@ -65,14 +73,8 @@ class _Block:
     num_tokens: int = 0
 
 
-def hash_share(document_id: str, purpose: str) -> float:
-    """A number in [0, 1) drawn by a document's id: the same on every machine and rerun."""
-    digest = hashlib.blake2b(f"{purpose}\0{document_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2.0**64
-
-
 def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
-    """Groups consecutive pieces so that a group's tar is about `shard_mb` large.
+    """Group consecutive pieces so that a group's tar is about `shard_mb` large.
 
     Args:
         kept_bytes: text bytes left of every piece.
@@ -96,27 +98,33 @@ def tasks(
     upstream: tuple[list[Done], Done, Done],
     folder: Path,
 ) -> list[Task[ShardJob]]:
-    """One task a group; `upstream` are the records of ingest, dedup and tokenizer."""
-    ingested, deduplicated, vocabulary = upstream
+    """Make one task per group.
+
+    Args:
+        groups: numbers of the pieces of each group, from `plan`.
+        job: all pieces, and settings.
+        upstream: records of the stage that wrote the pieces, of the last one with masks, and of
+            tokenizer.
+        folder: folder of the shards.
+    """
+    written, kept, vocabulary = upstream
     made = []
     for number, group in enumerate(groups):
-        names = tuple(job.names[i] for i in group)
+        names = tuple(job.pieces.names[i] for i in group)
         key = make_key(
             number,
-            [ingested[i].digest for i in group],
-            [deduplicated.files[f"{name}.keep.npy"] for name in names],
+            [written[i].digest for i in group],
+            [kept.files[f"{name}.keep.npy"] for name in names],
             vocabulary.digest,
             asdict(job.config),
         )
-        payload = ShardJob(
-            job.ingest_folder, job.dedup_folder, job.tokenizer_path, names, job.config
-        )
-        made.append(Task(f"{number:06d}", folder, key, payload))
+        own = replace(job, pieces=replace(job.pieces, names=names))
+        made.append(Task(f"{number:06d}", folder, key, own))
     return made
 
 
-def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Tokenises one group and writes its tars."""
+def run(task: Task[ShardJob]) -> Result:
+    """Tokenise one group and write its tars."""
     job = task.payload
     tokenizer = load_tokenizer(job.tokenizer_path)
     counts = Counts()
@@ -126,7 +134,7 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
     tars: list[dict[str, Any]] = []
     paths = []
     held_out: list[dict[str, str]] = []
-    # In this order: the list is filled while the training split is written.
+    # The order matters: writing the training split fills the list of held-out documents.
     for split, texts in (("train", _documents(job, held_out)), ("eval", iter(held_out))):
         path = task.folder / f"{split}-{task.name}.tar"
         documents = _counted(texts, tokenizer, counts, sources[split], totals[split])
@@ -144,23 +152,27 @@ def run(task: Task[ShardJob]) -> tuple[dict[str, Any], list[Path]]:
         else:
             path.unlink()
     frequency_path = task.path(".frequencies.npy")
-    with replacing(frequency_path) as temporary, temporary.open("wb") as file:
-        np.save(file, frequencies)
-    result = {
-        "shards": counts.to_json(), "tars": tars, "totals": totals,
-        "sources": {split: dict(sorted(found.items())) for split, found in sources.items()},
-    }  # fmt: skip
+    save_array(frequency_path, frequencies)
+    by_split = {split: dict(sorted(counted.items())) for split, counted in sources.items()}
+    result = {"shards": counts.to_json(), "tars": tars, "totals": totals, "sources": by_split}
     return result, [*paths, frequency_path]
+
+
+def estimate(size: Size) -> Estimate:
+    """Estimate the cost of this stage."""
+    pieces = [int(size.text_bytes / size.pieces)] * size.pieces
+    groups = plan(pieces, size.config.shards.shard_mb)
+    return Estimate(len(groups), size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes, 500e6)
 
 
 def _write_tar(
     path: Path, stem: str, blocks: Iterator[_Block], vocab_size: int
 ) -> Iterator[_Block]:
-    """Writes blocks to a tar and hands each on; closes the tar after the last."""
+    """Write blocks to a tar and yield each; closes the tar after the last."""
     with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, block in enumerate(blocks):
             for name, content in _members(block, vocab_size).items():
-                # Nothing in a header depends on when or by whom: a rebuilt shard is the same.
+                # Headers hold neither times nor owners, so that a rebuilt shard is the same.
                 info = tarfile.TarInfo(f"{stem}-{number:04d}.{name}")
                 info.size = len(content)
                 info.mode = 0o444
@@ -169,7 +181,7 @@ def _write_tar(
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Reads a written tar back: size, hash, and offset, length and sha256 of blocks and members."""
+    """Read a tar back: size, hash, and offset, length and sha256 of blocks and members."""
     with tarfile.open(path) as tar:
         members = tar.getmembers()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -203,10 +215,10 @@ def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]
 
 
 def _documents(job: ShardJob, held_out: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Yields documents for training, and adds the others to `held_out`: so all are read once."""
-    for name in job.names:
-        rows = np.flatnonzero(np.load(job.dedup_folder / f"{name}.keep.npy"))
-        for document in read_documents(job.ingest_folder / f"{name}.jsonl.zst", set(rows.tolist())):
+    """Yield documents for training, and add the others to `held_out`: so all are read once."""
+    for name in job.pieces.names:
+        rows = set(job.pieces.kept_rows(name).tolist())
+        for document in read_documents(job.pieces.documents_path(name), rows):
             if hash_share(document["id"], "split") < job.config.eval_fraction:
                 held_out.append(document)
             else:
@@ -220,7 +232,7 @@ def _counted(
     sources: dict[str, dict[str, int]],
     totals: dict[str, int],
 ) -> Iterator[_Tokenised]:
-    """Tokenises documents and adds them to the counts of the stage, their source and the split."""
+    """Tokenise documents and add them to the counts of the stage, their source and the split."""
     dtype = token_dtype(tokenizer.vocab_size)
     for document, encoded, spelling in _spelt(documents, tokenizer):
         num_bytes = len(document["text"].encode())
@@ -246,17 +258,17 @@ def _counted(
 def _spelt(
     documents: Iterator[dict[str, str]], tokenizer: DatasetTokenizer
 ) -> Iterator[tuple[dict[str, str], Any, Spelling]]:
-    """Documents with what `spell` says of them.
+    """Yield documents with their tokens and spelling.
 
-    Many are read, then tokenised: in turns, reading and the tokenizer push each other's tables out
-    of the processor's cache, and the tokenizer takes a quarter longer.
+    Many are read, then tokenised: if reading and the tokenizer took turns, they would push each
+    other's tables out of the processor's cache, and the tokenizer would take a quarter longer.
     """
     batch: list[dict[str, str]] = []
     size = 0
     for document in chain(documents, [None]):
         if document is None or size > _BATCH_CHARS:
             spelt = [tokenizer.spell(text["text"]) for text in batch]
-            yield from ((text, *found) for text, found in zip(batch, spelt, strict=True))
+            yield from ((text, *tokens) for text, tokens in zip(batch, spelt, strict=True))
             batch, size = [], 0
         if document is not None:
             batch.append(document)
@@ -264,7 +276,7 @@ def _spelt(
 
 
 def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
-    """Fills blocks document by document; a block holds one source."""
+    """Fill blocks document by document; a block holds one source."""
     block: _Block | None = None
     for document in documents:
         num_tokens = len(document.tokens)
@@ -283,7 +295,7 @@ def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Blo
 
 
 def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
-    """Contents by member name."""
+    """Return the contents of a block's members, by name."""
     lengths = [len(part) for part in block.tokens]
     documents = list(zip(block.spellings, block.tokens, strict=True))
     meta = {

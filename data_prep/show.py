@@ -1,7 +1,7 @@
-"""`python -m data_prep show`: one document's way through the stages, or what was rejected and why.
+"""The texts of `data_prep status` and `show`: stages, one document's way, rejected documents.
 
-Intermediate files are enough to find which piece of the input a document came from; the original
-is then read from the input itself.
+`status` reads the records of tasks. For `show`, intermediate files tell which piece of the input a
+document came from; the original is then read from the input itself.
 """
 
 from collections import Counter
@@ -11,46 +11,98 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep import corpus, ingest
-from data_prep.chain import walk
+from data_prep import corpus
+from data_prep.chain import look, steps
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
-from data_prep.documents import Document
-from data_prep.stage import Done, Stage, finished
+from data_prep.pieces import id_hash, read_documents, read_lines
+from data_prep.readers.documents import read_piece
+from data_prep.readers.items import Document
+from data_prep.stage import Stage, State, state_of
 from pipeline.errors import DataError
 
 _SHOWN_CHARS = 2000
+_COLUMNS = ("done", "running", "failed", "stopped", "waiting")
+_EXAMPLES = 5
+_REMEDIES = {
+    "failed": "    fix the cause; the same command repeats them",
+    "stopped": "    the same command repeats them; finished tasks stay done",
+}
+
+
+def status_text(config: PrepConfig) -> str:
+    """Format a line per stage, then failures and the next command; only reads.
+
+    Tasks done with other inputs or settings count as waiting. The number of tasks of a stage is
+    known when the stages before are complete.
+
+    Raises:
+        DataError: an input does not exist or has no text files.
+    """
+    given = corpus.find(config)
+    rows = [f"{'stage':<16}" + "".join(f"{name:>9}" for name in _COLUMNS)]
+    remarks: list[str] = []
+    seen = look(given)
+    for stage, records in seen:
+        tasks = zip(stage.tasks, records, strict=True)
+        states = [State("done") if record else state_of(task) for task, record in tasks]
+        counts = Counter[str](state.name for state in states)
+        rows.append(f"{stage.name:<16}" + "".join(f"{counts[name]:>9,}" for name in _COLUMNS))
+        remarks += _remarks(stage, states)
+    last, records = seen[-1]
+    later = [step.name for step in steps(config)][len(seen) :]
+    rows += [f"{name:<16}{'after ' + last.name:>9}" for name in later]
+    if all(records) and not later:
+        remarks.append(f"complete: {given.output} holds the dataset")
+    elif not remarks:
+        remarks.append(f"next: python -m data_prep run CONFIG, or --stage {last.name} in parts")
+    return "\n".join([*rows, "", *remarks])
+
+
+def _remarks(stage: Stage, states: list[State]) -> list[str]:
+    texts = []
+    for name in ("failed", "stopped", "running"):
+        pairs = zip(stage.tasks, states, strict=True)
+        those = [(task, state) for task, state in pairs if state.name == name]
+        shown = those[:_EXAMPLES]
+        texts += [f"{name}: {stage.name} {task.name}: {state.text}" for task, state in shown]
+        if len(those) > _EXAMPLES:
+            texts.append(f"{name}: {len(those) - _EXAMPLES:,} more tasks of {stage.name}")
+        if those and name in _REMEDIES:
+            texts.append(_REMEDIES[name])
+    return texts
 
 
 def document_text(config: PrepConfig, document_id: str) -> str:
-    """The original of a document, what it became, and which stage dropped it, if one did.
+    """Show the original of a document, its later forms, and the stage that dropped it, if any.
 
     Raises:
         DataError: no document of that id was ingested.
     """
     given = corpus.find(config)
-    done_stages = _complete_stages(given)
-    if "ingest" not in done_stages:
-        raise DataError("documents can be shown when stage ingest is complete; see `status`")
-    found = [_in_piece(given, number, document_id, done_stages)
-             for number in _pieces_of(given, document_id)]  # fmt: skip
-    shown = [text for text in found if text]
-    if not shown:
+    complete = [stage.name for stage, records in look(given) if all(records)]
+    if "ingest" not in complete:
         raise DataError(
-            f"no document has the id {document_id!r}; ids are SOURCE/NAME of the document, or "
-            "SOURCE/FILE@OFFSET where it has none, such as the ones in "
+            "stage ingest is not complete, so documents cannot be shown yet; see `status`"
+        )
+    pieces = _pieces_of(given, document_id)
+    texts = [_in_piece(given, number, document_id, complete) for number in pieces]
+    if not texts:
+        raise DataError(
+            f"no document has the id {document_id!r}; expected SOURCE/ID, or SOURCE/FILE@OFFSET "
+            "for documents without an id of their own, such as those in "
             f"{given.work / 'ingest'}/00000.ids.jsonl.zst"
         )
-    return "\n\n".join(shown)
+    return "\n\n".join(texts)
 
 
 def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
-    """Documents and lines that were rejected, up to `limit` a reason.
+    """Show rejected documents and lines, up to `limit` per reason.
 
     Args:
         config: the preparation.
         reason: part of the reason; empty for all.
-        limit: how many are shown of each.
+        limit: number to show for each reason.
     """
     given = corpus.find(config)
     counts = Counter[str]()
@@ -58,7 +110,7 @@ def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
     stages = ["ingest", *(["lines"] if config.dedup.lines else [])]
     folders = [given.work / stage for stage in stages]
     for path in (p for folder in folders for p in sorted(folder.glob("*.rejected.jsonl.zst"))):
-        for record in ingest.read_lines(path):
+        for record in read_lines(path):
             if reason not in record["reason"]:
                 continue
             counts[record["reason"]] += 1
@@ -67,25 +119,11 @@ def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
                 raw = record.get("raw") or f"base64: {record.get('raw_base64', '')}"
                 parts.append(f"--- {record['id']}: {why}\n{_cut(raw)}")
     totals = [f"{name}: {count:,}" for name, count in counts.most_common()]
-    return "\n".join([*parts, "---", *(totals or [f"nothing was rejected for {reason!r}"])])
-
-
-def _complete_stages(given: Corpus) -> dict[str, Stage]:
-    found: dict[str, Stage] = {}
-
-    def visit(stage: Stage) -> list[Done] | None:
-        records = [finished(task) for task in stage.tasks]
-        if not all(records):
-            return None
-        found[stage.name] = stage
-        return [done for done in records if done]
-
-    walk(given, visit)
-    return found
+    return "\n".join([*parts, "---", *(totals or [f"no document was rejected for {reason!r}"])])
 
 
 def _pieces_of(given: Corpus, document_id: str) -> Iterator[int]:
-    wanted = np.uint64(ingest.id_hash(document_id))
+    wanted = np.uint64(id_hash(document_id))
     for number, piece in enumerate(given.pieces):
         if document_id.startswith(f"{piece.source.name}/"):
             hashes = np.load(given.work / "ingest" / f"{number:05d}.id_hashes.npy")
@@ -93,14 +131,15 @@ def _pieces_of(given: Corpus, document_id: str) -> Iterator[int]:
                 yield number
 
 
-def _in_piece(given: Corpus, number: int, document_id: str, stages: dict[str, Stage]) -> str:
-    """Every document of a piece that has the id."""
+def _in_piece(given: Corpus, number: int, document_id: str, stages: list[str]) -> str:
+    """Show every document of a piece that has the id; `stages` are the complete ones."""
     piece, name = given.pieces[number], f"{number:05d}"
     max_bytes = given.config.clean.max_document_mb * 1_000_000
     originals = [
-        item for item in ingest.items(piece, max_bytes, [])
+        item
+        for item in read_piece(piece, max_bytes, [])
         if isinstance(item, Document) and item.id == document_id
-    ]  # fmt: skip
+    ]
     lines = [f"--- {document_id}, in {piece.files[0].path} and {len(piece.files) - 1} more files"]
     lines += [f"original, {len(item.text):,} characters:\n{_cut(item.text)}" for item in originals]
     texts = [stage for stage in ("ingest", "lines") if stage in stages]
@@ -108,10 +147,10 @@ def _in_piece(given: Corpus, number: int, document_id: str, stages: dict[str, St
         path = given.work / stage / name
         lines += [
             f"rejected: {record['reason']} {record.get('detail', '')}".rstrip()
-            for record in ingest.read_lines(Path(f"{path}.rejected.jsonl.zst"))
+            for record in read_lines(Path(f"{path}.rejected.jsonl.zst"))
             if record["id"] == document_id
         ]
-        done = "ingested as" if stage == "ingest" else "without lines that were seen before"
+        done = "ingested as" if stage == "ingest" else "without lines that occurred before"
         for row, text in _texts(path, document_id):
             lines.append(f"{done}:\n{_cut(text)}")
             if stage == texts[-1]:
@@ -120,17 +159,17 @@ def _in_piece(given: Corpus, number: int, document_id: str, stages: dict[str, St
 
 
 def _texts(path: Path, document_id: str) -> Iterator[tuple[int, str]]:
-    """Rows and texts of a piece's documents that have the id."""
-    ids = ingest.read_lines(Path(f"{path}.ids.jsonl.zst"))
+    """Yield rows and texts of a piece's documents that have the id."""
+    ids = read_lines(Path(f"{path}.ids.jsonl.zst"))
     rows = {row for row, key in enumerate(ids) if key == document_id}
-    documents = ingest.read_documents(Path(f"{path}.jsonl.zst"))
+    documents = read_documents(Path(f"{path}.jsonl.zst"))
     for row, document in enumerate(islice(documents, max(rows, default=-1) + 1)):
         if row in rows:
             yield row, document["text"]
 
 
-def _masks(work: Path, name: str, row: int, stages: dict[str, Stage]) -> list[str]:
-    """What the stages that drop whole documents say about one."""
+def _masks(work: Path, name: str, row: int, stages: list[str]) -> list[str]:
+    """Tell for each stage that drops whole documents whether it kept this one."""
     lines = []
     for stage in stages:
         path = work / stage / f"{name}.keep.npy"

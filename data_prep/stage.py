@@ -6,8 +6,8 @@ depends on; a task whose key and files are as recorded is not run again. So a ki
 where it was, and a changed config or input repeats exactly what depends on it.
 
 While a task runs, `NAME.running.json` stands beside its results and is touched every few seconds;
-a task that failed leaves `NAME.failed.json`. Both are for people who ask how it goes: nothing is
-decided by them.
+a task that failed leaves `NAME.failed.json`. Both only inform people: the code decides nothing by
+them.
 """
 
 import datetime
@@ -27,8 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
+from data_prep.config import PrepConfig
 from pipeline.errors import EXIT_FAILED_RETRY, BusyError
 from pipeline.runtime.files import (
     is_alive,
@@ -43,7 +46,7 @@ T = TypeVar("T")
 _TOUCHED_EVERY_S = 10
 _SILENT_AFTER_S = 90
 CODE_VERSION = 6
-"""Raised when a stage's code gives other results than before, so that old results are redone."""
+"""To be raised when a stage's code gives other results than before: old results are then redone."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +63,28 @@ class Task(Generic[T]):
 
     @property
     def marker(self) -> Path:
-        """The file whose existence says that the task is done."""
+        """The file that is written last: its existence says that the task is done."""
         return self.folder / f"{self.name}.done.json"
 
     def path(self, suffix: str) -> Path:
-        """A result file."""
+        """Return the path of a result file."""
         return self.folder / f"{self.name}{suffix}"
 
 
-Function = Callable[[Task[T]], tuple[dict[str, Any], list[Path]]]
-"""Does one task; returns its result (plain values) and the files it wrote, all in `Task.folder`."""
+Result = tuple[dict[str, Any], list[Path]]
+"""What a task gives: plain values for its record, and the files it wrote, all in `Task.folder`."""
+Function = Callable[[Task[T]], Result]
+"""The code of a stage: does one task."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Tasks that do not depend on each other, and what does one."""
+    """Tasks that do not depend on each other, and the function that does one."""
 
     name: str
     tasks: Sequence[Task[Any]]
     function: Function[Any]
-    """Of a module, not local: other processes call it."""
+    """Defined at the top of a module: other processes import it."""
 
 
 @dataclass(frozen=True)
@@ -93,19 +98,49 @@ class Done:
 
     @property
     def digest(self) -> str:
-        """Hash of what the task produced, for the keys of tasks that read it."""
+        """Hash of the task's files, for the keys of tasks that read them."""
         return make_key({name: file["sha256"] for name, file in self.files.items()})
 
 
+@dataclass(frozen=True)
+class Size:
+    """Size of a corpus before it is read, for estimates; text that stages drop counts in full."""
+
+    config: PrepConfig
+    pieces: int
+    largest_bytes: float
+    """Text of the largest piece."""
+    text_bytes: float
+    documents: float
+    eval_bytes: float
+    """Text of the evaluation sets."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Expected cost of one stage.
+
+    Rates are those of `benchmarks/data_prep.py` on one core of an AMD EPYC, Chinese and English
+    text; other processors and texts differ by a factor of up to two.
+    """
+
+    tasks: int
+    cpu_s: float
+    disk_bytes: float
+    """Size of the results."""
+    memory_bytes: float
+    """Peak of one task."""
+
+
 def make_key(*parts: Any) -> str:
-    """Hash of plain values, with the code version."""
+    """Hash plain values together with the code version."""
     text = json.dumps([CODE_VERSION, *parts], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `path` that takes its place if the block succeeds."""
+    """Provide a temporary path beside `path` that takes its place if the block succeeds."""
     temporary = temporary_beside(path)
     try:
         yield temporary
@@ -116,8 +151,14 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Write a .npy file, complete or not at all."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.save(file, array)
+
+
 def finished(task: Task[Any]) -> Done | None:
-    """The task's record, if it was done with this key and its files are still there."""
+    """Return the task's record if it was done with this key and its files are still there."""
     try:
         done = Done(**json.loads(task.marker.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -131,16 +172,16 @@ def finished(task: Task[Any]) -> Done | None:
 
 @dataclass(frozen=True)
 class State:
-    """How a task stands."""
+    """Progress of a task."""
 
     name: Literal["done", "running", "failed", "stopped", "waiting"]
-    """`stopped`: it ran, and its process is gone without a word."""
+    """`stopped`: it ran, and its process ended without leaving an error."""
     text: str = ""
-    """Where and since when it runs, or what the error was."""
+    """Host, process and start of a running task, or the error of a failed one."""
 
 
 def state_of(task: Task[Any]) -> State:
-    """Reads how a task stands from its files."""
+    """Read the state of a task from its files."""
     if finished(task):
         return State("done")
     running, failed = task.path(".running.json"), task.path(".failed.json")
@@ -160,10 +201,10 @@ def state_of(task: Task[Any]) -> State:
 
 
 def run_tasks(stage: Stage, workers: int, rank: int = 0, world: int = 1) -> list[Done]:
-    """Runs what is not done yet of a stage, over several processes, with a progress bar.
+    """Run the unfinished tasks of a stage over several processes, with a progress bar.
 
     Args:
-        stage: what to do; folders are made.
+        stage: the tasks; their folders are made.
         workers: number of processes.
         rank: which part of the stage, 0 to world - 1; task i belongs to rank i % world.
         world: number of parts.
@@ -184,11 +225,10 @@ def run_tasks(stage: Stage, workers: int, rank: int = 0, world: int = 1) -> list
     for task, record in zip(tasks, records, strict=True):
         if record:  # its process may have been killed between the record and the end
             task.path(".running.json").unlink(missing_ok=True)
-    bar = tqdm(
-        total=len(tasks), initial=len(tasks) - len(waiting), desc=stage.name, unit="task",
-        mininterval=0.1 if sys.stderr.isatty() else 30,
-    )  # fmt: skip
-    with bar:
+    done, interval_s = len(tasks) - len(waiting), 0.1 if sys.stderr.isatty() else 30
+    with tqdm(
+        total=len(tasks), initial=done, desc=stage.name, unit="task", mininterval=interval_s
+    ) as bar:
         for i, record in _results(tasks, waiting, stage.function, workers):
             records[i] = record
             bar.update()
@@ -213,9 +253,9 @@ def _results(
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
             raise BusyError(
-                "a worker process was killed, by the system if memory ran out (`dmesg` tells); "
-                "finished tasks stay, the same command continues; lower `workers` if it happens "
-                "again"
+                "a worker process was killed, perhaps by the system because memory ran out (see "
+                "`dmesg`); finished tasks stay done, and the same command continues; lower "
+                "`workers` if it happens again"
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -223,7 +263,7 @@ def _results(
 
 
 def _end_with_parent() -> None:
-    """Ends this worker when the process that started it is killed; it would wait for ever."""
+    """End this worker when the process that started it is killed, or it would wait forever."""
     parent = multiprocessing.parent_process()
     assert parent
 
@@ -237,16 +277,14 @@ def _end_with_parent() -> None:
 def _complete(task: Task[T], function: Function[T]) -> Done:
     already = finished(task)
     if already:
-        return already  # by another process, since this one looked
+        return already  # another process has done it since this one looked
     task.marker.unlink(missing_ok=True)
     with _announced(task):
         result, paths = function(task)
-        files = {
-            path.relative_to(task.folder).as_posix(): {
-                "bytes": path.stat().st_size, "sha256": sha256_file(path)
-            }
-            for path in paths
-        }  # fmt: skip
+        files: dict[str, dict[str, Any]] = {}
+        for path in paths:
+            described = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            files[path.relative_to(task.folder).as_posix()] = described
         done = Done(task.key, result, files)
         write_json_atomic(task.marker, {"key": done.key, "result": result, "files": files})
     return done
@@ -254,7 +292,7 @@ def _complete(task: Task[T], function: Function[T]) -> Done:
 
 @contextmanager
 def _announced(task: Task[Any]) -> Iterator[None]:
-    """Leaves word that a task runs, or why it failed."""
+    """Record beside the results that the task runs, or why it failed."""
     running, failed = task.path(".running.json"), task.path(".failed.json")
     failed.unlink(missing_ok=True)
     place = {"host": socket.gethostname(), "process": os.getpid()}

@@ -1,4 +1,4 @@
-"""`python -m data_prep verify`: reads a whole dataset again and compares it with its index."""
+"""The checks of `data_prep verify`: reads a whole dataset and compares it with its index."""
 
 import hashlib
 import io
@@ -20,13 +20,13 @@ from pipeline.tokenizer.wordpiece import load_tokenizer
 
 
 def verify(folder: Path) -> list[str]:
-    """Checks sizes, hashes, counts and content of everything in a dataset.
+    """Check sizes, hashes, counts and contents of all files of a dataset.
 
     Returns:
-        One line for every problem found; empty if the dataset is as it was written.
+        One line for every problem; empty if the dataset is as it was written.
 
     Raises:
-        DataError: there is no readable index to compare with.
+        DataError: the index is missing or not readable.
     """
     index = read_index(folder)
     problems = list(_tokenizer_problems(index))
@@ -44,15 +44,15 @@ def _tokenizer_problems(index: DatasetIndex) -> Iterator[str]:
     if not path.is_file():
         yield f"tokenizer {path} does not exist"
         return
-    found = sha256_file(path)
-    if found != index.tokenizer_sha256:
-        yield f"tokenizer {path} is damaged: sha256 {found}, expected {index.tokenizer_sha256}"
-    elif (found_there := load_tokenizer(path).vocabulary) != index.vocabulary:
-        yield f"tokenizer {path} is {found_there}, the index says {index.vocabulary}"
+    digest = sha256_file(path)
+    if digest != index.tokenizer_sha256:
+        yield f"tokenizer {path} is damaged: sha256 {digest}, expected {index.tokenizer_sha256}"
+    elif (vocabulary := load_tokenizer(path).vocabulary) != index.vocabulary:
+        yield f"tokenizer {path} is {vocabulary}, the index says {index.vocabulary}"
 
 
 def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
-    """Problems of one shard: first where bytes differ, then what stock readers make of it."""
+    """Yield the problems of one shard: first in its bytes, then in its contents."""
     rows = np.flatnonzero(index.blocks.shard == shard)
     damaged = False
     try:
@@ -69,15 +69,15 @@ def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
             yield str(error)
     info = index.shards[shard]
     path = index.shard_path(shard)
-    found = sha256_file(path)
-    if found != info.sha256 and not damaged:
-        yield f"shard {path} is damaged: sha256 {found}, expected {info.sha256}"
-    if found == info.sha256:
+    digest = sha256_file(path)
+    if digest != info.sha256 and not damaged:
+        yield f"shard {path} is damaged: sha256 {digest}, expected {info.sha256}"
+    if digest == info.sha256:
         yield from _content_problems(index, rows.tolist(), path)
 
 
 def _content_problems(index: DatasetIndex, rows: list[int], path: Path) -> Iterator[str]:
-    """Reads the shard as any webdataset user would, and checks what the numbers mean."""
+    """Read the shard with webdataset, as other programs would, and check its contents."""
     try:
         samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
     except (OSError, tarfile.TarError, ValueError) as error:
@@ -93,11 +93,11 @@ def _content_problems(index: DatasetIndex, rows: list[int], path: Path) -> Itera
 
 def _block_problems(index: DatasetIndex, row: int, sample: dict[str, Any]) -> Iterator[str]:
     if sample["__key__"] != index.block_key(row):
-        yield f"is found under the key {sample['__key__']}"
+        yield f"is stored under the key {sample['__key__']}"
     for member, name in enumerate(MEMBERS):
         digest = hashlib.sha256(sample[name]).digest()
         if digest != index.blocks.member_sha256[row, member].tobytes():
-            yield f"{name} is not what the index has at its offset"
+            yield f"{name} differs from the one in the index"
     tokens, ends, words = (np.load(io.BytesIO(sample[name])) for name in MEMBERS[:3])
     meta = json.loads(sample["meta.json"])
     expected = int(index.blocks.num_tokens[row]), int(index.blocks.num_documents[row])
@@ -110,7 +110,7 @@ def _block_problems(index: DatasetIndex, row: int, sample: dict[str, Any]) -> It
         if (tokens == token).any():
             yield f"has the special token {token} in text"
     if not len(ends) or ends[-1] != len(tokens) or (np.diff(ends, prepend=0) <= 0).any():
-        yield "document ends do not rise to the number of tokens"
+        yield "its document ends do not rise to its number of tokens"
     if len(words) != -(-len(tokens) // 8):
         yield f"has {len(words)} bytes of word bits for {len(tokens)} tokens"
     if len(meta["document_ids"]) != len(ends):

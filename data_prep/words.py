@@ -1,8 +1,8 @@
-"""Where words start: spaces and punctuation as the tokenizer knows them, jieba's words in Chinese.
+"""Starts of words: by the tokenizer's spaces and punctuation, in Chinese by jieba's words.
 
 Whole-word masking needs them; they are computed once, here, on the normalised text that the tokens
-spell, and stored as one bit a token. The only door to rjieba (jieba's algorithm and dictionary in
-Rust: a prefix dictionary, the most likely path, and an HMM for words that are not in it).
+spell, and stored as one bit per token. Only this module imports rjieba (jieba's algorithm and
+dictionary in Rust: a prefix dictionary, the most likely path, and an HMM for unknown words).
 """
 
 import re
@@ -28,21 +28,21 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 
 def word_starts(spelling: Spelling, ids: Tokens) -> npt.NDArray[np.bool_]:
-    """Whether each token of a whole document starts a word; (n,) bool.
+    """Tell for each token of a whole document whether it starts a word; (n,) bool.
 
     A token that starts with a Chinese character starts a word where one of jieba's words starts;
-    all other tokens are as `Tokenizer.word_starts` has them. A token that starts inside a word and
+    `Tokenizer.word_starts` decides about all other tokens. A token that starts inside a word and
     reaches into the next belongs to the first.
 
     Args:
-        spelling: the tokenizer that made the ids, or what it says of how they spell the document.
+        spelling: the tokenizer that made the ids, or its spelling of the document.
         ids: (n,) tokens of one document, from its begin.
     """
     return word_starts_of([(spelling, ids)])
 
 
 def word_starts_of(documents: Sequence[tuple[Spelling, Tokens]]) -> npt.NDArray[np.bool_]:
-    """The same for all tokens of several documents.
+    """Tell the same for all tokens of several documents.
 
     Many at once are faster: tokenizer and jieba both have tables of megabytes, which push each
     other out of the processor's cache if they take turns from document to document.
@@ -61,9 +61,9 @@ def word_starts_of(documents: Sequence[tuple[Spelling, Tokens]]) -> npt.NDArray[
 
 
 def _chinese(text: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Whether each character is Chinese, and whether one of jieba's words begins at it.
+    """Return (len(text),) bool twice: Chinese characters, and those that begin a word of jieba.
 
-    Both (len(text),) bool; the second means something where the first is true.
+    The second is only meaningful where the first is true.
     """
     han, begins = (np.zeros(len(text), dtype=bool) for _ in range(2))
     start = 0
@@ -83,11 +83,11 @@ def _chinese(text: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
 
 
 def _places(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
-    """Where the text is that jieba's words in Chinese depend on.
+    """Return the places of the text that jieba's words in Chinese depend on.
 
-    These are the runs of `_IS_JOINED` and `_IS_HAN` that have a Chinese character, each with what
-    stands behind it, which keeps it apart from the next: jieba itself looks at one run at a time.
-    There must be one such run.
+    These are the runs of `_IS_JOINED` and `_IS_HAN` that have a Chinese character, each with the
+    character behind it, which separates it from the next run: jieba itself looks at one run at a
+    time. There must be at least one such run.
     """
     inside = np.zeros(len(kinds) + 2, dtype=bool)
     np.not_equal(kinds, 0, out=inside[1:-1])
@@ -101,7 +101,7 @@ def _places(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
 
 
 def _kinds() -> npt.NDArray[np.uint8]:
-    """(0x110000,) by code point: Chinese, what jieba joins to it, or 0."""
+    """Make the (0x110000,) table: code point -> Chinese, joined to Chinese by jieba, or 0."""
     kinds = np.zeros(0x110000, dtype=np.uint8)
     for character in filter(re.compile(f"[{_JOINED}]").match, map(chr, range(128))):
         kinds[ord(character)] = _IS_JOINED

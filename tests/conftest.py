@@ -5,13 +5,46 @@ import pydoc_data.topics
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, Starter, start
+from tests.support.triton import Interpreter, run_interpreted
 from tests.support.variants import Variants
+
+pytest_plugins = ["tests.support.plugin"]
+
+# An example may take as long as the machine makes it take.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session")
+def processes() -> None:
+    """Lets a test start programs; `make test` leaves it out then, unless it is marked smoke."""
+
+
+@pytest.fixture(scope="session")
+def start_ranks(processes: None) -> type[Ranks]:
+    """Starts the ranks of a training run; whatever still runs when the test is over is killed."""
+    return Ranks
+
+
+@pytest.fixture(scope="session")
+def start_command(processes: None) -> Starter:
+    """Starts a command on every rank of a process group; see `tests.support.ranks.start`."""
+    return start
+
+
+@pytest.fixture(scope="session")
+def interpreter(processes: None) -> Interpreter:
+    """Runs tests of a file in Triton's interpreter; see `tests.support.triton.run_interpreted`."""
+    return run_interpreted
 
 
 @pytest.fixture(scope="session")
@@ -82,9 +115,11 @@ def two_sources(tmp_path_factory: pytest.TempPathFactory, prep_config: Path) -> 
 
 
 @pytest.fixture(scope="session")
-def straight_run(tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex) -> Path:
+def straight_run(
+    tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex, start_ranks: type[Ranks]
+) -> Path:
     """A run of 40 steps on two ranks without interruption; tests must not change it."""
     run_dir = tmp_path_factory.mktemp("runs") / "straight"
-    ranks = Ranks(run_dir, dataset)
+    ranks = start_ranks(run_dir, dataset)
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir

@@ -1,13 +1,13 @@
-"""Remnants of HTML in a text: decoded, or removed, where it is certain that they are that.
+"""Remnants of HTML in a text: decoded or removed where they certainly are HTML.
 
 Removed are, in lower or in upper case, never in mixed case:
-- comments, `<!doctype ...>`, and `<script>` and `<style>` with what stands in them;
+- comments, `<!doctype ...>`, and `<script>` and `<style>` with their contents;
 - closing tags of HTML's elements;
 - opening tags of HTML's elements whose attributes, if any, are `name=value` or one of HTML's own
-  without a value. Some of them count wherever they stand (`_ALWAYS`; `<p>` not directly behind an
-  ASCII letter or digit). The others are words or letters that people put between < and > as well,
-  such as `<source>`, `<time>` or `List<a>`: they count with an attribute, a slash at their end, or
-  if their closing tag follows somewhere.
+  without a value. Some of them count in any place (`_ALWAYS`; `<p>` not directly behind an ASCII
+  letter or digit). The others are words or letters that people put between < and > as well, such
+  as `<source>`, `<time>` or `List<a>`: they count with an attribute, a slash at their end, or if
+  their closing tag follows somewhere.
 Tags that begin or end a block, a line or a row become a line break, cells and glosses (`<rt>`)
 a space, others nothing.
 
@@ -15,7 +15,7 @@ Decoded are entities that end with a semicolon: numbers, and HTML 4's names of q
 spaces, < > & and Latin letters. Names of mathematical symbols and Greek letters are not, since
 `p = &sum;` is C. `&amp;lt;p&amp;gt;` becomes `<p>`, and is then removed (`strip` is repeated).
 
-All else stays: `a < b and c > d`, `x <b and y> z`, `List<int>`, `<EMAIL>`, `<T>`, `<Button/>`.
+Everything else stays: `a < b and c > d`, `x <b and y> z`, `List<int>`, `<EMAIL>`, `<Button/>`.
 """
 
 import html
@@ -54,7 +54,7 @@ _FLAGS = (
     "allowfullscreen|async|autofocus|autoplay|checked|compact|controls|default|defer|disabled|hidden"
     "|ismap|loop|multiple|muted|nomodule|noshade|novalidate|nowrap|open|readonly|required|reversed"
     "|selected"
-)  # fmt: skip
+)
 _VALUE = r"""\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'<>=`]+)"""
 _TAG = re.compile(
     rf"<(?:/(?P<close>{_NAMES})\s*>"
@@ -68,16 +68,15 @@ _HIDDEN = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z]{2,8}[1-4]{0,2});")
-_ENTITY_NAMES = frozenset(
-    ["apos", *(
-        name for name, point in name2codepoint.items()
-        if point < 0x300 or 0x2000 <= point < 0x2040 or point in (0x20AC, 0x2122)
-    )]
-)  # fmt: skip
+_ENTITY_NAMES = {"apos"} | {
+    name
+    for name, point in name2codepoint.items()
+    if point < 0x300 or 0x2000 <= point < 0x2040 or point in (0x20AC, 0x2122)
+}
 
 
 def strip(text: str) -> str:
-    """Removes and decodes what is there; what that brings to light needs another call."""
+    """Remove tags and decode entities once; remnants that this uncovers need another call."""
     if "<" in text:
         text = _HIDDEN.sub("\n", text)
         text = _without_tags(text)
@@ -86,18 +85,18 @@ def strip(text: str) -> str:
 
 def _without_tags(text: str) -> str:
     last_closing = {
-        found["close"].lower(): found.start() for found in _TAG.finditer(text) if found["close"]
+        tag["close"].lower(): tag.start() for tag in _TAG.finditer(text) if tag["close"]
     }
 
-    def replacement(found: re.Match[str]) -> str:
-        written = found["close"] or found["open"]
+    def replacement(tag: re.Match[str]) -> str:
+        written = tag["close"] or tag["open"]
         name = written.lower()
         if written not in (name, name.upper()):
-            return found[0]
-        if not (found["close"] or found["attributes"] or found["slash"]):
-            certain = name in _ALWAYS and not (name == "p" and _after_word(text, found.start()))
-            if not certain and last_closing.get(name, -1) < found.start():
-                return found[0]
+            return tag[0]
+        if not (tag["close"] or tag["attributes"] or tag["slash"]):
+            certain = name in _ALWAYS and not (name == "p" and _after_word(text, tag.start()))
+            if not certain and last_closing.get(name, -1) < tag.start():
+                return tag[0]
         return "\n" if name in _BLOCKS else " " if name in _CELLS else ""
 
     return _TAG.sub(replacement, text)
@@ -108,6 +107,6 @@ def _after_word(text: str, place: int) -> bool:
     return before.isascii() and before.isalnum()
 
 
-def _decoded(found: re.Match[str]) -> str:
-    name = found[0][1:-1]
-    return html.unescape(found[0]) if name[0] == "#" or name in _ENTITY_NAMES else found[0]
+def _decoded(entity: re.Match[str]) -> str:
+    name = entity[0][1:-1]
+    return html.unescape(entity[0]) if name[0] == "#" or name in _ENTITY_NAMES else entity[0]

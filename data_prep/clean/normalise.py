@@ -2,18 +2,24 @@
 
 NFKC (Unicode Standard Annex 15), control and invisible characters removed, runs of spaces and blank
 lines shortened. The tokenizer applies NFKC by itself too; doing it first lets deduplication see
-equal texts as equal. On request remnants of HTML are removed and Traditional Chinese becomes
-Simplified. What is normalised once stays as it is when it is normalised again.
+equal texts as equal. On request, remnants of HTML are removed and Traditional Chinese becomes
+Simplified. Normalising a normalised text again does not change it.
 
 Nearly every character of real text becomes one other character whatever stands beside it, so a
-table does most of the work; `unicodedata` sees only the places where that is not so. That is eight
-times as fast as `unicodedata.normalize` and regular expressions over the whole text.
+table does most of the work; `unicodedata` sees only the other places. That is eight times as fast
+as `unicodedata.normalize` and regular expressions over the whole text.
+
+OpenCC's dictionaries of phrases and characters simplify Chinese. Most text is converted by `t2s`,
+which does not change Simplified text. Traditional text (at least a twentieth of its Han characters
+change) is converted by `tw2s`, which also knows Taiwan's 著 for 着; on Simplified text that would
+turn 原著 into 原着.
 """
 
 import re
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,20 +39,20 @@ _NEWLINE_LIKE = "\n\r\x85\u2028\u2029"
 _REMOVE, _LOOK_CLOSER = 0x110000, 0x110001
 _CHUNK = 1 << 20
 _DEFAULT = CleanConfig()
+_TRADITIONAL_SHARE = 0.05
+_MOST_ROUNDS = 10  # real texts never needed more than three
 
 
 def normalise(text: str, clean: CleanConfig = _DEFAULT) -> str:
-    """Returns the text as it is deduplicated and tokenised; may be empty."""
+    """Return the text as it is deduplicated and tokenised; may be empty."""
     text = _plain(text, clean)
     if clean.html == "strip":
         from data_prep.clean.html_text import strip
 
-        # What was hidden in entities or full-width letters shows up in the next round.
+        # Tags that were hidden in entities or full-width letters show up in the next round.
         while (stripped := strip(text)) != text:
             text = _plain(stripped, clean)
     if clean.simplified:
-        from data_prep.clean.simplified import to_simplified
-
         text = to_simplified(text)
     text = _SPACES.sub(" ", text).replace(" \n", "\n").replace("\n ", "\n")
     return _NEWLINES.sub("\n\n", text).strip()
@@ -58,7 +64,7 @@ def _plain(text: str, clean: CleanConfig) -> str:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """Parts of bounded size that can be normalised one by one: they end at a newline."""
+    """Yield parts of bounded size that can be normalised one by one: they end at a newline."""
     start = 0
     while start < len(text):
         # Without a newline for a MB the chunk is longer; the last one ends with the text.
@@ -68,7 +74,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _characters(text: str, *, nfkc: bool) -> str:
-    """Without removed characters; every newline is \\n, every other blank a space."""
+    """Normalise one part; every newline becomes \\n, every other blank a space."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     table = _table(nfkc=nfkc)
     mapped = table[codes]
@@ -98,12 +104,12 @@ def _decoded(codes: npt.NDArray[np.uint32]) -> str:
 
 @cache
 def _table(*, nfkc: bool) -> npt.NDArray[np.uint32]:
-    """(0x110000,) by code point: what it becomes whatever stands beside it, or one of two marks.
+    """Make the (0x110000,) table: code point -> its replacement in any context, or a mark.
 
-    A character has such a value if NFKC makes it one character, and nothing before it can combine
-    with that: it is no combining mark, and no second half of a composition (Hangul vowels and final
-    consonants are, by rule instead of by table). What follows may combine with it; those characters
-    are the ones that are marked.
+    A character has such a replacement if NFKC makes it one character and nothing before it can
+    combine with that: it is neither a combining mark nor the second half of a composition (Hangul
+    vowels and final consonants are such halves by rule instead of by table). The characters that
+    may combine with one before them are marked.
     """
     characters = [chr(code) for code in range(0x110000)]
     table = np.arange(0x110000, dtype=np.uint32)
@@ -116,7 +122,7 @@ def _table(*, nfkc: bool) -> npt.NDArray[np.uint32]:
 
 
 def _add_nfkc(table: npt.NDArray[np.uint32], characters: list[str]) -> None:
-    """Fills in what NFKC does, as `_table` says."""
+    """Fill in the replacements of NFKC, as `_table` says."""
     changed = [c for c in characters if unicodedata.decomposition(c) or unicodedata.combining(c)]
     pairs = [unicodedata.decomposition(c).split() for c in changed]
     joins = {chr(int(pair[1], 16)) for pair in pairs if len(pair) == 2 and pair[0][0] != "<"}
@@ -126,3 +132,38 @@ def _add_nfkc(table: npt.NDArray[np.uint32], characters: list[str]) -> None:
         first = unicodedata.normalize("NFD", normal)[0]
         alone = len(normal) == 1 and not unicodedata.combining(first) and first not in joins
         table[ord(character)] = ord(normal) if alone else _LOOK_CLOSER
+
+
+def to_simplified(text: str) -> str:
+    """Convert a text to Simplified Chinese; converting it again does not change it."""
+    if text.isascii():
+        return text
+    # Phrases that only appear by a conversion are converted by the next.
+    for _ in range(_MOST_ROUNDS):
+        if (converted := _simplified_once(text)) == text:
+            break
+        text = converted
+    return text
+
+
+def _simplified_once(text: str) -> str:
+    converted: str = _converter("t2s").convert(text)
+    if converted == text or not _is_traditional(text, converted):
+        return converted
+    taiwanese: str = _converter("tw2s").convert(text)
+    return taiwanese
+
+
+@cache
+def _converter(name: str) -> Any:
+    import opencc  # few corpora need it
+
+    return opencc.OpenCC(name)
+
+
+def _is_traditional(text: str, converted: str) -> bool:
+    if len(converted) != len(text):
+        return False
+    before, after = (np.frombuffer(t.encode("utf-32-le"), dtype="<u4") for t in (text, converted))
+    han = np.count_nonzero((before >= 0x3400) & (before < 0xA000))
+    return int(np.count_nonzero(before != after)) >= max(1.0, _TRADITIONAL_SHARE * han)

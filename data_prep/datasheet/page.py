@@ -1,220 +1,377 @@
-"""A page of sections, written as HTML in one file and as Markdown for GitHub.
+"""Writes the datasheet of a dataset, `datasheet.html` and `datasheet.md`, from `report.json` alone.
 
-Both are made from the same blocks, so they say the same. A `Cell` has a text and may have a picture
-of it for HTML. All text is escaped here; `html` fields come from `data_prep.datasheet.charts`.
+The questions are those of Gebru et al. 2018, "Datasheets for Datasets", arXiv 1803.09010, as far as
+data preparation can answer them by numbers. The template `page.html` holds all words and the
+layout; it escapes every value. The Markdown for GitHub is made from the elements of the HTML, with
+tables instead of charts, so both pages say the same.
 """
 
+import functools
 import html
+import json
+import math
+import operator
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from data_prep.datasheet.charts import escape, printable
-from data_prep.datasheet.page_style import STYLE
+import jinja2
 
-# Also what GitHub would make a link of.
+from data_prep.counts import INGEST_STAGES
+from data_prep.datasheet.gather import REPORT_FILE
+from pipeline.config import strict_yaml
+from pipeline.errors import DataError
+from pipeline.runtime.files import write_atomic
+
+HTML_FILE = "datasheet.html"
+MARKDOWN_FILE = "datasheet.md"
+OTHER = 7
+"""Colour of all sources behind the first seven, which have the colours 0 to 6."""
+# Characters outside XML 1.0, and characters with a meaning in Markdown, links of GitHub included.
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~$@]|:(?=//)|(?<=www)\.)")
+_AGAIN = "run `python -m data_prep run CONFIG` again"
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 240, 58, 24, 10  # of the histogram
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table."""
+def write(folder: Path) -> tuple[Path, Path]:
+    """Write both pages into a dataset's folder.
 
-    text: str
-    is_number: bool = False
-    html: str = ""
-    """Shown instead of the text; already escaped."""
-    heat: float = 0.0
-    """Strength of the background, 0 to 1."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of equal length. A column without texts is a picture, which Markdown leaves out."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    has_total: bool = False
-    """The last row is the sum of the others."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A paragraph."""
-
-    text: str
+    Raises:
+        DataError: the folder is not a finished dataset, or one of another version.
+    """
+    path = folder / REPORT_FILE
+    try:
+        page = render(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist: {folder} is not a finished dataset; "
+            "run `python -m data_prep run CONFIG` to its end, or correct the folder"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged (not valid JSON: {error}); {_AGAIN}") from None
+    except (KeyError, jinja2.UndefinedError) as error:
+        raise DataError(f"{path} lacks {error}: another version wrote it; {_AGAIN}") from error
+    for name, text in ((HTML_FILE, page), (MARKDOWN_FILE, to_markdown(page))):
+        write_atomic(folder / name, text.encode())
+    return folder / HTML_FILE, folder / MARKDOWN_FILE
 
 
-@dataclass(frozen=True)
-class Bullets:
-    """A list."""
+def render(report: dict[str, Any]) -> str:
+    """Render the HTML page: one well-formed file without scripts and without links to a network.
 
-    items: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Code:
-    """Text to be shown as it is."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart; its numbers must stand beside it as a table, for Markdown and for all readers."""
-
-    html: str
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The few numbers that matter: label, value, and what to know about it."""
-
-    items: Sequence[tuple[str, str, str]]
-
-
-@dataclass(frozen=True)
-class Details:
-    """Blocks that are folded away."""
-
-    summary: str
-    blocks: "Sequence[Block]"
-
-
-Block = Table | Text | Bullets | Code | Figure | Tiles | Details
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page."""
-
-    title: str
-    blocks: Sequence[Block] = field(default_factory=tuple)
-
-
-def to_html(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """One file: no scripts, no network; well-formed XML."""
-    links = "".join(
-        f'<a href="#part-{i}">{escape(section.title)}</a>'
-        for i, section in enumerate(sections)
-        if section.title
+    Raises:
+        KeyError, jinja2.UndefinedError: the report is of another version.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if isinstance(value, str) else value,
+        extensions=["jinja2.ext.do"],
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    body = "\n".join(_html_section(i, section) for i, section in enumerate(sections))
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"/>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<meta name="color-scheme" content="light dark"/>
-<title>{escape(title)}</title>
-<style>{STYLE}</style></head>
-<body><main>
-<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>
-<nav>{links}</nav>
-{body}
-</main></body></html>
-"""
+    environment.filters["number_head"] = lambda name: f"#{name}"
+    given = report["sources"]
+    names = sorted(given, key=lambda name: (-given[name]["tokens"], name))
+    keys = ("documents", "text_bytes", "tokens", "characters")
+    context = {
+        "whole": {
+            **{key: sum(source[key] for source in given.values()) for key in keys},
+            "stages": report["stages"],
+        },
+        "weights": {source["name"]: source["weight"] for source in report["settings"]["sources"]},
+        "used": [name for name, counts in report["stages"].items() if counts["documents_in"]],
+        "report": report,
+        "sources": {name: given[name] for name in names},
+        "colours": {name: min(i, OTHER) for i, name in enumerate(names)},
+        "folder": str(Path(report["settings"]["output_dir"])),
+        "legend": [*names[:OTHER], *([f"{len(names) - OTHER} more"] if names[OTHER:] else [])],
+        "lengths": _lengths(report, names),
+        "reasons": _reasons(report, names),
+        "tree": tree(report.get("tokenizer_report") or {}),
+        "settings": strict_yaml.dump(report["settings"]),
+    }
+
+    def by_source(*keys: str) -> dict[str, int]:
+        return {name: functools.reduce(operator.getitem, keys, given[name]) for name in names}
+
+    functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
+    functions |= {"by_source": by_source}
+    return environment.get_template("page.html").render(**context, **functions)
 
 
-def to_markdown(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """The same with tables instead of charts."""
-    parts = [f"# {_md(title)}", _md(subtitle)]
-    for section in sections:
-        if section.title:
-            parts.append(f"## {_md(section.title)}")
-        parts += filter(None, map(_md_block, section.blocks))
-    return "\n\n".join(parts) + "\n"
+def printable(text: str) -> str:
+    """Replace each character that a page cannot hold."""
+    # The type is kept: text that is escaped already is of a class of its own.
+    return text if not _NOT_XML.search(text) else type(text)(_NOT_XML.sub("\ufffd", text))
 
 
-def _html_section(number: int, section: Section) -> str:
-    head = f"<h2>{escape(section.title)}</h2>" if section.title else ""
-    return (
-        f'<section id="part-{number}">{head}{"".join(map(_html_block, section.blocks))}</section>'
+def count(number: float) -> str:
+    """Format a whole number with separators: 1,234,567."""
+    return f"{number:,.0f}".replace("-", "−")
+
+
+def short(number: float, unit: str = "") -> str:
+    """Format a whole number with three digits: `12.3 M`, and `4.56 GB` with the unit B."""
+    value, prefixes = float(number), iter(("", "k", "M", "G", "T", "P", "E"))
+    prefix = next(prefixes)
+    while abs(value) >= 999.5 and (larger := next(prefixes, None)):
+        value, prefix = value / 1000, larger
+    digits = 0 if abs(value) >= 99.95 or not prefix else 1 if abs(value) >= 9.995 else 2
+    shown = f"{value:.{digits}f}".replace("-", "−")
+    return f"{shown} {prefix}{unit}".rstrip()
+
+
+def percent(part: float, whole: float) -> str:
+    """Format a share as `12.3%`; only nothing is shown as 0, only everything as 100%."""
+    if not whole:
+        return "–"
+    share = part / whole
+    if not part:
+        return "0"
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    if 0.9995 <= share < 1:
+        return ">99.9%"
+    return f"{share:.1%}".replace("-", "−").replace("100.0%", "100%")
+
+
+def bar(
+    values: Mapping[str, int], colours: Mapping[str, int], whole: float, unit: str
+) -> list[tuple[int, str, str]]:
+    """Divide a bar of length `whole` among sources: (colour, width in %, title) of each part.
+
+    All grey sources are one part. `unit` is the unit of the values, B for bytes.
+    """
+    parts = [(c, values.get(name, 0), name) for name, c in colours.items() if c < OTHER]
+    grey = [values.get(name, 0) for name, c in colours.items() if c == OTHER]
+    parts.append((OTHER, sum(grey), f"{len(grey)} more"))
+    shown = []
+    for colour, value, name in parts:
+        if value > 0:
+            text = short(value, "B") if unit == "B" else f"{count(value)} {unit}"
+            shown.append((colour, f"{100 * value / (whole or 1):.3f}", f"{name}: {text}"))
+    return shown
+
+
+def spark(counts: Sequence[int]) -> str:
+    """Draw a histogram of the size of a word, as an SVG path of height 20."""
+    peak = max([1, *counts])
+    steps = (
+        f"M{i} 20V{20 - 20 * number / peak:.2f}h1V20z" for i, number in enumerate(counts) if number
     )
+    return "".join(steps)
 
 
-def _html_block(block: Block) -> str:
-    match block:
-        case Text(text):
-            return f"<p>{escape(text)}</p>"
-        case Bullets(items):
-            return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
-        case Code(text):
-            return f"<pre>{escape(text)}</pre>"
-        case Figure(drawn):
-            return f"<figure>{drawn}</figure>"
-        case Tiles(items):
-            tiles = "".join(
-                f"<div><dt>{escape(label)}</dt><dd><b>{escape(value)}</b>"
-                f"<small>{escape(detail)}</small></dd></div>"
-                for label, value, detail in items
+def histogram(edges: Sequence[int], series: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
+    """Lay out stacked counts over a logarithmic axis of bytes.
+
+    Args:
+        edges: (b + 1,) rising edges of the bins, at least 1; a bin holds its lower edge.
+        series: counts, (b,) each; the first is at the bottom, all after the seventh are grey.
+
+    Returns:
+        Coordinates: "lines" (x, y, x, y), "texts" (x, y, text, anchor), "columns" (colour, x, y,
+        width, height) and "hovers" (x, y, width, height), one per bin.
+    """
+    peak = max([1, *map(sum, zip(*series, strict=True))])
+    step = 1
+    while peak > 5 * step:  # 1, 2, 5, 10 ...: at most six ticks
+        step = step * 5 // 2 if str(step)[0] == "2" else 2 * step
+    ticks = [step * i for i in range(-(-peak // step) + 1)]
+    left, span = math.log10(edges[0]), math.log10(edges[-1] / edges[0])
+
+    def x(value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 8) * (math.log10(value) - left) / span
+
+    def y(number: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * number / ticks[-1]
+
+    lines: list[Any] = [(_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks]
+    texts: list[Any] = [(_LEFT - 6, y(tick) + 4, short(tick), "end") for tick in ticks]
+    digits = (1, 2, 5) if edges[-1] < 100 * edges[0] else (1,)
+    powers = [10**exponent for exponent in range(len(str(edges[0])) - 1, len(str(edges[-1])))]
+    for value in (digit * power for power in powers for digit in digits):
+        if edges[0] <= value <= edges[-1]:
+            thousands = (len(str(value)) - 1) // 3
+            label = f"{value // 1000**thousands} {('', 'k', 'M', 'G', 'T')[thousands]}B"
+            texts.append((x(value), _HEIGHT - 6, label, "middle"))
+            lines.append((x(value), y(0), x(value), y(0) + 4))
+    columns: list[Any] = []
+    hovers: list[Any] = []
+    for i, (low, high) in enumerate(pairwise(map(x, edges))):
+        below = 0
+        for number, counts in enumerate(series):
+            if counts[i]:
+                top, bottom = y(below + counts[i]), y(below)
+                columns.append((min(number, OTHER), low, top, high - low - 0.7, bottom - top))
+                below += counts[i]
+        # Over the whole height, so that people can also point at small columns.
+        hovers.append((low, _TOP, high - low, _HEIGHT - _BOTTOM - _TOP))
+    return {"lines": lines, "texts": texts, "columns": columns, "hovers": hovers}
+
+
+def _lengths(report: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Lay out the histogram of lengths, from the first to the last bin with documents."""
+    whole = report["lengths"]["histogram"]
+    used = [i for i, number in enumerate(whole) if number] or [0]
+    low, high = used[0], used[-1] + 1
+    edges, totals = report["length_edges"][low : high + 1], whole[low:high]
+    counts = {n: report["sources"][n]["lengths"]["histogram"][low:high] for n in names}
+    series = [counts[name] for name in names[:OTHER]]
+    if rest := names[OTHER:]:
+        series.append([sum(column) for column in zip(*(counts[n] for n in rest), strict=True)])
+    bins = [f"{short(a, 'B')} to {short(b, 'B')}" for a, b in pairwise(edges)]
+    titles = []
+    for i, name in enumerate(bins):
+        parts = sorted(((of[i], source) for source, of in counts.items() if of[i]), reverse=True)
+        shown = [f"{source} {count(documents)}" for documents, source in parts[:OTHER]]
+        shown += [f"{len(parts) - OTHER} more"] if len(parts) > OTHER else []
+        detail = f" ({', '.join(shown)})" if len(names) > 1 and shown else ""
+        titles.append(f"{name}: {count(totals[i])} documents{detail}")
+    drawn = histogram(edges, series)
+    table = list(zip(bins, totals, strict=True))
+    return {
+        "histogram": drawn,
+        "titles": titles,
+        "table": table,
+        "counts": counts,
+        "totals": totals,
+    }
+
+
+def _reasons(report: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
+    """List the reasons for rejections, most bytes first, with (source, documents, bytes)."""
+    reasons = []
+    for stage, counts in report["stages"].items():
+        rejected = [(name, report["sources"][name]["stages"][stage]["rejected"]) for name in names]
+        for reason, (documents, num_bytes) in counts["rejected"].items():
+            parts = [(name, *of[reason]) for name, of in rejected if reason in of]
+            parts.sort(key=lambda part: (-part[2], part[0]))
+            # Other stages have reasons of the same name, but no samples.
+            samples = report["rejected_samples"] if stage in INGEST_STAGES else {}
+            reasons.append(
+                {
+                    "stage": stage,
+                    "reason": reason,
+                    "documents": documents,
+                    "bytes": num_bytes,
+                    "parts": parts,
+                    "by_source": {part[0]: part[2] for part in parts},
+                    "samples": samples.get(reason, []),
+                }
             )
-            return f'<dl class="tiles">{tiles}</dl>'
-        case Details(summary, blocks):
-            inner = "".join(map(_html_block, blocks))
-            return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
-        case Table():
-            return _html_table(block)
+    return sorted(reasons, key=lambda r: (-r["bytes"], r["reason"], r["stage"]))
 
 
-def _html_table(table: Table) -> str:
-    numbers = [any(row[i].is_number for row in table.rows) for i in range(len(table.head))]
-    head = "".join(
-        f'<th scope="col"{_NUMBER if is_number else ""}>{escape(name)}</th>'
-        for name, is_number in zip(table.head, numbers, strict=True)
-    )
-    # Without names of columns it is a list of facts, which needs not be as wide as the page.
-    begin = f"<table><thead><tr>{head}</tr></thead>" if any(table.head) else _FACTS
-    rows = [f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in table.rows]
-    total = f"<tfoot>{rows.pop()}</tfoot>" if table.has_total else ""
-    return f'<div class="scroll">{begin}<tbody>{"".join(rows)}</tbody>{total}</table></div>'
+def tree(value: Any) -> list[dict[str, Any]]:
+    """Arrange any JSON value as tables {"head", "rows"} and folded parts {"summary", "blocks"}."""
+    if isinstance(value, Mapping):
+        return _tree_of_mapping(value)
+    items = value if isinstance(value, list) else [value]
+    if items and all(isinstance(item, Mapping) for item in items):
+        columns = list(dict.fromkeys(key for item in items for key in item))
+        return [_table(columns, [[item.get(c, "") for c in columns] for item in items])]
+    if items and all(isinstance(item, list) and len(item) == len(items[0]) for item in items):
+        return [_table([""] * len(items[0]), items)]
+    return [_table([""], [[item] for item in items])]
 
 
-_NUMBER = ' class="n"'
-_FACTS = '<table class="facts">'
+def _tree_of_mapping(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    scalars = {key: v for key, v in value.items() if not isinstance(v, (Mapping, list))}
+    blocks = [_table(["", ""], [[_words(k), v] for k, v in scalars.items()])] if scalars else []
+    rest = {key: v for key, v in value.items() if key not in scalars and v}
+    parts = [v for v in rest.values() if isinstance(v, Mapping)]
+    first = parts[0].items() if parts else ()
+    common = [
+        key
+        for key, v in first
+        if not isinstance(v, (Mapping, list)) and all(key in part for part in parts)
+    ]
+    if not scalars and common and len(parts) == len(rest) > 1:
+        # Parts with the same keys become rows of one table; below it stands the rest of each.
+        blocks = [_table(["", *common], [[k, *(p[c] for c in common)] for k, p in rest.items()])]
+        rest = {k: {c: v for c, v in p.items() if c not in common and v} for k, p in rest.items()}
+    return blocks + [{"summary": _words(k), "blocks": tree(v)} for k, v in rest.items() if v]
 
 
-def _html_cell(cell: Cell) -> str:
-    heat = f' style="--heat:{100 * min(1, cell.heat):.0f}%"' if cell.heat > 0 else ""
-    content = cell.html or f"<bdi>{escape(cell.text)}</bdi>"
-    # What is nothing should not draw the eye.
-    kind = ' class="n zero"' if cell.text in ("0", "0 B", "–") else _NUMBER
-    return f"<td{kind if cell.is_number else ''}{heat}>{content}</td>"
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    is_number = [any(isinstance(row[i], (int, float)) for row in rows) for i in range(len(head))]
+    marks = ["#" if name and number else "" for name, number in zip(head, is_number, strict=True)]
+    heads = [mark + _words(name) for mark, name in zip(marks, head, strict=True)]
+    return {"head": heads, "rows": rows}
 
 
-def _md_block(block: Block) -> str:
-    match block:
-        case Text(text):
-            return _md(text)
-        case Bullets(items):
-            return "\n".join(f"- {_md(item)}" for item in items)
-        case Code(text):
-            longest = max(map(len, re.findall("`+", text)), default=0)
-            fence = "`" * max(3, longest + 1)
-            return f"{fence}\n{printable(text).strip()}\n{fence}"
-        case Figure():
-            return ""
-        case Tiles(items):
-            rows = [[Cell(item[0]), Cell(item[1], is_number=True), Cell(item[2])] for item in items]
-            return _md_table(Table(("", "", ""), rows))
-        case Details(summary, blocks):
-            inner = "\n\n".join(filter(None, map(_md_block, blocks)))
-            return f"<details><summary>{escape(summary)}</summary>\n\n{inner}\n\n</details>"
-        case Table():
-            return _md_table(block)
+def _words(key: object) -> str:
+    return str(key).replace("_", " ")
 
 
-def _md_table(table: Table) -> str:
-    columns = range(len(table.head))
-    shown = [i for i in columns if not table.rows or any(row[i].text for row in table.rows)]
-    marks = {i: "---:" if any(row[i].is_number for row in table.rows) else "---" for i in columns}
-    lines = [[_md(table.head[i]) for i in shown], [marks[i] for i in shown]]
-    rows = [[_md(row[i].text) for i in shown] for row in table.rows]
-    if table.has_total:
-        rows[-1] = [f"**{text}**" if text else "" for text in rows[-1]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (*lines, *rows))
+def to_markdown(page: str) -> str:
+    """Make the Markdown page from the HTML page: the same texts, and tables instead of charts."""
+    main = ET.fromstring(page).find("body/main")
+    assert main is not None
+    blocks = [f"# {_line(main.find('header/h1'))}", _line(main.find("header/p"))]
+    for section in main.iter("section"):
+        blocks += _blocks(section)
+    return "\n\n".join(blocks) + "\n"
 
 
-def _md(text: str) -> str:
-    """One line in which nothing is taken for a mark-up."""
-    line = _MARKDOWN.sub(r"\\\1", " ".join(printable(text).split()))
+def _blocks(parent: ET.Element) -> list[str]:
+    """Convert the children of an element that have a form in Markdown."""
+    blocks = []
+    for element in parent:
+        if element.tag == "h2":
+            blocks.append(f"## {_line(element)}")
+        elif element.tag == "p":
+            blocks.append(_line(element))
+        elif element.tag == "ul":
+            blocks.append("\n".join(f"- {_line(item)}" for item in element))
+        elif element.tag == "pre":
+            text = _text(element).strip()
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            blocks.append(f"{fence}\n{text}\n{fence}")
+        elif element.tag in ("div", "dl"):
+            blocks.append(_rows(element))
+        elif element.tag == "details":
+            summary = html.escape(_text(element[0]))
+            inner = "\n\n".join(_blocks(element))
+            blocks.append(f"<details><summary>{summary}</summary>\n\n{inner}\n\n</details>")
+    return blocks
+
+
+def _rows(element: ET.Element) -> str:
+    """Convert a table, or a list of tiles, without the columns that hold only pictures."""
+    if element.tag == "dl":
+        head, rows = ["", "", ""], [[tile[0], tile[1][0], tile[1][1]] for tile in element]
+        numbers = {1}
+    else:
+        rows = [list(row) for row in element.iter("tr") if row[0].tag == "td"]
+        head = [_line(th) for th in element.iter("th")] or [""] * len(rows[0])
+        is_number = [[td.get("class", "").startswith("n") for td in row] for row in rows]
+        numbers = {i for i in range(len(head)) if any(row[i] for row in is_number)}
+    texts = [[_line(cell) for cell in row] for row in rows]
+    shown = [i for i in range(len(head)) if not texts or any(row[i] for row in texts)]
+    for row in texts[len(rows) - len(element.findall(".//tfoot/tr")) :]:
+        row[:] = [f"**{text}**" if text else "" for text in row]
+    marks = ["---:" if i in numbers else "---" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(row[i] for i in shown)} |" for row in (head, marks, *texts))
+
+
+def _text(element: ET.Element) -> str:
+    """Join the texts of an element, without pictures and without remarks below the text."""
+    parts = [element.text or ""]
+    for child in element:
+        parts += ["" if child.tag in ("svg", "small") else _text(child), child.tail or ""]
+    return "".join(parts)
+
+
+def _line(element: ET.Element | None) -> str:
+    """Return the text of an element as one line in which no character is taken for a mark-up."""
+    assert element is not None
+    line = _MARKDOWN.sub(r"\\\1", " ".join(_text(element).split()))
     return html.escape(line, quote=False)

@@ -1,7 +1,8 @@
-"""Beginnings of rejected texts, for people to see what a rule does.
+"""Beginnings of rejected texts, which show people the effect of a rule.
 
-They come from the first pieces that have them, so they are the same on every rerun, and only so
-much is read that it takes seconds for any corpus: a rare reason may have no sample.
+They come from the first pieces that have them, so they are the same on every rerun. The number of
+pieces and bytes to read is limited, so that it takes seconds for any corpus; a rare reason may have
+no sample.
 """
 
 import base64
@@ -11,22 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep import ingest
 from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig
+from data_prep.counts import INGEST_STAGES
 from data_prep.filters.mask import Masker
+from data_prep.pieces import read_lines
 from data_prep.readers.items import storable
 from data_prep.stage import Done
 
 Mask = Callable[[str], str]
 
 SAMPLES = 3
-"""Of one reason, from different sources if it has so many."""
+"""Number for one reason, from different sources if there are enough."""
 SAMPLE_CHARS = 200
 _MAX_PIECES = 8  # of a source
 _MAX_BYTES = 8_000_000  # of a piece
 _WINDOW_CHARS = 4000
-# What the end of the window cuts through is not recognised as personal data; the longest number or
+# Personal data that the end of the window cuts through is not recognised; the longest number or
 # local part of an address is shorter than this.
 _UNSURE_CHARS = 256
 _ESCAPED = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|([nrtbf])|([\"/\\]))")
@@ -38,19 +40,19 @@ def collect(
     ingested: Sequence[Done],
     rejected: dict[str, dict[str, list[int]]],
 ) -> dict[str, list[dict[str, str]]]:
-    """Samples of every reason.
+    """Collect samples of every reason.
 
     Args:
-        config: says what is masked.
+        config: settings of masking.
         pieces: source and `.rejected.jsonl.zst` of every piece.
-        ingested: records of the pieces.
-        rejected: source -> reason -> [documents, bytes], of ingestion and filters.
+        ingested: records of stage ingest, one per piece.
+        rejected: source -> reason -> [documents, bytes] of ingestion and filters.
 
     Returns:
         Reason -> up to `SAMPLES` of {"source", "id", "text"}.
     """
     mask = _mask(config)
-    found: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
+    samples: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
     wanted = _wanted(rejected)
     num_read = Counter[str]()
     for (source, path), done in zip(pieces, ingested, strict=True):
@@ -63,12 +65,12 @@ def collect(
             if reason not in wanted[source]:
                 continue
             text = _beginning(record, reason in done.result["ingest"]["rejected"], mask)
-            found[reason].append({"source": source, "id": mask(record["id"]), "text": text})
+            samples[reason].append({"source": source, "id": mask(record["id"]), "text": text})
             wanted[source][reason] -= 1
-            wanted[source] += Counter()  # drops what is at zero
+            wanted[source] += Counter()  # drops reasons that are complete
             if not here & wanted[source].keys():
                 break
-    return dict(sorted(found.items()))
+    return dict(sorted(samples.items()))
 
 
 def _mask(config: PrepConfig) -> Mask:
@@ -79,7 +81,7 @@ def _mask(config: PrepConfig) -> Mask:
 
 
 def _wanted(rejected: dict[str, dict[str, list[int]]]) -> dict[str, Counter[str]]:
-    """How many samples of which reason to take from which source: more where it drops more."""
+    """Divide the samples of each reason among the sources that lose most text for it."""
     sources_of: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
     for source, reasons in rejected.items():
         for reason, (_, num_bytes) in reasons.items():
@@ -94,13 +96,13 @@ def _wanted(rejected: dict[str, dict[str, list[int]]]) -> dict[str, Counter[str]
 
 
 def _reasons(done: Done) -> set[str]:
-    return {reason for stage in ingest.STAGES for reason in done.result[stage]["rejected"]}
+    return {reason for stage in INGEST_STAGES for reason in done.result[stage]["rejected"]}
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Rejected documents from the beginning of a file."""
+    """Read rejected documents from the beginning of a file."""
     left = _MAX_BYTES
-    for record in ingest.read_lines(path):
+    for record in read_lines(path):
         yield record
         left -= len(record.get("raw", "")) + len(record.get("raw_base64", ""))
         if left < 0:
@@ -108,10 +110,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _beginning(record: dict[str, Any], is_unread: bool, mask: Mask) -> str:
-    """What a page may show of a document.
+    """Return the beginning of a document as a page may show it.
 
     Args:
-        record: of a `.rejected.jsonl.zst`.
+        record: a line of a `.rejected.jsonl.zst`.
         is_unread: the raw text may be a line of JSON.
         mask: replaces personal data.
     """
@@ -120,10 +122,10 @@ def _beginning(record: dict[str, Any], is_unread: bool, mask: Mask) -> str:
         raw = base64.b64decode(record["raw_base64"]).decode(errors="replace")
     text = raw[:_WINDOW_CHARS]
     if is_unread:
-        # In `tel:\n13812345678` as JSON writes it, the n would hide that a number begins there.
+        # In `tel:\n13812345678` as JSON writes it, the n would hide the beginning of a number.
         text = _ESCAPED.sub(_unescaped, text)
     text = mask(normalise(storable(text)))
-    # Numbers that were apart by line breaks are now apart by spaces: looked at again.
+    # Spaces replace the line breaks within numbers, so the mask finds more of them now.
     text = mask(" ".join(text.split()))
     if len(raw) > _WINDOW_CHARS:
         text = text[:-_UNSURE_CHARS]

@@ -1,9 +1,9 @@
-"""Texts of evaluation sets, whatever form they are in.
+"""Texts of evaluation sets in files of several forms.
 
 An item is one text: every string in .json and .jsonl (values of any depth, not keys), every cell of
-.tsv and .csv, every line of .txt. Files are UTF-8, or GB18030 where that is the only one that fits.
-A string without a space and without a Chinese, Japanese or Korean character is no item: it is a
-label, an id or an address.
+.tsv and .csv, every line of .txt. Files are UTF-8, or GB18030 where only that fits. A string
+without a space and without a Chinese, Japanese or Korean character is not an item: it is a label,
+an id or an address.
 """
 
 import csv
@@ -35,14 +35,14 @@ _LONGEST_CELL = 1 << 30
 
 @dataclass
 class Reading:
-    """What was met while items were read."""
+    """Counts of unreadable parts, filled while items are read."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """What could not be read -> how often."""
+    """Kind of unreadable part -> number."""
 
 
 def find(config: DecontaminateConfig) -> dict[str, tuple[InputFile, ...]]:
-    """Lists the files of every set, sorted by name.
+    """List the files of every set, sorted by name.
 
     In folders, files are chosen by their suffixes.
 
@@ -53,10 +53,10 @@ def find(config: DecontaminateConfig) -> dict[str, tuple[InputFile, ...]]:
 
 
 def read(file: InputFile, reading: Reading) -> Items:
-    """Yields (place, text) of every item of a file; what cannot be read is counted.
+    """Yield (place, text) of every item of a file; unreadable parts are counted.
 
     Raises:
-        DataError: the file is cut short, damaged, not what its suffix says, or changed.
+        DataError: the file is cut short, damaged, changed, or its suffix is wrong.
     """
     if not file.num_bytes:
         reading.counts["empty files"] += 1
@@ -100,7 +100,7 @@ def _is_text(text: str) -> bool:
 
 
 def _lines(file: InputFile, reading: Reading) -> Iterator[tuple[int, str]]:
-    """Numbers from 1 and texts of all lines, without their ends."""
+    """Yield numbers from 1 and texts of all lines, without their ends."""
     encoding = detect_encoding(file.path)
     with opened(file.path) as stream:
         for number, raw in enumerate(stream.buffer, 1):
@@ -111,8 +111,8 @@ def _lines(file: InputFile, reading: Reading) -> Iterator[tuple[int, str]]:
                 yield number, line.rstrip("\r\n")
         if stream.problem:
             raise DataError(
-                f"{file.path}: {stream.problem.reason} ({stream.problem}); what is missing could "
-                "not be looked for: get the file again"
+                f"{file.path}: {stream.problem.reason} ({stream.problem}); its missing items "
+                "could not be searched for: get the file again"
             )
 
 
@@ -122,7 +122,7 @@ def _txt(file: InputFile, reading: Reading) -> Items:
 
 
 def _tsv(file: InputFile, reading: Reading) -> Items:
-    """Cells without quoting, as GLUE and CLUE have them."""
+    """Yield cells without quoting, as GLUE and CLUE have them."""
     for number, line in _lines(file, reading):
         for column, cell in enumerate(line.split("\t"), 1):
             yield f":{number}/{column}", cell
@@ -138,8 +138,8 @@ def _csv(file: InputFile, reading: Reading) -> Items:
                 yield f":{rows.line_num}/{column}", cell
     except csv.Error as error:
         raise DataError(
-            f"{file.path}, line {rows.line_num}: no CSV ({error}); expected commas between cells "
-            'and "" for a quote in a quoted cell; tab-separated files are called .tsv'
+            f"{file.path}, line {rows.line_num}: not valid CSV ({error}); expected commas between "
+            'cells and "" for a quote in a quoted cell; a tab-separated file needs the suffix .tsv'
         ) from error
 
 
@@ -148,7 +148,7 @@ def _jsonl(file: InputFile, reading: Reading) -> Items:
 
 
 def _json(file: InputFile, reading: Reading) -> Items:
-    """One value a line if the first line is one by itself, else one value in all."""
+    """Read one value per line if the first line is one by itself, or else one value in all."""
     lines = _lines(file, reading)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:

@@ -1,18 +1,18 @@
-"""Stages exact and dedup: the first of all documents with equal text is kept, over all pieces.
+"""Stages exact and dedup: of all documents with equal text the first is kept, over all pieces.
 
 A document's 128-bit hash decides. Stage exact has one task for each of `parts` equal ranges of hash
 values; it reads the hashes of all pieces and holds those of its range, about 60 bytes a document
-of the part: `PART_DOCUMENTS`, or as many more as there are copies of one text, however large the
-corpus is. Stage dedup is one light task that puts the parts together, piece by piece. "First" is by
-piece and line, so the result depends neither on the number of parts nor on which piece was
-ingested first.
+of the part: `PART_DOCUMENTS`, or more where one text has more copies than that, however large the
+corpus is. Stage dedup is one light task that combines the parts, piece by piece. "First" is by
+piece and line, so the result depends neither on the number of parts nor on the order in which
+pieces were ingested.
 
 The parts also find ids that several documents have. Those documents stay; they are counted, and the
 first ones are named.
 
 Stage exact writes per part
     PART.duplicates.npy    (2, m) int64: dropped documents, rising, and the kept one of each; both
-                           are counted over all pieces
+                           are numbered over all pieces
 Stage dedup writes per piece
     NAME.keep.npy          (d,) bool
     NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.dedup.dropped`
@@ -27,138 +27,134 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.counts import Counts
-from data_prep.dedup.dropped import Dropped, Pieces, listed_per_piece, write_lists
-from data_prep.ingest import id_hash, read_lines
-from data_prep.stage import Done, Task, make_key, replacing
+from data_prep.dedup.dropped import Dropped, list_bytes, listed_per_piece, write_lists
+from data_prep.dedup.minhash import bins
+from data_prep.pieces import Pieces, id_hash
+from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, save_array
 
 logger = logging.getLogger(__name__)
 
 PART_DOCUMENTS = 8_000_000
 REASON = "exact duplicate"
-REPEATED_IDS = "documents with the id of another"
 _NAMED_IDS = 3
+
+_Example = tuple[int, int, int, int]
+"""A repeated id: (number among all documents read, piece, piece of the first one, hash)."""
 
 
 @dataclass(frozen=True)
 class ExactJob:
-    """One of `parts` equal ranges of hash values, over the pieces of a folder."""
+    """One of `parts` equal ranges of hash values, over all pieces."""
 
-    documents_folder: Path
-    names: tuple[str, ...]
+    pieces: Pieces
     part: int
     parts: int
 
 
 @dataclass(frozen=True)
 class DedupJob:
-    """Names of the pieces, in order, their folder, and what the parts found, in files and words."""
+    """The pieces, and the results of all parts."""
 
-    documents_folder: Path
-    names: tuple[str, ...]
+    pieces: Pieces
     part_paths: tuple[Path, ...]
     repeated: int
-    examples: tuple[tuple[int, int, int, int], ...]
-    """Of ids that are there again: see `run_exact`."""
+    examples: tuple[_Example, ...]
 
 
 def exact_tasks(
-    upstream: list[Done],
-    names: tuple[str, ...],
-    documents_folder: Path,
-    num_read: int,
-    folder: Path,
+    written: list[Done], pieces: Pieces, num_read: int, folder: Path
 ) -> list[Task[ExactJob]]:
-    """One task a part.
+    """Make one task per part.
 
     Args:
-        upstream: records of the stage that wrote the pieces.
-        names: the pieces, in order.
-        documents_folder: where they are.
-        num_read: documents that ingestion read, for the number of parts.
-        folder: of this stage.
+        written: records of the stage that wrote the pieces.
+        pieces: all pieces.
+        num_read: documents that ingestion read; decides the number of parts.
+        folder: folder of this stage.
     """
-    key = make_key([done.digest for done in upstream])
+    key = make_key([done.digest for done in written])
     parts = 1 + num_read // PART_DOCUMENTS
     return [
-        Task(
-            f"{part:03d}", folder, make_key(key, part, parts),
-            ExactJob(documents_folder, names, part, parts),
-        )
+        Task(f"{part:03d}", folder, make_key(key, part, parts), ExactJob(pieces, part, parts))
         for part in range(parts)
-    ]  # fmt: skip
+    ]
 
 
-def run_exact(task: Task[ExactJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Compares the hashes of one range.
+def run_exact(task: Task[ExactJob]) -> Result:
+    """Compare the hashes of one range.
 
-    Returns:
-        As a result `repeated_ids`, how many documents have an id that an earlier one has, and
-        `examples` of them: (number among all documents read, piece, piece of the first one, hash).
+    The result holds `repeated_ids`, the number of documents with the id of an earlier one, and
+    `examples` of them.
     """
     job = task.payload
     path = task.path(".duplicates.npy")
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.save(file, _equal_texts(job))
+    save_array(path, _equal_texts(job))
     repeated, examples = _equal_ids(job)
     return {"repeated_ids": repeated, "examples": examples}, [path]
 
 
+def estimate_exact(size: Size) -> Estimate:
+    """Estimate the cost of stage exact."""
+    parts = 1 + int(size.documents) // PART_DOCUMENTS
+    memory = 100e6 + 60 * size.documents / parts
+    return Estimate(parts, size.documents * 1e-6, size.documents, memory)
+
+
 def dedup_tasks(
-    exact: list[Task[ExactJob]], found: list[Done], upstream: list[Done], folder: Path
+    exact: list[Task[ExactJob]], compared: list[Done], written: list[Done], folder: Path
 ) -> list[Task[DedupJob]]:
-    """The one task of this stage; `exact` and `found` are the tasks before and their records."""
-    examples = sorted(tuple(example) for done in found for example in done.result["examples"])
+    """Make the one task of stage dedup; `exact` and `compared` are tasks and records of exact."""
+    examples = sorted(tuple(example) for done in compared for example in done.result["examples"])
     job = DedupJob(
-        exact[0].payload.documents_folder,
-        exact[0].payload.names,
+        exact[0].payload.pieces,
         tuple(task.path(".duplicates.npy") for task in exact),
-        sum(done.result["repeated_ids"] for done in found),
+        sum(done.result["repeated_ids"] for done in compared),
         tuple(examples[:_NAMED_IDS]),
     )
-    key = make_key(
-        [done.digest for done in upstream], [done.digest for done in found], job.repeated,
-        job.examples,
-    )  # fmt: skip
-    return [Task("all", folder, key, job)]
+    digests = [[done.digest for done in records] for records in (written, compared)]
+    return [Task("all", folder, make_key(*digests, job.repeated, job.examples), job)]
 
 
-def run_dedup(task: Task[DedupJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Writes masks and lists of all pieces.
+def run_dedup(task: Task[DedupJob]) -> Result:
+    """Write masks and lists of all pieces.
 
-    Returns:
-        As a result the counts, `repeated_ids`, how many documents have an id that an earlier one
-        has, and `examples`, up to three of these ids.
+    The result holds the counts, `repeated_ids`, the number of documents with the id of an earlier
+    one, and `examples`, up to three of these ids.
     """
-    job = task.payload
-    pieces = Pieces.of(job.documents_folder, job.names)
+    job, pieces = task.payload, task.payload.pieces
     tables = [np.load(path, mmap_mode="r") for path in job.part_paths]
     counts = Counts()
-    listed = []
-    for name, start, end in zip(job.names, pieces.starts, pieces.ends.tolist(), strict=True):
-        sizes = np.load(job.documents_folder / f"{name}.bytes.npy")
+    masks, listed = [], []
+    for name, start, end in zip(pieces.names, pieces.starts, pieces.ends.tolist(), strict=True):
+        sizes = pieces.sizes(name)
         dropped = _between(tables, start, end)
         keep = np.ones(len(sizes), dtype=bool)
         keep[dropped[0] - start] = False
         counts.mask(sizes, keep, REASON)
-        with replacing(task.folder / f"{name}.keep.npy") as temporary, temporary.open("wb") as file:
-            np.save(file, keep)
+        masks.append(task.folder / f"{name}.keep.npy")
+        save_array(masks[-1], keep)
         listed.append(dropped[:, : listed_per_piece(pieces)])
     rows = np.concatenate(listed, axis=1)
     lists = write_lists(pieces, Dropped(rows[0], rows[1]), task.folder, ".duplicates.jsonl")
-    paths = [*(task.folder / f"{name}.keep.npy" for name in job.names), *lists]
-    examples = [text for example in job.examples if (text := _id_of(job, example))]
+    examples = [text for example in job.examples if (text := _id_of(pieces, example))]
     if job.repeated:
-        logger.warning(
+        text = (
             "%s documents have the id of an earlier one, such as %s; all are kept, but splits and "
-            "samples treat them alike", f"{job.repeated:,}", ", ".join(examples) or "rejected ones",
-        )  # fmt: skip
-    return {
-        "dedup": counts.to_json(), "repeated_ids": job.repeated, "examples": examples
-    }, paths  # fmt: skip
+            "samples treat them alike"
+        )
+        logger.warning(text, f"{job.repeated:,}", ", ".join(examples) or "rejected ones")
+    result = {"dedup": counts.to_json(), "repeated_ids": job.repeated, "examples": examples}
+    return result, [*masks, *lists]
+
+
+def estimate_dedup(size: Size) -> Estimate:
+    """Estimate the cost of stage dedup."""
+    memory = 150e6 + list_bytes(size.documents)
+    return Estimate(1, size.documents * 2.5e-6, size.documents, memory)
 
 
 def _between(tables: list[npt.NDArray[np.int64]], start: int, end: int) -> npt.NDArray[np.int64]:
-    """(2, m) duplicates of the documents from `start` to `end`, rising."""
+    """Return the (2, m) duplicates of the documents from `start` to `end`, rising."""
     slices = []
     for table in tables:
         low, high = np.searchsorted(table[0], [start, end]).tolist()
@@ -167,21 +163,14 @@ def _between(tables: list[npt.NDArray[np.int64]], start: int, end: int) -> npt.N
     return joined[:, np.argsort(joined[0])]
 
 
-def in_part(hashes: npt.NDArray[np.uint64], part: int, parts: int) -> npt.NDArray[np.bool_]:
-    """Which hashes are in the part: of `parts` equal ranges of their upper half."""
-    scaled = (hashes >> np.uint64(32)) * np.uint64(parts)
-    chosen: npt.NDArray[np.bool_] = (scaled >> np.uint64(32)) == part
-    return chosen
-
-
 def _equal_texts(job: ExactJob) -> npt.NDArray[np.int64]:
-    """(2, m), by dropped document."""
+    """Return (2, m): documents whose text an earlier one has, rising, and the first one of each."""
     first, second = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.uint64)]
     numbers = [np.zeros(0, dtype=np.int64)]
     start = 0
-    for name in job.names:
-        hashes = np.load(job.documents_folder / f"{name}.hashes.npy")
-        chosen = np.flatnonzero(in_part(hashes[:, 0], job.part, job.parts))
+    for name in job.pieces.names:
+        hashes = np.load(job.pieces.texts / f"{name}.hashes.npy")
+        chosen = np.flatnonzero(bins(hashes[:, 0], job.parts) == job.part)
         first.append(hashes[chosen, 0])
         second.append(hashes[chosen, 1])
         numbers.append(start + chosen)
@@ -198,7 +187,7 @@ def _equal_texts(job: ExactJob) -> npt.NDArray[np.int64]:
 def _later_and_first(
     documents: npt.NDArray[np.integer[Any]], new: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """(2, m): documents that are not `new`, rising, and the last new one before each."""
+    """Return (2, m): documents that are not `new`, rising, and the last new one before each."""
     later = np.flatnonzero(~new)
     firsts = np.flatnonzero(new)
     first = firsts[np.searchsorted(firsts, later) - 1]
@@ -206,20 +195,20 @@ def _later_and_first(
     return pairs[:, np.argsort(pairs[0])]
 
 
-def _equal_ids(job: ExactJob) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """How many documents have an id that is there before, and the first of them."""
-    found, numbers = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
+def _equal_ids(job: ExactJob) -> tuple[int, list[_Example]]:
+    """Count documents with the id of an earlier one, and give the first of them."""
+    values, numbers = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
     ends = []
     start = 0
-    for name in job.names:
-        hashes = np.load(job.documents_folder / f"{name}.id_hashes.npy")
-        chosen = np.flatnonzero(in_part(hashes, job.part, job.parts))
-        found.append(hashes[chosen])
+    for name in job.pieces.names:
+        of_piece = np.load(job.pieces.texts / f"{name}.id_hashes.npy")
+        chosen = np.flatnonzero(bins(of_piece, job.parts) == job.part)
+        values.append(of_piece[chosen])
         numbers.append(start + chosen)
-        start += len(hashes)
+        start += len(of_piece)
         ends.append(start)
-    hashes, documents = np.concatenate(found), np.concatenate(numbers)
-    del found, numbers
+    hashes, documents = np.concatenate(values), np.concatenate(numbers)
+    del values, numbers
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     new = np.ones(len(order), dtype=bool)
@@ -227,16 +216,16 @@ def _equal_ids(job: ExactJob) -> tuple[int, list[tuple[int, int, int, int]]]:
     pairs = _later_and_first(documents[order], new)
     named = pairs[:, :_NAMED_IDS]
     pieces = np.searchsorted(ends, named, side="right")
-    values = hashes[np.searchsorted(documents, named[0])]
-    examples = zip(named[0].tolist(), *pieces.tolist(), values.tolist(), strict=True)
+    wanted = hashes[np.searchsorted(documents, named[0])]
+    examples = zip(named[0].tolist(), *pieces.tolist(), wanted.tolist(), strict=True)
     return pairs.shape[1], list(examples)
 
 
-def _id_of(job: DedupJob, example: tuple[int, int, int, int]) -> str | None:
-    """The id with the example's hash, if one of its documents goes on."""
+def _id_of(pieces: Pieces, example: _Example) -> str | None:
+    """Look up the id with the example's hash; None if all its documents were rejected."""
     _, piece, first_piece, wanted = example
     for number in (piece, first_piece):
-        for text in read_lines(job.documents_folder / f"{job.names[number]}.ids.jsonl.zst"):
+        for text in pieces.ids(pieces.names[number]):
             if id_hash(text) == wanted:
-                return str(text)
+                return text
     return None

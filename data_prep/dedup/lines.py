@@ -1,9 +1,9 @@
-"""Stages line_hashes, line_parts and lines: a line that was there before is dropped.
+"""Stages line_hashes, line_parts and lines: lines that occurred before are dropped.
 
-What stands on many pages (menus, licences, "read more") is found without rules. The first of
+This finds the boilerplate of many pages (menus, licences, "read more") without rules. The first of
 several equal lines stays, by document and line over all pieces; lines with fewer than
-`dedup.line_min_chars` characters always stay, since "}" or a year mean something where they are. A
-document that is left without any line long enough to be compared has nothing of its own and is
+`dedup.line_min_chars` characters always stay, since "}" or a year depend on their context. A
+document that is left without any line long enough to be compared has no text of its own and is
 rejected. CCNet (Wenzek et al. 2020) drops repeated paragraphs by hash, too.
 
 A line's 64-bit hash decides. Of 3 billion different lines 0.25 pairs are expected to share one.
@@ -12,9 +12,9 @@ Stage line_hashes writes per piece, of its L lines that are long enough
     NAME.hashes.npy     (u,) uint64, rising: each hash once
     NAME.first.npy      (u,) uint32, the first line with it, 0 to L - 1
 Stage line_parts, for each of `parts` equal ranges of hash values
-    PART.repeated.npy   (m,) int64, rising: lines of NAME.first.npy, counted over all pieces, that
+    PART.repeated.npy   (m,) int64, rising: lines of NAME.first.npy, numbered over all pieces, that
                         an earlier piece has too
-Stage lines writes what ingestion writes, with the lines dropped.
+Stage lines writes the files of a piece again, without these lines.
 
 A part task holds its range of hashes, about 50 bytes for each of `PART_LINES`. Since a piece gives
 a hash only once, a line that half of all documents have makes no part large.
@@ -26,21 +26,20 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.counts import Counts
-from data_prep.dedup.near import save
-from data_prep.documents import Rejected
-from data_prep.ingest import paths_of, piece_writer, read_documents
-from data_prep.stage import Done, Task, make_key
+from data_prep.pieces import piece_paths, piece_writer, read_documents
+from data_prep.readers.items import Rejected
+from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, save_array
 
 PART_LINES = 16_000_000
 REASON = "line seen before"
 NOTHING_NEW = "no long line that was not seen before"
 _BLANK_LINES = re.compile("\n{3,}")
+_LINE_BYTES = 90  # of an average line, for estimates
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,17 @@ class PartJob:
     hash_folder: Path
     names: tuple[str, ...]
     num_lines: tuple[int, ...]
-    """Of every piece."""
+    """Long lines of every piece."""
     part: int
     parts: int
 
 
 @dataclass(frozen=True)
 class RewriteJob:
-    """One piece, and what all parts found."""
+    """One piece, and the results of all parts."""
 
     ingested: Path
-    """Its files, without suffix."""
+    """Path of the piece's files, without suffix."""
     hashes: Path
     part_paths: tuple[Path, ...]
     first_line: int
@@ -80,18 +79,16 @@ class RewriteJob:
 def hash_tasks(
     ingested: list[Done], names: tuple[str, ...], ingest_folder: Path, min_chars: int, folder: Path
 ) -> list[Task[HashJob]]:
-    """One task a piece."""
-    return [
-        Task(
-            name, folder, make_key(done.digest, min_chars),
-            HashJob(ingest_folder / f"{name}.jsonl.zst", min_chars),
-        )
-        for name, done in zip(names, ingested, strict=True)
-    ]  # fmt: skip
+    """Make one task per piece."""
+    made = []
+    for name, done in zip(names, ingested, strict=True):
+        job = HashJob(ingest_folder / f"{name}.jsonl.zst", min_chars)
+        made.append(Task(name, folder, make_key(done.digest, min_chars), job))
+    return made
 
 
-def run_hashes(task: Task[HashJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Hashes the lines of one piece."""
+def run_hashes(task: Task[HashJob]) -> Result:
+    """Hash the lines of one piece."""
     hashes = array("Q")
     for document in read_documents(task.payload.documents):
         for line in document["text"].split("\n"):
@@ -100,30 +97,35 @@ def run_hashes(task: Task[HashJob]) -> tuple[dict[str, Any], list[Path]]:
                 hashes.append(int.from_bytes(digest, "little"))
     distinct, first = np.unique(np.frombuffer(hashes, dtype=np.uint64), return_index=True)
     paths = [task.path(".hashes.npy"), task.path(".first.npy")]
-    save(paths[0], distinct)
-    save(paths[1], first.astype(np.uint32))
+    save_array(paths[0], distinct)
+    save_array(paths[1], first.astype(np.uint32))
     return {"lines": len(hashes), "distinct": len(distinct)}, paths
+
+
+def estimate_hashes(size: Size) -> Estimate:
+    """Estimate the cost of stage line_hashes."""
+    lines = size.text_bytes / _LINE_BYTES
+    memory = 100e6 + 40 * lines / size.pieces
+    return Estimate(size.pieces, size.text_bytes / 1e6 / 60, 12 * lines, memory)
 
 
 def part_tasks(
     hash_tasks: list[Task[HashJob]], hashed: list[Done], folder: Path
 ) -> list[Task[PartJob]]:
-    """One task a part; the arguments are the tasks before and their records."""
+    """Make one task per part; `hash_tasks` and `hashed` are tasks and records of line_hashes."""
     key = make_key([done.digest for done in hashed])
     parts = 1 + sum(done.result["distinct"] for done in hashed) // PART_LINES
     names = tuple(task.name for task in hash_tasks)
     num_lines = tuple(done.result["lines"] for done in hashed)
-    return [
-        Task(
-            f"{part:04d}", folder, make_key(key, part, parts),
-            PartJob(hash_tasks[0].folder, names, num_lines, part, parts),
-        )
-        for part in range(parts)
-    ]  # fmt: skip
+    made = []
+    for part in range(parts):
+        job = PartJob(hash_tasks[0].folder, names, num_lines, part, parts)
+        made.append(Task(f"{part:04d}", folder, make_key(key, part, parts), job))
+    return made
 
 
-def run_part(task: Task[PartJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Finds lines of one range that an earlier piece has."""
+def run_part(task: Task[PartJob]) -> Result:
+    """Find lines of one range that an earlier piece has."""
     job = task.payload
     hashes, lines = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
     start = 0
@@ -136,8 +138,15 @@ def run_part(task: Task[PartJob]) -> tuple[dict[str, Any], list[Path]]:
         start += num_lines
     repeated = _repeated(np.concatenate(hashes), np.concatenate(lines))
     path = task.path(".repeated.npy")
-    save(path, repeated)
+    save_array(path, repeated)
     return {"repeated": len(repeated)}, [path]
+
+
+def estimate_parts(size: Size) -> Estimate:
+    """Estimate the cost of stage line_parts."""
+    lines = size.text_bytes / _LINE_BYTES
+    parts = 1 + int(lines) // PART_LINES
+    return Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts)
 
 
 def rewrite_tasks(
@@ -146,33 +155,38 @@ def rewrite_tasks(
     document_min_chars: int,
     folder: Path,
 ) -> list[Task[RewriteJob]]:
-    """One task a piece.
+    """Make one task per piece.
 
     Args:
-        tasks: of line_hashes and line_parts.
+        tasks: those of line_hashes and line_parts.
         upstream: records of ingest, line_hashes and line_parts.
-        document_min_chars: what is left of a document must be as long.
-        folder: of this stage; takes the place of that of ingestion.
+        document_min_chars: documents that are shorter afterwards are rejected.
+        folder: folder of this stage; replaces that of ingestion.
     """
     hash_tasks, part_tasks = tasks
-    ingested, hashed, found = upstream
-    key = make_key([done.digest for done in found], document_min_chars)
+    ingested, hashed, compared = upstream
+    key = make_key([done.digest for done in compared], document_min_chars)
     part_paths = tuple(task.path(".repeated.npy") for task in part_tasks)
     made = []
     start = 0
     for task, own, done in zip(hash_tasks, hashed, ingested, strict=True):
         num_lines = own.result["lines"]
         job = RewriteJob(
-            task.payload.documents.with_name(task.name), task.folder / task.name, part_paths,
-            start, num_lines, task.payload.min_chars, document_min_chars,
-        )  # fmt: skip
+            ingested=task.payload.documents.with_name(task.name),
+            hashes=task.folder / task.name,
+            part_paths=part_paths,
+            first_line=start,
+            num_lines=num_lines,
+            line_min_chars=task.payload.min_chars,
+            document_min_chars=document_min_chars,
+        )
         made.append(Task(task.name, folder, make_key(key, done.digest, own.key, start), job))
         start += num_lines
     return made
 
 
-def run_rewrite(task: Task[RewriteJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Writes one piece without the lines that were seen before."""
+def run_rewrite(task: Task[RewriteJob]) -> Result:
+    """Write one piece without the lines that occurred before."""
     job = task.payload
     counts = Counts()
     keep = iter(_kept(job).tolist())
@@ -195,11 +209,16 @@ def run_rewrite(task: Task[RewriteJob]) -> tuple[dict[str, Any], list[Path]]:
                 continue
             counts.give(left)
             writer.take(document["id"], document["source"], text)
-    return {"lines": counts.to_json()}, paths_of(task)
+    return {"lines": counts.to_json()}, piece_paths(task)
+
+
+def estimate_rewrite(size: Size) -> Estimate:
+    """Estimate the cost of stage lines."""
+    return Estimate(size.pieces, size.text_bytes / 1e6 / 35, 0.45 * size.text_bytes, 150e6)
 
 
 def _range(table: npt.NDArray[np.uint64], part: int, parts: int) -> slice:
-    """Where the part's hashes are in a rising table."""
+    """Return the slice of a rising table with the part's hashes."""
     first, after = (-(-number * 2**32 // parts) << 32 for number in (part, part + 1))
     low = int(np.searchsorted(table, np.uint64(first)))
     high = len(table) if part + 1 == parts else int(np.searchsorted(table, np.uint64(after)))
@@ -209,17 +228,17 @@ def _range(table: npt.NDArray[np.uint64], part: int, parts: int) -> slice:
 def _repeated(
     hashes: npt.NDArray[np.uint64], lines: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Lines whose hash an earlier entry has, rising."""
+    """Return the lines whose hash an earlier entry has, rising."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     again = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
-    found = lines[order[again]]
-    found.sort()
-    return found
+    repeated = lines[order[again]]
+    repeated.sort()
+    return repeated
 
 
 def _kept(job: RewriteJob) -> npt.NDArray[np.bool_]:
-    """(L,) whether each of the piece's long lines stays."""
+    """Return (L,) bool: the long lines of the piece that stay."""
     keep = np.zeros(job.num_lines, dtype=bool)
     keep[np.load(f"{job.hashes}.first.npy")] = True
     for path in job.part_paths:
@@ -230,7 +249,7 @@ def _kept(job: RewriteJob) -> npt.NDArray[np.bool_]:
 
 
 def _without(text: str, keep: Iterator[bool], min_chars: int) -> tuple[str, int, int]:
-    """The text without lines that `keep` drops, and numbers of dropped and kept long lines."""
+    """Return the text without dropped lines, and the numbers of dropped and kept long lines."""
     lines, long_kept, dropped = [], 0, 0
     for line in text.split("\n"):
         if len(line) >= min_chars:

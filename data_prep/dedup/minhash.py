@@ -1,22 +1,22 @@
 """MinHash signatures of many documents at a time, in numpy.
 
-The unit is the shingle: n characters in a row of the case-folded text without anything that is no
-letter, mark or digit. A shingle that starts with a character of China, Japan or Korea has
-`ngram_cjk` characters and any other has `ngram`, so that both hold about as much and a document of
-both scripts needs no decision. With one length for both, either edited Chinese is not found or
-unrelated English looks alike (numbers: `benchmarks/minhash.py`).
+The unit is the shingle: n characters in a row of the case-folded text, of which only letters, marks
+and digits are left. A shingle that starts with a character of China, Japan or Korea has
+`ngram_cjk` characters and any other has `ngram`, so that both carry about as much information and a
+document of both scripts needs no special case. With one length for both, either edited Chinese is
+missed or unrelated English looks alike (numbers: `benchmarks/minhash.py`).
 
 The probability that two documents' minima of a random hash agree is the Jaccard similarity of their
 shingle sets (Broder 1997, "On the resemblance and containment of documents"; Leskovec, Rajaraman,
-Ullman, "Mining of Massive Datasets", 3.3). Not one hash function a value but one for all: shingles
-are spread over k bins by their hash, each bin has its own minimum, and an empty bin takes that of a
+Ullman, "Mining of Massive Datasets", 3.3). One hash function serves all k values: shingles are
+spread over k bins by their hash, each bin has its own minimum, and an empty bin takes that of a
 bin drawn by its number (one-permutation hashing with optimal densification: Shrivastava 2017,
 "Optimal Densification for Fast and Accurate Minwise Hashing"). So the time does not depend on k
 where documents are long; filling the bins of a short one takes about k log k steps.
 
-There are 256 bins, however many bands there are: a band has the minima of `rows` bins, and two
-bands share few. With bins of their own, 256 bands of 5 find hardly more copies (Chinese with edited
-characters: 0.99 instead of 0.985), and documents of 130 letters take many times as long.
+There are always 256 bins: a band has the minima of `rows` bins, and two bands share few. With bins
+of its own for every band, 256 bands of 5 find hardly more copies (Chinese with edited characters:
+0.99 instead of 0.985), and documents of 130 letters take many times as long.
 
 Letters: D documents, L characters of a window, K = 256 bins.
 """
@@ -33,7 +33,7 @@ NUM_BINS = 256
 _U64 = np.dtype("<u8")
 _EMPTY = np.uint64(2**64 - 1)
 _BASE = 0x9E3779B97F4A7C15
-# What is hashed at a time fits the second-level cache.
+# The text that is hashed at a time fits the second-level cache.
 _WINDOW = 1 << 14
 _ATTEMPTS = 100  # 1 in 40,000 is not enough where a tenth of the bins have something
 _FIRST_CJK = 0x2E80  # radicals; above are Han, kana, Hangul syllables and few others
@@ -42,7 +42,7 @@ _LAST_LOOKED_UP = 0x20000  # above are rare Han characters, which have no case
 
 @dataclass(frozen=True)
 class SignatureSettings:
-    """Everything that decides a signature."""
+    """All settings that a signature depends on."""
 
     ngram: int
     ngram_cjk: int
@@ -53,16 +53,16 @@ class SignatureSettings:
 
 @dataclass(frozen=True)
 class Signatures:
-    """Of D documents."""
+    """Signatures of D documents."""
 
     bands: npt.NDArray[np.uint64]
-    """(D, bands) hash of the `rows` minima of a band; 0 in all bands of a document without."""
+    """(D, bands) hash of the `rows` minima of a band; 0 in all bands of an unsigned document."""
     sketch: npt.NDArray[np.uint8]
     """(D, K) last byte of every minimum."""
 
 
 def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
-    """Signs documents.
+    """Sign documents.
 
     Args:
         texts: any number; about 40 bytes of memory a character are needed.
@@ -81,22 +81,18 @@ def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
     return Signatures(bands, sketch)
 
 
-def estimate(first: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
-    """Jaccard similarity from two (K,) sketches; the standard error is at most 0.032."""
-    return float(similarity(np.count_nonzero(first == other)))
-
-
 def similarity(agreements: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Jaccard similarities from numbers of equal bytes in two sketches.
+    """Estimate Jaccard similarities from numbers of equal bytes in two sketches.
 
-    Unequal minima have an equal last byte once in 256 (Li and Konig 2010, "b-Bit Minwise Hashing").
+    The standard error is at most 0.032. Unequal minima have an equal last byte once in 256 (Li and
+    Konig 2010, "b-Bit Minwise Hashing").
     """
     share = np.asarray(agreements, dtype=np.float64) / NUM_BINS
     return np.maximum(0.0, (share - 1 / 256) / (1 - 1 / 256))
 
 
 def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-    """Folds case and drops what is no letter, mark or digit.
+    """Fold case and drop everything but letters, marks and digits.
 
     Returns:
         The code points of all texts in a row, and (D,) how many each text has.
@@ -111,18 +107,18 @@ def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64
 
 
 def letter_positions(text: str) -> npt.NDArray[np.int64]:
-    """(L,) which characters of a text `fold` keeps."""
+    """Return the (L,) places of the characters of a text that `fold` keeps."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     return np.flatnonzero(_fold_table()[points])
 
 
 def shingle_lengths(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int) -> Any:
-    """(L,) int64 letters of the shingle that starts at every letter."""
+    """Return (L,) int64 letters of the shingle that starts at every letter."""
     return np.where(letters >= _FIRST_CJK, np.int64(ngram_cjk), np.int64(ngram))
 
 
 def shingle_hashes(letters: npt.NDArray[np.uint32], *lengths: tuple[int, int]) -> list[Any]:
-    """Hashes of the shingles that start at every letter; zeros follow the last letter.
+    """Hash the shingles that start at every letter; zeros follow the last letter.
 
     Args:
         letters: (L,) folded code points.
@@ -145,7 +141,7 @@ def shingle_hashes(letters: npt.NDArray[np.uint32], *lengths: tuple[int, int]) -
 
 @functools.cache
 def _fold_table() -> npt.NDArray[np.uint32]:
-    """Code point -> case-folded code point, 0 if dropped."""
+    """Make the table code point -> case-folded code point, 0 if dropped."""
     table = np.arange(0x110000, dtype=np.uint32)
     for point in range(_LAST_LOOKED_UP):
         character = chr(point)
@@ -155,7 +151,7 @@ def _fold_table() -> npt.NDArray[np.uint32]:
 
 
 def _window_hashes(values: npt.NDArray[np.uint64], lengths: set[int]) -> dict[int, Any]:
-    """Polynomial hash, modulo 2^64, of every window of each length: (L - length + 1,).
+    """Hash every window of each length by a polynomial modulo 2^64: (L - length + 1,).
 
     The last value has weight 1, each one before it `_BASE` times more. With weights that fall from
     the first value on, a window is the difference of two running sums; a power of the base, which
@@ -173,7 +169,7 @@ def _window_hashes(values: npt.NDArray[np.uint64], lengths: set[int]) -> dict[in
 
 @functools.lru_cache(maxsize=4)
 def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """(count,) powers of the base and of its inverse, from 0 on."""
+    """Make (count,) powers of the base and of its inverse, from 0 on."""
     both = []
     for base in (_BASE, pow(_BASE, -1, 2**64)):
         factors = np.full(count, base, dtype=_U64)
@@ -183,15 +179,15 @@ def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection that spreads all bits."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection on all bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
     return mixed
 
 
-def _bins(hashes: npt.NDArray[np.uint64], num_bins: int) -> npt.NDArray[np.int64]:
-    """Numbers below `num_bins` by the upper half of the hashes."""
+def bins(hashes: npt.NDArray[np.uint64], num_bins: int) -> npt.NDArray[np.int64]:
+    """Map hashes to numbers below `num_bins`, by equal ranges of their upper half."""
     scaled = (hashes >> np.uint64(32)) * np.uint64(num_bins)
     numbers: npt.NDArray[np.int64] = (scaled >> np.uint64(32)).astype(np.int64)
     return numbers
@@ -203,7 +199,7 @@ def _take_minima(
     settings: SignatureSettings,
     minima: npt.NDArray[np.uint64],
 ) -> None:
-    """Lowers (D, K) `minima` to the least hash of each document's shingles in each bin."""
+    """Lower (D, K) `minima` to the least hash of each document's shingles in each bin."""
     num_bins = minima.shape[1]
     longest = max(settings.ngram, settings.ngram_cjk)
     flat = minima.reshape(-1)
@@ -219,14 +215,14 @@ def _take_minima(
         complete = np.arange(start, stop) + lengths <= np.repeat(here, sizes)
         document = np.repeat(np.arange(first, last + 1), sizes)[complete]
         hashes = hashes[complete]
-        np.minimum.at(flat, document * num_bins + _bins(hashes, num_bins), hashes)
+        np.minimum.at(flat, document * num_bins + bins(hashes, num_bins), hashes)
 
 
 def _densify(minima: npt.NDArray[np.uint64]) -> None:
-    """Fills the empty bins of (D, K); every row has a bin that is not empty.
+    """Fill the empty bins of (D, K); every row has a bin that is not empty.
 
     Bin j tries bins drawn by hash of (j, attempt) until one is not empty, the same in every
-    document. Where few bins have anything ("aaaa..."), the last attempt goes on to the next one.
+    document. Where few bins are full ("aaaa..."), the last attempt goes on to the next full one.
     """
     num_bins = minima.shape[1]
     full = minima != _EMPTY
@@ -236,10 +232,10 @@ def _densify(minima: npt.NDArray[np.uint64]) -> None:
         if not len(rows):
             return
         seeds = np.arange(num_bins, dtype=_U64) + np.uint64(attempt * num_bins)
-        drawn = _bins(_mix(seeds * np.uint64(_BASE)), num_bins)[columns]
-        found = full[rows, drawn]
-        minima[rows[found], columns[found]] = original[rows[found], drawn[found]]
-        rows, columns, drawn = rows[~found], columns[~found], drawn[~found]
+        drawn = bins(_mix(seeds * np.uint64(_BASE)), num_bins)[columns]
+        hit = full[rows, drawn]
+        minima[rows[hit], columns[hit]] = original[rows[hit], drawn[hit]]
+        rows, columns, drawn = rows[~hit], columns[~hit], drawn[~hit]
     for row in np.unique(rows):
         mine = rows == row
         places = np.flatnonzero(full[row])
@@ -248,26 +244,26 @@ def _densify(minima: npt.NDArray[np.uint64]) -> None:
 
 
 def bins_of_bands(bands: int, rows: int) -> npt.NDArray[np.int64]:
-    """(bands, rows) bins whose minima make a band.
+    """Choose the (bands, rows) bins whose minima make a band.
 
-    256 bands are one choice of `rows` different bins and what it becomes when all go on by one, two
-    and so on; so each bin is in as many bands. The next 256 have a choice of their own.
+    256 bands are one choice of `rows` different bins, shifted by 0, 1, 2 and so on; so each bin is
+    in the same number of bands. The next 256 have a choice of their own.
     """
-    found = np.empty((bands, rows), dtype=np.int64)
+    table = np.empty((bands, rows), dtype=np.int64)
     for start in range(0, bands, NUM_BINS):
         seeds = np.arange(start, start + NUM_BINS, dtype=_U64) * np.uint64(_BASE)
         chosen = np.argsort(_mix(seeds), kind="stable")[:rows]
         bands_here = np.arange(min(NUM_BINS, bands - start))
-        found[start : start + NUM_BINS] = (bands_here[:, None] + chosen) % NUM_BINS
-    return found
+        table[start : start + NUM_BINS] = (bands_here[:, None] + chosen) % NUM_BINS
+    return table
 
 
 def _band_hashes(
     minima: npt.NDArray[np.uint64], settings: SignatureSettings
 ) -> npt.NDArray[np.uint64]:
-    """(D, bands) never 0."""
+    """Hash the minima of each band, (D, bands) without 0."""
     hashes = np.zeros((len(minima), settings.bands), dtype=_U64)
-    for bins in bins_of_bands(settings.bands, settings.rows).T:
-        hashes = _mix(hashes * np.uint64(_BASE) + minima[:, bins])
+    for columns in bins_of_bands(settings.bands, settings.rows).T:
+        hashes = _mix(hashes * np.uint64(_BASE) + minima[:, columns])
     nonzero: npt.NDArray[np.uint64] = np.maximum(hashes, np.uint64(1))
     return nonzero

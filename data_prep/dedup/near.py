@@ -1,41 +1,75 @@
-"""Stages signatures and buckets: candidates for near duplicates, over all pieces.
+"""Stages signatures, buckets, candidates and near: near duplicates over all pieces.
 
-A signature is computed once a piece. Documents that agree in all rows of a band are in one bucket
+Signatures are computed once per piece. Documents that agree in all rows of a band are in one bucket
 of that band (locality-sensitive hashing: Leskovec, Rajaraman, Ullman, "Mining of Massive
 Datasets", 3.4): with Jaccard similarity s that happens in at least one band with probability
 1 - (1 - s^rows)^bands. A bucket of m documents gives at most 2m pairs, each member with the first
-one and with the one before it. `data_prep.dedup.near_cluster` decides about the pairs.
+one and with the one before it.
 
-Writes per piece
+Similarity is not transitive: a chain of small changes joins documents that have nothing in common,
+so clusters are not connected components. Documents are taken in order, and one is dropped if the
+*estimated* similarity to a kept document reaches the threshold: to the earlier document of one of
+its pairs, or to the document that is kept instead of that one. So every dropped document is similar
+to a kept, earlier one, which `NAME.near.jsonl` names.
+
+That rule is sequential, but comparing most pairs is not. Stage candidates has one task for each of
+`groups` equal ranges of documents: it takes the pairs of all bands whose later document is in its
+range, each once, and compares their sketches. Stage near is one task that goes through these pairs;
+it reads sketches only where the earlier document of a pair was dropped.
+
+Stage signatures writes per piece
     NAME.signatures.npy   (d, bands) uint64, column by column; 0 where there is no signature
     NAME.sketch.npy       (d, 256) uint8, for estimates of the similarity
-and per band, and part of its hash values
-    BAND-PART.pairs.npy   (p,) uint64, rising: later document * 2^32 + earlier one, both counted
+Stage buckets writes per band, and part of its hash values
+    BAND-PART.pairs.npy   (p,) uint64, rising: later document * 2^32 + earlier one, both numbered
                           over all pieces
+Stage candidates writes per group
+    GROUP.pairs           uint64, little endian: later document * 2^32 + earlier one, rising
+    GROUP.agreements      uint16, little endian: bytes in which their sketches agree
+Stage near writes per piece
+    NAME.keep.npy         (d,) bool, after exact and near deduplication
+    NAME.near.jsonl       {"id", "kept", "jaccard"} a line, see `data_prep.dedup.dropped`
 
-A signature task holds one batch of documents. A bucket task holds one part of one band, about 70
-bytes a document of the part: `PART_DOCUMENTS`, or as many more as a single bucket has, however
-large the corpus is.
+Memory: a signature task holds one batch of documents. A bucket task holds one part of one band,
+about 70 bytes a document of the part: `PART_DOCUMENTS`, or more where a single bucket has more,
+however large the corpus is. A candidate task holds at most about `_RUN_PAIRS` pairs at a time, 60
+bytes each, and the sketches of its later documents. Stage near needs 5 bytes a document of the
+corpus and a bounded rest.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import DedupConfig
-from data_prep.dedup.exact import in_part
-from data_prep.dedup.minhash import NUM_BINS, SignatureSettings, signatures
-from data_prep.ingest import read_documents
-from data_prep.stage import Done, Task, make_key, replacing
+from data_prep.counts import Counts
+from data_prep.dedup.dropped import Dropped, list_bytes, listed_per_piece, write_lists
+from data_prep.dedup.minhash import NUM_BINS, SignatureSettings, bins, signatures, similarity
+from data_prep.dedup.sketches import Rows, Sketches, least_agreements
+from data_prep.pieces import Pieces, batches, read_documents
+from data_prep.stage import (
+    Done,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+    replacing,
+    save_array,
+)
 from pipeline.errors import DataError
 
+REASON = "near duplicate of an earlier document"
 PART_DOCUMENTS = 8_000_000
-_BATCH_CHARS = 1 << 18
-_BATCH_DOCUMENTS = 1 << 12
+GROUP_DOCUMENTS = 1_000_000
+_CELLS = 64
+_RUN_PAIRS = 8_000_000
+_CHUNK_PAIRS = 1 << 16
+_PAIRS = 15  # candidate pairs a document, for estimates; half of them by chance
 
 
 @dataclass(frozen=True)
@@ -49,12 +83,10 @@ class SignatureJob:
 
 @dataclass(frozen=True)
 class Place:
-    """Where everything lies, and the names of the pieces, in order."""
+    """The pieces with the masks of exact deduplication, and the folder of their signatures."""
 
-    documents_folder: Path
-    dedup_folder: Path
-    signature_folder: Path
-    names: tuple[str, ...]
+    pieces: Pieces
+    signatures: Path
 
 
 @dataclass(frozen=True)
@@ -68,7 +100,7 @@ class BucketJob:
 
 
 def settings_of(config: DedupConfig) -> SignatureSettings:
-    """The part of the config that signatures depend on."""
+    """Return the part of the config that signatures depend on."""
     return SignatureSettings(
         config.ngram, config.ngram_cjk, config.bands, config.rows, config.min_chars
     )
@@ -77,30 +109,28 @@ def settings_of(config: DedupConfig) -> SignatureSettings:
 def signature_tasks(
     written: list[Done], place: Place, config: DedupConfig
 ) -> list[Task[SignatureJob]]:
-    """One task a piece; `written` are the records of the stage that wrote the pieces."""
+    """Make one task per piece; `written` are the records of the stage that wrote the pieces."""
     settings = settings_of(config)
-    return [
-        Task(
-            name, place.signature_folder, make_key(done.digest, asdict(settings)),
-            SignatureJob(
-                place.documents_folder / f"{name}.jsonl.zst",
-                place.documents_folder / f"{name}.bytes.npy", settings,
-            ),
-        )
-        for name, done in zip(place.names, written, strict=True)
-    ]  # fmt: skip
+    made = []
+    for name, done in zip(place.pieces.names, written, strict=True):
+        documents = place.pieces.documents_path(name)
+        job = SignatureJob(documents, place.pieces.texts / f"{name}.bytes.npy", settings)
+        made.append(Task(name, place.signatures, make_key(done.digest, asdict(settings)), job))
+    return made
 
 
-def run_signatures(task: Task[SignatureJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Signs one piece."""
+def run_signatures(task: Task[SignatureJob]) -> Result:
+    """Sign the documents of one piece."""
     settings = task.payload.settings
     num_documents = len(np.load(task.payload.sizes, mmap_mode="r"))
     paths = [task.path(".signatures.npy"), task.path(".sketch.npy")]
     start = signed = 0
     with (
-        replacing(paths[0]) as table, table.open("wb") as bands,
-        replacing(paths[1]) as rows, rows.open("wb") as sketches,
-    ):  # fmt: skip
+        replacing(paths[0]) as table,
+        table.open("wb") as bands,
+        replacing(paths[1]) as rows,
+        rows.open("wb") as sketches,
+    ):
         first = _write_header(bands, np.uint64, (num_documents, settings.bands), by_column=True)
         _write_header(sketches, np.uint8, (num_documents, NUM_BINS), by_column=False)
         for documents in batches(read_documents(task.payload.documents)):
@@ -115,49 +145,62 @@ def run_signatures(task: Task[SignatureJob]) -> tuple[dict[str, Any], list[Path]
     return {"signed": signed}, paths
 
 
+def estimate_signatures(size: Size) -> Estimate:
+    """Estimate the cost of stage signatures."""
+    disk_bytes = size.documents * (8 * size.config.dedup.bands + NUM_BINS)
+    return Estimate(size.pieces, size.text_bytes / 1e6 / 60, disk_bytes, 300e6)
+
+
 def bucket_tasks(
     signed: list[Done], deduplicated: Done, place: Place, bands: int, folder: Path
 ) -> list[Task[BucketJob]]:
-    """One task a band and part.
+    """Make one task per band and part.
 
     Raises:
-        DataError: there are more documents than a pair can count.
+        DataError: there are too many documents to number them in a pair.
     """
     documents = deduplicated.result["dedup"]["documents_in"]
     if documents >= 2**32:
         raise DataError(
-            f"{documents:,} documents are too many for dedup.near_duplicates, which counts up to "
+            f"{documents:,} documents are too many for dedup.near_duplicates, which numbers up to "
             f"{2**32:,}; prepare the corpus as several datasets"
         )
     upstream = make_key([done.digest for done in signed], deduplicated.digest)
     parts = 1 + documents // PART_DOCUMENTS
-    return [
-        Task(
-            f"{band:03d}-{part:03d}", folder, make_key(upstream, band, part, parts),
-            BucketJob(place, band, part, parts),
-        )
-        for band in range(bands)
-        for part in range(parts)
-    ]  # fmt: skip
+    made = []
+    for band in range(bands):
+        for part in range(parts):
+            key = make_key(upstream, band, part, parts)
+            job = BucketJob(place, band, part, parts)
+            made.append(Task(f"{band:03d}-{part:03d}", folder, key, job))
+    return made
 
 
-def run_buckets(task: Task[BucketJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Finds the pairs of one part of a band."""
+def run_buckets(task: Task[BucketJob]) -> Result:
+    """Find the pairs of one part of a band."""
     hashes, documents = _column(task.payload)
     pairs = bucket_pairs(hashes, documents)
     path = task.path(".pairs.npy")
-    save(path, pairs)
+    save_array(path, pairs)
     return {"pairs": len(pairs)}, [path]
+
+
+def estimate_buckets(size: Size) -> Estimate:
+    """Estimate the cost of stage buckets."""
+    bands, parts = size.config.dedup.bands, 1 + int(size.documents) // PART_DOCUMENTS
+    cpu_s = size.documents * bands * 0.3e-6
+    memory = 100e6 + 70 * size.documents / parts
+    return Estimate(bands * parts, cpu_s, size.documents * 8 * _PAIRS, memory)
 
 
 def bucket_pairs(
     hashes: npt.NDArray[np.uint64], documents: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint64]:
-    """Pairs of documents with equal hashes.
+    """Pair documents with equal hashes.
 
     Args:
-        hashes: (d,) of one band.
-        documents: (d,) their numbers, rising.
+        hashes: (d,) hashes of one band.
+        documents: (d,) numbers of the documents, rising.
 
     Returns:
         (p,) rising: later document * 2^32 + the bucket's first one, or the one before.
@@ -178,16 +221,10 @@ def bucket_pairs(
     return pairs
 
 
-def save(path: Path, array: npt.NDArray[Any]) -> None:
-    """Writes an array, complete or not at all."""
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.save(file, array)
-
-
 def _write_header(
     file: IO[bytes], dtype: type[np.generic], shape: tuple[int, int], *, by_column: bool
 ) -> int:
-    """Begins a .npy file and returns where its values begin."""
+    """Begin a .npy file; returns the place where its values begin."""
     descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
     header = {"descr": descr, "fortran_order": by_column, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
@@ -195,31 +232,210 @@ def _write_header(
 
 
 def _column(job: BucketJob) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-    """Hashes of a band's part and their documents: kept by exact deduplication, and signed."""
+    """Load the hashes of a band's part and their documents: kept so far, and signed."""
     hashes = [np.zeros(0, dtype=np.uint64)]
     documents = [np.zeros(0, dtype=np.uint32)]
     start = 0
-    for name in job.place.names:
-        table = np.load(job.place.signature_folder / f"{name}.signatures.npy", mmap_mode="r")
+    pieces = job.place.pieces
+    for name in pieces.names:
+        table = np.load(job.place.signatures / f"{name}.signatures.npy", mmap_mode="r")
         column = np.array(table[:, job.band])
         del table  # closes the map: there may be more pieces than a process may have open files
-        chosen = np.load(job.place.dedup_folder / f"{name}.keep.npy") & (column != 0)
-        chosen &= in_part(column, job.part, job.parts)
+        chosen = pieces.keep(name) & (column != 0)
+        chosen &= bins(column, job.parts) == job.part
         hashes.append(column[chosen])
         documents.append((start + np.flatnonzero(chosen)).astype(np.uint32))
         start += len(column)
     return np.concatenate(hashes), np.concatenate(documents)
 
 
-def batches(documents: Iterable[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """Groups documents into lists of about as much text as fits caches."""
-    batch: list[dict[str, str]] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document["text"])
-        if size >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+@dataclass(frozen=True)
+class CandidateJob:
+    """Pairs whose later document is between two numbers."""
+
+    place: Place
+    bucket_paths: tuple[Path, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class NearJob:
+    """Files of all groups, in order, without suffix."""
+
+    place: Place
+    groups: tuple[Path, ...]
+    threshold: float
+
+
+def candidate_tasks(
+    buckets: list[Task[BucketJob]], upstream: tuple[list[Done], Done, list[Done]], folder: Path
+) -> list[Task[CandidateJob]]:
+    """Make one task per group; `upstream`: records of signatures, dedup and buckets."""
+    signed, deduplicated, paired = upstream
+    key = make_key([done.digest for done in signed], [done.digest for done in paired])
+    documents = deduplicated.result["dedup"]["documents_in"]
+    groups = 1 + documents // GROUP_DOCUMENTS
+    cuts = [documents * group // groups for group in range(groups + 1)]
+    paths = tuple(bucket.path(".pairs.npy") for bucket in buckets)
+    made = []
+    for group in range(groups):
+        start, end = cuts[group : group + 2]
+        job = CandidateJob(buckets[0].payload.place, paths, start, end)
+        made.append(Task(f"{group:04d}", folder, make_key(key, [start, end]), job))
+    return made
+
+
+def run_candidates(task: Task[CandidateJob]) -> Result:
+    """Gather and compare the pairs of one group."""
+    job = task.payload
+    sketches = _sketches(job.place)
+    paths = [task.path(".pairs"), task.path(".agreements")]
+    total = 0
+    with (
+        replacing(paths[0]) as first,
+        first.open("wb") as pair_file,
+        replacing(paths[1]) as second,
+        second.open("wb") as agreement_file,
+    ):
+        for pairs in _distinct_runs(job):
+            agreements = sketches.agreements(pairs)
+            pair_file.write(pairs.astype("<u8", copy=False).tobytes())
+            agreement_file.write(agreements.astype("<u2", copy=False).tobytes())
+            total += len(pairs)
+    return {"pairs": total}, paths
+
+
+def estimate_candidates(size: Size) -> Estimate:
+    """Estimate the cost of stage candidates."""
+    groups = 1 + int(size.documents) // GROUP_DOCUMENTS
+    pairs = size.documents * _PAIRS
+    memory = 150e6 + size.documents / groups * (256 + 60 * min(8, _PAIRS))
+    return Estimate(groups, pairs * 2.2e-6, 10 * pairs, memory)
+
+
+def near_tasks(
+    groups: list[Task[CandidateJob]],
+    compared: list[Done],
+    deduplicated: Done,
+    threshold: float,
+    folder: Path,
+) -> list[Task[NearJob]]:
+    """Make the one task of stage near; `groups` and `compared`: tasks and records of candidates."""
+    key = make_key([done.digest for done in compared], deduplicated.digest, threshold)
+    paths = tuple(task.folder / task.name for task in groups)
+    return [Task("all", folder, key, NearJob(groups[0].payload.place, paths, threshold))]
+
+
+def run_near(task: Task[NearJob]) -> Result:
+    """Decide about all documents."""
+    sketches = _sketches(task.payload.place)
+    pieces = sketches.pieces
+    kept_for = np.arange(pieces.ends[-1], dtype=np.uint32)
+    apart = np.zeros(pieces.ends[-1], dtype=np.uint8)
+    least = least_agreements(task.payload.threshold)
+    with sketches.rows() as rows:
+        for path in task.payload.groups:
+            for chunk in _chunks(path):
+                _decide(chunk, (kept_for, apart), rows, least)
+    counts = Counts()
+    listed = []
+    for name, start, end in zip(pieces.names, pieces.starts, pieces.ends.tolist(), strict=True):
+        exact = pieces.keep(name)
+        dropped = start + np.flatnonzero(kept_for[start:end] != np.arange(start, end))
+        keep = exact.copy()
+        keep[dropped - start] = False
+        sizes = pieces.sizes(name)
+        counts.mask(sizes[exact], keep[exact], REASON)
+        save_array(task.folder / f"{name}.keep.npy", keep)
+        listed.append(dropped[: listed_per_piece(pieces)])
+    shown = _described(np.concatenate(listed), kept_for, sketches)
+    lists = write_lists(pieces, shown, task.folder, ".near.jsonl")
+    masks = [task.folder / f"{name}.keep.npy" for name in pieces.names]
+    return {"near": counts.to_json()}, [*masks, *lists]
+
+
+def estimate_near(size: Size) -> Estimate:
+    """Estimate the cost of stage near."""
+    memory = 200e6 + 5 * size.documents + list_bytes(size.documents)
+    return Estimate(1, size.documents * _PAIRS * 1.9e-6, size.documents, memory)
+
+
+def _sketches(place: Place) -> Sketches:
+    return Sketches(place.pieces, place.signatures)
+
+
+def _distinct_runs(job: CandidateJob) -> Iterator[npt.NDArray[np.uint64]]:
+    """Yield the group's pairs, each once, rising, in runs of at most about `_RUN_PAIRS`."""
+    cuts = np.linspace(job.start, job.end, _CELLS + 1).astype(np.uint64) << np.uint64(32)
+    tables = (np.load(path, mmap_mode="r") for path in job.bucket_paths)
+    places = np.array([np.searchsorted(table, cuts) for table in tables])
+    pairs_before = places.sum(axis=0)
+    cell = 0
+    while cell < _CELLS:
+        limit = pairs_before[cell] + _RUN_PAIRS
+        after = max(cell + 1, int(np.searchsorted(pairs_before, limit, side="right")) - 1)
+        parts = [np.zeros(0, dtype=np.uint64)]
+        for path, (low, high) in zip(job.bucket_paths, places[:, [cell, after]], strict=True):
+            parts.append(np.array(np.load(path, mmap_mode="r")[low:high]))
+        yield np.unique(np.concatenate(parts))
+        cell = after
+
+
+def _chunks(path: Path) -> Iterator[Iterator[tuple[int, int, int]]]:
+    """Yield (later, earlier, agreements) of one group in chunks, rising."""
+    with (
+        Path(f"{path}.pairs").open("rb") as pairs,
+        Path(f"{path}.agreements").open("rb") as agreements,
+    ):
+        while block := pairs.read(8 * _CHUNK_PAIRS):
+            numbers = np.frombuffer(block, dtype="<u4").reshape(-1, 2)
+            counts = np.frombuffer(agreements.read(len(block) // 4), dtype="<u2")
+            yield zip(numbers[:, 1].tolist(), numbers[:, 0].tolist(), counts.tolist(), strict=True)
+
+
+def _decide(
+    chunk: Iterator[tuple[int, int, int]],
+    state: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]],
+    rows: Rows,
+    least: int,
+) -> None:
+    """Decide about the later documents of pairs, in order of the later, then the earlier one.
+
+    Args:
+        chunk: (later, earlier, agreements).
+        state: for every document, the document that is kept instead, or itself, and the number of
+            bytes in which the sketches of the two differ; is changed.
+        rows: sketches.
+        least: agreements from which on a document is dropped.
+    """
+    # Reading an element of a buffer takes a third of the time of reading one of an array.
+    kept_for, apart = state[0].data, state[1].data
+    current, tried = -1, set[int]()
+    for later, earlier, agreements in chunk:
+        if kept_for[later] != later:
+            continue
+        if later != current:
+            current, tried = later, set()
+        kept = kept_for[earlier]
+        if kept in tried:
+            continue
+        tried.add(kept)
+        if kept != earlier:
+            # Where `kept` and `later` agree, `earlier` agrees with both or differs from `kept`.
+            if agreements + apart[earlier] < least:
+                continue
+            agreements = rows.agreements(kept, later)
+        if agreements >= least:
+            kept_for[later] = kept
+            apart[later] = NUM_BINS - agreements
+
+
+def _described(
+    documents: npt.NDArray[np.int64], kept_for: npt.NDArray[np.uint32], sketches: Sketches
+) -> Dropped:
+    """Estimate the similarities of dropped documents and those kept instead."""
+    kept = kept_for[documents]
+    pairs = (documents.astype(np.uint64) << np.uint64(32)) | kept
+    jaccard = similarity(sketches.agreements(pairs))
+    return Dropped(documents, kept.astype(np.int64), jaccard)

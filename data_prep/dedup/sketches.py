@@ -1,4 +1,4 @@
-"""Reads and compares the sketches of all pieces; see `data_prep.dedup.near` for the files.
+"""Reads and compares the sketches of all pieces; `data_prep.dedup.near` says what the files hold.
 
 Letters: P pairs.
 """
@@ -12,8 +12,8 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.dedup.dropped import Pieces
 from data_prep.dedup.minhash import NUM_BINS, similarity
+from data_prep.pieces import Pieces
 
 _BLOCK_PAIRS = 1 << 15
 _OPEN_FILES = 128
@@ -24,7 +24,7 @@ Row = npt.NDArray[np.uint8]
 
 
 class Sketches:
-    """Of all documents of `pieces`."""
+    """Sketches of all documents of `pieces`."""
 
     def __init__(self, pieces: Pieces, folder: Path) -> None:
         self.pieces = pieces
@@ -32,14 +32,14 @@ class Sketches:
         self._starts = pieces.starts
 
     def agreements(self, pairs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint16]:
-        """(P,) bytes in which the sketches of two documents agree.
+        """Count the bytes in which the sketches of each pair agree: (P,).
 
         Holds the rows of all later documents, and those of the earlier ones piece by piece.
 
         Args:
             pairs: (P,) later document * 2^32 + earlier one, in any order.
         """
-        found = np.zeros(len(pairs), dtype=np.uint16)
+        counts = np.zeros(len(pairs), dtype=np.uint16)
         later, later_row = np.unique((pairs >> np.uint64(32)).astype(np.int64), return_inverse=True)
         parts = [self._read(piece, part) for piece, part in self.pieces.split(later)]
         later_rows = np.concatenate(parts) if parts else np.zeros((0, NUM_BINS), dtype=np.uint8)
@@ -53,12 +53,12 @@ class Sketches:
                 stop = min(start + _BLOCK_PAIRS, len(documents))
                 block = order[done + start : done + stop]
                 equal = rows[row[start:stop]] == later_rows[later_row[block]]
-                found[block] = np.count_nonzero(equal, axis=1)
+                counts[block] = np.count_nonzero(equal, axis=1)
             done += len(documents)
-        return found
+        return counts
 
     def rows(self) -> "Rows":
-        """For single documents."""
+        """Open a reader of single sketches."""
         return Rows(self.pieces, self._paths)
 
     def _read(self, piece: int, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
@@ -68,7 +68,7 @@ class Sketches:
 
 
 def least_agreements(threshold: float) -> int:
-    """With so many agreements the estimated similarity reaches the threshold, at most 1."""
+    """Return the agreements from which on the estimated similarity reaches a threshold up to 1."""
     return int(np.argmax(similarity(np.arange(NUM_BINS + 1)) >= threshold))
 
 
@@ -85,14 +85,16 @@ class Rows:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for handle, _ in self._files.values():
             os.close(handle)
 
     def agreements(self, first: int, other: int) -> int:
-        """Bytes in which the sketches of two documents agree."""
+        """Count the bytes in which the sketches of two documents agree."""
         return int(np.count_nonzero(self._row(first) == self._row(other)))
 
     def _read(self, document: int) -> Row:

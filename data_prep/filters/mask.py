@@ -7,11 +7,10 @@
   GB 11643-1999 (ISO 7064 MOD 11-2).
 - Bank cards: 13 to 19 digits beginning with 2 to 6, also in groups of 4, with Luhn's check digit
   (ISO/IEC 7812-1).
-- Public IPv4 addresses; private, loopback and documentation ranges name nobody. A version number of
-  four parts looks the same and is masked too.
+- Public IPv4 addresses; private, loopback and documentation ranges identify no person. A version
+  number of four parts looks the same and is masked too.
 
-A number in a longer run of ASCII letters, digits or underscores, or behind a point, is none of
-these.
+A number in a longer run of ASCII letters, digits or underscores, or behind a point, is not masked.
 """
 
 import datetime
@@ -20,7 +19,7 @@ import re
 from collections import Counter
 from typing import Literal
 
-from data_prep.filters.config import MaskConfig
+from data_prep.config import MaskConfig
 
 Kind = Literal["EMAIL", "PHONE", "ID", "CARD", "IP"]
 
@@ -29,7 +28,7 @@ _DOMAIN = re.compile(r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.)+[A-Za-z]{2,24}(?
 _LOCAL = re.compile(r"[A-Za-z0-9_%+][A-Za-z0-9._%+-]{0,63}\Z")
 _MAX_LOCAL = 64
 _LAST = r"(?![0-9A-Za-z_]|\.[0-9])"
-# The first character is consumed before anything is asked about it, so that the search runs over
+# The first character is consumed before the lookbehind inspects it, so that the search runs over
 # other characters at the speed of a set.
 _NUMBER = re.compile(
     r"[+0-9](?=[0-9.][0-9 .(-])(?<![0-9A-Za-z_.][+0-9])(?:"
@@ -46,15 +45,20 @@ _ID_CHECKS = "10X98765432"
 
 
 class Masker:
-    """Replaces what a config asks for."""
+    """Replaces the kinds of personal data that a config selects."""
 
     def __init__(self, config: MaskConfig) -> None:
-        wanted = {"EMAIL": config.email, "PHONE": config.phone, "ID": config.chinese_id,
-                  "CARD": config.bank_card, "IP": config.ipv4}  # fmt: skip
+        wanted = {
+            "EMAIL": config.email,
+            "PHONE": config.phone,
+            "ID": config.chinese_id,
+            "CARD": config.bank_card,
+            "IP": config.ipv4,
+        }
         self._kinds = {kind for kind, on in wanted.items() if on}
 
     def __call__(self, text: str) -> tuple[str, dict[str, int]]:
-        """The text with placeholders, and how many of each kind."""
+        """Return the text with placeholders, and the number of each kind."""
         counts: Counter[str] = Counter()
         if "EMAIL" in self._kinds and "@" in text:
             text = _mask_emails(text, counts)
@@ -97,7 +101,7 @@ def _kind(match: re.Match[str]) -> Kind | None:
 
 
 def is_chinese_id(number: str) -> bool:
-    """Whether 18 characters are an identity number: date of birth and check character are right."""
+    """Tell whether 18 characters are an identity number, by date of birth and check character."""
     try:
         born = datetime.date(int(number[6:10]), int(number[10:12]), int(number[12:14]))
         total = sum(w * int(c) for w, c in zip(_ID_WEIGHTS, number[:17], strict=True))
@@ -107,7 +111,7 @@ def is_chinese_id(number: str) -> bool:
 
 
 def is_bank_card(number: str) -> bool:
-    """Whether these digits begin like a payment card's and have the right check digit."""
+    """Tell whether digits begin like a payment card's and have the right check digit."""
     if not (13 <= len(number) <= 19 and number.isdecimal() and number[0] in "23456"):
         return False
     doubled = (2 * int(c) for c in number[-2::-2])
@@ -116,7 +120,7 @@ def is_bank_card(number: str) -> bool:
 
 
 def is_public_ipv4(number: str) -> bool:
-    """Whether this is an address that can be reached from the whole Internet."""
+    """Tell whether this is an address that is reachable from the whole Internet."""
     try:
         return ipaddress.IPv4Address(number).is_global
     except ValueError:

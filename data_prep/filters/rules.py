@@ -1,47 +1,47 @@
-"""Which documents are good enough, and what is masked in them.
+"""Rules that reject documents or drop lines of them, and the order in which they apply.
 
-Sources, with the papers' values as defaults in `data_prep.filters.config`:
+Sources, with the papers' values as defaults in `data_prep.config`:
 
 - Gopher: Rae et al. 2021, "Scaling Language Models", arXiv 2112.11446, appendix A.1 ("Quality
   Filtering" and "Repetition Removal", table A1). Groups `quality` and `repetition`.
 - C4: Raffel et al. 2020, arXiv 1910.10683, section 2.2. Group `c4`; also the idea of `bad_words`.
 - Groups `shape` and `script` are our own. A language model such as fastText's lid.176 would tell
-  German from English, but not much else that matters here: Han and Latin letters tell Chinese from
-  English, kana count against `zh` and so show Japanese, and Gopher's English stop words reject
+  German from English, but add little else that matters here: Han and Latin letters tell Chinese
+  from English, kana count against `zh` and so show Japanese, and Gopher's English stop words reject
   other languages in Latin letters. So no weights have to be downloaded.
 
-What the papers leave open: a duplicate line, paragraph or n-gram is one that equals an earlier one
-of the document (as in the datatrove library); shares of lines are of lines that are not empty;
-shares of n-grams are of the characters that are no space, each counted once.
+Where the papers leave it open: a duplicate line, paragraph or n-gram is one that equals an earlier
+one of the document (as in the datatrove library); shares of lines are of lines that are not empty;
+shares of n-grams are of the characters other than spaces, each counted once.
 
-Chinese has no spaces. A word (a "unit" in `data_prep.filters.text`) is one Chinese character or
+Chinese has no spaces. A word (a "unit" in `data_prep.filters.units`) is one Chinese character or
 kana, or a run of other characters between spaces; a document is Chinese if half of its units are
 Chinese characters or kana. In a Chinese document
 - word counts, the ratios of hash signs and ellipses, and C4's words of a line count characters;
 - an n-gram has 2n characters, since a Chinese word has nearly two. Duplicate 5-grams of 5
   characters reject 4.2% of 4,935 real texts (translated articles, reviews, a wiki, Lu Xun), of 10
-  characters 0.5%; of 5 words 1.6% of 1,144 English texts. Statutes are another matter, since they
-  say everything again: 98%, 70%, and 11% at 20 characters;
-- mean word length and alphabetic words say nothing and are not looked at;
+  characters 0.5%; of 5 words 1.6% of 1,144 English texts. Statutes differ, since they repeat their
+  wording: 98%, 70%, and 11% at 20 characters;
+- mean word length and alphabetic words mean nothing and are not looked at;
 - the stop words are ten frequent characters instead of eight English words;
 - bullets, ellipses and ends of sentences include the Chinese ones. Line and paragraph rules are
   the same.
 
-Line rules of C4 come first and change the text; then cheap rules before dear ones; the mask is
+Line rules of C4 come first and change the text; then cheap rules before expensive ones; the mask is
 last. The first rule that fails is the reason.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
-from data_prep.filters.config import FiltersConfig
-from data_prep.filters.lines import LineRules, Lines
+from data_prep.config import C4Config, FiltersConfig
+from data_prep.filters.bad_words import WordFinder, read_words
 from data_prep.filters.mask import Masker
-from data_prep.filters.text import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, Measured, NGrams
-from data_prep.filters.words import WordFinder, read_words
+from data_prep.filters.units import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, Measured, NGrams
 
 _STOP_WORDS = re.compile(r"\b(?:the|be|to|of|and|that|have|with)\b", re.IGNORECASE | re.ASCII)
 _CHINESE_STOP_WORDS = "的一是不了在人有和这"
@@ -49,6 +49,12 @@ _ELLIPSIS = re.compile(r"\.{3,}|…+|。{3,}")
 _SENTENCE_END = re.compile(
     r"[.!?](?=[\s\"')\]”’」』]|$)|(?<=[\u3040-\u30ff\u3400-\u9fff])[!?]|[。！？]"
 )
+_BULLETS = frozenset("-*–•‣◦●○■□▪▫◆◇▶►·∙")
+_ELLIPSES = ("...", "…", "。。。")
+# C4's terminal punctuation and closing quotation mark, and the Chinese ones.
+_LINE_ENDS = (".", "!", "?", '"', "”", "。", "！", "？", "…", "」", "』")
+_JAVASCRIPT = "javascript"
+_PARAGRAPH = re.compile("\n\n+")
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Kept:
     """A document that goes on."""
 
     text: str
-    """Unchanged, but for lines that C4's rules drop and for masked personal data."""
+    """The text without the lines that C4's rules drop, with personal data masked."""
     masked: dict[str, int] = field(default_factory=dict)
     """Kind of personal data -> number of placeholders."""
 
@@ -68,7 +74,67 @@ class Dropped:
     reason: str
     """The rule, without measured values, for counting."""
     detail: str = ""
-    """What was measured and the limit, such as `0.31 > 0.2`."""
+    """Measured value and limit, such as `0.31 > 0.2`."""
+
+
+class _Lines:
+    """Measures the lines of a text, without spaces around them; empty ones do not count."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lines = list(filter(None, map(str.strip, text.split("\n"))))
+
+    def bullets(self) -> float:
+        """Return the share of lines that start with a bullet."""
+        firsts = map(itemgetter(0), self._lines)
+        return sum(map(_BULLETS.__contains__, firsts)) / (len(self._lines) or 1)
+
+    def ellipses(self) -> float:
+        """Return the share of lines that end with an ellipsis."""
+        return sum(line.endswith(_ELLIPSES) for line in self._lines) / (len(self._lines) or 1)
+
+    def duplicate_lines(self) -> tuple[float, float]:
+        """Return the share of lines that equal an earlier one, and of characters in such lines."""
+        return _duplicates(self._lines)
+
+    def duplicate_paragraphs(self) -> tuple[float, float]:
+        """Return the same two shares for paragraphs, which end at an empty line."""
+        parts = map(str.strip, _PARAGRAPH.split(self._text))
+        return _duplicates(list(filter(None, parts)))
+
+
+class _LineRules:
+    """Applies the rules of C4 that drop lines."""
+
+    def __init__(self, config: C4Config) -> None:
+        self._config = config
+
+    def apply(self, text: str, lower: str) -> str:
+        """Return the text without the lines that a rule drops; the same object if there are none.
+
+        Args:
+            text: a document.
+            lower: the same in lower case.
+        """
+        config = self._config
+        javascript = config.javascript_lines and _JAVASCRIPT in lower
+        if not (javascript or config.terminal_punctuation or config.min_line_words):
+            return text
+        lines = text.split("\n")
+        kept = [line for line in lines if not line.strip() or self._keeps(line)]
+        if len(kept) == len(lines):
+            return text
+        # A dropped line may have stood between two empty ones.
+        return re.sub("\n\n\n+", "\n\n", "\n".join(kept)).strip()
+
+    def _keeps(self, line: str) -> bool:
+        config = self._config
+        if config.javascript_lines and _JAVASCRIPT in line.lower():
+            return False
+        if config.terminal_punctuation and not line.rstrip().endswith(_LINE_ENDS):
+            return False
+        least = config.min_line_words
+        return not least or Measured(line).num_units >= least
 
 
 class Filters:
@@ -80,7 +146,7 @@ class Filters:
 
     def __init__(self, config: FiltersConfig) -> None:
         self._config = config
-        self._lines = LineRules(config.c4) if config.c4.enabled else None
+        self._lines = _LineRules(config.c4) if config.c4.enabled else None
         words = read_words(config.bad_words.file) if config.bad_words.enabled else []
         self._bad_words = WordFinder(words)
         self._masker = Masker(config.mask) if config.mask.enabled else None
@@ -88,7 +154,7 @@ class Filters:
         self._measures = any(group.enabled for group in groups)
 
     def apply(self, text: str) -> Kept | Dropped:
-        """Decides about one normalised document."""
+        """Decide about one normalised document."""
         config = self._config
         lower = text.lower() if config.c4.enabled or config.bad_words.enabled else ""
         if self._lines is not None:
@@ -122,23 +188,23 @@ class Filters:
     def _length(self, text: str) -> Dropped | None:
         shape, c4 = self._config.shape, self._config.c4
         if shape.enabled:
-            for dropped in (_below("shape: too short", len(text), shape.min_chars),
-                            _above("shape: too long", len(text), shape.max_chars)):  # fmt: skip
-                if dropped:
-                    return dropped
+            dropped = _below("shape: too short", len(text), shape.min_chars)
+            dropped = dropped or _above("shape: too long", len(text), shape.max_chars)
+            if dropped:
+                return dropped
         if c4.enabled and c4.min_sentences:
             return _below("c4: few sentences", len(_SENTENCE_END.findall(text)), c4.min_sentences)
         return None
 
     def _failures(self, text: str) -> Iterator[Dropped]:
-        """Rules that fail, cheap ones first."""
+        """Yield the rules that fail, cheap ones first."""
         if not self._measures:
             return
         config = self._config
         measured = Measured(text)
         checks = [*self._shape(measured), *self._script(measured)]
         yield from filter(None, checks)
-        lines = Lines(text)
+        lines = _Lines(text)
         if config.quality.enabled:
             yield from filter(None, self._quality(text, lines, measured))
         if config.repetition.enabled:
@@ -162,7 +228,7 @@ class Filters:
                 "script: few expected letters", expected / (letters or 1), script.min_share
             )
 
-    def _quality(self, text: str, lines: Lines, measured: Measured) -> Iterator[Dropped | None]:
+    def _quality(self, text: str, lines: _Lines, measured: Measured) -> Iterator[Dropped | None]:
         rules, words = self._config.quality, measured.num_units
         yield _below("quality: few words", words, rules.min_words)
         yield _above("quality: many words", words, rules.max_words)
@@ -181,8 +247,8 @@ class Filters:
             yield from self._word_make_up(measured)
         least = rules.min_stop_words
         if least:
-            found = _num_stop_words(text, least, chinese=measured.is_cjk)
-            yield _below("quality: few stop words", found, least)
+            number = _num_stop_words(text, least, chinese=measured.is_cjk)
+            yield _below("quality: few stop words", number, least)
 
     def _word_make_up(self, measured: Measured) -> Iterator[Dropped | None]:
         rules = self._config.quality
@@ -194,11 +260,11 @@ class Filters:
             share = measured.num_alphabetic() / words
             yield _below("quality: few alphabetic words", share, rules.min_alphabetic_words)
 
-    def _repeated_lines(self, lines: Lines) -> Iterator[Dropped | None]:
+    def _repeated_lines(self, lines: _Lines) -> Iterator[Dropped | None]:
         rules = self._config.repetition
         share, chars = lines.duplicate_lines()
         if share == 0:
-            return  # then no paragraph is repeated either
+            return  # without a repeated line, paragraphs cannot repeat either
         yield _above("repetition: duplicate lines", share, rules.max_duplicate_lines)
         yield _above("repetition: duplicate line characters", chars, rules.max_duplicate_line_chars)
         share, chars = lines.duplicate_paragraphs()
@@ -218,13 +284,13 @@ class Filters:
             for n, limit in tops.items():
                 if ngrams.top_bound(n) > limit:
                     yield _above(f"repetition: top {n}-gram", ngrams.top(n), limit)
-        if duplicates and (found := ngrams.duplicates(duplicates)):
-            n, share = found
+        if duplicates and (excess := ngrams.duplicates(duplicates)):
+            n, share = excess
             yield _above(f"repetition: duplicate {n}-grams", share, duplicates[n])
 
 
 def key_parts(config: FiltersConfig) -> list[Any]:
-    """Plain values on which the results depend: the config, and the list of bad words.
+    """Return plain values on which the results depend: the config, and the list of bad words.
 
     Raises:
         ConfigError: the list cannot be read.
@@ -240,15 +306,15 @@ def _limits(values: dict[int, float | None]) -> dict[int, float]:
 
 
 def _num_stop_words(text: str, enough: int, *, chinese: bool) -> int:
-    """Different stop words in the text; no more are looked for than are enough."""
+    """Count different stop words in the text; stops when there are enough."""
     if chinese:
         return sum(word in text for word in _CHINESE_STOP_WORDS)
-    found: set[str] = set()
+    words: set[str] = set()
     for match in _STOP_WORDS.finditer(text):
-        found.add(match[0].lower())
-        if len(found) >= enough:
+        words.add(match[0].lower())
+        if len(words) >= enough:
             break
-    return len(found)
+    return len(words)
 
 
 def _below(reason: str, value: float, limit: float | None) -> Dropped | None:
@@ -264,9 +330,18 @@ def _above(reason: str, value: float, limit: float | None) -> Dropped | None:
 
 
 def _shown(value: float, limit: float) -> str:
-    """With so many digits that the value is not shown as the limit."""
+    """Format a value with enough digits to tell it from the limit."""
     for digits in (2, 4, 8):
         text = f"{value:.{digits}f}".rstrip("0").rstrip(".")
         if float(text) != limit:
             return text
     return str(value)
+
+
+def _duplicates(parts: Sequence[str]) -> tuple[float, float]:
+    unique = set(parts)
+    if len(unique) == len(parts):
+        return 0.0, 0.0
+    chars = sum(map(len, parts))
+    repeated = chars - sum(map(len, unique))
+    return (len(parts) - len(unique)) / len(parts), repeated / chars

@@ -1,4 +1,4 @@
-"""What readers yield, and how a file that ends too early is told."""
+"""Items that readers yield: documents and rejected parts; and the error about a broken file."""
 
 import base64
 import json
@@ -21,17 +21,17 @@ class Document:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A line or document that could not be read, kept aside for people to look at."""
+    """A line or document that does not go on, stored for people to look at."""
 
     id: str
     reason: str
-    """What is counted."""
+    """Counted in reports."""
     raw: bytes
     detail: str = ""
-    """What was measured and the limit, such as `0.31 > 0.2`."""
+    """Measured value and limit, such as `0.31 > 0.2`."""
 
     def to_json(self) -> str:
-        """One line; bytes that are no UTF-8 are given in base64."""
+        """Return one line of JSON; bytes that are not UTF-8 are given in base64."""
         record: dict[str, Any] = {"id": self.id, "reason": self.reason}
         if self.detail:
             record["detail"] = self.detail
@@ -43,7 +43,7 @@ class Rejected:
 
 
 class BrokenFileError(Exception):
-    """A file holds nothing readable from here on; caught by `documents.read_file`."""
+    """A file is not readable from here on; `documents.read_file` catches it."""
 
     def __init__(self, reason: str, message: str, unfinished: bytes = b"") -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class BrokenFileError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where documents come from: gives them their ids."""
+    """The file that documents come from: gives them their ids."""
 
     source: str
     path: str
@@ -63,17 +63,17 @@ class Place:
     """The file's name in ids."""
 
     def at(self, offset: int) -> str:
-        """Id of what begins at this byte of the decompressed file (parquet: in this row)."""
+        """Make the id of a document at a byte of the decompressed file (parquet: in a row)."""
         return f"{self.source}/{self.name}@{offset}"
 
     def own(self, value: object, offset: int) -> str:
-        """The id that a document brings along, or its place if that is none."""
+        """Make the id from the document's own value, or from its place if that is unusable."""
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
             return self.at(offset)
         return f"{self.source}/{storable(str(value))}"
 
     def too_long(self, where: str, max_bytes: int) -> DataError:
-        """The error for a document at `where` that is longer than `max_bytes`."""
+        """Make the error about a document at `where` that is longer than `max_bytes`."""
         return DataError(
             f"{self.path}, {where}: a document is longer than clean.max_document_mb = "
             f"{max_bytes // 1_000_000} MB; split it, or raise clean.max_document_mb "
@@ -82,5 +82,5 @@ class Place:
 
 
 def storable(text: str) -> str:
-    """Replaces lone surrogates, which JSON may hold and no UTF-8 file can store."""
+    """Replace lone surrogates, which JSON may hold but UTF-8 cannot store."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

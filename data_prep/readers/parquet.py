@@ -16,12 +16,12 @@ _BUFFER_BYTES = 1 << 20
 
 
 def documents(place: Place, text_field: str, id_field: str, max_bytes: int) -> Items:
-    """Yields the rows of one file; ids without a column for them are row numbers from 0.
+    """Yield the rows of one file; without a column of ids, ids are row numbers from 0.
 
     Raises:
         DataError: a text is longer than `max_bytes`.
-        BrokenFileError: the file is damaged here. A cut one is so from its start, because parquet
-            keeps its table of contents at the end.
+        BrokenFileError: the file is damaged here. A file that was cut short is so from its start,
+            because parquet keeps its table of contents at the end.
     """
     with Path(place.path).open("rb") as file:
         try:
@@ -41,7 +41,7 @@ def documents(place: Place, text_field: str, id_field: str, max_bytes: int) -> I
                 yield from whole_document(text, place.own(plain_id, row))
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the operating system, not of the format
+                raise  # an error of the operating system, not of the format
             raise BrokenFileError(DAMAGED, str(error)) from error
 
 
@@ -51,14 +51,12 @@ def _is_text(schema: Any, field: str) -> bool:
 
 
 def _binary_type(kind: Any) -> Any:
-    """The type to read a text column as: Arrow does not check that its strings are UTF-8."""
+    """Choose the type to read a text column as: Arrow does not check that strings are UTF-8."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    checks = (
-        pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
-        pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view,
-    )  # fmt: skip
-    return pa.large_binary() if any(check(kind) for check in checks) else None
+    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    is_text = any(getattr(pa.types, f"is_{name}")(kind) for name in names)
+    return pa.large_binary() if is_text else None
 
 
 def _rows(

@@ -1,4 +1,4 @@
-"""Bytes of plain and compressed files, up to the last one that can be had, and their lines."""
+"""Bytes of plain and compressed files, up to the last readable one, and their lines."""
 
 import io
 import lzma
@@ -13,13 +13,13 @@ from backports import zstd
 
 from data_prep.readers.items import CUT_SHORT, DAMAGED, BrokenFileError, Place
 
-# Of a damaged stream at most one step of output before the damage is lost.
+# A damaged stream loses at most one step of output before the damage.
 _STEP = 1 << 14
 _NEWLINE_SEARCH = 1 << 16
 
 
 class _Decoder(Protocol):
-    """What lzma and zstd offer."""
+    """The interface of the decoders of lzma and zstd."""
 
     @property
     def eof(self) -> bool: ...
@@ -63,8 +63,8 @@ _DECODERS: dict[str, tuple[Callable[[], _Decoder], bytes]] = {
 class _Decompressed(io.RawIOBase):
     """All members of a compressed file; ends at a break and then has a `problem`.
 
-    The standard readers are not used because they pass over bytes behind a member that are no
-    member (lzma, zstd), and because an exception costs them what they had read before it.
+    The standard readers are not used because they ignore trailing bytes that are not a member
+    (lzma, zstd), and because they lose the output before an exception.
     """
 
     def __init__(self, file: IO[bytes], suffix: str) -> None:
@@ -91,7 +91,7 @@ class _Decompressed(io.RawIOBase):
         return len(data)
 
     def _read(self, limit: int) -> bytes:
-        """Up to `limit` bytes; nothing at the end of the last member."""
+        """Return up to `limit` bytes; none at the end of the last member."""
         while True:
             if self._decoder.eof and not self._next_member():
                 return b""
@@ -126,13 +126,13 @@ class Stream:
 
     @property
     def problem(self) -> BrokenFileError | None:
-        """Why the file ends before its end, known when its last byte has been read."""
+        """The reason why the file broke off, known when its last readable byte has been read."""
         return self._decompressed.problem if self._decompressed else None
 
 
 @contextmanager
 def opened(path: str) -> Iterator[Stream]:
-    """Opens a file, decompressing by its suffix."""
+    """Open a file, decompressing by its suffix."""
     suffix = Path(path).suffix.lower()
     with Path(path).open("rb") as file:
         if suffix in _DECODERS:
@@ -143,13 +143,13 @@ def opened(path: str) -> Iterator[Stream]:
 
 
 def lines(stream: Stream, place: Place, start: int, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields (byte offset, line without its end).
+    """Yield (byte offset, line without its end).
 
     Args:
         stream: the file.
         place: its name, for errors.
         start: if not 0, the first line is the one that holds byte `start - 1`: readers of a range
-            need to see what stands before it.
+            need to see the text before it.
         max_bytes: longest line.
 
     Raises:
@@ -170,14 +170,14 @@ def lines(stream: Stream, place: Place, start: int, max_bytes: int) -> Iterator[
 
 
 def _line_start(file: IO[bytes], place: Place, position: int, max_bytes: int) -> int:
-    """Seeks to the start of the line that holds the byte at `position`."""
+    """Seek to the start of the line that holds the byte at `position`."""
     end = position
     while end > 0:
         begin = max(0, end - _NEWLINE_SEARCH)
         file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n")
-        if found >= 0:
-            return file.seek(begin + found + 1)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return file.seek(begin + newline + 1)
         if position - begin > max_bytes:
             raise place.too_long(f"around byte {position}", max_bytes)
         end = begin

@@ -1,7 +1,7 @@
-"""Documents of WET files: the 'conversion' records of Common Crawl, text taken out of web pages.
+"""Documents of WET files: the 'conversion' records of Common Crawl, text extracted from web pages.
 
-Format: ISO 28500 (WARC), read with warcio. HTML is not taken apart: 'response' and other records
-are rejected by type, and what is kept aside of them is their address.
+Format: ISO 28500 (WARC), read with warcio. HTML is not parsed: 'response' and other records are
+rejected by type, and only their address is stored.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _STEP = 1 << 16
 
 
 def documents(stream: Stream, place: Place, max_bytes: int) -> Items:
-    """Yields one document a 'conversion' record; its id is the record's.
+    """Yield one document per 'conversion' record; its id is the record's.
 
     Raises:
         DataError: a record's text is longer than `max_bytes`.

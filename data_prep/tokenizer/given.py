@@ -1,6 +1,6 @@
-"""A tokenizer that is there already: which kind of file it is, its options, and whether it will do.
+"""A given tokenizer: the kind of its file, its options, and checks that it is usable.
 
-Read before the first stage, so that hours of work do not end at a vocabulary's second line.
+It is read before the first stage, so that a bad vocabulary does not waste hours of work.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class GivenTokenizer:
-    """What the tokenizer stage writes instead of training."""
+    """The tokenizer that the tokenizer stage writes instead of training one."""
 
     suffix: str
     """`.model` or `.json`."""
@@ -36,7 +36,7 @@ class GivenTokenizer:
 
 
 def read_given(config: TokenizerConfig) -> GivenTokenizer | None:
-    """Reads and checks `tokenizer.file`; None if a tokenizer is to be trained.
+    """Read and check `tokenizer.file`; None if a tokenizer is to be trained.
 
     Raises:
         DataError: the file is missing, damaged, or a tokenizer of another kind.
@@ -73,7 +73,7 @@ def _refuse_options(config: TokenizerConfig, kind: str) -> None:
 
 
 def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> BertOptions:
-    """From the config, tokenizer_config.json beside the vocabulary, and the vocabulary, in order.
+    """Take each option from the config, tokenizer_config.json beside it, or the vocabulary.
 
     Raises:
         DataError: tokenizer_config.json is damaged or names another kind of tokenizer.
@@ -88,22 +88,23 @@ def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> BertOpti
     has_capitals = any(piece.lower() != piece for piece in pieces if len(piece.strip("#")) == 1)
     if beside.is_file():
         try:
-            found = json.loads(beside.read_bytes())
-            refuse_foreign_splitter(found.get("tokenizer_class") or "BertTokenizer", path.parent)
-            options = BertOptions(**{**asdict(BertOptions.from_json(found)), **values})
+            settings = json.loads(beside.read_bytes())
+            refuse_foreign_splitter(settings.get("tokenizer_class") or "BertTokenizer", path.parent)
+            options = BertOptions(**{**asdict(BertOptions.from_json(settings)), **values})
         except (ValueError, AttributeError) as error:
             raise DataError(f"{beside} is damaged: {error}; correct or remove it") from error
     else:
         options = BertOptions(**{"do_lower_case": not has_capitals, **values})
         if "do_lower_case" not in values:
-            logger.warning(
+            text = (
                 "%s has no %s beside it: text is read with lowercase=%s, because the vocabulary "
-                "has %s single capital; set tokenizer.lowercase to what the model was trained with",
-                path, CONFIG_JSON, options.do_lower_case, "a" if has_capitals else "no",
-            )  # fmt: skip
+                "has %s capitals; set tokenizer.lowercase to the model's setting"
+            )
+            capitals = "single" if has_capitals else "no single"
+            logger.warning(text, path, CONFIG_JSON, options.do_lower_case, capitals)
     if not options.do_lower_case and not has_capitals:
         logger.warning(
-            "%s has no single capital, and lowercase is false: words with capitals become [UNK]",
+            "%s has no single capitals, but lowercase is false: words with capitals become [UNK]",
             path,
         )
     return options

@@ -1,46 +1,19 @@
-"""Samples of the kept documents: by hash of their ids, so that neither the order of files nor the
-number of tasks matters.
+"""Samples of the kept documents, drawn by hash of their ids.
 
-The training sample takes each source's documents with the lowest hashes, the sample to judge a
-tokenizer by those with the highest: they overlap only where a source has no other text. Texts come
-in the order of the hashes too, since sentencepiece's unigram model depends on the order of lines.
-Needs 24 bytes of memory a document of the largest source, and the memory of a source's sample.
+So neither the order of files nor the number of tasks matters. The training sample takes each
+source's documents with the lowest hashes, the sample for measurements those with the highest: they
+overlap only where a source has too little text. Texts come in the order of the hashes, since
+sentencepiece's unigram model depends on the order of lines. Needs 24 bytes of memory a document of
+the largest source, and the memory of a source's sample.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.config import SourceConfig
-from data_prep.ingest import read_documents, read_lines
-from data_prep.shards import hash_share
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Pieces, and what deduplication kept of them."""
-
-    ingest_folder: Path
-    keep_folder: Path
-    names: tuple[str, ...]
-    sources: tuple[SourceConfig, ...]
-    """The source of each piece."""
-
-    def rows(self, name: str) -> npt.NDArray[np.int64]:
-        """Rows of a piece's kept documents."""
-        return np.flatnonzero(np.load(self.keep_folder / f"{name}.keep.npy"))
-
-    def sizes(self, name: str) -> npt.NDArray[np.int64]:
-        """UTF-8 bytes of a piece's kept documents."""
-        sizes: npt.NDArray[np.int64] = np.load(self.ingest_folder / f"{name}.bytes.npy")
-        return sizes[self.rows(name)]
-
-    def of_source(self, source: str) -> list[str]:
-        """Names of a source's pieces."""
-        return [n for n, s in zip(self.names, self.sources, strict=True) if s.name == source]
+from data_prep.pieces import Pieces, hash_share, read_documents
 
 
 @dataclass(frozen=True)
@@ -49,32 +22,32 @@ class Sample:
 
     source: str
     documents: dict[tuple[str, int], int]
-    """(piece, row) -> how many of its bytes are in the sample, in the order of the hashes; all but
-    the last document are whole."""
+    """(piece, row) -> its bytes in the sample, in the order of the hashes; all documents but the
+    last are whole."""
 
     @property
     def num_bytes(self) -> int:
         """UTF-8 bytes of text."""
         return sum(self.documents.values())
 
-    def texts(self, kept: Kept) -> Iterator[str]:
-        """The documents' texts, in the order of `documents`."""
-        found: dict[tuple[str, int], bytes] = {}
+    def texts(self, pieces: Pieces) -> Iterator[str]:
+        """Read the documents' texts, in the order of `documents`."""
+        texts: dict[tuple[str, int], bytes] = {}
         rows: dict[str, list[int]] = {}
         for name, row in sorted(self.documents):
             rows.setdefault(name, []).append(row)
         for name, wanted in rows.items():
-            documents = read_documents(kept.ingest_folder / f"{name}.jsonl.zst", set(wanted))
+            documents = read_documents(pieces.documents_path(name), set(wanted))
             for row, document in zip(wanted, documents, strict=True):
-                found[name, row] = document["text"].encode()[: self.documents[name, row]]
+                texts[name, row] = document["text"].encode()[: self.documents[name, row]]
         for place in self.documents:
-            yield found.pop(place).decode(errors="ignore")
+            yield texts.pop(place).decode(errors="ignore")
 
 
 def allot(sizes: Mapping[str, int], weights: Mapping[str, float], budget: int) -> dict[str, int]:
-    """Splits a number of bytes over sources in proportion to weight times size.
+    """Split a number of bytes over sources in proportion to weight times size.
 
-    A source that has less than its part gives all it has; the others share what is left over.
+    A source that has less than its part gives all its text; the others share the rest.
     """
     given: dict[str, int] = {}
     while waiting := [name for name in sorted(sizes) if name not in given]:
@@ -86,22 +59,25 @@ def allot(sizes: Mapping[str, int], weights: Mapping[str, float], budget: int) -
     return given
 
 
-def draw(kept: Kept, budgets: Sequence[Mapping[str, int]]) -> list[list[Sample]]:
-    """Draws two samples of every source: with the lowest, and with the highest hashes.
+def draw(
+    pieces: Pieces, source_of: Mapping[str, str], budgets: Sequence[Mapping[str, int]]
+) -> list[list[Sample]]:
+    """Draw two samples of every source: with the lowest, and with the highest hashes.
 
     Args:
-        kept: documents to choose from.
+        pieces: documents to choose from.
+        source_of: piece -> name of its source.
         budgets: bytes by source, of the first sample and of the second.
 
     Returns:
         Both samples, each with one entry a source, sorted by name.
     """
     drawn: list[list[Sample]] = [[], []]
-    for source in sorted({source.name for source in kept.sources}):
-        names = kept.of_source(source)
-        rows = [kept.rows(name) for name in names]
-        sizes = np.concatenate([kept.sizes(name) for name in names])
-        hashes = np.concatenate([_hashes(kept, n, r) for n, r in zip(names, rows, strict=True)])
+    for source in sorted(set(source_of.values())):
+        names = [name for name in pieces.names if source_of[name] == source]
+        rows = [pieces.kept_rows(name) for name in names]
+        sizes = np.concatenate([pieces.kept_sizes(name) for name in names])
+        hashes = np.concatenate([_hashes(pieces, n, r) for n, r in zip(names, rows, strict=True)])
         firsts = np.cumsum([0, *map(len, rows)])
         order = np.argsort(hashes, order=("id", "text"))
         for samples, budget, way in zip(drawn, budgets, (order, order[::-1]), strict=True):
@@ -117,20 +93,19 @@ def draw(kept: Kept, budgets: Sequence[Mapping[str, int]]) -> list[list[Sample]]
     return drawn
 
 
-def source_bytes(kept: Kept) -> dict[str, int]:
-    """Kept bytes of every source."""
-    totals = dict.fromkeys(sorted({source.name for source in kept.sources}), 0)
-    for name, source in zip(kept.names, kept.sources, strict=True):
-        totals[source.name] += int(kept.sizes(name).sum())
+def source_bytes(pieces: Pieces, source_of: Mapping[str, str]) -> dict[str, int]:
+    """Count the kept bytes of every source."""
+    totals = dict.fromkeys(sorted(set(source_of.values())), 0)
+    for name in pieces.names:
+        totals[source_of[name]] += int(pieces.kept_sizes(name).sum())
     return totals
 
 
-def _hashes(kept: Kept, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
-    """Of the ids, and of the texts for documents that share an id."""
-    texts = np.load(kept.ingest_folder / f"{name}.hashes.npy")
+def _hashes(pieces: Pieces, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """Return hashes of the ids, and of the texts to order documents that share an id."""
+    texts = np.load(pieces.texts / f"{name}.hashes.npy")
     hashes = np.zeros(len(texts), dtype=[("id", "<f8"), ("text", "<u8")])
-    ids = read_lines(kept.ingest_folder / f"{name}.ids.jsonl.zst")
-    hashes["id"] = [hash_share(i, "sample") for i in ids]
+    hashes["id"] = [hash_share(i, "sample") for i in pieces.ids(name)]
     hashes["text"] = texts[:, 0]
     selected: npt.NDArray[np.void] = hashes[rows]
     return selected

@@ -1,72 +1,77 @@
 """Stage tokenizer: trains sentencepiece on a sample of bounded size, or takes a given tokenizer.
 
-Writes tokenizer.model (sentencepiece) or tokenizer.json (WordPiece), and tokenizer.report.json on
-what it does to a sample of every source.
+Writes tokenizer.model (sentencepiece) or tokenizer.json (WordPiece), and tokenizer.report.json with
+measurements on a sample of every source.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from data_prep.config import DEFAULT_VOCAB_SIZE, TokenizerConfig
-from data_prep.stage import Done, Task, make_key
-from data_prep.tokenizer import report as tokenizer_report
-from data_prep.tokenizer import sample
+from data_prep.config import DEFAULT_VOCAB_SIZE, SourceConfig, TokenizerConfig
+from data_prep.pieces import Pieces
+from data_prep.stage import Done, Estimate, Result, Size, Task, make_key
+from data_prep.tokenizer import measure, sample
 from data_prep.tokenizer.given import GivenTokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tokenizer import sentencepiece
 from pipeline.tokenizer.wordpiece import load_tokenizer
 
-# Sentencepiece skips longer lines without a word; 4 bytes a character at most.
+# Sentencepiece skips longer lines without a warning; 4 bytes a character at most.
 _MAX_LINE_CHARS = 10_000
-_REPORT_BYTES = 4_000_000  # of each source
+_MEASURED_BYTES = 4_000_000  # of each source
 
 
 @dataclass(frozen=True)
 class VocabularyJob:
     """Kept documents to sample from."""
 
-    kept: sample.Kept
+    pieces: Pieces
+    sources: tuple[SourceConfig, ...]
+    """The source of each piece."""
     config: TokenizerConfig
     given: GivenTokenizer | None
 
 
-def task(
-    kept: sample.Kept,
-    config: TokenizerConfig,
-    given: GivenTokenizer | None,
-    ingested: list[Done],
-    deduplicated: Done,
-    folder: Path,
-) -> Task[VocabularyJob]:
-    """The one task of this stage; `given` is what `read_given(config)` returned."""
+def task(job: VocabularyJob, written: list[Done], kept: Done, folder: Path) -> Task[VocabularyJob]:
+    """Make the one task of this stage; `job.given` is the result of `read_given(job.config)`.
+
+    Args:
+        job: documents and settings.
+        written: records of the stage that wrote the pieces.
+        kept: record of the last stage with masks.
+        folder: folder of this stage.
+    """
     key = make_key(
-        [done.digest for done in ingested], deduplicated.digest, asdict(config),
-        given and given.sha256, [[source.name, source.weight] for source in kept.sources],
-    )  # fmt: skip
-    return Task("tokenizer", folder, key, VocabularyJob(kept, config, given))
+        [done.digest for done in written],
+        kept.digest,
+        asdict(job.config),
+        job.given and job.given.sha256,
+        [[source.name, source.weight] for source in job.sources],
+    )
+    return Task("tokenizer", folder, key, job)
 
 
 def tokenizer_path(task: Task[VocabularyJob]) -> Path:
-    """The tokenizer's file."""
+    """Return the tokenizer's file."""
     given = task.payload.given
     return task.path(given.suffix if given else ".model")
 
 
-def run(task: Task[VocabularyJob]) -> tuple[dict[str, Any], list[Path]]:
-    """Trains or copies the tokenizer, and reports on it."""
+def run(task: Task[VocabularyJob]) -> Result:
+    """Train or copy the tokenizer, and measure it."""
     job, path = task.payload, tokenizer_path(task)
-    sizes = sample.source_bytes(job.kept)
-    weights = {source.name: source.weight for source in job.kept.sources}
+    source_of = dict(zip(job.pieces.names, (s.name for s in job.sources), strict=True))
+    sizes = sample.source_bytes(job.pieces, source_of)
+    weights = {source.name: source.weight for source in job.sources}
     budget = 0 if job.given else job.config.sample_mb * 1_000_000
-    budgets = [sample.allot(sizes, weights, budget), dict.fromkeys(sizes, _REPORT_BYTES)]
-    training, others = sample.draw(job.kept, budgets)
+    budgets = [sample.allot(sizes, weights, budget), dict.fromkeys(sizes, _MEASURED_BYTES)]
+    training, others = sample.draw(job.pieces, source_of, budgets)
     if job.given:
         write_atomic(path, job.given.content)
     else:
         model = sentencepiece.train(
-            _lines(job.kept, training),
+            _lines(job.pieces, training),
             vocab_size=job.config.vocab_size or DEFAULT_VOCAB_SIZE,
             model_type=job.config.model_type,
             character_coverage=job.config.character_coverage,
@@ -74,24 +79,32 @@ def run(task: Task[VocabularyJob]) -> tuple[dict[str, Any], list[Path]]:
         write_atomic(path, model)
     made = load_tokenizer(path)
     report_path = task.path(".report.json")
-    write_json_atomic(report_path, tokenizer_report.report(made, job.kept, others, training))
-    result = {
-        "sample_bytes": sum(part.num_bytes for part in training),
-        "sample": {
-            part.source: {
-                "documents": len(part.documents), "bytes": part.num_bytes,
-                "source_bytes": sizes[part.source], "weight": weights[part.source],
-            }
-            for part in training
-        },
-        "vocab_size": made.vocab_size,
-    }  # fmt: skip
+    write_json_atomic(report_path, measure.measure(made, job.pieces, others, training))
+    of_sources = {
+        part.source: {
+            "documents": len(part.documents),
+            "bytes": part.num_bytes,
+            "source_bytes": sizes[part.source],
+            "weight": weights[part.source],
+        }
+        for part in training
+    }
+    sample_bytes = sum(part.num_bytes for part in training)
+    result = {"sample_bytes": sample_bytes, "sample": of_sources, "vocab_size": made.vocab_size}
     return result, [path, report_path]
 
 
-def _lines(kept: sample.Kept, parts: list[sample.Sample]) -> Iterator[str]:
+def estimate(size: Size) -> Estimate:
+    """Estimate the cost; the sample is drawn from all documents, so all are read."""
+    sample_bytes = min(size.text_bytes, size.config.tokenizer.sample_mb * 1e6)
+    s_per_mb = 2.4 if size.config.tokenizer.model_type == "unigram" else 0.2
+    cpu_s = size.text_bytes / 1e6 / 150 + sample_bytes / 1e6 * s_per_mb
+    return Estimate(1, cpu_s, 2e6, 100e6 + 17 * sample_bytes)
+
+
+def _lines(pieces: Pieces, parts: list[sample.Sample]) -> Iterator[str]:
     for part in parts:
-        for text in part.texts(kept):
+        for text in part.texts(pieces):
             for line in text.split("\n"):
                 for start in range(0, len(line), _MAX_LINE_CHARS):
                     yield line[start : start + _MAX_LINE_CHARS]

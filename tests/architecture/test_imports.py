@@ -1,14 +1,16 @@
-"""The import direction, the one-door rule, the absence of cycles, and what never loads torch."""
+"""The import direction, the one-door rule, the absence of cycles, and what never loads torch.
+
+A move of rooms is an edit of the tables; `modules.PACKAGES` names the packages. Each rule is one
+test, which prints every line that breaks it.
+"""
 
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("pipeline", "data_prep", "launch", "postnorm")
+from tests.architecture.modules import MODULES, PACKAGES, ROOT, below, imports, imports_of
 
 # A layer may import itself and what stands before it.
 LAYERS = [
@@ -66,82 +68,91 @@ DOORS = {
     "tokenizers": {"pipeline.tokenizer.fast"},
     "transformers": {"pipeline.use.hf_wrapper"},
     "google_crc32c": {"pipeline.use.tf_checkpoint"},
-    "backports.zstd": {"data_prep.readers.streams", "data_prep.ingest"},
+    "backports.zstd": {"data_prep.readers.streams", "data_prep.pieces"},
     "pyarrow": {"data_prep.readers.parquet"},
     "warcio": {"data_prep.readers.wet"},
     "rjieba": {"data_prep.words"},
-    "opencc": {"data_prep.clean.simplified"},
+    "jinja2": {"data_prep.datasheet.page"},
+    "opencc": {"data_prep.clean.normalise"},
     "psutil": {"launch.demo"},
     "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
 }
-
-
-def _modules() -> dict[str, ast.Module]:
-    found = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
-
-
-MODULES = _modules()
-
-
-def _imports(name: str) -> set[str]:
-    """Modules that a module imports anywhere in its text; ours by their full name."""
-    found = set()
-    for node in ast.walk(MODULES[name]):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} uses a relative import"
-            full = {f"{node.module}.{alias.name}" for alias in node.names}
-            ours = {f for f in full if f in MODULES}
-            found |= ours or {str(node.module)}
-    return found
+ABOVE = {"benchmarks", "postnorm", "studies", "tests"}
+"""They may import everything, and no package imports them."""
+ENVIRONMENT = "pipeline.runtime.env"
+"""The module of `pipeline` that reads the environment."""
 
 
 def _ours(name: str) -> set[str]:
-    return {module for module in _imports(name) if module.split(".")[0] in PACKAGES}
-
-
-def _below(module: str, prefixes: set[str]) -> bool:
-    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+    return {module for module in imports(name) if module.split(".")[0] in PACKAGES}
 
 
 def _layer(module: str) -> int:
-    return next(i for i, layer in enumerate(LAYERS) if _below(module, layer))
+    return next(i for i, layer in enumerate(LAYERS) if below(module, layer))
 
 
-def test_modules_are_found() -> None:
-    assert {"pipeline.train.loop", "data_prep.run", "launch.render"} <= set(MODULES)
+def _of(*packages: str) -> list[str]:
+    return [name for name in MODULES if name.split(".")[0] in packages]
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith("pipeline.")])
-def test_pipeline_imports_point_one_way(name: str) -> None:
-    for imported in _ours(name):
-        assert imported.startswith("pipeline"), f"{name} imports {imported}"
-        # __main__ asks for signals before anything else is loaded.
-        assert _layer(imported) <= _layer(name), f"{name} imports {imported}, a later layer"
+def _none(broken: list[str]) -> None:
+    """Fails with all lines that break a rule."""
+    assert not broken, "\n".join(["", *sorted(broken)])
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith(("launch", "data_prep"))])
-def test_launch_and_data_prep_import_only_the_torch_free_part(name: str) -> None:
-    package = name.split(".")[0]
-    for imported in _ours(name):
-        assert _below(imported, TORCH_FREE | {package}), f"{name} imports {imported}"
+def test_what_the_tables_name_exists() -> None:
+    named = set().union(*LAYERS, *DOORS.values(), TORCH_FREE, {ENVIRONMENT})
+    _none([f"{name} is named here but is not there" for name in named if not _exists(name)])
+    _none(
+        [
+            f"{name} is in no layer"
+            for name in _of("pipeline")
+            if not below(name, set().union(*LAYERS))
+        ]
+    )
 
 
-def test_the_door_imports_tables_only_and_nothing_imports_it() -> None:
-    tables = {f"{package}.commands" for package in PACKAGES}
-    for name in MODULES:
-        if name.startswith("postnorm"):
-            strangers = _ours(name) - tables - {"pipeline.runtime.cli", "pipeline.runtime.stop"}
-            assert not strangers, f"{name} imports {strangers}"
-        else:
-            assert not any(module.startswith("postnorm") for module in _ours(name)), name
+def _exists(name: str) -> bool:
+    return any(below(module, {name}) for module in MODULES)
+
+
+def test_pipeline_imports_point_one_way() -> None:
+    broken = []
+    for name in _of("pipeline"):
+        for imported in _ours(name):
+            if not imported.startswith("pipeline"):
+                broken.append(f"{name} imports {imported}, of another package")
+            elif _layer(imported) > _layer(name):
+                broken.append(f"{name} imports {imported}, a later layer")
+    _none(broken)
+
+
+def test_launch_and_data_prep_import_only_the_torch_free_part() -> None:
+    _none([
+        f"{name} imports {imported}"
+        for name in _of("launch", "data_prep")
+        for imported in _ours(name)
+        if not below(imported, TORCH_FREE | {name.split(".")[0]})
+    ])  # fmt: skip
+
+
+def test_nothing_imports_what_stands_above() -> None:
+    _none([
+        f"{name} imports {imported}"
+        for name in MODULES for imported in imports(name) if below(imported, ABOVE)
+    ])  # fmt: skip
+
+
+def test_the_door_imports_tables_only() -> None:
+    allowed = {f"{package}.commands" for package in PACKAGES}
+    allowed |= {"pipeline.runtime.cli", "pipeline.runtime.stop", "pipeline.errors"}
+    _none([
+        f"{path.name} imports {imported}"
+        for path in (ROOT / "postnorm").glob("*.py")
+        for imported in imports_of(ast.parse(path.read_text(encoding="utf-8")))
+        if imported.split(".")[0] in PACKAGES and not below(imported, allowed)
+    ])  # fmt: skip
 
 
 def test_there_is_no_cycle() -> None:
@@ -158,26 +169,31 @@ def test_there_is_no_cycle() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("package", sorted(DOORS))
-def test_third_party_package_has_one_door(package: str) -> None:
-    users = {name for name in MODULES if any(_below(i, {package}) for i in _imports(name))}
-    strangers = {user for user in users if not _below(user, DOORS[package])}
-    assert not strangers, f"{strangers} import {package}; its door is {DOORS[package]}"
+def test_third_party_package_has_one_door() -> None:
+    _none([
+        f"{name} imports {imported}; the door of {package} is {sorted(doors)}"
+        for package, doors in DOORS.items()
+        for name in MODULES if not below(name, doors)
+        for imported in imports(name) if below(imported, {package})
+    ])  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith("pipeline.")])
-def test_environment_is_read_in_the_runtime_only(name: str) -> None:
-    if name != "pipeline.runtime.env":
-        for node in ast.walk(MODULES[name]):
-            is_environ = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-            assert not is_environ, f"{name}, line {node.lineno}: use pipeline.runtime.env"
+def test_environment_is_read_in_the_runtime_only() -> None:
+    _none([
+        f"{name}, line {node.lineno}: use {ENVIRONMENT}"
+        for name in _of("pipeline") if name != ENVIRONMENT
+        for node in ast.walk(MODULES[name].tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    ])  # fmt: skip
 
 
+@pytest.mark.smoke
+@pytest.mark.usefixtures("processes")
 def test_data_prep_and_launch_never_load_torch() -> None:
     # webdataset, which verify reads with, loads torch by itself where there is one.
     modules = sorted(
-        {m for m in MODULES if not m.startswith("pipeline") and m != "data_prep.verify"}
-        | {m for m in MODULES if _below(m, TORCH_FREE)}
+        {name for name in _of("launch", "data_prep") if name != "data_prep.verify"}
+        | {name for name in MODULES if below(name, TORCH_FREE)}
     )
     code = "import sys\n" + "".join(
         f"import {module}\n" for module in modules if not module.endswith("__main__")
@@ -187,14 +203,8 @@ def test_data_prep_and_launch_never_load_torch() -> None:
 
 
 def test_init_files_hold_no_code() -> None:
-    for path in ROOT.glob("*/**/__init__.py"):
-        if path.relative_to(ROOT).parts[0] in PACKAGES:
-            assert not path.read_text().strip(), path
-
-
-def test_functions_are_short() -> None:
-    for name, tree in MODULES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                assert lines <= 80, f"{name}.{node.name} has {lines} lines"
+    _none([
+        str(path.relative_to(ROOT))
+        for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")
+        if path.read_text().strip()
+    ])  # fmt: skip

@@ -16,7 +16,7 @@ from benchmarks.attention_subjects import Attention, Case
 from benchmarks.step_subjects import Setting, parse
 from pipeline.data.format import DatasetIndex
 from pipeline.profile.timeline import CATEGORIES
-from tests.support.triton import NEEDS_TRITON, run_interpreted
+from tests.support.triton import NEEDS_TRITON, Interpreter
 
 ROOT = Path(__file__).parents[2]
 OURS, PEER = "ours/realformer_v2-base/auto/plain/zero0", "hf/roberta-base/autocast/plain"
@@ -24,7 +24,9 @@ FAILING = "hf/roformer-large/bf16/plain"
 
 
 @pytest.fixture(scope="module")
-def measured(dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(
+    dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory, processes: None
+) -> dict[str, Any]:
     pytest.importorskip("transformers")
     out = tmp_path_factory.mktemp("step") / "step.json"
     done = subprocess.run(
@@ -120,6 +122,7 @@ def test_rounds_end_with_the_budget(tmp_path: Path) -> None:
     assert not comparison.plan.may_prepare()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_process_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     process = step.Process(OURS, Setting("/nowhere", 1000, 2), tmp_path / "log")
     assert process.answer(0.2) == {"error": "no answer within 0 s"}
@@ -174,9 +177,8 @@ def _runs(row: list[int]) -> list[list[int]]:
 
 
 @NEEDS_TRITON
-@pytest.mark.slow
-def test_interpreted_instruments() -> None:
-    run_interpreted("tests/benchmarks/interpreted_instruments.py")
+def test_interpreted_instruments(interpreter: Interpreter) -> None:
+    interpreter("tests/benchmarks/interpreted_instruments.py")
 
 
 def test_the_plan_of_a_gpu_run(tmp_path: Path) -> None:

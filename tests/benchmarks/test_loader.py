@@ -135,6 +135,7 @@ def test_a_pass_without_a_batch_is_refused() -> None:
         loader_subjects.measure(lambda: iter([0]), 1.0, first_batch=False)
 
 
+@pytest.mark.usefixtures("processes")
 def test_table_has_figures_and_reasons(dataset: DatasetIndex, spec: loader.Spec) -> None:
     subjects = (loader.OURS, ("memmap", "none"), ("litdata", "none"))
     measured = loader.compare(dataset, spec, 1, ["no-such-python"], subjects)

@@ -38,6 +38,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.usefixtures("processes")
 def test_list_and_verify(run: Path) -> None:
     text = _command("list", run).stdout.splitlines()
     assert text[0].split() == ["step", "cursor", "skipped", "alpha", "age", "MB", "ranks", "zero",
@@ -69,6 +70,7 @@ def test_list_and_verify(run: Path) -> None:
     assert "no checkpoint of step 31; it has those of 10, 20, 30, 40" in done.stdout
 
 
+@pytest.mark.usefixtures("processes")
 def test_prune(run: Path) -> None:
     def steps() -> list[int]:
         return sorted(int(path.name[5:]) for path in (run / FOLDER).glob("step-*"))
@@ -133,6 +135,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         diff(tmp_path / "a")
 
 
+@pytest.mark.usefixtures("processes")
 def test_every_command_has_an_example() -> None:
     for name in ("verify", "list", "prune", "diff"):
         assert f"python -m pipeline checkpoint {name} " in _command(name, "--help").stdout

@@ -68,6 +68,7 @@ def test_what_is_not_verified_makes_nothing_superseded(tmp_path: Path) -> None:
         plan(tmp_path, 1, None, None)
 
 
+@pytest.mark.usefixtures("processes")
 def test_killed_removal_leaves_no_checkpoint_that_looks_whole(tmp_path: Path) -> None:
     for step in (10, 20):
         make_checkpoint(tmp_path, step, world_size=2)

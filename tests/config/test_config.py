@@ -146,6 +146,7 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
     load(root, path)
 
 
+@pytest.mark.usefixtures("processes")
 def test_config_command_explains_and_refuses(tmp_path: Path) -> None:
     path = str(_write(tmp_path, MINIMAL))
     command = [sys.executable, "-m", "pipeline", "config", path]

@@ -182,6 +182,7 @@ print(peak_mib() - before)
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_dataset_of_80000_blocks_opens_in_little_memory_reading_no_shard(tmp_path: Path) -> None:
 
     index = write_large_index(tmp_path / "data", num_shards=400, blocks_per_shard=200)

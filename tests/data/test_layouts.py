@@ -84,6 +84,7 @@ def test_ranks_and_micro_batches_change_nothing(
         assert step_on(steps, cursor, world_size) == wanted
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(
@@ -110,6 +111,7 @@ def test_workers_change_nothing(
             rank.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_killed_at_every_one_of_50_steps_and_resumed_on_another_layout(
     two_sources: DatasetIndex, expected: list[tuple[list[Row], int]]
 ) -> None:
@@ -168,6 +170,7 @@ def workers(two_sources: DatasetIndex) -> Iterator[Workers]:
     found.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_killed_worker_is_an_error_that_says_so(workers: Workers) -> None:
     os.kill(workers.processes[1].pid or 0, signal.SIGKILL)
     workers.processes[1].join()
@@ -178,6 +181,7 @@ def test_a_killed_worker_is_an_error_that_says_so(workers: Workers) -> None:
         workers.take()
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_live_on_when_the_run_is_asked_to_stop(workers: Workers) -> None:
     for process in workers.processes:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
@@ -188,6 +192,7 @@ def test_workers_live_on_when_the_run_is_asked_to_stop(workers: Workers) -> None
     assert workers.take()
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_are_gone_after_the_end(workers: Workers) -> None:
     processes = list(workers.processes)
     workers.ask(0)
@@ -195,6 +200,7 @@ def test_workers_are_gone_after_the_end(workers: Workers) -> None:
     assert all(process.exitcode is not None for process in processes)
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_end_when_their_parent_is_killed(two_sources: DatasetIndex) -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -221,6 +227,7 @@ def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
     signal.pause()
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_error_in_a_worker_is_the_ranks(two_sources: DatasetIndex, tmp_path: Path) -> None:
     config = _config(two_sources, micro_batch=4, workers=1)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)

@@ -33,6 +33,7 @@ def test_philox_known_answers(
     assert " ".join(f"{int(word):08x}" for word in compiled) == expected
 
 
+@pytest.mark.usefixtures("processes")
 def test_kernel_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
     shutil.copy(masking.__file__, tmp_path / "kernel.py")
     (tmp_path / "__pycache__").write_text("a file, so that no folder can be made")

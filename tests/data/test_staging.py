@@ -142,6 +142,7 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("processes")
 def test_processes_share_the_work_and_wait_for_each_other(
     many: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_processes_share_the_work_and_wait_for_each_other(
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_processes_at_full_speed_copy_each_shard_once(many: DatasetIndex, tmp_path: Path) -> None:
     with _staging(many, tmp_path) as one, _staging(many, tmp_path) as two, \
             _staging(many, tmp_path) as three:  # fmt: skip
@@ -169,6 +171,7 @@ def test_processes_at_full_speed_copy_each_shard_once(many: DatasetIndex, tmp_pa
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_shard_of_a_killed_process_is_copied_by_who_waits_for_it(
     many: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -180,6 +183,7 @@ def test_a_shard_of_a_killed_process_is_copied_by_who_waits_for_it(
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_killed_process_leaves_nothing_that_counts_as_complete(
     dataset: DatasetIndex, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,6 +268,7 @@ def _can_mount() -> bool:
         return False
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(not _can_mount(), reason="needs unshare and the right to mount a tmpfs")
 def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path) -> None:
     total = sum(shard.num_bytes for shard in dataset.shards)
@@ -310,19 +315,18 @@ def test_variables_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
         env.expand("/a/$/b", "data.stage_dir")
 
 
-@pytest.mark.dist
 def test_ranks_of_a_run_stage_together_and_stop_together(
-    copy: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
 ) -> None:
     overrides = ("train.num_steps=12", "data.stage_dir=$NODE_DISK/shards")
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "node"))
-    ranks = Ranks(tmp_path / "run", copy, *overrides)
+    ranks = start_ranks(tmp_path / "run", copy, *overrides)
     assert ranks.wait() == [0, 0], ranks.output
     assert len(_tars(tmp_path / "node" / "shards")) == len(copy.shards)
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
     copied = [int(n) for n in re.findall(r"(\d+) of \d+ shards were copied", logs)]
     assert sum(copied) == len(copy.shards)
     (copy.folder / "shards" / "more.tar").touch()
-    refused = Ranks(tmp_path / "run", copy, *overrides)
+    refused = start_ranks(tmp_path / "run", copy, *overrides)
     assert refused.wait() == [2, 2]
     assert "does not list, so that nothing in them is trained on: more.tar" in refused.output

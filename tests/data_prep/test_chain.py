@@ -1,5 +1,6 @@
 """Array tasks in any number, killed at any time; `status`, `plan` and `show`."""
 
+import ast
 import json
 import os
 import random
@@ -14,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from data_prep.chain import STEPS
 from data_prep.config import PrepConfig
-from data_prep.ingest import read_lines
+from data_prep.pieces import read_lines
 from data_prep.plan import plan, plan_text
 from data_prep.run import run, run_part
-from data_prep.show import document_text, rejected_text
+from data_prep.show import document_text, rejected_text, status_text
 from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
-from data_prep.status import status_text
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
@@ -90,7 +91,7 @@ def _stages(config: PrepConfig) -> list[str]:
     return [stage["name"] for stage in plan(config)["stages"]]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_array_tasks_killed_at_random_make_the_same_dataset(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
@@ -191,12 +192,15 @@ def test_plan_names_the_tasks_that_are_not_done(
 
 
 def test_status_tells_failed_stopped_and_running_tasks(
-    prep_config: Path, source: Path, tmp_path: Path
+    whole: Path, prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
     config = _load(prep_config, tmp_path / "data", source)
     lines = status_text(config).splitlines()
     assert lines[1].split() == ["eval_sets", "0", "0", "0", "0", "1"]
     assert lines[2].split() == ["ingest", "after", "eval_sets"]
+    shutil.copytree(whole, tmp_path / "data", dirs_exist_ok=True)
+    for name in ("report.json", "dataset.done.json"):
+        (tmp_path / "data" / name).unlink()
     too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
     with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
         run(too_long)
@@ -208,6 +212,7 @@ def test_status_tells_failed_stopped_and_running_tasks(
         run(_load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=300"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_state_of_a_task_whose_process_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SLEEPING_TASK, str(tmp_path)]
     process = subprocess.Popen(command)
@@ -238,6 +243,7 @@ def write_nothing(task: Task[None]) -> tuple[dict[str, Any], list[Path]]:
     return {}, []
 
 
+@pytest.mark.usefixtures("processes")
 def test_files_of_killed_processes_are_removed_and_of_living_ones_not(tmp_path: Path) -> None:
     code = "import sys; from pipeline.runtime.files import *; temporary_beside(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", f"{code}.touch()", tmp_path / "a"], check=True)
@@ -273,7 +279,18 @@ def test_show_tells_what_became_of_a_document(whole: Path, prep_config: Path, so
     rejected = rejected_text(config, "invalid UTF-8", 2)
     assert rejected.count("--- s") == 2
     assert rejected.endswith("invalid UTF-8 line: 6")
-    assert "nothing was rejected for 'other'" in rejected_text(config, "other", 2)
+    assert "no document was rejected for 'other'" in rejected_text(config, "other", 2)
+
+
+def test_stages_do_not_import_stages() -> None:
+    stages = {step.run.__module__ for step in STEPS}
+    assert {"data_prep.ingest", "data_prep.dedup.near", "data_prep.shards"} < stages
+    for stage in stages:
+        tree = ast.parse(Path(str(sys.modules[stage].__file__)).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                imported = {str(node.module), *(f"{node.module}.{a.name}" for a in node.names)}
+                assert not imported & stages, f"{stage}, line {node.lineno}"
 
 
 def test_ids_are_recorded(whole: Path) -> None:

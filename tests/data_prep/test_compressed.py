@@ -12,10 +12,11 @@ import pytest
 from backports import zstd
 
 from data_prep import ingest
-from data_prep.config import CleanConfig, SourceConfig
-from data_prep.documents import Document, Rejected, read_file
-from data_prep.filters.config import FiltersConfig
+from data_prep.config import CleanConfig, FiltersConfig, SourceConfig
 from data_prep.inputs import find, pieces
+from data_prep.pieces import read_documents, read_lines
+from data_prep.readers.documents import read_file
+from data_prep.readers.items import Document, Rejected
 
 
 def _gzip(data: bytes) -> bytes:
@@ -156,8 +157,8 @@ def test_breaks_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     assert result["ingest"]["rejected"]["file cut short"][0] == 1
     assert result["notes"]["documents with the id of another"] == 1
     assert result["notes"]["files read as GB18030"] == 1
-    [kept] = ingest.read_lines(paths[3])
+    [kept] = read_lines(paths[3])
     assert (kept["id"], kept["reason"]) == ("s/a.jsonl.gz", "file cut short")
-    texts = [document["text"] for document in ingest.read_documents(paths[0])]
+    texts = [document["text"] for document in read_documents(paths[0])]
     assert texts[-3:] == ["x", "y", "天地玄黄,宇宙洪荒"]
     assert len(texts) > 4500

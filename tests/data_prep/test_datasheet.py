@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import escape
 
 from data_prep import corpus, ingest
 from data_prep.config import PrepConfig
-from data_prep.datasheet import samples, sheet
-from data_prep.datasheet.charts import Part, bar, escape, histogram, percent, short, sparkline
-from data_prep.datasheet.lengths import EDGES, QUANTILES, Lengths
-from data_prep.datasheet.page import to_html, to_markdown
+from data_prep.counts import INGEST_STAGES
+from data_prep.datasheet import page as datasheet
+from data_prep.datasheet import samples
+from data_prep.datasheet.gather import EDGES, QUANTILES, distribution
+from data_prep.datasheet.page import bar, histogram, percent, render, short, spark, to_markdown
+from data_prep.pieces import read_documents
 from data_prep.run import run
 from data_prep.stage import Stage, run_tasks
 from pipeline.config.load import load
@@ -120,8 +123,8 @@ def _rows(table: ET.Element) -> list[list[str]]:
 
 
 def _pages(made: dict[str, Any]) -> tuple[str, str]:
-    parts = sheet.make(made)
-    return to_html(*parts), to_markdown(*parts)
+    page = render(made)
+    return page, to_markdown(page)
 
 
 def _shards(data: Path) -> dict[tuple[str, str], Counter[str]]:
@@ -129,7 +132,7 @@ def _shards(data: Path) -> dict[tuple[str, str], Counter[str]]:
     texts = {
         document["id"]: document["text"]
         for path in sorted((data / "work" / "lines").glob("?????.jsonl.zst"))
-        for document in ingest.read_documents(path)
+        for document in read_documents(path)
     }
     index = read_index(data)
     reader = BlockReader(index)
@@ -199,7 +202,7 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
     of: dict[str, list[int]] = {name: [] for name in report["sources"]}
     for path in sorted((data / "work" / "decontaminate").glob("?????.keep.npy")):
         texts = data / "work" / "lines" / path.name.replace(".keep.npy", ".jsonl.zst")
-        for document, kept in zip(ingest.read_documents(texts), np.load(path), strict=True):
+        for document, kept in zip(read_documents(texts), np.load(path), strict=True):
             if kept:
                 of[document["source"]].append(len(document["text"].encode()))
     everything = [value for values in of.values() for value in values]
@@ -215,18 +218,6 @@ def test_lengths_are_those_of_kept_documents(data: Path, report: dict[str, Any])
         ordered = sorted(values, reverse=True)
         half = next(v for i, v in enumerate(ordered) if 2 * sum(ordered[: i + 1]) >= sum(ordered))
         assert lengths["quantiles"]["half_of_text"] == half
-
-
-def test_lengths_in_parts_are_lengths_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.datasheet.lengths._MERGE_AT", 500)
-    rng = np.random.default_rng(0)
-    values = np.exp(rng.normal(7, 2, 20_000)).astype(np.int64) + 1
-    whole, parts = Lengths(), Lengths()
-    whole.add(values)
-    for part in np.split(values, 100):
-        parts.add(part)
-    assert parts.to_json() == whole.to_json()
-    assert whole.to_json()["histogram"] == np.histogram(values, EDGES)[0].tolist()
 
 
 def test_evaluation_sets_are_counted_and_not_shown(data: Path, report: dict[str, Any]) -> None:
@@ -260,7 +251,7 @@ def test_samples_are_masked(tmp_path: Path, kind: str, masked: bool) -> None:
     config = _config(tmp_path, {"one": _write(tmp_path / "a.jsonl", [], raw)}, filters=filters)
     tasks = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, tmp_path)
     [done] = run_tasks(Stage("ingest", tasks, ingest.run), workers=1)
-    [reason] = [r for stage in ingest.STAGES for r in done.result[stage]["rejected"]]
+    [reason] = [r for stage in INGEST_STAGES for r in done.result[stage]["rejected"]]
     pieces = [("one", tasks[0].path(".rejected.jsonl.zst"))]
     [sample] = samples.collect(config, pieces, [done], {"one": {reason: [1, 1]}})[reason]
     text = sample["text"].encode().decode()
@@ -315,6 +306,7 @@ def test_texts_and_names_are_escaped(data: Path, report: dict[str, Any]) -> None
     assert text.encode()
 
 
+@pytest.mark.usefixtures("processes")
 def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_bytes((data / "report.json").read_bytes())
     command = [sys.executable, "-m", "data_prep", "datasheet"]
@@ -322,7 +314,7 @@ def test_pages_are_made_again_from_the_report(data: Path, tmp_path: Path) -> Non
     for name in ("datasheet.html", "datasheet.md"):
         assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
     for content, message in [
-        (None, "is no finished dataset"),
+        (None, "is not a finished dataset"),
         (b"{", "is damaged"),
         (b'{"sources": {"a": {"tokens": 1}}}', "another version wrote it"),
     ]:
@@ -355,15 +347,28 @@ def test_fifty_sources_make_a_page_of_less_than_500_kb(report: dict[str, Any]) -
     assert "43 more" in html
 
 
+def test_sources_may_have_any_name(report: dict[str, Any]) -> None:
+    """Such as those of methods of a dictionary, or that of the row of all sources."""
+    names = dict(zip(report["sources"], ("values", "items", "all", "get"), strict=True))
+    report = copy.deepcopy(report)
+    for part in ("sources", "tokenizer_sample"):
+        report[part] = {names[name]: value for name, value in report[part].items()}
+    for source in report["settings"]["sources"]:
+        source["name"] = names[source["name"]]
+    rows = _rows(_section(_parse(_pages(report)[0]), "Sources"))
+    assert sorted(row[0] for row in rows) == ["all", "all", "get", "items", "values"]
+    assert rows[-1][1] == f"{sum(t['documents'] for t in report['totals'].values()):,}"
+
+
 def test_a_dataset_of_which_nothing_was_rejected(report: dict[str, Any]) -> None:
     report = copy.deepcopy(report)
     for stages in [report["stages"], *(s["stages"] for s in report["sources"].values())]:
         for counts in stages.values():
             counts["rejected"] = {}
     report.update(notes={}, rejected_samples={})
-    report["lengths"] = Lengths().to_json()
+    report["lengths"] = distribution({})
     for source in report["sources"].values():
-        source.update(scripts={}, lengths=Lengths().to_json())
+        source.update(scripts={}, lengths=distribution({}))
     html, _ = _pages(report)
     titles = [section.findtext("h2") for section in _parse(html).iter("section")]
     assert "Notes" not in titles
@@ -391,42 +396,62 @@ def test_a_page_that_cannot_be_written_loses_no_dataset(
     assert read_index(tmp_path / "data").fingerprint == made["fingerprint"]
     assert "the datasheet could not be made; the dataset is complete" in caplog.text
     (tmp_path / "data" / "datasheet.html").rmdir()
-    sheet.write(tmp_path / "data")
+    datasheet.write(tmp_path / "data")
     assert made["fingerprint"] in (tmp_path / "data" / "datasheet.html").read_text()
 
 
-def test_bars_are_as_long_as_their_values() -> None:
-    drawn = ET.fromstring(bar([Part(0, 30, "<a>: 30"), Part(1, 0, "b"), Part(2, 10, "c")], 80))
+def test_bars_are_as_long_as_their_values(report: dict[str, Any]) -> None:
+    colours = {"<a>": 0, "b": 1, "c": 2}
+    parts = bar({"<a>": 30, "c": 10}, colours, 80, "documents")
+    assert [(part[0], part[1]) for part in parts] == [(0, "37.500"), (2, "12.500")]
+    assert [part[2] for part in parts] == ["<a>: 30 documents", "c: 10 documents"]
+    many = {f"{number}": min(number, 7) for number in range(10)}
+    assert bar(dict.fromkeys(many, 1), many, 0, "B")[-1][2] == "3 more: 3 B"
+    assert not bar({}, colours, 0, "B")
+    # On the page: as long as the share, and the same for those who do not see it.
+    [row] = [row for row in _table(render(report), "From input to shards") if row[0] == "input"]
+    drawn = row[1].find("span")
+    assert drawn is not None
     widths = [re.fullmatch(r"width:([0-9.]+)%", mark.get("style", "")) for mark in drawn]
-    assert [float(width[1]) for width in widths if width] == [37.5, 12.5]
-    assert [mark.get("title") for mark in drawn] == ["<a>: 30", "c"]
-    assert drawn.get("aria-label") == "<a>: 30; c"
-    assert not list(ET.fromstring(bar([], 0)))
+    assert sum(float(width[1]) for width in widths if width) == pytest.approx(100, abs=0.01)
+    titles = [mark.get("title") or "" for mark in drawn]
+    assert drawn.get("aria-label") == "; ".join(titles)
+    assert any(EVIL[:20] in title for title in titles)
 
 
-def test_columns_are_as_high_as_their_counts() -> None:
+def _table(page: str, title: str) -> list[list[Any]]:
+    """Cells of the rows of a section's first table; the first cell as a text."""
+    rows = _section(_parse(page), title).iter("tr")
+    return [
+        ["".join(row[0].itertext()).removesuffix("what the files hold"), *row[1:]] for row in rows
+    ]
+
+
+def test_columns_are_as_high_as_their_counts(report: dict[str, Any]) -> None:
     edges, series = [1, 10, 100, 1000], [[4, 0, 1], [1, 3, 0]]
-    titles = ["five", "three", "one"]
-    drawn = ET.fromstring(histogram(edges, series, titles, "label"))
-    columns = [r for r in drawn.iter("rect") if r.get("class") != "hover"]
-    heights = [(r.get("class"), float(r.get("height", 0))) for r in columns]
-    unit = heights[0][1] / 4
-    assert [(name, round(height / unit, 1)) for name, height in heights] == [
-        ("s0", 4), ("s1", 1), ("s1", 3), ("s0", 1)
-    ]  # fmt: skip
+    drawn = histogram(edges, series)
+    unit = drawn["columns"][0][4] / 4
+    heights = [(colour, round(height / unit, 1)) for colour, _, _, _, height in drawn["columns"]]
+    assert heights == [(0, 4), (1, 1), (1, 3), (0, 1)]
     # The second stands on the first; a decade is as wide as another.
-    assert float(columns[1].get("y", 0)) + heights[1][1] == pytest.approx(
-        float(columns[0].get("y", 0)), abs=0.02
-    )
-    assert len({r.get("width") for r in columns}) == 1
-    hovers = [r.findtext("title") for r in drawn.iter("rect") if r.get("class") == "hover"]
-    assert hovers == titles
-    assert [t.text for t in drawn.iter("text")][-4:] == ["1 B", "10 B", "100 B", "1 kB"]
-    short_range = ET.fromstring(histogram([100, 1500, 6000], [[1, 1]], ["a", "b"], "label"))
+    (_, _, top, _, _), (_, _, above, _, height) = drawn["columns"][:2]
+    assert above + height == pytest.approx(top)
+    assert len({round(column[3], 6) for column in drawn["columns"]}) == 1
+    assert len(drawn["hovers"]) == 3
+    assert [text for _, _, text, _ in drawn["texts"]][-4:] == ["1 B", "10 B", "100 B", "1 kB"]
     shown = ["100 B", "200 B", "500 B", "1 kB", "2 kB", "5 kB"]
-    assert [t.text for t in short_range.iter("text")][-6:] == shown
-    assert ET.fromstring(sparkline([], "none")).get("aria-label") == "none"
-    assert ET.fromstring(histogram([1, 2], [[0]], ["none"], "empty")) is not None
+    short_range = histogram([100, 1500, 6000], [[1, 1]])
+    assert [text for _, _, text, _ in short_range["texts"]][-6:] == shown
+    assert histogram([1, 2], [[0]])["columns"] == []
+    assert spark([]) == ""
+    assert spark([0, 2, 1]) == "M1 20V0.00h1V20zM2 20V10.00h1V20z"
+    # On the page: every bin can be pointed at, and its text names the sources.
+    svg = _section(_parse(render(report)), "Document lengths").find("figure/svg")
+    assert svg is not None
+    hovers = [rect.findtext("title") or "" for rect in svg if rect.get("class") == "hover"]
+    totals = [int(title.split(": ")[1].split(" documents")[0].replace(",", "")) for title in hovers]
+    assert sum(totals) == sum(report["lengths"]["histogram"])
+    assert any("english" in title for title in hovers)
 
 
 @pytest.mark.parametrize(

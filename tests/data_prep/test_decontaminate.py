@@ -17,7 +17,7 @@ from data_prep.chain import walk
 from data_prep.clean.normalise import normalise
 from data_prep.config import DecontaminateConfig, EvalSetConfig, PrepConfig, SourceConfig
 from data_prep.decontaminate import eval_items
-from data_prep.decontaminate.decide import REASON
+from data_prep.decontaminate.stages import REASON
 from data_prep.run import run
 from data_prep.stage import Done, Stage, run_tasks
 from pipeline.errors import ConfigError, DataError
@@ -194,6 +194,7 @@ def test_found_is_what_strings_find(
     assert documents_of == {name: sum(found == name for _, found, _ in expected) for name in items}
 
 
+@pytest.mark.usefixtures("processes")
 def test_pieces_and_workers_change_nothing(
     texts: tuple[list[str], dict[str, list[str]]], tmp_path: Path
 ) -> None:
@@ -302,11 +303,11 @@ def test_items_of_all_forms(tmp_path: Path) -> None:
         ("a.jsonl", b"no\njson\n", "none of 2 lines is JSON"),
         ("a.json", b'{"a": 1\n', "neither JSON"),
         ("a.json", b"[1,\n2", "neither JSON"),
-        ("a.csv", b'a,"b"c\n', "line 1: no CSV"),
+        ("a.csv", b'a,"b"c\n', "line 1: not valid CSV"),
         ("a.txt.gz", gzip.compress(b"some words here " * 50, mtime=0)[:-9], "cut short"),
         ("a.md", b"x", "unknown kind"),
-        ("a.jsonl", b'{"a": "tiny text"}', "long enough to be looked for"),
-        ("a.jsonl", b"", "long enough to be looked for"),
+        ("a.jsonl", b'{"a": "tiny text"}', "long enough to search for"),
+        ("a.jsonl", b"", "long enough to search for"),
     ],
 )
 def test_unusable_sets_are_errors(tmp_path: Path, name: str, content: bytes, message: str) -> None:

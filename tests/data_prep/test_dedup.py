@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from data_prep.config import PrepConfig
 from data_prep.counts import Counts
 from data_prep.dedup.lines import NOTHING_NEW, REASON
-from data_prep.ingest import id_hash, read_lines
+from data_prep.pieces import id_hash, read_lines
 from data_prep.run import run
+from data_prep.stage import Done
 from pipeline.config.load import load
 from tests.support.prepare import run_before
 
@@ -78,6 +80,23 @@ def _config(output: Path, source: Path, *overrides: str) -> PrepConfig:
     return load(PrepConfig, path, list(overrides)).config
 
 
+Prepared = tuple[Path, dict[str, list[Done]]]
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """Work folder and records of all stages before the tokenizer; tests must not change it."""
+    data = tmp_path_factory.mktemp("plain") / "data"
+    return data / "work", run_before(_config(data, source), "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def with_lines(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """The same with dedup.lines."""
+    data = tmp_path_factory.mktemp("lines") / "data"
+    return data / "work", run_before(_config(data, source, "dedup.lines=true"), "tokenizer")
+
+
 def _ingested(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.glob("[0-9][0-9][0-9][0-9][0-9].jsonl.zst")):
         for document in read_lines(path):
@@ -92,9 +111,8 @@ def _files(work: Path, stages: tuple[str, ...]) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-def test_the_first_of_equal_documents_is_kept(source: Path, tmp_path: Path) -> None:
-    records = run_before(_config(tmp_path / "data", source), "tokenizer")
-    work = tmp_path / "data/work"
+def test_the_first_of_equal_documents_is_kept(plain: Prepared) -> None:
+    work, records = plain
     first: dict[str, str] = {}
     expected, dropped = [], []
     for key, text in _ingested(work / "ingest"):
@@ -139,12 +157,16 @@ def test_ids_of_several_documents_are_counted_over_all_pieces(
     assert f"{len(again)} documents have the id of an earlier one, such as s/" in caplog.text
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("parts", ["workers=2", "workers=1"])
 def test_parts_and_workers_change_nothing(
-    source: Path, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    with_lines: Prepared,
+    tmp_path: Path,
+    parts: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stages = ("lines", "dedup")
-    run_before(_config(tmp_path / "whole", source, "dedup.lines=true"), "tokenizer")
     if parts == "workers=1":  # processes of a pool would not see it
         monkeypatch.setattr("data_prep.dedup.exact.PART_DOCUMENTS", 60)
         monkeypatch.setattr("data_prep.dedup.lines.PART_LINES", 90)
@@ -154,7 +176,7 @@ def test_parts_and_workers_change_nothing(
     if parts == "workers=1":
         assert len(records["exact"]) == 11
         assert len(records["line_parts"]) > 10
-    whole = _files(tmp_path / "whole/work", stages)
+    whole = _files(with_lines[0], stages)
     assert whole == _files(tmp_path / "parts/work", stages)
     assert len(whole) == FILES * 8
 
@@ -176,9 +198,8 @@ def _without_seen_lines(text: str, seen: set[str]) -> tuple[str, list[str]]:
     return joined.strip("\n") if gone else text, gone
 
 
-def test_lines_that_were_seen_before_are_dropped(source: Path, tmp_path: Path) -> None:
-    records = run_before(_config(tmp_path / "data", source, "dedup.lines=true"), "tokenizer")
-    work = tmp_path / "data/work"
+def test_lines_that_were_seen_before_are_dropped(with_lines: Prepared) -> None:
+    work, records = with_lines
     seen: set[str] = set()
     expected, rejected, lost = [], [], 0
     for key, text in _ingested(work / "ingest"):
@@ -202,9 +223,8 @@ def test_lines_that_were_seen_before_are_dropped(source: Path, tmp_path: Path) -
     assert counts.bytes_in - counts.bytes_out == sum(size for _, size in counts.rejected.values())
 
 
-def test_rewritten_pieces_are_as_ingestion_writes_them(source: Path, tmp_path: Path) -> None:
-    run_before(_config(tmp_path / "data", source, "dedup.lines=true"), "tokenizer")
-    ingest, lines = tmp_path / "data/work/ingest", tmp_path / "data/work/lines"
+def test_rewritten_pieces_are_as_ingestion_writes_them(with_lines: Prepared) -> None:
+    ingest, lines = with_lines[0] / "ingest", with_lines[0] / "lines"
     names = {path.name for path in ingest.iterdir()}
     assert names == {path.name for path in lines.iterdir()}
     for number in range(FILES):
@@ -222,7 +242,10 @@ def test_rewritten_pieces_are_as_ingestion_writes_them(source: Path, tmp_path: P
         assert {id_hash(key) for key in ids} <= set(id_hashes.tolist())
 
 
-def test_a_dataset_without_repeated_lines(source: Path, tmp_path: Path) -> None:
+def test_a_dataset_without_repeated_lines(
+    source: Path, with_lines: Prepared, tmp_path: Path
+) -> None:
+    shutil.copytree(with_lines[0], tmp_path / "data/work")
     report: dict[str, Any] = run(_config(tmp_path / "data", source, "dedup.lines=true"))
     stages = report["stages"]
     assert stages["lines"]["documents_out"] == stages["dedup"]["documents_in"]
@@ -231,12 +254,12 @@ def test_a_dataset_without_repeated_lines(source: Path, tmp_path: Path) -> None:
 
 
 def test_lists_name_the_first_of_every_piece(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, plain: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_before(_config(tmp_path / "all", source), "tokenizer")
+    shutil.copytree(plain[0], tmp_path / "few/work", ignore=shutil.ignore_patterns("dedup"))
     monkeypatch.setattr("data_prep.dedup.dropped.LISTED", 3 * FILES + 1)
     run_before(_config(tmp_path / "few", source), "tokenizer")
     for number in range(FILES):
-        path = Path("work/dedup") / f"{number:05d}.duplicates.jsonl"
-        named = (tmp_path / "all" / path).read_text().splitlines()
-        assert (tmp_path / "few" / path).read_text().splitlines() == named[:3]
+        path = Path("dedup") / f"{number:05d}.duplicates.jsonl"
+        named = (plain[0] / path).read_text().splitlines()
+        assert (tmp_path / "few/work" / path).read_text().splitlines() == named[:3]

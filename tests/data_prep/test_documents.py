@@ -7,8 +7,9 @@ import pytest
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import SourceConfig
-from data_prep.documents import Document, Rejected, encoding_of, read_file
 from data_prep.inputs import find, pieces
+from data_prep.readers.documents import encoding_of, read_file
+from data_prep.readers.items import Document, Rejected
 from pipeline.errors import DataError
 
 

@@ -39,6 +39,7 @@ def command(prep_config: Path, corpus: Path, tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "data_prep", "run", str(prep_config), *overrides]
 
 
+@pytest.mark.usefixtures("processes")
 @needs_mount
 def test_disk_that_fills_up_at_any_stage(
     command: list[str], prep_config: Path, corpus: Path, tmp_path: Path
@@ -77,6 +78,7 @@ def test_disk_that_fills_up_at_any_stage(
     )
 
 
+@pytest.mark.usefixtures("processes")
 @needs_mount
 def test_folder_that_becomes_read_only(command: list[str], tmp_path: Path) -> None:
     script = """
@@ -139,7 +141,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_million_documents_and_a_long_line_in_little_memory(
     prep_config: Path, tmp_path: Path
 ) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.config import PrepConfig
+from data_prep.config import FiltersConfig, PrepConfig
 from data_prep.filters import mask as filter_mask
-from data_prep.filters import text as filter_text
-from data_prep.filters.config import FiltersConfig
+from data_prep.filters import units as filter_units
 from data_prep.filters.rules import Dropped, Filters, Kept, key_parts
-from data_prep.ingest import read_lines
+from data_prep.pieces import read_lines
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
@@ -419,7 +418,7 @@ def test_all_off_changes_nothing_and_web_takes_any_text(text: str) -> None:
 
 def test_units_of_long_texts_have_the_same_hashes_everywhere() -> None:
     """Texts longer than a block of the hash, also with words longer than a block."""
-    block = filter_text._BLOCK
+    block = filter_units._BLOCK
     long_word = "x" * (block + 10)
     for text in (
         " ".join(["bridge 桥水", "x" * 999, "of"] * 900),
@@ -429,7 +428,7 @@ def test_units_of_long_texts_have_the_same_hashes_everywhere() -> None:
         words = units(text) if len(text) < block * 4 else text.split()
         if text[0] == "桥":
             words = list(text)
-        hashes = filter_text.Measured(text).hashes()
+        hashes = filter_units.Measured(text).hashes()
         assert len(hashes) == len(words)
         pairs = set(zip(words, hashes.tolist(), strict=True))
         assert len(pairs) == len(set(words)) == len(np.unique(hashes))

@@ -6,6 +6,7 @@ and both mixed, a tenth of the characters edited in runs ("words") or one by one
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,12 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from data_prep.config import DedupConfig, PrepConfig
-from data_prep.dedup.minhash import bins_of_bands, estimate, fold, signatures
-from data_prep.dedup.near import bucket_pairs, settings_of
-from data_prep.dedup.near_cluster import REASON
+from data_prep.dedup.minhash import bins_of_bands, fold, signatures, similarity
+from data_prep.dedup.near import REASON, bucket_pairs, settings_of
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
 from tests.support.near_texts import (
@@ -42,6 +43,11 @@ SENSITIVE = replace(DEFAULT, ngram=5, rows=4, threshold=0.3)
 SMALL = replace(DEFAULT, bands=40, rows=4)
 RUN = {"english": 5, "chinese": 2, "mixed": 2}
 COPIES = 200
+
+
+def _estimate(first: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
+    """Jaccard similarity from two sketches."""
+    return float(similarity(np.count_nonzero(first == other)))
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +169,7 @@ def test_estimate_is_the_exact_similarity(
         assert signed.bands.all()
         # Every false agreement of two sketches of a byte adds to the variance, at most 1/256.
         variance = exact * (1 - exact) / _independent(len(set.union(*pair))) + 1 / 256 / 256
-        errors.append((estimate(*signed.sketch[1:]) - exact) / np.sqrt(variance))
+        errors.append((_estimate(*signed.sketch[1:]) - exact) / np.sqrt(variance))
     assert np.abs(errors).max() < 4
     assert abs(np.mean(errors)) < 4 / np.sqrt(len(errors))
 
@@ -195,7 +201,7 @@ def test_documents_of_few_shingles(texts: dict[str, list[str]]) -> None:
     few = ["a" * 300, "A " * 150, "ab" * 150, "甲" * 300, "甲乙丙" * 100, "甲" * 400]
     signed = signatures([*few, texts["english"][0]], settings_of(DEFAULT))
     assert signed.bands.all()
-    equal = [[estimate(a, b) == 1 for a in signed.sketch] for b in signed.sketch]
+    equal = [[_estimate(a, b) == 1 for a in signed.sketch] for b in signed.sketch]
     assert np.argwhere(np.triu(equal, 1)).tolist() == [[0, 1], [3, 5]]
 
 
@@ -240,7 +246,7 @@ def _reference(documents: list[tuple[str, str]], config: DedupConfig) -> tuple[d
         for candidate in sorted(earlier[i]):
             kept = kept_for.get(candidate, candidate)
             beyond += kept not in earlier[i]
-            if estimate(signed.sketch[kept], signed.sketch[i]) >= config.threshold:
+            if _estimate(signed.sketch[kept], signed.sketch[i]) >= config.threshold:
                 kept_for[i] = kept
                 break
     return kept_for, beyond
@@ -285,6 +291,7 @@ def test_what_is_dropped_is_what_the_rule_says(
     assert keep.sum() == len(documents) - 50 - len(dropped)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("overrides", [["workers=2", "piece_mb=1"], ["piece_mb=100"]])
 def test_workers_pieces_and_parts_change_nothing(
     straight: tuple[Path, Path], tmp_path: Path, overrides: list[str],
@@ -293,10 +300,10 @@ def test_workers_pieces_and_parts_change_nothing(
     if "workers=2" not in overrides:  # processes of a pool would not see it
         monkeypatch.setattr("data_prep.dedup.exact.PART_DOCUMENTS", 100)
         monkeypatch.setattr("data_prep.dedup.near.PART_DOCUMENTS", 700)
-        monkeypatch.setattr("data_prep.dedup.near._BATCH_DOCUMENTS", 7)
-        monkeypatch.setattr("data_prep.dedup.near_cluster.GROUP_DOCUMENTS", 430)
-        monkeypatch.setattr("data_prep.dedup.near_cluster._RUN_PAIRS", 1000)
-        monkeypatch.setattr("data_prep.dedup.near_cluster._CHUNK_PAIRS", 10)
+        monkeypatch.setattr("data_prep.pieces._BATCH_DOCUMENTS", 7)
+        monkeypatch.setattr("data_prep.dedup.near.GROUP_DOCUMENTS", 430)
+        monkeypatch.setattr("data_prep.dedup.near._RUN_PAIRS", 1000)
+        monkeypatch.setattr("data_prep.dedup.near._CHUNK_PAIRS", 10)
         monkeypatch.setattr("data_prep.dedup.sketches._BLOCK_PAIRS", 5)
         monkeypatch.setattr("data_prep.dedup.sketches._OPEN_FILES", 1)
         monkeypatch.setattr("data_prep.dedup.sketches._CACHED_ROWS", 3)
@@ -310,7 +317,7 @@ def test_workers_pieces_and_parts_change_nothing(
     assert (keep == expected[1]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "data"
     _config(output, straight[0], SMALL)
@@ -342,8 +349,8 @@ def test_killed_run_gives_the_same_bytes(straight: tuple[Path, Path], tmp_path: 
 def test_a_changed_threshold_repeats_the_decision_only(
     straight: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    config = _config(tmp_path / "data", straight[0], SMALL)
-    run_before(config, "tokenizer")
+    config = _config(tmp_path / "data", straight[0], SMALL, "piece_mb=1")
+    shutil.copytree(straight[1], tmp_path / "data")
     work = tmp_path / "data/work"
     before = {path: path.stat().st_mtime_ns for path in work.glob("*/*")}
     records = run_before(replace(config, dedup=replace(config.dedup, threshold=0.8)), "tokenizer")

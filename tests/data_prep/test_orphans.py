@@ -11,10 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
 from pipeline.runtime.files import is_alive
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-m", "tests.support.sleeping_stage", tmp_path])
     deadline = time.monotonic() + 60
@@ -32,6 +35,7 @@ def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
     assert not [worker for worker in workers if is_alive(worker)]
 
 
+@pytest.mark.usefixtures("processes")
 def test_word_of_a_task_killed_after_its_record_is_removed(tmp_path: Path) -> None:
     task = Task("0", tmp_path, make_key("a"), None)
     process = multiprocessing.get_context("spawn").Process(target=_die_after_record, args=(task,))

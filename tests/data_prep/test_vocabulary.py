@@ -11,7 +11,7 @@ import pytest
 from data_prep.config import PrepConfig, TokenizerConfig
 from data_prep.run import run
 from data_prep.tokenizer.given import read_given
-from data_prep.tokenizer.report import script
+from data_prep.tokenizer.measure import script
 from data_prep.tokenizer.sample import allot
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
@@ -55,7 +55,7 @@ def test_given_sentencepiece_model_gives_the_same_tokens(
 @pytest.mark.parametrize(
     ("beside", "options", "lowercase", "warning"),
     [
-        (None, {}, True, "has no single capital; set tokenizer.lowercase"),
+        (None, {}, True, "has no single capitals; set tokenizer.lowercase"),
         (None, {"lowercase": True}, True, ""),
         (None, {"lowercase": False}, False, "words with capitals become"),
         ({"do_lower_case": False}, {}, False, "words with capitals become"),
@@ -83,7 +83,7 @@ def test_cased_vocabulary_is_recognised(vocab: Path, caplog: pytest.LogCaptureFi
     given = read_given(TokenizerConfig(file=str(vocab)))
     assert given is not None
     assert json.loads(given.content)["normalizer"]["lowercase"] is False
-    assert "lowercase=False, because the vocabulary has a single capital" in caplog.text
+    assert "lowercase=False, because the vocabulary has single capitals" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_missing_and_foreign_files(vocab: Path, tmp_path: Path) -> None:
     [
         ({"file": "x", "vocab_size": 300}, r"vocab_size = 300 with tokenizer\.file = x: a given"),
         ({"file": "x", "model_type": "bpe"}, "model_type = bpe with"),
-        ({"lowercase": True}, r"lowercase = True with tokenizer\.file = None: lowercase is for"),
+        ({"lowercase": True}, r"lowercase = True with tokenizer\.file = None: only a vocab"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
@@ -165,6 +165,7 @@ def _sampled(prep_config: Path, output: Path, sources: str, *overrides: str) -> 
     return report["tokenizer_sample"], (output / "tokenizer.model").read_bytes()
 
 
+@pytest.mark.usefixtures("processes")
 def test_weighted_sample_depends_on_no_order_and_no_task(prep_config: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     chinese, english = near_texts.chinese(rng, 700), near_texts.english()

@@ -56,7 +56,7 @@ class _Launch:
         return {node: found for node in _NODES if (found := read_bandwidth(self.records, node))}
 
 
-@pytest.mark.dist
+@pytest.mark.usefixtures("processes")
 def test_every_node_measures_with_both_neighbours_and_with_all(tmp_path: Path) -> None:
     launch = _Launch(tmp_path, {0: "b1", 1: "b1", 2: "b2", 3: "b3"}, 4, timeout_s=100)
     codes, output = launch.wait()
@@ -76,7 +76,7 @@ def test_every_node_measures_with_both_neighbours_and_with_all(tmp_path: Path) -
     assert len(told) == 4
 
 
-@pytest.mark.dist
+@pytest.mark.usefixtures("processes")
 def test_missing_ranks_are_named_within_the_time(tmp_path: Path) -> None:
     """In one job b2 does not start, in the other the first node, which would keep the store."""
     second = _Launch(tmp_path / "second", {0: "b1", 2: "b3"}, 3, timeout_s=9)

@@ -15,9 +15,8 @@ from pipeline.checkpoints.state import SavedState, read_weights
 from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.model.layout import rows
 from tests.distributed import engine_main as case
-from tests.support.ranks import start, state_of
+from tests.support.ranks import Starter, state_of
 
-pytestmark = pytest.mark.dist
 NUM_STEPS = len(case.ACCUMULATION)
 
 
@@ -41,10 +40,14 @@ class Outcome:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids="{}-ranks".format)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    start_command: Starter,
+) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     command = [sys.executable, "-m", "tests.distributed.engine_main", str(folder)]
-    processes = start(command, request.param, folder / "output")
+    processes = start_command(command, request.param, folder / "output")
     try:
         codes = [process.wait(120) for process in processes]
     finally:

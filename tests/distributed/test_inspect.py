@@ -19,8 +19,6 @@ from pipeline.data.record import read_batches
 from pipeline.tokenizer.wordpiece import load_tokenizer
 from tests.support.ranks import Ranks, losses, newest_state, records
 
-pytestmark = pytest.mark.dist
-
 PHASES = (
     "phases=[{tokens: 6000, seq_len: 32, global_batch: 24, ramp_from: 8, micro_batch: 4}, "
     "{tokens: 6000, seq_len: 32, global_batch: 24, micro_batch: 4}]"
@@ -36,12 +34,14 @@ COMMON = (
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex) -> Path:
+def straight(
+    tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex, start_ranks: type[Ranks]
+) -> Path:
     """On two ranks, without interruption; one step is skipped."""
     run_dir = tmp_path_factory.mktemp("inspected") / "straight"
     os.environ.update(POISON_RANK="1", POISON_CALLS="6")
     poisoned = ("-m", "tests.distributed.poisoned_main")
-    ranks = Ranks(run_dir, two_sources, *COMMON, module=poisoned)
+    ranks = start_ranks(run_dir, two_sources, *COMMON, module=poisoned)
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir
 
@@ -78,18 +78,17 @@ def test_every_batch_is_logged(straight: Path, two_sources: DatasetIndex) -> Non
     assert ratio == pytest.approx(2.5, rel=0.1)
 
 
-@pytest.mark.slow
 def test_killed_with_its_workers_it_sees_the_same(
-    straight: Path, two_sources: DatasetIndex, tmp_path: Path
+    straight: Path, two_sources: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     run_dir = tmp_path / "killed"
     poisoned = ("-m", "tests.distributed.poisoned_main")
-    ranks = Ranks(run_dir, two_sources, *COMMON, module=poisoned)
+    ranks = start_ranks(run_dir, two_sources, *COMMON, module=poisoned)
     ranks.wait_for_step(36)
     ranks.wait_for_checkpoint(30)
     ranks.signal(signal.SIGKILL)
     ranks.wait()
-    ranks = Ranks(run_dir, two_sources, *COMMON, "data.workers=0")
+    ranks = start_ranks(run_dir, two_sources, *COMMON, "data.workers=0")
     assert ranks.wait() == [0, 0], ranks.output
     assert "step-00000030" in ranks.output
     assert (run_dir / "batches.tsv").read_bytes() == (straight / "batches.tsv").read_bytes()
@@ -100,9 +99,11 @@ def test_killed_with_its_workers_it_sees_the_same(
 
 
 def test_a_killed_worker_ends_the_run_with_an_error(
-    two_sources: DatasetIndex, tmp_path: Path
+    two_sources: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
-    ranks = Ranks(tmp_path / "run", two_sources, *COMMON, "train.num_steps=100000", world_size=1)
+    ranks = start_ranks(
+        tmp_path / "run", two_sources, *COMMON, "train.num_steps=100000", world_size=1
+    )
     ranks.wait_for_step(5)
     parent = ranks.processes[0].pid
     [worker] = [

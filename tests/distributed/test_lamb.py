@@ -10,21 +10,18 @@ from torch import Tensor
 from pipeline.checkpoints.state import read_weights
 from tests.distributed import lamb_main
 from tests.distributed.lamb_main import Case
-from tests.support.ranks import start, state_of
-
-pytestmark = pytest.mark.dist
-
+from tests.support.ranks import Starter, state_of
 
 WORLD_SIZES = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> dict[int, Path]:
     folders = {size: tmp_path_factory.mktemp(f"lamb-{size}") for size in WORLD_SIZES}
     command = [sys.executable, "-m", "tests.distributed.lamb_main"]
     # All at once: most of their time is the start.
     groups = {
-        size: start([*command, str(folder)], size, folder / "output")
+        size: start_command([*command, str(folder)], size, folder / "output")
         for size, folder in folders.items()
     }
     processes = [process for group in groups.values() for process in group]

@@ -13,8 +13,6 @@ from pipeline.runtime.files import sha256_file
 from tests.support.ranks import Ranks
 from tests.support.variants import Variants
 
-pytestmark = pytest.mark.dist
-
 _SHORT = (
     "train.num_steps=4", "train.warmup_steps=1", "train.alpha_warmup_steps=2",
     "checkpoint.every_steps=2", "monitor.eval_every_steps=100",
@@ -23,10 +21,12 @@ _CHECKPOINT = "checkpoints/step-00000004"
 
 
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory: pytest.TempPathFactory, variants: Variants) -> Path:
+def short_run(
+    tmp_path_factory: pytest.TempPathFactory, variants: Variants, start_ranks: type[Ranks]
+) -> Path:
     """A run of four steps on one rank, on the dataset "base"; tests must not change it."""
     run_dir = tmp_path_factory.mktemp("runs") / "short"
-    ranks = Ranks(run_dir, variants["base"], *_SHORT, world_size=1)
+    ranks = start_ranks(run_dir, variants["base"], *_SHORT, world_size=1)
     assert ranks.wait() == [0], ranks.output
     return run_dir
 

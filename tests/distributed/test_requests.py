@@ -15,9 +15,8 @@ from pipeline.checkpoints.manifest import newest_good, read_manifest
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.inspect.status import run_status
+from tests.distributed.slow_main import FAST_S, SLOW_S
 from tests.support.ranks import Ranks, losses, records
-
-pytestmark = pytest.mark.dist
 
 # Nothing is logged, evaluated or saved by itself.
 _QUIET = (
@@ -48,9 +47,9 @@ def _has_torch(process: subprocess.Popen[bytes]) -> bool:
 
 @pytest.mark.parametrize("in_import", [False, True])
 def test_signal_in_the_start_of_one_rank_ends_all(
-    dataset: DatasetIndex, tmp_path: Path, in_import: bool
+    dataset: DatasetIndex, tmp_path: Path, in_import: bool, start_ranks: type[Ranks]
 ) -> None:
-    ranks = Ranks(tmp_path / "run", dataset, *_QUIET)
+    ranks = start_ranks(tmp_path / "run", dataset, *_QUIET)
     first = ranks.processes[0]
     if in_import:
         _wait(lambda: _has_torch(first), ranks)
@@ -63,10 +62,11 @@ def test_signal_in_the_start_of_one_rank_ends_all(
     assert (tmp_path / "run/exit/local/rank-00001").read_text() == f"{EXIT_PREEMPTED}\n"
 
 
-@pytest.mark.slow
-def test_signals_until_the_end_do_no_harm(dataset: DatasetIndex, tmp_path: Path) -> None:
+def test_signals_until_the_end_do_no_harm(
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, dataset, *_QUIET)
+    ranks = start_ranks(run_dir, dataset, *_QUIET)
     log = run_dir / "logs/rank-00001.log"
     _wait(lambda: log.exists() and "held-out loss" in log.read_text(), ranks)
     while any(process.poll() is None for process in ranks.processes):
@@ -81,21 +81,22 @@ def test_signals_until_the_end_do_no_harm(dataset: DatasetIndex, tmp_path: Path)
 
 
 def test_files_that_ask_and_metrics_that_cannot_be_written(
-    dataset: DatasetIndex, tmp_path: Path
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     run_dir = tmp_path / "run"
     slow = ("-m", "tests.distributed.slow_main")
-    ranks = Ranks(run_dir, dataset, *_QUIET, "monitor.log_every_steps=2", module=slow)
+    ranks = start_ranks(run_dir, dataset, *_QUIET, "monitor.log_every_steps=2", module=slow)
     ranks.wait_for_step(8)
     assert "straggler: rank 1 on " in ranks.output
     assert "most of it computing" in ranks.output
     [line] = records(run_dir, "straggler")
     assert line["rank"] == 1
-    assert line["factor"] > 2
     assert any("rank 1 needed" in text for text in run_status(run_dir).warnings)
     train = records(run_dir)[-1]
     assert train["slowest_rank"] == 1
-    assert train["own_s_max"] - train["own_s_median"] > 0.05  # half of 2 x 60 ms
+    # Of two steps, by what the ranks say of themselves, but for what they waited for data.
+    assert train["own_s_max"] == pytest.approx(SLOW_S / 2, rel=1e-2)
+    assert train["own_s_median"] == pytest.approx((SLOW_S + FAST_S) / 4, rel=1e-2)
     # The disk of the metrics is full, and TensorBoard's folder is gone.
     metrics, events = run_dir / "metrics.jsonl", run_dir / "tensorboard"
     metrics.rename(run_dir / "aside.jsonl")
@@ -126,7 +127,7 @@ def test_files_that_ask_and_metrics_that_cannot_be_written(
     found.Reload()
     assert {event.step for event in found.Scalars("train/loss")} >= {2, 4, 6, 8, steps[-1]}
 
-    again = Ranks(run_dir, dataset, *_QUIET)
+    again = start_ranks(run_dir, dataset, *_QUIET)
     assert again.wait() == [EXIT_STOPPED, EXIT_STOPPED]
     assert f"{run_dir}/STOP exists, so the run does not train" in again.output
     assert run_status(run_dir).starts[-1].end == "stopped by the STOP file"

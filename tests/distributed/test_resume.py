@@ -14,8 +14,6 @@ from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
 from tests.support.ranks import Ranks, losses, newest_state, records
 
-pytestmark = pytest.mark.dist
-
 
 def _same_state(one: Path, other: Path) -> None:
     first, second = newest_state(one), newest_state(other)
@@ -69,12 +67,16 @@ def test_tensorboard_has_every_curve(straight_run: Path) -> None:
     assert points == pytest.approx(losses(straight_run), rel=1e-6)
 
 
-@pytest.mark.parametrize("killed_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("killed_rank", [0, pytest.param(1, marks=pytest.mark.smoke)])
 def test_killed_run_continues_bit_for_bit(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, killed_rank: int
+    dataset: DatasetIndex,
+    straight_run: Path,
+    tmp_path: Path,
+    killed_rank: int,
+    start_ranks: type[Ranks],
 ) -> None:
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, dataset)
+    ranks = start_ranks(run_dir, dataset)
     ranks.wait_for_step(17)
     ranks.wait_for_checkpoint(15)
     ranks.signal(signal.SIGKILL, killed_rank)
@@ -83,7 +85,7 @@ def test_killed_run_continues_bit_for_bit(
     assert codes[1 - killed_rank] != 0
     assert _checkpoints(run_dir) == ["latest", "step-00000015"]
 
-    again = Ranks(run_dir, dataset)
+    again = start_ranks(run_dir, dataset)
     assert again.wait() == [0, 0], again.output
     attempts = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
     assert [attempt["resumed_from_step"] for attempt in attempts] == [None, 15]
@@ -97,14 +99,14 @@ def test_killed_run_continues_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("number", "rank"),
-    [pytest.param(signal.SIGUSR1, None, marks=pytest.mark.slow), (signal.SIGTERM, 1)],
+    [(signal.SIGUSR1, None), (signal.SIGTERM, 1)],
 )
 def test_stopped_run_saves_and_continues_bit_for_bit(
     dataset: DatasetIndex, straight_run: Path, tmp_path: Path, number: signal.Signals,
-    rank: int | None,
+    rank: int | None, start_ranks: type[Ranks],
 ) -> None:  # fmt: skip
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, dataset)
+    ranks = start_ranks(run_dir, dataset)
     ranks.wait_for_step(3)
     ranks.signal(number, rank)
     assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], ranks.output
@@ -115,41 +117,41 @@ def test_stopped_run_saves_and_continues_bit_for_bit(
     stopped_at = read_manifest(path).step
     assert 3 <= stopped_at < 15
 
-    again = Ranks(run_dir, dataset)
+    again = start_ranks(run_dir, dataset)
     assert again.wait() == [0, 0], again.output
     assert losses(run_dir) == losses(straight_run)
     _same_state(run_dir, straight_run)
 
 
 def test_rank_that_dies_in_a_save_lets_the_run_be_tried_again(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, dataset, module=("-m", "tests.distributed.dying_in_save_main"))
+    ranks = start_ranks(run_dir, dataset, module=("-m", "tests.distributed.dying_in_save_main"))
     assert ranks.wait() == [1, -signal.SIGKILL], ranks.output
     assert (run_dir / "exit/local/rank-00000").read_text() == "1\n"
     assert _checkpoints(run_dir) == [".saving-step-00000015"]
-    again = Ranks(run_dir, dataset)
+    again = start_ranks(run_dir, dataset)
     assert again.wait() == [0, 0], again.output
     assert losses(run_dir) == losses(straight_run)
 
 
 def test_unreadable_config_is_recorded_for_the_launcher(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
 ) -> None:
     monkeypatch.setenv("POSTNORM_RUN_DIR", str(tmp_path / "run"))
-    ranks = Ranks(tmp_path / "run", dataset, "train.lrr=1")
+    ranks = start_ranks(tmp_path / "run", dataset, "train.lrr=1")
     assert ranks.wait() == [2, 2], ranks.output
     assert (tmp_path / "run/exit/local/rank-00001").read_text() == "2\n"
 
 
 def test_folder_of_a_running_run_cannot_be_used_twice(
-    dataset: DatasetIndex, tmp_path: Path
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
-    ranks = Ranks(tmp_path / "run", dataset, "train.num_steps=5000")
+    ranks = start_ranks(tmp_path / "run", dataset, "train.num_steps=5000")
     try:
         ranks.wait_for_step(1)
-        second = Ranks(tmp_path / "run", dataset, world_size=1)
+        second = start_ranks(tmp_path / "run", dataset, world_size=1)
         assert second.wait() == [1]
         assert "is in use by another running process" in second.output
         assert all(process.poll() is None for process in ranks.processes)
@@ -158,7 +160,7 @@ def test_folder_of_a_running_run_cannot_be_used_twice(
 
 
 def test_damaged_checkpoint_is_rejected_and_the_one_before_is_used(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(straight_run, run_dir)
@@ -167,7 +169,7 @@ def test_damaged_checkpoint_is_rejected_and_the_one_before_is_used(
     data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1
     model.write_bytes(data)
-    ranks = Ranks(run_dir, dataset)
+    ranks = start_ranks(run_dir, dataset)
     assert ranks.wait() == [0, 0], ranks.output
     assert "checkpoint rejected" in ranks.output
     assert "rank-00001-of-00002.safetensors is damaged" in ranks.output
@@ -178,7 +180,7 @@ def test_damaged_checkpoint_is_rejected_and_the_one_before_is_used(
 
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         path.write_text(path.read_text().replace('"cursor": ', '"cursor": 8'))
-    ranks = Ranks(run_dir, dataset)
+    ranks = start_ranks(run_dir, dataset)
     assert ranks.wait() == [2, 2]
     assert "none of the 2 checkpoints" in ranks.output
     assert "manifest.json is damaged" in ranks.output
@@ -194,12 +196,17 @@ def test_damaged_checkpoint_is_rejected_and_the_one_before_is_used(
     ],
 )
 def test_run_that_does_not_fit_its_checkpoint_is_refused(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, override: str, message: str
+    dataset: DatasetIndex,
+    straight_run: Path,
+    tmp_path: Path,
+    override: str,
+    message: str,
+    start_ranks: type[Ranks],
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(straight_run, run_dir)
     before = _checkpoints(run_dir)
-    ranks = Ranks(run_dir, dataset, override, "train.num_steps=50")
+    ranks = start_ranks(run_dir, dataset, override, "train.num_steps=50")
     assert ranks.wait() == [2, 2]
     assert message in ranks.output
     assert "does not fit this run" in ranks.output
@@ -207,17 +214,20 @@ def test_run_that_does_not_fit_its_checkpoint_is_refused(
     assert _checkpoints(run_dir) == before
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage"), [pytest.param(1, 3, marks=pytest.mark.slow), (4, 2)]
-)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (4, 2)])
 def test_other_number_of_ranks_and_stage_continue(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, world_size: int, stage: int
+    dataset: DatasetIndex,
+    straight_run: Path,
+    tmp_path: Path,
+    world_size: int,
+    stage: int,
+    start_ranks: type[Ranks],
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(straight_run, run_dir)
     shutil.rmtree(run_dir / "checkpoints/step-00000040")
     overrides = ("monitor.eval_every_steps=5", f"train.zero_stage={stage}")
-    ranks = Ranks(run_dir, dataset, *overrides, world_size=world_size)
+    ranks = start_ranks(run_dir, dataset, *overrides, world_size=world_size)
     assert ranks.wait() == [0] * world_size, ranks.output
     assert f"was saved by 2 ranks, this run has {world_size}" in ranks.output
     manifest = read_manifest(run_dir / "checkpoints/step-00000040")
@@ -230,16 +240,16 @@ def test_other_number_of_ranks_and_stage_continue(
 
 
 def test_number_of_ranks_that_does_not_divide_the_batch_is_refused(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     shutil.copytree(straight_run, tmp_path / "run")
-    ranks = Ranks(tmp_path / "run", dataset, world_size=3)
+    ranks = start_ranks(tmp_path / "run", dataset, world_size=3)
     assert ranks.wait() == [2] * 3
     assert "must be a multiple of train.micro_batch=2 x 3 ranks" in ranks.output
 
 
 def test_other_dataset_is_refused(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     shutil.copytree(straight_run, tmp_path / "run")
     shutil.copytree(dataset.folder, tmp_path / "data")
@@ -250,7 +260,7 @@ def test_other_dataset_is_refused(
     index["unigram_entropy_nats"] += 1
     index["fingerprint"] = dataset_format._fingerprint(index)
     (tmp_path / "data/index.json").write_text(json.dumps(index))
-    ranks = Ranks(tmp_path / "run", dataset, f"data.dir={tmp_path}/data")
+    ranks = start_ranks(tmp_path / "run", dataset, f"data.dir={tmp_path}/data")
     assert ranks.wait() == [2, 2]
     assert f"dataset fingerprint: checkpoint {dataset.fingerprint}" in ranks.output
     assert index["fingerprint"] in ranks.output
@@ -261,10 +271,10 @@ def test_other_dataset_is_refused(
 
 
 def test_longer_run_goes_on_from_a_finished_one(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     shutil.copytree(straight_run, tmp_path / "run")
-    ranks = Ranks(tmp_path / "run", dataset, "train.num_steps=43")
+    ranks = start_ranks(tmp_path / "run", dataset, "train.num_steps=43")
     assert ranks.wait() == [0, 0], ranks.output
     assert json.loads((tmp_path / "run/done.json").read_text())["step"] == 43
     assert max(losses(tmp_path / "run")) == 43

@@ -17,8 +17,6 @@ from pipeline.data.steps import Share
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
 from tests.support.steps import train_loader
 
-pytestmark = pytest.mark.dist
-
 SPIKING = ("-m", "tests.distributed.spiking_main")
 OVERRIDES = (
     "train.num_steps=45", "monitor.log_every_steps=5", "checkpoint.every_steps=10",
@@ -39,12 +37,14 @@ def _hashes(dataset: DatasetIndex, folder: Path, batches: range) -> str:
 
 
 @pytest.fixture(scope="module")
-def spiking(dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spiking(
+    dataset: DatasetIndex, tmp_path_factory: pytest.TempPathFactory, start_ranks: type[Ranks]
+) -> Path:
     """A run that went back once, without another interruption."""
     folder = tmp_path_factory.mktemp("rewind")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPIKE_HASHES", _hashes(dataset, folder, range(FIRST_BAD, FIRST_BAD + 1)))
-        ranks = Ranks(folder / "run", dataset, *OVERRIDES, module=SPIKING)
+        ranks = start_ranks(folder / "run", dataset, *OVERRIDES, module=SPIKING)
         assert ranks.wait() == [0, 0], ranks.output
     return folder / "run"
 
@@ -92,36 +92,39 @@ def _pipeline(*arguments: object) -> str:
 
 
 def test_a_run_that_left_them_out_from_the_start_is_the_same(
-    spiking: Path, dataset: DatasetIndex, tmp_path: Path
+    spiking: Path, dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     rewind = _rewind(spiking)
     left_out = f"train.skip_batches=[{{first: {rewind.first_batch}, last: {rewind.last_batch}}}]"
-    ranks = Ranks(tmp_path / "run", dataset, *OVERRIDES, left_out)
+    ranks = start_ranks(tmp_path / "run", dataset, *OVERRIDES, left_out)
     assert ranks.wait() == [0, 0], ranks.output
     assert (tmp_path / "run/batches.tsv").read_bytes() == (spiking / "batches.tsv").read_bytes()
     _require_equal(newest_state(tmp_path / "run"), newest_state(spiking))
     assert losses(tmp_path / "run")[45] == losses(spiking)[45]
 
 
-@pytest.mark.slow
 def test_killed_before_it_goes_back(
-    spiking: Path, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spiking: Path,
+    dataset: DatasetIndex,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start_ranks: type[Ranks],
 ) -> None:
     monkeypatch.setenv("SPIKE_HASHES", _hashes(dataset, tmp_path, range(FIRST_BAD, FIRST_BAD + 1)))
     run_dir = tmp_path / "run"
     # This attempt ends in the middle of the spike, with a checkpoint that is in it.
-    ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
+    ranks = start_ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
     ranks.wait_for_step(26)
     ranks.kill()
     assert not read_ledger(run_dir).rewinds
-    ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
+    ranks = start_ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
     deadline = time.monotonic() + 120
     while not read_ledger(run_dir).rewinds and time.monotonic() < deadline:
         time.sleep(0.001)
     ranks.kill()
     spoiled = run_dir / "checkpoints/step-00000026"
     killed_first = spoiled.exists()
-    ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
+    ranks = start_ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
     assert ranks.wait() == [0, 0], ranks.output
     if killed_first:
         assert f"removing {spoiled}: it was trained on a loss spike" in ranks.output
@@ -131,12 +134,13 @@ def test_killed_before_it_goes_back(
     _require_equal(newest_state(run_dir), newest_state(spiking))
 
 
-@pytest.mark.slow
 def test_a_loss_that_always_jumps_ends_the_run(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
 ) -> None:
     monkeypatch.setenv("SPIKE_HASHES", _hashes(dataset, tmp_path, range(FIRST_BAD, 80)))
-    ranks = Ranks(tmp_path / "run", dataset, *OVERRIDES, "spikes.max_rewinds=1", module=SPIKING)
+    ranks = start_ranks(
+        tmp_path / "run", dataset, *OVERRIDES, "spikes.max_rewinds=1", module=SPIKING
+    )
     assert ranks.wait() == [2, 2]
     assert "the run went back to step 20 1 times before (spikes.max_rewinds)" in ranks.output
     assert (tmp_path / "run/checkpoints/step-00000020").exists()

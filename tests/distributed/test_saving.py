@@ -12,8 +12,6 @@ from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
 from tests.support.ranks import Ranks, losses, records, state_of
 
-pytestmark = pytest.mark.dist
-
 MODULE = ("-m", "tests.distributed.saving_main")
 
 
@@ -22,7 +20,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def test_retention_probe_and_copy_and_a_resume_from_the_copy(
-    dataset: DatasetIndex, tmp_path: Path
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     run_dir, copies = tmp_path / "run", tmp_path / "copies"
     overrides = (
@@ -30,7 +28,7 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(
         "checkpoint.keep=1", "checkpoint.keep_every_steps=10", "checkpoint.keep_best=1",
         "checkpoint.probe_every=4", f"checkpoint.copy_to={copies}", "train.lr=0.3",
     )  # fmt: skip
-    ranks = Ranks(run_dir, dataset, *overrides)
+    ranks = start_ranks(run_dir, dataset, *overrides)
     assert ranks.wait(300) == [0, 0], ranks.output
     # At that learning rate the loss soon rises, so the best is not the newest.
     held_out = {record["step"]: record["loss"] for record in records(run_dir, "eval")}
@@ -55,7 +53,7 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(
 
     for path in published(run_dir / FOLDER):
         (path / "index.json").unlink()
-    again = Ranks(run_dir, dataset, *overrides, "train.num_steps=21", world_size=1)
+    again = start_ranks(run_dir, dataset, *overrides, "train.num_steps=21", world_size=1)
     assert again.wait(300) == [0], again.output
     assert f"{copies}/checkpoints/step-00000020, a copy, is used" in again.output
     assert "index.json is missing" in again.output
@@ -64,11 +62,15 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(
 
 
 def test_training_goes_on_while_a_save_is_written_and_a_stop_waits_for_it(
-    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetIndex,
+    straight_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start_ranks: type[Ranks],
 ) -> None:
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
     monkeypatch.setenv("GATE", str(gate))
-    ranks = Ranks(run_dir, dataset, "checkpoint.every_steps=30", module=MODULE)
+    ranks = start_ranks(run_dir, dataset, "checkpoint.every_steps=30", module=MODULE)
     try:
         ranks.wait_for_step(34)
         assert _names(run_dir) == [".saving-step-00000030"]
@@ -93,11 +95,11 @@ def test_training_goes_on_while_a_save_is_written_and_a_stop_waits_for_it(
 
 
 def test_rejected_checkpoint_stops_the_run_and_those_before_stay(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
 ) -> None:
     run_dir = tmp_path / "run"
     monkeypatch.setenv("SPOILED", "10")
-    ranks = Ranks(run_dir, dataset, "train.num_steps=100000", "checkpoint.every_steps=5",
+    ranks = start_ranks(run_dir, dataset, "train.num_steps=100000", "checkpoint.every_steps=5",
                   "checkpoint.keep=1", "checkpoint.probe_every=2", module=MODULE)  # fmt: skip
     assert ranks.wait(300) == [1, 1], ranks.output
     assert "checkpoint step-00000010 was read back and rejected: " in ranks.output

@@ -29,7 +29,6 @@ def _command(*arguments: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.dist
 def test_a_finished_run(straight_run: Path) -> None:
     done = _command(straight_run, "--json")
     assert done.returncode == 0, done.stderr
@@ -48,7 +47,6 @@ def test_a_finished_run(straight_run: Path) -> None:
     assert (straight_run / FOLDER / "step-00000040" / MANIFEST_FILE).exists()
 
 
-@pytest.mark.dist
 def test_speed_of_a_finished_run(straight_run: Path) -> None:
     found = training_report(straight_run)
     train = records(straight_run)
@@ -59,11 +57,12 @@ def test_speed_of_a_finished_run(straight_run: Path) -> None:
     assert found["event_files"] == 1
 
 
-@pytest.mark.dist
-def test_running_then_killed_then_stopped(dataset: DatasetIndex, tmp_path: Path) -> None:
+def test_running_then_killed_then_stopped(
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
     run_dir = tmp_path / "run"
     overrides = ("train.num_steps=100000", "checkpoint.every_steps=10")
-    ranks = Ranks(run_dir, dataset, *overrides)
+    ranks = start_ranks(run_dir, dataset, *overrides)
     ranks.wait_for_step(14)
     ranks.wait_for_checkpoint(10)
     running = run_status(run_dir)
@@ -83,7 +82,7 @@ def test_running_then_killed_then_stopped(dataset: DatasetIndex, tmp_path: Path)
     assert killed.starts[0].end == "killed: no rank left an exit code"
     assert "killed" in next(status_text(run_dir, killed))
 
-    ranks = Ranks(run_dir, dataset, *overrides)
+    ranks = start_ranks(run_dir, dataset, *overrides)
     ranks.wait_for_step(killed.step + 3)
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [75, 75]
@@ -96,7 +95,6 @@ def test_running_then_killed_then_stopped(dataset: DatasetIndex, tmp_path: Path)
     assert stopped.tokens == sum(lines.values())
 
 
-@pytest.mark.dist
 def test_time_left_is_that_of_the_steps_or_of_the_budget(
     straight_run: Path, tmp_path: Path
 ) -> None:
@@ -143,7 +141,6 @@ def changed(straight_run: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return warnings
 
 
-@pytest.mark.dist
 def test_warnings(changed: Callable[..., list[str]]) -> None:
     # On a busy machine a rank may be slow, and a disk nearly full.
     found = [text for text in changed("train", data_wait=5.0) if "waiting for data" in text]
@@ -151,12 +148,10 @@ def test_warnings(changed: Callable[..., list[str]]) -> None:
     assert "of the time goes by waiting for data" in found[0]
 
 
-@pytest.mark.dist
 def test_a_loss_that_is_no_number(changed: Callable[..., list[str]]) -> None:
     assert any("a loss is NaN" in text for text in changed("train", loss=None))
 
 
-@pytest.mark.dist
 def test_skipped_steps(changed: Callable[..., list[str]]) -> None:
     assert any(
         "3 steps were skipped" in text and "after step 17" in text
@@ -164,7 +159,6 @@ def test_skipped_steps(changed: Callable[..., list[str]]) -> None:
     )
 
 
-@pytest.mark.dist
 def test_a_rank_that_failed_beside_one_that_was_killed(straight_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(straight_run, folder)
@@ -178,6 +172,7 @@ def test_a_rank_that_failed_beside_one_that_was_killed(straight_run: Path, tmp_p
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"is not a run folder \(no attempts\.jsonl\)"):
         run_status(tmp_path)

@@ -9,17 +9,15 @@ import torch
 
 from tests.distributed import switches_main
 from tests.distributed.switches_main import Case
-from tests.support.ranks import start, state_of
-
-pytestmark = pytest.mark.dist
+from tests.support.ranks import Starter, state_of
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> Path:
     """What two ranks leave."""
     folder = tmp_path_factory.mktemp("switches")
     command = [sys.executable, "-m", "tests.distributed.switches_main", str(folder)]
-    processes = start(command, 2, folder / "output")
+    processes = start_command(command, 2, folder / "output")
     try:
         codes = [process.wait(600) for process in processes]
     finally:
@@ -52,7 +50,6 @@ def test_nothing_changes_to_the_bit(folder: Path, case: Case) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.slow
 def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
     [case] = [case for case in switches_main.SWITCHED if case.switch == "compiled"]
     found, expected = _results(folder, case), _results(folder, case.without)
@@ -63,7 +60,6 @@ def test_compiled_layers_train_as_eager_ones(folder: Path) -> None:
     assert state.keys() == reference.keys(), "names have changed"
 
 
-@pytest.mark.slow
 def test_a_layer_is_compiled_once_for_all_layers_steps_and_numbers_of_sequences(
     folder: Path,
 ) -> None:

@@ -18,8 +18,6 @@ from pipeline.data.steps import Share
 from tests.support.ranks import Ranks, newest_state, records
 from tests.support.steps import eval_loader, train_loader
 
-pytestmark = pytest.mark.dist
-
 
 def _tensorboard(run_dir: Path) -> EventAccumulator:
     events = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0, "tensors": 0})
@@ -108,7 +106,7 @@ def test_times_and_memory(straight_run: Path) -> None:
 
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 0), ("bf16", 1), ("fp32", 1)])
 def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
-    dataset: DatasetIndex, tmp_path: Path, precision: str, stage: int
+    dataset: DatasetIndex, tmp_path: Path, precision: str, stage: int, start_ranks: type[Ranks]
 ) -> None:
     run_dir = tmp_path / "run"
     overrides = ("train.num_steps=12", f"train.precision={precision}", "train.grad_clip=0.5",
@@ -116,7 +114,7 @@ def test_norms_by_layer_are_those_of_the_weights_that_were_saved(
                  "checkpoint.every_steps=11", "monitor.log_every_steps=3",
                  "monitor.eval_sequences=4", "model.mlm_head=bert",
                  "train.alpha_warmup_steps=2")  # fmt: skip
-    ranks = Ranks(run_dir, dataset, *overrides)
+    ranks = start_ranks(run_dir, dataset, *overrides)
     assert ranks.wait() == [0, 0], ranks.output
     before, after = (read_weights(run_dir / f"checkpoints/step-000000{step}") for step in (11, 12))
     squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -145,10 +143,12 @@ HIDDEN = ("train.num_steps=36", "train.micro_batch=1", "train.lr=2e-2", "model.d
 
 
 @pytest.fixture(scope="module")
-def sourced(tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex) -> Path:
+def sourced(
+    tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex, start_ranks: type[Ranks]
+) -> Path:
     """Few enough held-out sequences that not all are taken."""
     run_dir = tmp_path_factory.mktemp("sourced") / "run"
-    ranks = Ranks(run_dir, two_sources, *HIDDEN, "monitor.eval_sequences=24")
+    ranks = start_ranks(run_dir, two_sources, *HIDDEN, "monitor.eval_sequences=24")
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir
 
@@ -208,11 +208,11 @@ def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: Da
 
 
 def test_watching_does_not_change_training(
-    straight_run: Path, dataset: DatasetIndex, tmp_path: Path
+    straight_run: Path, dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     """Dropout is on; evaluations, norms and log lines come at other steps."""
     run_dir = tmp_path / "run"
-    ranks = Ranks(run_dir, dataset, "monitor.eval_sequences=3", "monitor.eval_every_steps=7",
+    ranks = start_ranks(run_dir, dataset, "monitor.eval_sequences=3", "monitor.eval_every_steps=7",
                   "monitor.log_every_steps=5")  # fmt: skip
     assert ranks.wait() == [0, 0], ranks.output
     assert [line["step"] for line in records(run_dir, "eval")] == [0, 7, 14, 21, 28, 35, 40]

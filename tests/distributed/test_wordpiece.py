@@ -31,7 +31,6 @@ from tests.support import bert_vocabulary, near_texts
 from tests.support.ranks import Ranks, losses
 from tests.support.steps import train_loader
 
-pytestmark = pytest.mark.dist
 ENGLISH = list(dict.fromkeys(near_texts.english()))[:150]
 # Each has a character that no other one has, which has no piece.
 CHINESE = [
@@ -82,9 +81,11 @@ def prepared(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetInd
 
 
 @pytest.fixture(scope="module")
-def trained(prepared: DatasetIndex, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(
+    prepared: DatasetIndex, tmp_path_factory: pytest.TempPathFactory, start_ranks: type[Ranks]
+) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    ranks = Ranks(run_dir, prepared, world_size=1)
+    ranks = start_ranks(run_dir, prepared, world_size=1)
     assert ranks.wait() == [0], ranks.output
     return run_dir
 
@@ -172,10 +173,10 @@ def _loss_of_transformers(folder: Path, batch: MicroBatch) -> float:
 
 
 def test_run_starts_from_a_published_model(
-    prepared: DatasetIndex, bert: Path, tmp_path: Path
+    prepared: DatasetIndex, bert: Path, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     convert(bert, tmp_path / "bert", family="bert", overrides=[])
-    ranks = Ranks(tmp_path / "run", prepared, f"init_from={tmp_path / 'bert'}", *BERT, *SHORT,
+    ranks = start_ranks(tmp_path / "run", prepared, f"init_from={tmp_path / 'bert'}", *BERT, *SHORT,
                   world_size=1)  # fmt: skip
     assert ranks.wait() == [0], ranks.output
     assert f"weights are those of {tmp_path / 'bert'}" in ranks.output
@@ -185,13 +186,17 @@ def test_run_starts_from_a_published_model(
     expected = _loss_of_transformers(bert, batch)
     assert losses(tmp_path / "run")[1] == pytest.approx(expected, abs=0.01)  # bf16
     # A new run goes on from that one, whose tokenizer lies in its checkpoint.
-    again = Ranks(tmp_path / "again", prepared, f"init_from={tmp_path / 'run'}", *BERT, *SHORT,
-                  world_size=1)  # fmt: skip
+    begin = f"init_from={tmp_path / 'run'}"
+    again = start_ranks(tmp_path / "again", prepared, begin, *BERT, *SHORT, world_size=1)
     assert again.wait() == [0], again.output
 
 
 def test_other_vocabulary_is_refused_and_other_options_are_told(
-    prepared: DatasetIndex, dataset: DatasetIndex, bert: Path, tmp_path: Path
+    prepared: DatasetIndex,
+    dataset: DatasetIndex,
+    bert: Path,
+    tmp_path: Path,
+    start_ranks: type[Ranks],
 ) -> None:
     changed = tmp_path / "changed"
     convert(bert, changed, family="bert", overrides=[])
@@ -202,16 +207,16 @@ def test_other_vocabulary_is_refused_and_other_options_are_told(
     vocabulary["the"], vocabulary["is"] = vocabulary["is"], vocabulary["the"]
     path.write_text(json.dumps(body))
     arguments = (f"init_from={changed}", *BERT, *SHORT, "train.num_steps=1", "train.warmup_steps=0")
-    ranks = Ranks(tmp_path / "run", prepared, *arguments, world_size=1)
+    ranks = start_ranks(tmp_path / "run", prepared, *arguments, world_size=1)
     assert ranks.wait() == [2], ranks.output
     first = min(vocabulary["the"], vocabulary["is"])
     assert f"tokenizer: id {first} is" in ranks.output
     path.write_text(right.replace('"lowercase":true', '"lowercase":false'))
-    ranks = Ranks(tmp_path / "told", prepared, *arguments, world_size=1)
+    ranks = start_ranks(tmp_path / "told", prepared, *arguments, world_size=1)
     assert ranks.wait() == [0], ranks.output
     assert "give the same ids to the same pieces, but split" in ranks.output
     path.unlink()
     shutil.copyfile(dataset.folder / "tokenizer.model", changed / "tokenizer.model")
-    ranks = Ranks(tmp_path / "other", prepared, *arguments, world_size=1)
+    ranks = start_ranks(tmp_path / "other", prepared, *arguments, world_size=1)
     assert ranks.wait() == [2], ranks.output
     assert "tokenizer.model there" in ranks.output

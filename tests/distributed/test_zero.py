@@ -14,9 +14,7 @@ from pipeline.checkpoints.state import SavedState, read_weights
 from pipeline.model.layout import rows
 from tests.distributed import engine_main
 from tests.distributed import zero_main as case
-from tests.support.ranks import start, state_of
-
-pytestmark = pytest.mark.dist
+from tests.support.ranks import Starter, state_of
 
 # One rank's states on two, two ranks' on one and four, and from stage to stage.
 LAUNCHES = {
@@ -41,19 +39,19 @@ LOADS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, start_command: Starter) -> Path:
     """What all launches leave."""
     folder = tmp_path_factory.mktemp("zero")
-    _wait(_launch("one", folder), folder)
-    _wait(_launch("two", folder), folder)
-    _wait([*_launch("one again", folder), *_launch("four", folder)], folder)
+
+    def launch(name: str) -> list[subprocess.Popen[bytes]]:
+        ranks, jobs = LAUNCHES[name]
+        command = [sys.executable, "-m", "tests.distributed.zero_main", str(folder), *jobs]
+        return start_command(command, ranks, folder / "output")
+
+    _wait(launch("one"), folder)
+    _wait(launch("two"), folder)
+    _wait([*launch("one again"), *launch("four")], folder)
     return folder
-
-
-def _launch(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
-    ranks, jobs = LAUNCHES[name]
-    command = [sys.executable, "-m", "tests.distributed.zero_main", str(folder), *jobs]
-    return start(command, ranks, folder / "output")
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:

@@ -13,8 +13,6 @@ import pytest
 from tests.support.browser import Browser, find_browser
 from tests.support.ranks import records
 
-pytestmark = pytest.mark.dist
-
 _BROWSER = find_browser()
 _CARD = (
     "findAll('scalar-card')"
@@ -25,7 +23,7 @@ _OF_LINE = "b > r + 15 && Math.max(r, g, b) < 140"
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
+def browser(tmp_path: Path, processes: None) -> Iterator[Browser]:
     if _BROWSER is None:
         pytest.skip("no Chromium in PATH, in Playwright's cache or named by POSTNORM_CHROMIUM")
     browser = Browser(_BROWSER, tmp_path / "profile")

@@ -235,6 +235,35 @@ LAYOUTS = {
 }
 
 
+SWITCHES: dict[str, dict[str, Any]] = {
+    "sum": {},
+    "mean": {"mean": True},
+    "positions": {"angles": rotary_tables(torch.arange(14), 32, 100.0, torch.float32)},
+    "scales of queries": {"token_scale": torch.linspace(0.5, 1.5, 14)},
+    "dropout": {"dropout": 0.25},
+    "bf16": {},
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_switch_at_one_shape(switch: str, path: str) -> None:
+    # The rule of dropout counts columns from the sequence's start.
+    windows = windows_of(ends(14) if switch == "dropout" else ends(9, 5))
+    dtype = torch.float32
+    inputs, options = make(2, 14, 1, 32), dict(SWITCHES[switch])
+    if "angles" in options:
+        options["angles"] = tuple(table[:, 0] for table in options["angles"])
+    wanted = dict(options)
+    if switch == "dropout":
+        masks = [torch.from_numpy(kept_by_head(SEED + n, 14, 1, 0.25)) for n in range(2)]
+        wanted["kept"] = torch.stack(masks)
+    if switch == "bf16":
+        dtype, inputs = torch.bfloat16, [each.bfloat16() for each in inputs]
+    found = errors(computed(inputs, windows, dtype, **options), expected(inputs, windows, **wanted))
+    assert_all(found, 5e-3 if switch == "bf16" else EXACT)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fp32(name: str) -> None:
     windows = windows_of(LAYOUTS[name]())

@@ -111,7 +111,8 @@ CASES = list(product([None, 0.3, 1.0], [1.0, DEEPNORM]))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size"), [(1, 40), (33, 40), (1, 384), (7, 768), (2, 8), (3, 4096)]
+    ("tokens", "size"),
+    [pytest.param(1, 40, marks=pytest.mark.smoke), (33, 40), (1, 384), (7, 768), (2, 8), (3, 4096)],
 )
 def test_fp32(tokens: int, size: int) -> None:
     drawn = draw(tokens, size, dtype=torch.float32)
@@ -131,7 +132,7 @@ def test_large_eps_is_differentiated_exactly() -> None:
     assert all(error(f, w) <= EXACT for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("size", [40, 384, 768])
+@pytest.mark.parametrize("size", [pytest.param(40, marks=pytest.mark.smoke), 384, 768])
 def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
     drawn = draw(9, size, dtype=torch.bfloat16)
     for alpha, keep in CASES:
@@ -239,7 +240,7 @@ def test_what_is_not_finite_is_seen(bad: float, dropout: float) -> None:
             assert torch.equal(each[[0, 2]], other[[0, 2]])
 
 
-@pytest.mark.parametrize("size", [40, 768])
+@pytest.mark.parametrize("size", [pytest.param(40, marks=pytest.mark.smoke), 768])
 @pytest.mark.parametrize("alpha", [None, 0.3])
 def test_dropout_is_what_its_seed_says(alpha: float | None, size: int) -> None:
     drawn = draw(9, size, dtype=torch.float32)
@@ -379,7 +380,8 @@ def test_evaluation_drops_nothing() -> None:
     assert error(_results(fused.train(), layout, 0.3)[0], wanted.double()) > 0.1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("processes")  # Inductor's
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_layer_is_one_graph(backend: str) -> None:
     config, layout = replace(CONFIG, dropout=0.2), _layouts()["rows"]
     model = _model(config, fused=True)

@@ -14,14 +14,15 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import choose
-from tests.support.triton import NEEDS_TRITON, python, run_interpreted
+from tests.support.triton import NEEDS_TRITON, Interpreter, python
 
 CPU = torch.device("cpu")
 
 
 @NEEDS_TRITON
-def test_interpreted_kernels() -> None:
-    run_interpreted("tests/kernels/interpreted_carried.py")
+@pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
+def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
+    interpreter("tests/kernels/interpreted_carried.py", marked)
 
 
 # Capability, longest window, head size, dropout and dtype: each tile that is chosen.
@@ -32,8 +33,9 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("processes")
 @NEEDS_TRITON
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 def test_compiled_kernels() -> None:
     found = json.loads(python("-m", "tests.kernels.ahead_of_time", *CASES))

@@ -11,18 +11,13 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import choose, expected_on_gpu
-from tests.support.triton import NEEDS_TRITON, python, run_interpreted
+from tests.support.triton import NEEDS_TRITON, Interpreter, python
 
 
 @NEEDS_TRITON
-def test_interpreted_kernels() -> None:
-    run_interpreted("tests/kernels/interpreted_residual_norm.py")
-
-
-@NEEDS_TRITON
-@pytest.mark.slow
-def test_interpreted_kernels_between_compiled_ones() -> None:
-    run_interpreted("tests/kernels/interpreted_residual_norm.py", "slow")
+@pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
+def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
+    interpreter("tests/kernels/interpreted_residual_norm.py", marked)
 
 
 # Capability, hidden size, dropout and dtype: the sizes of the models, and the ends.
@@ -32,8 +27,8 @@ SIZES = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("processes")
 @NEEDS_TRITON
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ptxas is Linux's")
 def test_compiled_kernels() -> None:
     cases = [f"{capability}-{size}" for capability in (80, 90) for size in SIZES]

@@ -21,7 +21,7 @@ from pipeline.kernels import loss as module
 from pipeline.kernels.loss import rows_of_chunk, vocabulary_loss
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import padded
-from tests.support.triton import NEEDS_TRITON, run_interpreted
+from tests.support.triton import NEEDS_TRITON, Interpreter
 
 FUSED = os.environ.get("TRITON_INTERPRET") == "1"
 BY_ROWS = module._by_kernel if FUSED else module._by_torch
@@ -32,9 +32,10 @@ OF_PLAIN = 1.1
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
 @pytest.mark.skipif(FUSED, reason="is this run")
-def test_in_the_interpreter() -> None:
-    run_interpreted("tests/kernels/test_vocabulary_loss.py")
+def test_in_the_interpreter(interpreter: Interpreter, marked: str) -> None:
+    interpreter("tests/kernels/test_vocabulary_loss.py", marked)
 
 
 def make(num_rows: int, width: int, size: int, dtype: torch.dtype, bias: bool) -> list[Tensor]:
@@ -84,14 +85,14 @@ def allow(rows: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("size", [5, 64, 4099])
+@pytest.mark.parametrize("size", [5, pytest.param(64, marks=pytest.mark.smoke), 4099])
 def test_fp32(chunk: int, size: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(chunk, size, torch.float32, monkeypatch)
     inputs = make(8, 16, size, torch.float32, bias)
     assert max(errors(computed(inputs), expected(inputs, torch.float64))) < EXACT
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-8])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.smoke), 1e-8])
 def test_bf16(chunk: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(chunk, 4099, torch.bfloat16, monkeypatch)
     inputs = make(12, 32, 4099, torch.bfloat16, True)

@@ -153,6 +153,7 @@ def test_unknown_gpu_is_refused() -> None:
         HardwareConfig(gpu="V10")
 
 
+@pytest.mark.usefixtures("processes")
 def test_command(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "launch", "plan", str(RECIPE), "model.vocab_size=12000", "--cluster",

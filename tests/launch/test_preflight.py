@@ -206,6 +206,7 @@ def test_full_disk(tmp_path: Path) -> None:
         assert sorted(path.name for path in folder.iterdir()) == ["fill", "run"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_read_only_folder(tmp_path: Path) -> None:
     with _tmpfs(tmp_path / "small", "size=1m") as folder:
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
@@ -273,6 +274,7 @@ def test_missing_shard_and_missing_dataset(damaged: DatasetIndex, tmp_path: Path
     assert [f.check for f in found] == ["dataset"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_command_ends_in_time_though_the_driver_hangs(
     dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path
 ) -> None:

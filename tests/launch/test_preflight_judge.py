@@ -338,6 +338,7 @@ def _write(records: Path, **changed: Record | None) -> None:
             write_record(records, replace(record, node=node, clock=ClockFacts(now, now)))
 
 
+@pytest.mark.usefixtures("processes")
 def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
     dataset: DatasetIndex, tmp_path: Path
 ) -> None:
@@ -359,6 +360,7 @@ def test_command_excludes_bad_nodes_and_keeps_those_excluded_before(
     assert excluded_nodes(run_dir) == ["old", "n2"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_command_reads_what_a_node_found_damaged(dataset: DatasetIndex, tmp_path: Path) -> None:
     folder, records = tmp_path / "damaged", tmp_path / "records/7.0"
     shutil.copytree(dataset.folder, folder)
@@ -380,6 +382,7 @@ def test_command_reads_what_a_node_found_damaged(dataset: DatasetIndex, tmp_path
     assert "bad node n2: only this node reads it so: block 1 is damaged" in output
 
 
+@pytest.mark.usefixtures("processes")
 def test_command_compares_with_the_newest_checkpoint(dataset: DatasetIndex, tmp_path: Path) -> None:
     run_dir, records = tmp_path / "run", tmp_path / "records/7.0"
     make_checkpoint(run_dir, 40)  # of a dataset with fingerprint "f"

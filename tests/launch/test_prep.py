@@ -335,7 +335,7 @@ def _command(*arguments: str, slurm: FakeSlurm) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_command_prepares_the_dataset_that_one_machine_prepares(
     tmp_path: Path, slurm: FakeSlurm, corpus: Path, prep_config: Path
 ) -> None:
@@ -381,6 +381,7 @@ def test_command_prepares_the_dataset_that_one_machine_prepares(
     assert len(slurm.calls) == submitted
 
 
+@pytest.mark.usefixtures("processes")
 def test_command_passes_on_what_data_prep_refuses(
     tmp_path: Path, slurm: FakeSlurm, prep_config: Path
 ) -> None:

@@ -29,6 +29,7 @@ def _record(run_dir: Path) -> str:
     return (run_dir / "exit" / "7.0" / "rank-00001").read_text().strip()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 0", 0), ("exit 75", 75), ("exit 9", 9), ("kill -9 $$", 137)]
 )
@@ -39,6 +40,7 @@ def test_exit_code_is_the_programs_and_is_left_behind(
     assert _record(tmp_path) == str(code)
 
 
+@pytest.mark.usefixtures("processes")
 def test_options_of_the_program_are_its_own(tmp_path: Path) -> None:
     rank = _rank(
         tmp_path, "bash", "-c", 'echo "$RANK of $WORLD_SIZE: $*"', "x", "--lr", "a b", "--"
@@ -46,6 +48,7 @@ def test_options_of_the_program_are_its_own(tmp_path: Path) -> None:
     assert rank.communicate(timeout=30)[0] == "1 of 2: --lr a b --\n"
 
 
+@pytest.mark.usefixtures("processes")
 def test_program_that_is_not_there_is_not_tried_again(tmp_path: Path) -> None:
     rank = _rank(tmp_path, "no-such-program")
     assert "no-such-program cannot be started" in rank.communicate(timeout=30)[0]
@@ -53,6 +56,7 @@ def test_program_that_is_not_there_is_not_tried_again(tmp_path: Path) -> None:
     assert _record(tmp_path) == "2"
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_signals_reach_the_program(tmp_path: Path, number: signal.Signals) -> None:
     script = f"trap 'exit 75' {number.name}; touch {tmp_path}/ready; while :; do sleep 0.1; done"

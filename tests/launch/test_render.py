@@ -64,6 +64,7 @@ def test_script_is_valid_bash_with_options_first() -> None:
     assert done.stdout == "runs/it's here"
 
 
+@pytest.mark.usefixtures("processes")
 def test_rank_command_sets_the_process_group_and_keeps_overrides() -> None:
     text = _render("train.lr=1e-3", "train.micro_batch=2")
     inner = re.search(r"bash -c ('.*')$", text, re.MULTILINE)
@@ -133,6 +134,7 @@ def test_impossible_time_limit_is_refused(text: str, message: str) -> None:
         ClusterConfig(time_limit=text)
 
 
+@pytest.mark.usefixtures("processes")
 def test_command(tmp_path: Path) -> None:
     profile = tmp_path / "c.yaml"
     profile.write_text("nodes: 2\ngpus_per_node: 1\npartition: gpu\n")

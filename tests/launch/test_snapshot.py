@@ -30,6 +30,7 @@ def _start(code: Path, *words: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.usefixtures("processes")
 def test_job_runs_the_copy_even_inside_a_checkout_that_was_edited(
     checkout: Path, tmp_path: Path
 ) -> None:
@@ -51,6 +52,7 @@ def test_job_runs_the_copy_even_inside_a_checkout_that_was_edited(
     assert done.stdout.strip() == str(code / "pipeline" / "runtime" / "probe_me.py")
 
 
+@pytest.mark.usefixtures("processes")
 def test_copy_keeps_the_revision(checkout: Path, tmp_path: Path) -> None:
     code = snapshot(tmp_path / "code", checkout)
     revision = (code / "REVISION").read_text().strip()

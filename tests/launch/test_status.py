@@ -241,6 +241,7 @@ def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
     assert "--jobs=7,8,9,10" in recorded.calls("squeue")[0]
 
 
+@pytest.mark.usefixtures("processes")
 def test_json_has_all_of_it(recorded: RecordedSlurm, run: RunFolder) -> None:
     _trains(run)
     recorded.says("squeue", _line("PENDING", run.folder, reason="Priority"))

@@ -58,7 +58,7 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, dataset: DatasetIndex) -> Place:
+def place(tmp_path: Path, dataset: DatasetIndex, processes: None) -> Place:
     return Place(tmp_path, dataset)
 
 

@@ -243,6 +243,7 @@ def _numbers(text: str, label: str) -> list[str]:
     return line.strip().removeprefix(label).split()
 
 
+@pytest.mark.usefixtures("processes")
 def test_command_on_a_model() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "pipeline", "model"]
     arguments = ["configs/model/roformer_v2-base.yaml", "--seq-len", "128", "bias=true"]

@@ -147,6 +147,7 @@ def test_packed_input_gives_their_numbers_too(name: str, tmp_path: Path) -> None
         assert float((mine.head(x) - expected[seen]).abs().max()) <= 1e-11
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("name", "form"),
     [*((name, "safetensors") for name in FAMILIES), ("bert", "bin"), ("bert", "sharded")],

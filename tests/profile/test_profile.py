@@ -26,7 +26,7 @@ from pipeline.profile.timeline import (
     read_timeline,
 )
 from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
-from tests.support.ranks import CONFIG, start
+from tests.support.ranks import CONFIG, Starter
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,6 +196,7 @@ def _check(found: dict[str, Any], steps: int) -> None:
     assert 0 < found["tokens_per_s"] <= 8 * 64 / found["untraced_step_ms"] * 1e3
 
 
+@pytest.mark.usefixtures("processes")
 def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
     config, out, trace = tmp_path / "run.yaml", tmp_path / "p.json", tmp_path / "t.json.gz"
     config.write_text(CONFIG)
@@ -217,9 +218,9 @@ def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "run.yaml", "t.json.gz"]
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_profile_of_two_ranks(dataset: DatasetIndex, tmp_path: Path) -> None:
+def test_profile_of_two_ranks(
+    dataset: DatasetIndex, tmp_path: Path, start_command: Starter
+) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "p.json"
     config.write_text(CONFIG)
     command = [
@@ -227,7 +228,7 @@ def test_profile_of_two_ranks(dataset: DatasetIndex, tmp_path: Path) -> None:
         f"data.dir={dataset.folder}", "--steps", "2", "--warm-up", "1", "--json", str(out),
     ]  # fmt: skip
     log = tmp_path / "out"
-    processes = start(command, 2, log)
+    processes = start_command(command, 2, log)
     assert [process.wait(120) for process in processes] == [0, 0], log.read_text()
     found = json.loads(out.read_text())
     _check(found, 2)
@@ -237,6 +238,7 @@ def test_profile_of_two_ranks(dataset: DatasetIndex, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_steps_are_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", "profile", "x.yaml", "--steps", "0"],

@@ -54,6 +54,7 @@ def test_a_process_may_be_alone_but_not_one_of_several() -> None:
     assert process_info_or_alone(step_of_one).world_size == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failed_write_keeps_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "value"
     write_atomic(path, b"old")

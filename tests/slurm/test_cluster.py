@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.leftovers import environment_of
 from tests.support.slurm import SlurmCluster
-from tests.support.slurm_machines import Machines, Namespaces, Ports, can_unshare, environment_of
+from tests.support.slurm_machines import Machines, Namespaces, Ports, can_unshare
 
 ROOT = Path(__file__).parents[2]
 _TELLING = """#!/bin/bash

@@ -108,7 +108,7 @@ def test_a_detached_carry_has_no_gradient() -> None:
     assert gradient("detached") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_study_trains_once_reports_and_refuses_other_settings(
     dataset: DatasetIndex, tmp_path: Path
 ) -> None:

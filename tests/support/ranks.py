@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ train:
 checkpoint: {every_steps: 15, keep: 2}
 monitor: {log_every_steps: 1, eval_every_steps: 20, eval_sequences: 16}
 """
+
+
+Starter = Callable[..., list["subprocess.Popen[bytes]"]]
+"""Of the fixture `start_command`: `start`, below."""
 
 
 class Ranks:

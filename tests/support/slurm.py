@@ -25,6 +25,7 @@ from types import TracebackType
 import psutil
 
 from tests.support import slurm_conf, slurm_machines
+from tests.support.leftovers import environment_of
 from tests.support.slurm_machines import CLIENTS, Machines
 
 ENDED = frozenset(
@@ -280,7 +281,7 @@ class SlurmCluster:
         number = self.job(job)["JobId"]
         for process in chain.from_iterable(map(self.processes, range(1, len(self.nodes) + 1))):
             with suppress(OSError, psutil.Error):
-                variables = slurm_machines.environment_of(process)
+                variables = environment_of(process)
                 parent = process.parent()
                 is_started = parent and parent.name().startswith("slurmstepd")
                 # The batch script has the rank of a task and no step.

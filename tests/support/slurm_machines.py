@@ -20,6 +20,7 @@ from typing import Protocol
 
 import psutil
 
+from tests.support.leftovers import environment_of
 from tests.support.slurm_conf import Host
 
 CLIENTS = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
@@ -310,15 +311,6 @@ def _free_ports(number: int) -> list[int]:
                 continue
         found.append(port)
     return found
-
-
-def environment_of(process: psutil.Process) -> dict[str, str]:
-    """Environment of a process.
-
-    slurmstepd writes its title over the first of its variables, where psutil stops to read.
-    """
-    texts = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 def _of_cluster(conf: Path, node: str | None = None) -> list[psutil.Process]:

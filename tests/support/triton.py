@@ -6,6 +6,7 @@ So what is interpreted runs in a process of its own.
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +26,11 @@ def python(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def run_interpreted(tests: str, marked: str = "not slow") -> None:
+Interpreter = Callable[..., None]
+"""Of the fixture `interpreter`: `run_interpreted`."""
+
+
+def run_interpreted(tests: str, marked: str = "") -> None:
     """Runs tests of a file under the interpreter, those that pytest's -m names; all must pass."""
     options = ("-q", "-p", "no:cacheprovider", "-m", marked)
     out = python("-m", "pytest", *options, tests, TRITON_INTERPRET="1")

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.config import PrepConfig
+from data_prep.pieces import hash_share
 from data_prep.run import run
-from data_prep.shards import hash_share
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 

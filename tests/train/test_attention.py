@@ -23,13 +23,13 @@ PARTS = {"attention": "attention", "residual_norm": "residual and norm"}
 
 
 def test_losses_are_the_same(
-    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_ranks: type[Ranks]
 ) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     found = {}
     for name, said in (("reference", "PyTorch"), ("fused", "fused kernels")):
         asked = [f"kernels.{part}={name}" for part in PARTS]
-        run = Ranks(tmp_path / name, dataset, *SETTINGS, *asked, world_size=1)
+        run = start_ranks(tmp_path / name, dataset, *SETTINGS, *asked, world_size=1)
         assert run.wait() == [0], run.output
         for part, title in PARTS.items():
             assert f"{title}: {said} (kernels.{part}={name})" in run.output

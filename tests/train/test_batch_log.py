@@ -59,7 +59,7 @@ def _log(run_dir: Path, cursor: int, records: list[BatchRecord]) -> None:
     log.flush()
 
 
-@pytest.mark.dist
+@pytest.mark.usefixtures("processes")
 def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     codes, outputs = Group(run_dir, 0, 88).wait()
@@ -91,7 +91,7 @@ def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Pat
     assert all("batches.tsv, line 2:" in output for output in outputs)
 
 
-@pytest.mark.dist
+@pytest.mark.usefixtures("processes")
 def test_a_killed_run_leaves_lines_that_the_next_one_goes_on_from(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     group = Group(run_dir, 0, 8 * 10**9, world_size=1)

@@ -161,6 +161,7 @@ print(json.dumps([sorted(asked), names(DeepSpeedZeroConfig), names(CommsLoggerCo
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_keys_are_those_of_deepspeed_and_all_others_are_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ASKED], capture_output=True, text=True, check=True
@@ -197,6 +198,7 @@ def test_compiling_at_stage_three_is_refused() -> None:
         replace(CONFIG, zero_stage=3, compile=True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_compiling_without_a_compiler_is_refused() -> None:
     code = (
         "import torch; from pipeline.errors import ConfigError; "

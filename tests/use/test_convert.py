@@ -232,6 +232,7 @@ def test_model_that_misses_a_tensor_is_refused(tmp_path: Path) -> None:
         build_model(model.config, weights, "here")
 
 
+@pytest.mark.usefixtures("processes")
 def test_command_and_encode(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "##s"]

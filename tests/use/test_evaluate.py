@@ -37,8 +37,6 @@ from pipeline.use.export import export
 from pipeline.use.folder import write_model
 from tests.support.ranks import Ranks, records, start
 
-pytestmark = pytest.mark.dist
-
 Command = Callable[..., list[dict[str, Any]]]
 _STEPS = [4, 8, 12]
 # In bf16 and fp32 alike: sums of fp32 numbers in another order.
@@ -46,10 +44,12 @@ _OTHER_RANKS = 1e-5
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex) -> Path:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, two_sources: DatasetIndex, start_ranks: type[Ranks]
+) -> Path:
     """A run of two ranks with an evaluation at each checkpoint; at the first one alpha is 0.5."""
     run_dir = tmp_path_factory.mktemp("evaluate") / "run"
-    ranks = Ranks(
+    ranks = start_ranks(
         run_dir, two_sources, "train.num_steps=12", "train.alpha_warmup_steps=8",
         "checkpoint.every_steps=4", "checkpoint.keep=3", "monitor.eval_every_steps=4",
         "monitor.eval_sequences=20",

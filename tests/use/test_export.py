@@ -121,10 +121,11 @@ def test_changed_weights_are_refused(straight_run: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.dist
-def test_export_before_alpha_reached_one_is_refused(dataset: DatasetIndex, tmp_path: Path) -> None:
+def test_export_before_alpha_reached_one_is_refused(
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
     overrides = ("train.alpha_warmup_steps=39", "checkpoint.every_steps=4")
-    ranks = Ranks(tmp_path / "run", dataset, *overrides)
+    ranks = start_ranks(tmp_path / "run", dataset, *overrides)
     ranks.wait_for_step(9)
     ranks.wait_for_checkpoint(4)
     ranks.kill()
@@ -133,8 +134,10 @@ def test_export_before_alpha_reached_one_is_refused(dataset: DatasetIndex, tmp_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run.out", "run.yaml"]
 
 
-def test_fp32_run_is_exported(dataset: DatasetIndex, tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path / "run", dataset, "train.precision=fp32", "train.num_steps=20")
+def test_fp32_run_is_exported(
+    dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
+    ranks = start_ranks(tmp_path / "run", dataset, "train.precision=fp32", "train.num_steps=20")
     assert ranks.wait() == [0, 0], ranks.output
     assert export(tmp_path / "run", tmp_path / "out").max_abs_diff <= 1e-3
 

@@ -146,6 +146,7 @@ def texts() -> list[str]:
     return [*masked, *plain, *(f"{text}[MASK] {text}" for text in plain)]
 
 
+@pytest.mark.usefixtures("processes")
 def test_transformers_alone_loads_it(
     exported: tuple[Tokenizer, Path], texts: list[str], tmp_path: Path
 ) -> None:

@@ -1,20 +1,60 @@
-"""Reads documents out of files of all formats: nothing is dropped unseen."""
+"""Reads the documents of a piece out of files of all formats; nothing is dropped silently."""
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
+from data_prep import embedded
 from data_prep.config import SourceConfig
-from data_prep.inputs import InputFile, format_of
-from data_prep.readers import streams, text, wikiextractor
+from data_prep.inputs import InputFile, Piece, format_of, refuse_changed
+from data_prep.readers import streams, text
 from data_prep.readers.items import BrokenFileError, Document, Place, Rejected
-
-__all__ = ["Document", "Rejected", "encoding_of", "read_file"]
+from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
+def read_piece(
+    piece: Piece, max_bytes: int, gb18030_files: list[str]
+) -> Iterator[Document | Rejected]:
+    """Yield the documents of a piece as they are in its files, and the unreadable parts.
+
+    Args:
+        piece: files, or ranges of them.
+        max_bytes: longest document.
+        gb18030_files: paths of files that turn out to be GB18030 are added to it.
+
+    Raises:
+        DataError: a file cannot be read, changed since it was listed, or has a longer document.
+    """
+    for file in piece.files:
+        try:
+            yield from _read(piece.source, file, max_bytes, gb18030_files)
+            refuse_changed(file)
+        except OSError as error:
+            raise DataError(f"{file.path} cannot be read: {error}") from error
+
+
+def _read(
+    source: SourceConfig, file: InputFile, max_bytes: int, gb18030_files: list[str]
+) -> Iterator[Document | Rejected]:
+    if source.kind == "files":
+        encoding = encoding_of(file, source)
+        # Only the first range of a file counts it.
+        if encoding == "gb18030" and source.encoding == "auto" and not file.start:
+            gb18030_files.append(file.path)
+        yield from read_file(file, source, max_bytes, encoding)
+        return
+    for place, raw in embedded.documents(Path(file.path), file.name):
+        place = f"{source.name}/{place}"
+        try:
+            yield Document(place, raw.decode())
+        except UnicodeDecodeError:
+            yield Rejected(place, "invalid UTF-8 document", raw)
+
+
 def encoding_of(file: InputFile, source: SourceConfig) -> text.Encoding:
-    """How a file's lines are decoded; looks into the file if the source says `auto`."""
+    """Return the encoding of a file's lines; looks into the file if the source says `auto`."""
     if source.encoding != "auto":
         return source.encoding
     # Parquet and WET are UTF-8 by their definition.
@@ -25,13 +65,13 @@ def encoding_of(file: InputFile, source: SourceConfig) -> text.Encoding:
 def read_file(
     file: InputFile, source: SourceConfig, max_bytes: int, encoding: text.Encoding = "utf-8"
 ) -> Iterator[Document | Rejected]:
-    """Yields, in order, the documents that begin in one file or range of a file.
+    """Yield, in order, the documents that begin in one file or range of a file.
 
-    Of a file that is cut short or damaged, all documents before the break come, then one
-    `Rejected` with the beginning of the document that the break goes through.
+    A file that is cut short or damaged gives all documents before the break, then one `Rejected`
+    with the beginning of the document that the break goes through.
 
     Args:
-        file: what to read.
+        file: the file or range.
         source: its settings.
         max_bytes: longest document.
         encoding: see `encoding_of`.
@@ -44,7 +84,7 @@ def read_file(
         yield from _items(file, source, max_bytes, encoding, place)
     except BrokenFileError as broken:
         logger.warning(
-            "%s: %s: %s; what stands before that is used", file.path, broken.reason, broken
+            "%s: %s: %s; the documents before that are used", file.path, broken.reason, broken
         )
         yield Rejected(f"{source.name}/{file.name}", broken.reason, broken.unfinished)
 
@@ -68,7 +108,7 @@ def _items(
         lines = streams.lines(stream, place, file.start, max_bytes)
         in_range = text.owned(lines, file.start, file.end)
         if kind == "wikiextractor":
-            yield from wikiextractor.documents(lines, place, encoding, max_bytes)
+            yield from text.wiki_documents(lines, place, encoding, max_bytes)
         elif kind == "jsonl":
             yield from text.json_documents(
                 in_range, place, encoding, source.text_field, source.id_field

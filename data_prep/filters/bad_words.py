@@ -1,8 +1,8 @@
 """Finds words of a list in a text.
 
 Measured on 60 MB with 400 English and 400 Chinese words: this 0.7 s, ahocorasick_rs 0.4 s without
-word boundaries, pyahocorasick 0.6 s, one regular expression with boundaries 7 s. The package would
-not be worth its place.
+word boundaries, pyahocorasick 0.6 s, one regular expression with boundaries 7 s. So a package for
+this is not worth a dependency.
 """
 
 import re
@@ -16,10 +16,10 @@ _TOKEN = re.compile(f"[{_LETTERS}]+")
 
 
 def read_words(path: str) -> list[str]:
-    """The words of a file, one a line, in lower case; empty lines and lines with # are left out.
+    """Read the words of a file, one a line, in lower case, without empty lines and # comments.
 
     Raises:
-        ConfigError: the file cannot be read, is no UTF-8, or holds no word.
+        ConfigError: the file cannot be read, is not UTF-8, or holds no words.
     """
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8-sig").lower().splitlines()
@@ -33,7 +33,7 @@ def read_words(path: str) -> list[str]:
 
 
 class WordFinder:
-    """Words with Chinese characters or kana are found anywhere, others between word boundaries."""
+    """Finds words with Chinese characters or kana anywhere, others between word boundaries."""
 
     def __init__(self, words: list[str]) -> None:
         grouped: dict[str, list[str]] = {}
@@ -42,7 +42,7 @@ class WordFinder:
             if _CJK.search(word):
                 grouped.setdefault(word[0], []).append(re.escape(word[1:]))
                 continue
-            # Wherever the word stands between boundaries, its first token is one of the text.
+            # Where the word occurs between boundaries, its first token is a token of the text.
             token = _TOKEN.search(word)
             bounded = rf"(?<![{_LETTERS}]){re.escape(word)}(?![{_LETTERS}])"
             self._by_token.setdefault(token[0] if token else "", []).append(re.compile(bounded))
@@ -55,10 +55,10 @@ class WordFinder:
         self._chinese = re.compile("|".join(branches)) if branches else None
 
     def count(self, lower: str) -> int:
-        """Occurrences of words in a text in lower case."""
-        found = len(self._chinese.findall(lower)) if self._chinese else 0
+        """Count occurrences of the words in a text in lower case."""
+        hits = len(self._chinese.findall(lower)) if self._chinese else 0
         if self._by_token:
             tokens = self._by_token.keys() & {"", *_TOKEN.findall(lower)}
             patterns = (pattern for token in tokens for pattern in self._by_token[token])
-            found += sum(len(pattern.findall(lower)) for pattern in patterns)
-        return found
+            hits += sum(len(pattern.findall(lower)) for pattern in patterns)
+        return hits

@@ -1,7 +1,7 @@
-"""What a tokenizer does to the text of each source: for choosing one, and for the datasheet.
+"""Measurements of a tokenizer on the text of each source: to choose one, and for the datasheet.
 
-Measured on a sample of every source, from text that the tokenizer was not trained on as far as
-there is any. Lengths are counted on documents as the shards have them, in characters (code points),
+They are taken on a sample of every source, as far as possible from text that the tokenizer was not
+trained on. Lengths are those of documents as the shards have them, in characters (code points),
 UTF-8 bytes and tokens without [CLS] and [SEP].
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.tokenizer.sample import Kept, Sample
+from data_prep.pieces import Pieces
+from data_prep.tokenizer.sample import Sample
 from data_prep.words import HAN
 from pipeline.tokenizer.sentencepiece import Spelling
 from pipeline.tokenizer.wordpiece import CONTINUES, DatasetTokenizer
@@ -42,16 +43,16 @@ class _Measured:
     """That character -> (normalised text, decoded text) around it."""
 
 
-def report(
-    tokenizer: DatasetTokenizer, kept: Kept, parts: list[Sample], training: list[Sample]
+def measure(
+    tokenizer: DatasetTokenizer, pieces: Pieces, parts: list[Sample], training: list[Sample]
 ) -> dict[str, Any]:
-    """Measures a tokenizer.
+    """Measure a tokenizer.
 
     Args:
         tokenizer: the dataset's.
-        kept: where documents are read.
+        pieces: all pieces.
         parts: sample of each source to measure on.
-        training: sample that it was trained on, in the same order of sources.
+        training: the tokenizer's training sample, in the same order of sources.
 
     Returns:
         {"vocabulary": ..., "sources": {name: ...}}, plain values.
@@ -60,14 +61,14 @@ def report(
     sources = {}
     for part, trained in zip(parts, training, strict=True):
         measured = _Measured()
-        for text in part.texts(kept):
-            _measure(tokenizer, text, measured, used)
+        for text in part.texts(pieces):
+            _add_document(tokenizer, text, measured, used)
         overlap = len(part.documents.keys() & trained.documents.keys())
         sources[part.source] = {**_source(measured), "documents_also_trained_on": overlap}
     return {"vocabulary": _vocabulary(tokenizer, used), "sources": sources}
 
 
-def _measure(
+def _add_document(
     tokenizer: DatasetTokenizer, text: str, into: _Measured, used: npt.NDArray[np.bool_]
 ) -> None:
     encoded, spelling = tokenizer.spell(text)
@@ -87,7 +88,7 @@ def _measure(
 def _spelled(
     spelling: Spelling, ids: npt.NDArray[np.uint32], places: npt.NDArray[np.int64]
 ) -> Iterator[str]:
-    """The text that some tokens stand for."""
+    """Yield the text of some tokens."""
     if len(places):
         surface, offsets = spelling.surface(ids)
         ends = np.append(offsets[1:], len(surface))
@@ -96,27 +97,36 @@ def _spelled(
 
 
 def _round_trip(tokenizer: DatasetTokenizer, line: str, into: _Measured) -> None:
-    """Compares without white space, which WordPiece does not keep."""
+    """Compare a decoded line with the original, without white space, which WordPiece drops."""
     expected = "".join(tokenizer.normalise(line).split())
-    found = "".join(tokenizer.decode(tokenizer.encode(line)).split())
+    decoded = "".join(tokenizer.decode(tokenizer.encode(line)).split())
     into.line_characters += len(expected)
-    if found == expected:
+    if decoded == expected:
         into.same_characters += len(expected)
         return
-    pairs = zip(expected, found, strict=False)
-    shorter = min(len(expected), len(found))
+    pairs = zip(expected, decoded, strict=False)
+    shorter = min(len(expected), len(decoded))
     place = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
     character = expected[place : place + 1]
     into.differences[character] += 1
     around = slice(max(0, place - _CONTEXT), place + _CONTEXT)
-    example = (expected[around], found[around])
-    # Not the first one met: that would depend on the order of files.
+    example = (expected[around], decoded[around])
+    # The smallest example, not the first one met: that would depend on the order of files.
     into.examples[character] = min(example, into.examples.get(character, example))
 
 
 def _source(measured: _Measured) -> dict[str, Any]:
     tokens = sum(measured.lengths)
     lengths = sorted(measured.lengths)
+    quantiles = {
+        f"{share:g}": lengths[round(share * (len(lengths) - 1))] for share in _QUANTILES if lengths
+    }
+    differences = []
+    for character, count in _most(measured.differences):
+        text, decoded = measured.examples[character]
+        differences.append(
+            {"character": character, "lines": count, "text": text, "decoded": decoded}
+        )
     return {
         "documents": len(lengths),
         "characters": measured.characters,
@@ -124,19 +134,13 @@ def _source(measured: _Measured) -> dict[str, Any]:
         "tokens": tokens,
         "characters_per_token": _ratio(measured.characters, tokens),
         "bytes_per_token": _ratio(measured.num_bytes, tokens),
-        "tokens_per_document": {
-            f"{share:g}": lengths[round(share * (len(lengths) - 1))] for share in _QUANTILES
-        } if lengths else {},
+        "tokens_per_document": quantiles,
         "unknown_share": _ratio(measured.unknown, tokens),
         "byte_piece_share": _ratio(measured.byte_pieces, tokens),
         "unknown_texts": _most(measured.unknown_texts),
         "round_trip_share": _ratio(measured.same_characters, measured.line_characters),
-        "round_trip_differences": [
-            {"character": character, "lines": count,
-             "text": measured.examples[character][0], "decoded": measured.examples[character][1]}
-            for character, count in _most(measured.differences)
-        ],
-    }  # fmt: skip
+        "round_trip_differences": differences,
+    }
 
 
 def _vocabulary(tokenizer: DatasetTokenizer, used: npt.NDArray[np.bool_]) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def _vocabulary(tokenizer: DatasetTokenizer, used: npt.NDArray[np.bool_]) -> dic
 
 
 def script(piece: str) -> str:
-    """`Han` or `Latin` if a piece has such a letter, `digits` if it has only those, or `other`."""
+    """Name the script of a piece: `Han` or `Latin` by any such letter, `digits`, or `other`."""
     if any(first <= ord(character) <= last for character in piece for first, last in HAN):
         return "Han"
     if any(unicodedata.name(character, "").startswith("LATIN") for character in piece):

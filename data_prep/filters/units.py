@@ -1,8 +1,8 @@
-"""What the filter rules measure on a text, with numpy over code points.
+"""Measurements of the filter rules on a text, with numpy over code points.
 
-Shapes: C characters of the text, U units, N n-grams. A unit is what the papers call a word: one
-Chinese character or kana, else a run of other characters between spaces (punctuation included, as
-in the papers).
+Shapes: C characters of the text, U units, N n-grams. A unit is a word of the papers: one Chinese
+character or kana, or else a run of other characters between spaces (punctuation included, as in the
+papers).
 """
 
 import unicodedata
@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 SPACE, LATIN, LETTER, DIGIT, MARK, SYMBOL, KANA, HAN = range(8)
-"""Kinds of characters. LETTER is a letter of another script; SYMBOL is all that is left."""
+"""Kinds of characters. LETTER is a letter of another script; SYMBOL is the rest."""
 
 UInt64 = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.intp]
 
-_HAN_RANGES = ((0x3005, 0x3007), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF),
-               (0x20000, 0x3FFFF))  # fmt: skip
-_KANA_RANGES = ((0x3041, 0x3096), (0x309D, 0x309F), (0x30A1, 0x30FA), (0x30FC, 0x30FF),
-                (0x31F0, 0x31FF), (0xFF66, 0xFF9D))  # fmt: skip
-# Odd multipliers modulo 2**64, so that each has an inverse; the values say nothing.
+_RANGES = {
+    HAN: "3005-3007 3400-4DBF 4E00-9FFF F900-FAFF 20000-3FFFF",
+    KANA: "3041-3096 309D-309F 30A1-30FA 30FC-30FF 31F0-31FF FF66-FF9D",
+}
+# Odd multipliers modulo 2**64, so that each has an inverse; the values themselves are arbitrary.
 _IN_UNIT, _OF_UNITS, _MIX = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0xF1357AEA2E62A9C5
 _BLOCK = 1 << 18
 _BUCKETS = 12
@@ -30,7 +30,7 @@ _BUCKETS = 12
 
 @cache
 def _kinds() -> npt.NDArray[np.uint8]:
-    """Kind of every code point, (0x110000,) uint8."""
+    """Make the table code point -> kind, (0x110000,) uint8."""
     table = np.full(0x110000, SYMBOL, dtype=np.uint8)
     for code in range(0x20000):
         char = chr(code)
@@ -43,15 +43,16 @@ def _kinds() -> npt.NDArray[np.uint8]:
             table[code] = DIGIT
         elif category[0] == "M":
             table[code] = MARK
-    for kind, ranges in ((HAN, _HAN_RANGES), (KANA, _KANA_RANGES)):
-        for first, last in ranges:
+    for kind, ranges in _RANGES.items():
+        for text in ranges.split():
+            first, last = (int(end, base=16) for end in text.split("-"))
             table[first : last + 1] = kind
     return table
 
 
 @cache
 def _powers() -> tuple[UInt64, UInt64]:
-    """Powers of `_IN_UNIT` and of its inverse modulo 2**64, (_BLOCK,) uint64 each."""
+    """Make powers of `_IN_UNIT` and of its inverse modulo 2**64, (_BLOCK,) uint64 each."""
     bases = np.array([[_IN_UNIT], [pow(_IN_UNIT, -1, 1 << 64)]], dtype=np.uint64)
     table = np.ones((2, _BLOCK), dtype=np.uint64)
     table[:, 1:] = bases
@@ -68,7 +69,7 @@ class Measured:
         self.kind_counts: list[int] = np.bincount(self._kinds, minlength=8).tolist()
         """Characters of each kind."""
         self.num_chars = len(self._kinds) - self.kind_counts[SPACE]
-        """Characters that are no space; the n-gram shares are shares of these."""
+        """Characters other than spaces; the n-gram shares are shares of these."""
         cjk = self._kinds >= KANA
         # Unsigned: a space wraps around to 255.
         other = (self._kinds - np.uint8(1)) < KANA - 1
@@ -88,7 +89,7 @@ class Measured:
         return np.flatnonzero(self._is_start)
 
     def num_alphabetic(self) -> int:
-        """Units with a letter in them, Chinese characters and kana not counted."""
+        """Count the units that have a letter, without Chinese characters and kana."""
         if not self.num_units:
             return 0
         letters = (self._kinds == LATIN) | (self._kinds == LETTER)
@@ -103,7 +104,7 @@ class Measured:
         return lengths
 
     def hashes(self) -> UInt64:
-        """A hash of each unit, (U,) uint64: equal for equal units."""
+        """Hash each unit, (U,) uint64: equal for equal units."""
         starts = self._starts
         hashes = np.empty(len(starts), dtype=np.uint64)
         first = 0
@@ -120,7 +121,7 @@ class Measured:
         return hashes
 
     def _block(self, begin: int, starts: Ints, lengths: Ints) -> UInt64:
-        """Hashes of units at `begin + starts`: sum of code * power of the place in the unit."""
+        """Hash the units at `begin + starts`: sum of code * power of the place in the unit."""
         powers, inverses = _powers()
         size = int(starts[-1] + lengths[-1])
         if size > _BLOCK:
@@ -148,7 +149,7 @@ class NGrams:
         self._step = step
 
     def _windows(self, size: int) -> UInt64:
-        """Hash of each run of `size` units, (U - size + 1,) uint64: a polynomial of theirs."""
+        """Hash each run of `size` units, (U - size + 1,) uint64: a polynomial of their hashes."""
         count = len(self._units) - size + 1
         if count <= 0:
             return self._units[:0]
@@ -162,7 +163,7 @@ class NGrams:
         return hashes
 
     def _doubled(self, size: int) -> UInt64:
-        """`_windows` of a power of two, kept."""
+        """Return `_windows` of a power of two, from a cache."""
         if size not in self._kept:
             half = self._doubled(size // 2)
             hashes = half[: -size // 2] * np.uint64(pow(_OF_UNITS, size // 2, 1 << 64))
@@ -175,7 +176,7 @@ class NGrams:
         return chars
 
     def top_bound(self, n: int) -> float:
-        """An upper bound of `top(n)`, without sorting.
+        """Return an upper bound of `top(n)`, without sorting.
 
         n-grams are put into buckets by hash; the fullest bucket holds at least as many characters
         as the top n-gram.
@@ -189,10 +190,10 @@ class NGrams:
         return float(weights.max() / self._num_chars)
 
     def top(self, n: int) -> float:
-        """Share of characters in occurrences of the most frequent n-gram, each counted once.
+        """Return the share of characters in occurrences of the most frequent n-gram.
 
-        Of several equally frequent ones the longest, and of those the first; 0 if none occurs
-        twice.
+        Each character counts once. Of several equally frequent n-grams the longest counts, and of
+        those the first; 0 if no n-gram occurs twice.
         """
         size = n * self._step
         ordered, bits = _ordered(self._windows(size))
@@ -211,11 +212,11 @@ class NGrams:
         return share
 
     def duplicates(self, limits: dict[int, float]) -> tuple[int, float] | None:
-        """The first n whose duplicate n-grams hold more than their share of the characters.
+        """Find the first n whose duplicate n-grams hold more than their share of the characters.
 
-        A duplicate equals an earlier n-gram of the text; a character in several is counted once.
-        What is duplicate at some n is so at each smaller n: once a share is below all limits that
-        are left, the rest passes, and only places that were repeated are looked at again.
+        A duplicate equals an earlier n-gram of the text; a character in several counts once. A
+        duplicate at some n is one at each smaller n: once a share is below all remaining limits,
+        the rest passes, and only places that were repeated are looked at again.
 
         Args:
             limits: n -> highest share.
@@ -237,7 +238,7 @@ class NGrams:
             later = repeated.later()
             at = later if places is None else places[later]
             lowest = min(limits[m] for m in orders[order:])
-            # Counting characters in several n-grams several times is quicker and often will do.
+            # Counting a character once per n-gram is faster, and often enough to decide.
             if int((self._ends[at + size] - self._ends[at]).sum()) <= lowest * self._num_chars:
                 return None
             share = self._covered(at, size) / self._num_chars
@@ -251,7 +252,7 @@ class NGrams:
         return None
 
     def _grow(self, hashes: UInt64, places: Ints, old: int, new: int) -> tuple[UInt64, Ints]:
-        """Hashes of the n-grams of `new` units at those places that have so many units left."""
+        """Hash the n-grams of `new` units at those places that have so many units left."""
         fits = places <= len(self._units) - new
         hashes, places = hashes[fits], places[fits]
         for offset in range(old, new):
@@ -259,7 +260,7 @@ class NGrams:
         return hashes, places
 
     def _covered(self, places: Ints, size: int) -> int:
-        """Characters in n-grams of `size` units at these places."""
+        """Count characters in n-grams of `size` units at these places."""
         opened = np.zeros(len(self._units) + 1, dtype=np.int8)
         opened[places] = 1
         # The last n-gram that begins at or before a unit; far before the text where there is none.
@@ -269,9 +270,9 @@ class NGrams:
 
 
 def _ordered(hashes: UInt64) -> tuple[UInt64, int]:
-    """Sorted hashes, whose lowest bits are replaced by their place, and the number of those bits.
+    """Sort hashes, with their lowest bits replaced by their place; also return the number of bits.
 
-    So one sort of plain integers does what an argsort, several times slower, would do.
+    One sort of plain integers does the work of an argsort, which is several times slower.
     """
     bits = len(hashes).bit_length()
     ordered = hashes >> np.uint64(bits)
@@ -291,12 +292,12 @@ class _Repeated:
         self._later = np.flatnonzero(same) + 1
 
     def later(self) -> Ints:
-        """Their places, but for the first of equal ones."""
+        """Return the places of repeated hashes, without the first of equal ones."""
         places: Ints = (self._ordered[self._later] & self._mask).view(np.intp)
         return places
 
     def every(self) -> Ints:
-        """All their places, in order, so that places of places keep telling which is earlier."""
+        """Return all places of repeated hashes, in order, so that the first one stays the first."""
         every = np.union1d(self._later, self._later - 1)
         places: Ints = (self._ordered[every] & self._mask).view(np.intp)
         places.sort()

@@ -1,0 +1,32 @@
+"""Checks a run's summary: `python .ci/check_tests.py TARGET SUMMARY`, TARGET as in the Makefile.
+
+Says what did not run. Fails if a test failed, or if a folder took longer than tests/budget.json
+allows: about two and a half times what it took on 2 quiet cores when the budget was written.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Exits with a message if something is wrong."""
+    target, file = sys.argv[1:]
+    summary = json.loads(Path(file).read_text())
+    for folder, number in summary["left_out"].items():
+        print(f"make {target} left out {number} tests of {folder}")
+    budget = json.loads((Path(__file__).parents[1] / "tests/budget.json").read_text())[target]
+    wrong = [f"{test} failed" for test in summary["failed"]]
+    for folder, seconds in summary["seconds"].items():
+        allowed = budget.get(folder)
+        print(f"make {target}: {folder} took {seconds:.0f} s of {allowed} s")
+        if allowed is None:
+            wrong.append(f"{folder} has no budget in tests/budget.json")
+        elif seconds > allowed:
+            wrong.append(f"{folder} took {seconds:.0f} s, tests/budget.json allows {allowed} s")
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

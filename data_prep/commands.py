@@ -1,0 +1,170 @@
+"""The verbs of data preparation: their arguments, their work and a worked example of each."""
+
+import argparse
+import json
+from pathlib import Path
+
+from data_prep.config import PrepConfig
+from pipeline.config.load import explain, load, to_yaml
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
+from pipeline.runtime import cli
+from pipeline.runtime.cli import Verb
+
+
+def _load(arguments: argparse.Namespace) -> PrepConfig:
+    return load(PrepConfig, arguments.config, arguments.overrides).config
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replace", action="store_true", help="replace another finished dataset")
+    parser.add_argument(
+        "--stage", help="do only this stage, as an array task; earlier ones must be complete"
+    )
+    parser.add_argument("--rank", type=int, default=0, help="number of the part (default 0)")
+    parser.add_argument("--world", type=int, default=1, help="parts of the stage (default 1)")
+    cli.add_config_arguments(parser)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    # Imported here, so that `config` and `--help` answer without sentencepiece and webdataset.
+    from data_prep.run import run, run_part
+
+    config = _load(arguments)
+    rank, world, replace = arguments.rank, arguments.world, arguments.replace
+    if arguments.stage is not None:
+        run_part(config, arguments.stage, rank=rank, world=world, replace=replace)
+    elif (rank, world) != (0, 1):
+        raise ConfigError("--rank and --world are for one stage: give --stage, too")
+    else:
+        run(config, replace=replace)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument(
+        "--cores", type=int, default=64, help="cores for the column of hours (default 64)"
+    )
+    cli.add_config_arguments(parser)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from data_prep.plan import plan, plan_text
+
+    made = plan(_load(arguments))
+    print(json.dumps(made) if arguments.json else plan_text(made, arguments.cores))
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from data_prep.show import status_text
+
+    print(status_text(_load(arguments)))
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--id", help="document id, such as web/part-03.jsonl@81920")
+    rejected_help = "documents rejected for this reason; '' for all reasons"
+    choice.add_argument("--rejected", metavar="REASON", help=rejected_help)
+    parser.add_argument("--limit", type=int, default=5, help="documents a reason (default 5)")
+    cli.add_config_arguments(parser)
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from data_prep.show import document_text, rejected_text
+
+    config = _load(arguments)
+    if arguments.id is not None:
+        print(document_text(config, arguments.id))
+    else:
+        print(rejected_text(config, arguments.rejected, arguments.limit))
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--explain", action="store_true", help="with units, meanings and origins")
+    cli.add_config_arguments(parser)
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    loaded = load(PrepConfig, arguments.config, arguments.overrides)
+    print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
+
+
+def _folder_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="folder of a finished dataset")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from data_prep.verify import verify
+
+    problems = verify(arguments.folder)
+    for problem in problems:
+        print(f"error: {problem}")
+    if problems:
+        print(f"{arguments.folder}: {len(problems)} problems")
+        return EXIT_FAILED_DO_NOT_RETRY
+    print(f"{arguments.folder}: everything is as it was written")
+    return 0
+
+
+def _datasheet(arguments: argparse.Namespace) -> None:
+    from data_prep.datasheet.page import write
+
+    for path in write(arguments.folder):
+        print(path)
+
+
+VERBS = (
+    Verb(
+        "run",
+        "prepare a dataset; continues an interrupted run",
+        _run_arguments,
+        _run,
+        "run configs/prep/demo.yaml\n"
+        "run configs/prep/demo.yaml output_dir=runs/mine/data \\\n"
+        "    'sources=[{name: mine, inputs: [/data/text, \"/data/more/*.jsonl.zst\"]}]'\n"
+        "run configs/prep/web.yaml --stage ingest --rank 3 --world 64",
+    ),
+    Verb(
+        "plan",
+        "estimate stages, tasks, core-hours and disk; reads no text",
+        _plan_arguments,
+        _plan,
+        "plan configs/prep/web.yaml --cores 64",
+    ),
+    Verb(
+        "status",
+        "show done, running, failed and waiting tasks",
+        cli.add_config_arguments,
+        _status,
+        "status configs/prep/web.yaml",
+    ),
+    Verb(
+        "show",
+        "show what became of a document, or which documents were rejected",
+        _show_arguments,
+        _show,
+        "show configs/prep/web.yaml --rejected 'few words'\n"
+        "show configs/prep/web.yaml --id web/part-03.jsonl@81920",
+    ),
+    Verb(
+        "config",
+        "check a config and print it in full",
+        _config_arguments,
+        _config,
+        "config configs/prep/demo.yaml --explain",
+    ),
+    Verb(
+        "verify",
+        "read a dataset again and compare it with its index",
+        _folder_argument,
+        _verify,
+        "verify runs/mine/data",
+    ),
+    Verb(
+        "datasheet",
+        "make the pages about a dataset again",
+        _folder_argument,
+        _datasheet,
+        "datasheet runs/mine/data",
+    ),
+)

@@ -1,0 +1,235 @@
+"""Gathers `report.json`: all numbers of the datasheet, for the whole dataset and by source.
+
+Bytes are UTF-8 bytes of text. Lengths are those of the documents that the last mask keeps.
+"""
+
+import datetime
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.corpus import Corpus
+from data_prep.counts import INGEST_STAGES, REPEATED_IDS, Counts
+from data_prep.datasheet import samples
+from data_prep.inputs import Piece
+from data_prep.pieces import Pieces
+from data_prep.stage import Done
+from pipeline.config.load import provenance
+from pipeline.data.format import SPLITS, DatasetIndex, read_index
+
+REPORT_FILE = "report.json"
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+EDGES = sorted({math.ceil(10 ** (tenth / 10)) for tenth in range(111)})
+"""Edges of the histogram's bins in bytes, ten a decade up to 100 GB; a bin holds its lower edge."""
+_PIECE_STAGES = {"ingest": INGEST_STAGES, "lines": ("lines",)}
+"""Stages that write the text of every piece, and the names under which they count."""
+_TOTALS = ["tokens", "documents", "text_bytes", "characters", "unknown", "byte_pieces", "blocks"]
+
+_Size = tuple[int, int]
+Records = Mapping[str, list[Done]]
+"""Stage -> records of its tasks."""
+
+
+def gather(
+    corpus: Corpus, pieces: Pieces, masks: dict[str, Path], records: Records
+) -> dict[str, Any]:
+    """Gather the report; the index must be written.
+
+    Args:
+        corpus: the corpus that was prepared.
+        pieces: its pieces with the last texts.
+        masks: stage -> folder of its `NAME.keep.npy`, in order.
+        records: records of the stages that write texts, masks, tokenizer or shards.
+    """
+    index = read_index(corpus.output)
+    [trained], [deduplicated] = records["tokenizer"], records["dedup"]
+    notes = Counter[str]()
+    for done in records["ingest"]:
+        notes.update(done.result["notes"])
+    # Ingestion counts them within a piece, stage dedup over all pieces.
+    notes[REPEATED_IDS] = deduplicated.result["repeated_ids"]
+    sources = _by_source(corpus, pieces, masks, records)
+    lengths = Counter[int]()
+    for source in sources.values():
+        lengths.update(source.lengths)
+    rejected_files = [
+        (piece.source.name, corpus.work / "ingest" / f"{name}.rejected.jsonl.zst")
+        for piece, name in zip(corpus.pieces, pieces.names, strict=True)
+    ]
+    rejected = {name: source.rejected_at_ingest() for name, source in sources.items()}
+    tokenizer_report = corpus.work / "tokenizer" / "tokenizer.report.json"
+    return {
+        "key": corpus.key,
+        "fingerprint": index.fingerprint,
+        "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "vocab_size": index.vocab_size,
+        "tokenizer_sample_bytes": trained.result["sample_bytes"],
+        "tokenizer_sample": trained.result["sample"],
+        "unigram_entropy_nats": index.unigram_entropy_nats,
+        "totals": index.totals,
+        "num_shards": len(index.shards),
+        "num_blocks": len(index.blocks),
+        "shard_bytes": {split: _shard_bytes(index, split) for split in SPLITS},
+        "stages": {name: counts.to_json() for name, counts in _stages(masks, records).items()},
+        "notes": {name: count for name, count in notes.items() if count},
+        "repeated_ids": deduplicated.result["examples"],
+        "decontaminate": {
+            name: value
+            for done in records.get("decontaminate", [])
+            for name, value in done.result.items()
+            if name in ("sets", "items", "ignored_ngrams")
+        },
+        "sources": {name: source.to_json() for name, source in sources.items()},
+        "length_edges": EDGES,
+        "lengths": distribution(lengths),
+        "tokenizer_report": json.loads(tokenizer_report.read_bytes()),
+        "rejected_samples": samples.collect(
+            corpus.config, rejected_files, records["ingest"], rejected
+        ),
+        "settings": asdict(corpus.config),
+        "provenance": provenance(),
+    }
+
+
+def _stages(masks: dict[str, Path], records: Records) -> dict[str, Counts]:
+    """Count documents and bytes of all stages that take or drop text, in order."""
+    groups = [(stage, names) for stage, names in _PIECE_STAGES.items() if stage in records]
+    groups += [(stage, (stage,)) for stage in (*masks, "shards")]
+    return {
+        name: Counts.total(done.result[name] for done in records[stage])
+        for stage, names in groups
+        for name in names
+    }
+
+
+def _shard_bytes(index: DatasetIndex, split: str) -> dict[str, int]:
+    sizes = [shard.num_bytes for shard in index.shards if shard.split == split]
+    return {
+        "shards": len(sizes),
+        "blocks": len(index.split_blocks(split)),
+        "total": sum(sizes),
+        "smallest": min(sizes),
+        "largest": max(sizes),
+    }
+
+
+class _SourceReport:
+    """Counts of every stage for one source, and the documents that are left of it."""
+
+    def __init__(self, stages: Iterable[str]) -> None:
+        self.stages = {name: Counts() for name in stages}
+        self.lengths = Counter[int]()
+        """Length in bytes -> number of documents."""
+        self.totals = {split: Counter[str]() for split in SPLITS}
+        self._pieces: list[Piece] = []
+        self._scripts, self._notes = Counter[str](), Counter[str]()
+
+    def add_piece(self, piece: Piece, records: Mapping[str, Done]) -> None:
+        """Add the records of a piece by stage."""
+        self._pieces.append(piece)
+        self._scripts.update(records["ingest"].result["scripts"])
+        self._notes.update(records["ingest"].result["notes"])
+        for stage, record in records.items():
+            for name in _PIECE_STAGES[stage]:
+                self.stages[name].add(record.result[name])
+
+    def add(self, stage: str, before: _Size, after: _Size, reason: str) -> None:
+        """Add (documents, bytes) before and after a stage that drops documents for one reason."""
+        counts = self.stages[stage]
+        counts.documents_in += before[0]
+        counts.bytes_in += before[1]
+        counts.documents_out += after[0]
+        counts.bytes_out += after[1]
+        if before[0] > after[0]:
+            counts.reject(reason, before[1] - after[1], before[0] - after[0])
+
+    def rejected_at_ingest(self) -> dict[str, list[int]]:
+        """Return reason -> [documents, bytes]."""
+        return {k: v for name in INGEST_STAGES for k, v in self.stages[name].rejected.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        whole = sum(self.totals.values(), Counter())
+        files = [file for piece in self._pieces for file in piece.files]
+        return {
+            "files": len({file.path for file in files}),
+            "file_bytes": sum(file.range_bytes for file in files),
+            "stages": {name: counts.to_json() for name, counts in self.stages.items()},
+            "scripts": dict(sorted(self._scripts.items())),
+            "notes": {name: count for name, count in self._notes.items() if count},
+            "lengths": distribution(self.lengths),
+            **{name: whole[name] for name in _TOTALS},
+            "unknown_share": round(whole["unknown"] / max(1, whole["tokens"]), 6),
+            "byte_piece_share": round(whole["byte_pieces"] / max(1, whole["tokens"]), 6),
+            "totals": {
+                split: {name: total[name] for name in _TOTALS}
+                for split, total in self.totals.items()
+            },
+        }
+
+
+def _by_source(
+    corpus: Corpus, pieces: Pieces, masks: dict[str, Path], records: Records
+) -> dict[str, _SourceReport]:
+    """Report on all sources; reads the lengths and masks of one piece at a time."""
+    of_pieces = {stage: records[stage] for stage in _PIECE_STAGES if stage in records}
+    stages = [name for stage in of_pieces for name in _PIECE_STAGES[stage]]
+    sources = {s.name: _SourceReport([*stages, *masks, "shards"]) for s in corpus.config.sources}
+    reasons = {stage: _reason(stage, records[stage]) for stage in masks}
+    for i, (piece, name) in enumerate(zip(corpus.pieces, pieces.names, strict=True)):
+        source = sources[piece.source.name]
+        source.add_piece(piece, {stage: done[i] for stage, done in of_pieces.items()})
+        sizes = left = pieces.sizes(name)
+        for stage, folder in masks.items():
+            kept = sizes[np.load(folder / f"{name}.keep.npy")]
+            source.add(
+                stage, (len(left), int(left.sum())), (len(kept), int(kept.sum())), reasons[stage]
+            )
+            left = kept
+        values, counts = np.unique(left, return_counts=True)
+        source.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    for done in records["shards"]:
+        for split, of_sources in done.result["sources"].items():
+            for source_name, totals in of_sources.items():
+                sources[source_name].totals[split].update(totals)
+    for source in sources.values():
+        last = list(source.stages.values())[-2]
+        whole = sum(source.totals.values(), Counter())
+        after = whole["documents"], whole["text_bytes"]
+        source.add("shards", (last.documents_out, last.bytes_out), after, "no tokens")
+    return sources
+
+
+def _reason(stage: str, done: list[Done]) -> str:
+    """Return the reason for which a mask drops documents, or its name if there are several."""
+    reasons = {reason for record in done for reason in record.result[stage]["rejected"]}
+    return reasons.pop() if len(reasons) == 1 else stage
+
+
+def distribution(lengths: Mapping[int, int]) -> dict[str, Any]:
+    """Return the histogram over `EDGES`, and quantiles, which are lengths of documents.
+
+    At least a share q of the documents is no longer than the quantile q. `half_of_text`: half of
+    the bytes are in documents of at least this length.
+
+    Args:
+        lengths: length in bytes -> number of documents.
+    """
+    histogram = np.zeros(len(EDGES) - 1, dtype=np.int64)
+    if not lengths:
+        return {"histogram": histogram.tolist(), "quantiles": {}}
+    values, counts = np.array(sorted(lengths.items()), dtype=np.int64).T
+    np.add.at(histogram, np.searchsorted(EDGES, values, side="right") - 1, counts)
+    up_to, text = np.cumsum(counts), np.cumsum((values * counts)[::-1])
+    quantiles = {"min": int(values[0])}
+    for q in QUANTILES:
+        quantiles[str(q)] = int(values[np.searchsorted(up_to, math.ceil(q * int(up_to[-1])))])
+    quantiles["max"] = int(values[-1])
+    quantiles["half_of_text"] = int(values[::-1][np.searchsorted(text, int(text[-1]) / 2)])
+    return {"histogram": histogram.tolist(), "quantiles": quantiles}

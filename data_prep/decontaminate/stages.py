@@ -1,0 +1,359 @@
+"""Stages eval_sets, overlaps and decontaminate: documents that have text of evaluation sets.
+
+A document is contaminated if, for one set, it has `min_hits` different n-grams of the set, or a
+short item as a whole. This follows GPT-3's filter (Brown et al. 2020, "Language Models are Few-Shot
+Learners", appendix C: 13 words, n-grams in more than 10 documents ignored), but with letters
+instead of words, and the whole document is dropped, not 200 characters around the n-gram.
+`max_documents` counts over all pieces, so the result does not depend on how they are divided among
+tasks.
+
+Stage eval_sets writes the tables of `data_prep.decontaminate.search`, and
+    all.items.jsonl           {"set", "item", "text"} a line, `text` cut off
+Stage overlaps writes per piece
+    NAME.overlaps.jsonl       {"document", "id", "stretches": [{"text", "rows"}]} a line, for
+                              documents that were kept so far and share any text: the document's
+                              number in the piece, and stretches of text with the rows of the tables
+                              that they match, each row once a document, where it is first; rows of
+                              all.whole.npy are counted on from those of all.ngrams.npy
+Stage decontaminate writes per piece
+    NAME.keep.npy             (d,) bool, the mask of the stage before without the dropped documents
+    NAME.contaminated.jsonl   {"id", "set", "item", "hits", "text"} a line and set of a contaminated
+                              document: the item with most n-grams, the number of n-grams of the
+                              set, and the first stretch of text that has one of the item
+"""
+
+import json
+import mmap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.clean.normalise import normalise
+from data_prep.config import CleanConfig, DecontaminateConfig
+from data_prep.counts import Counts
+from data_prep.decontaminate import eval_items
+from data_prep.decontaminate.search import ARRAYS, Finder, Tables
+from data_prep.inputs import InputFile
+from data_prep.pieces import Pieces, batches, read_documents
+from data_prep.stage import (
+    Done,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+    replacing,
+    save_array,
+)
+from pipeline.errors import DataError
+
+REASON = "shares text with an evaluation set"
+_SHOWN_ITEMS = 50
+_BATCH_CHARS = 1 << 18
+
+
+@dataclass(frozen=True)
+class EvalSetJob:
+    """Files of all evaluation sets, and settings."""
+
+    files: dict[str, tuple[InputFile, ...]]
+    config: DecontaminateConfig
+    clean: CleanConfig
+
+
+def eval_set_task(
+    files: dict[str, tuple[InputFile, ...]],
+    config: DecontaminateConfig,
+    clean: CleanConfig,
+    folder: Path,
+) -> Task[EvalSetJob]:
+    """Make the one task of stage eval_sets. Its items are normalised as documents are."""
+    listed = {name: [asdict(file) for file in of_set] for name, of_set in files.items()}
+    key = make_key(listed, _lengths(config), config.min_hits, asdict(clean))
+    return Task("all", folder, key, EvalSetJob(files, config, clean))
+
+
+def run_eval_sets(task: Task[EvalSetJob]) -> Result:
+    """Make the tables.
+
+    Raises:
+        DataError: a file cannot be used, or all texts of a set are too short.
+    """
+    job = task.payload
+    sets: dict[str, dict[str, int]] = {}
+    paths = [task.path(suffix) for suffix in (*ARRAYS, ".items.jsonl")]
+    with replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as listing:
+        tables = Tables(job.config, listing)
+        for name, files in job.files.items():
+            reading = eval_items.Reading()
+            counts = tables.add_set(name, _items(files, reading, job.clean))
+            if not counts["items"]:
+                raise DataError(
+                    f"evaluation set {name!r}: none of its {len(files)} files, such as "
+                    f"{files[0].path}, has a text that is long enough to search for "
+                    f"({dict(counts)}); correct decontaminate.sets, or lower min_chars"
+                )
+            sets[name] = {"files": len(files), **counts, **reading.counts}
+    for path, array in zip(paths, tables.arrays(), strict=False):
+        save_array(path, array)
+    return {"sets": sets}, paths
+
+
+def estimate_eval_sets(size: Size) -> Estimate:
+    """Estimate the cost of stage eval_sets."""
+    memory = 100e6 + 12 * size.eval_bytes
+    return Estimate(1, size.eval_bytes / 1e6 / 4, 4 * size.eval_bytes, memory)
+
+
+def _items(
+    files: tuple[InputFile, ...], reading: eval_items.Reading, clean: CleanConfig
+) -> Iterator[list[tuple[str, str]]]:
+    """Yield (place, normalised text) of all items, in batches."""
+    batch: list[tuple[str, str]] = []
+    size = 0
+    for file in files:
+        for place, text in eval_items.read(file, reading):
+            batch.append((place, normalise(text, clean)))
+            size += len(text)
+            if size >= _BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _lengths(config: DecontaminateConfig) -> tuple[int, int, int, int]:
+    return config.ngram, config.ngram_cjk, config.min_chars, config.min_chars_cjk
+
+
+@dataclass(frozen=True)
+class OverlapJob:
+    """One piece, its mask, and the tables."""
+
+    documents: Path
+    mask: Path
+    eval_folder: Path
+    config: DecontaminateConfig
+
+
+def overlap_tasks(
+    upstream: tuple[list[Done], Done, Done],
+    pieces: Pieces,
+    eval_folder: Path,
+    config: DecontaminateConfig,
+    folder: Path,
+) -> list[Task[OverlapJob]]:
+    """Make one task per piece.
+
+    Args:
+        upstream: records of the stage that wrote the pieces, of the last one with masks, and of
+            eval_sets.
+        pieces: all pieces.
+        eval_folder: folder of the tables.
+        config: lengths of n-grams.
+        folder: folder of this stage.
+    """
+    written, kept, evaluated = upstream
+    tasks = []
+    for name, done in zip(pieces.names, written, strict=True):
+        mask = kept.files[f"{name}.keep.npy"]["sha256"]
+        key = make_key(done.digest, mask, evaluated.digest, _lengths(config))
+        mask_path = pieces.masks / f"{name}.keep.npy"
+        job = OverlapJob(pieces.documents_path(name), mask_path, eval_folder, config)
+        tasks.append(Task(name, folder, key, job))
+    return tasks
+
+
+def run_overlaps(task: Task[OverlapJob]) -> Result:
+    """Search one piece for text of evaluation sets."""
+    job = task.payload
+    finder = Finder(job.eval_folder, job.config)
+    path = task.path(".overlaps.jsonl")
+    documents = 0
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for batch in batches(_kept(job)):
+            overlaps = finder.find([document["text"] for document in batch])
+            for document, stretches in zip(batch, overlaps, strict=True):
+                if not stretches:
+                    continue
+                documents += 1
+                record = {
+                    "document": document["number"],
+                    "id": document["id"],
+                    "stretches": [vars(stretch) for stretch in stretches],
+                }
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return {"documents": documents}, [path]
+
+
+def estimate_overlaps(size: Size) -> Estimate:
+    """Estimate the cost of stage overlaps."""
+    memory = 200e6 + 6 * size.eval_bytes
+    return Estimate(size.pieces, size.text_bytes / 1e6 / 50, 0.001 * size.text_bytes, memory)
+
+
+def _kept(job: OverlapJob) -> Iterator[dict[str, Any]]:
+    keep = np.load(job.mask).tolist()
+    documents = read_documents(job.documents)
+    for number, (kept, document) in enumerate(zip(keep, documents, strict=True)):
+        if kept:
+            yield {**document, "number": number}
+
+
+@dataclass(frozen=True)
+class DecontaminateJob:
+    """The pieces with the last masks, the tables, and the overlaps of all pieces."""
+
+    pieces: Pieces
+    eval_folder: Path
+    overlap_folder: Path
+    sets: dict[str, dict[str, int]]
+    """Counts of stage eval_sets for every set, in order."""
+    config: DecontaminateConfig
+
+
+def decontaminate_task(
+    job: DecontaminateJob, upstream: tuple[Done, Done, list[Done]], folder: Path
+) -> Task[DecontaminateJob]:
+    """Make the one task of its stage; `upstream`: the last masks, eval_sets and overlaps."""
+    kept, evaluated, overlaps = upstream
+    rules = (job.config.min_hits, job.config.max_documents, job.config.action)
+    digests = [kept.digest, evaluated.digest, [done.digest for done in overlaps]]
+    return Task("all", folder, make_key(digests, rules), job)
+
+
+def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
+    """Decide about all documents."""
+    job, pieces = task.payload, task.payload.pieces
+    rows = _Rows(job)
+    counts, documents_of = Counts(), Counter[str]()
+    documents_with = Counter[int]()
+    listing = _Lines(job.eval_folder / "all.items.jsonl")
+    paths = []
+    for name in pieces.names:
+        mask, sizes = pieces.keep(name), pieces.sizes(name)
+        counts.documents_in += int(mask.sum())
+        counts.bytes_in += int(sizes[mask].sum())
+        paths += [task.folder / f"{name}{end}" for end in (".keep.npy", ".contaminated.jsonl")]
+        with replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for record in _read(job, name):
+                matches = rows.matches(record["stretches"])
+                documents_of.update(matches.keys())
+                for match in matches.values():
+                    documents_with.update(match.items)
+                    _write(file, record["id"], match, listing)
+                if matches and job.config.action == "drop":
+                    counts.reject(REASON, int(sizes[record["document"]]))
+                    mask[record["document"]] = False
+        counts.documents_out += int(mask.sum())
+        counts.bytes_out += int(sizes[mask].sum())
+        save_array(paths[-2], mask)
+    top = sorted(documents_with.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN_ITEMS]
+    return {
+        "decontaminate": counts.to_json(),
+        "sets": {n: {**counted, "documents": documents_of[n]} for n, counted in job.sets.items()},
+        "items": [{**json.loads(listing[item]), "documents": count} for item, count in top],
+        "ignored_ngrams": rows.num_ignored,
+    }, paths
+
+
+def estimate_decontaminate(size: Size) -> Estimate:
+    """Estimate the cost of stage decontaminate."""
+    memory = 100e6 + 10 * size.documents / size.pieces
+    return Estimate(1, size.documents * 1e-6, size.documents, memory)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The text that a document shares with one set."""
+
+    item: int
+    hits: int
+    text: str
+    items: list[int]
+    """All items of the set with shared text."""
+
+
+class _Rows:
+    """Items and sets of the rows of the tables, and the rows that are ignored."""
+
+    def __init__(self, job: DecontaminateJob) -> None:
+        whole = np.load(job.eval_folder / "all.whole.npy")
+        ngram_items = np.load(job.eval_folder / "all.items.npy")
+        self._num_ngrams = len(ngram_items)
+        self._items = np.concatenate([ngram_items, whole[:, 0].astype(np.uint32)])
+        self._sets = list(job.sets)
+        self._set_ends = np.cumsum([counted["items"] for counted in job.sets.values()])
+        self._min_hits = job.config.min_hits
+        self._ignored = np.zeros(len(self._items), dtype=bool)
+        if job.config.max_documents is not None:
+            documents = np.zeros(len(self._items), dtype=np.uint32)
+            for name in job.pieces.names:
+                for record in _read(job, name):
+                    documents[[row for part in record["stretches"] for row in part["rows"]]] += 1
+            self._ignored = documents > job.config.max_documents
+
+    @property
+    def num_ignored(self) -> int:
+        """Rows that occur in too many documents."""
+        return int(self._ignored.sum())
+
+    def matches(self, stretches: list[dict[str, Any]]) -> dict[str, _Match]:
+        """Return the sets with which a document shares enough text, in order."""
+        rows = np.concatenate([np.array(part["rows"], dtype=np.int64) for part in stretches])
+        stretch = np.repeat(np.arange(len(stretches)), [len(part["rows"]) for part in stretches])
+        counted = ~self._ignored[rows]
+        rows, stretch = rows[counted], stretch[counted]
+        items = self._items[rows]
+        sets = np.searchsorted(self._set_ends, items, side="right")
+        matches = {}
+        for number in np.unique(sets).tolist():
+            own = np.flatnonzero(sets == number)
+            if len(own) < self._min_hits and not (rows[own] >= self._num_ngrams).any():
+                continue
+            shared, hits = np.unique(items[own], return_counts=True)
+            item = int(shared[hits.argmax()])
+            first = own[items[own] == item][0]
+            text = stretches[int(stretch[first])]["text"]
+            matches[self._sets[number]] = _Match(item, len(own), text, shared.tolist())
+        return matches
+
+
+class _Lines:
+    """The lines of a file, by number."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        step = 1 << 24
+        parts = [np.zeros(1, dtype=np.int64)]
+        for start in range(0, len(self._map), step):
+            part = np.frombuffer(self._map[start : start + step], dtype=np.uint8)
+            parts.append(start + 1 + np.flatnonzero(part == ord("\n")))
+        self._starts: npt.NDArray[np.int64] = np.concatenate(parts)
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._map[self._starts[number] : self._starts[number + 1]]
+
+
+def _read(job: DecontaminateJob, name: str) -> Iterator[dict[str, Any]]:
+    with (job.overlap_folder / f"{name}.overlaps.jsonl").open("rb") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def _write(file: IO[str], document_id: str, match: _Match, listing: _Lines) -> None:
+    item = json.loads(listing[match.item])
+    record = {
+        "id": document_id,
+        "set": item["set"],
+        "item": item["item"],
+        "hits": match.hits,
+        "text": match.text,
+    }
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -1,0 +1,191 @@
+"""File format of a piece: stages ingest and lines write it, and all later stages read it.
+
+A piece is the documents of some consecutive input files of one source. Files of a piece:
+    NAME.jsonl.zst        {"id", "source", "text"} a line
+    NAME.hashes.npy       (d, 2) uint64, 128-bit hash of each text, for deduplication
+    NAME.bytes.npy        (d,) int64, UTF-8 bytes of each text
+    NAME.ids.jsonl.zst    the documents' ids, a JSON string a line
+    NAME.id_hashes.npy    (n,) uint64, hash of the id of every document read, rejected ones included
+    NAME.rejected.jsonl.zst  {"id", "reason", "detail", "raw"} a line: each rejected document; bytes
+                          that are not UTF-8 are under "raw_base64"
+Stages that drop whole documents write a mask per piece instead of the texts:
+    NAME.keep.npy         (d,) bool, the documents that are left
+"""
+
+import hashlib
+import io
+import json
+from array import array
+from collections.abc import Container, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from backports import zstd
+
+from data_prep.readers.items import Rejected
+from data_prep.stage import Task, replacing
+
+_SUFFIXES = (
+    ".jsonl.zst",
+    ".hashes.npy",
+    ".bytes.npy",
+    ".rejected.jsonl.zst",
+    ".ids.jsonl.zst",
+    ".id_hashes.npy",
+)
+_BATCH_CHARS = 1 << 18
+_BATCH_DOCUMENTS = 1 << 12
+
+
+def piece_paths(task: Task[Any]) -> list[Path]:
+    """List the files of the piece that a task writes."""
+    return [task.path(suffix) for suffix in _SUFFIXES]
+
+
+@dataclass
+class PieceWriter:
+    """Takes documents for the files of a piece."""
+
+    documents: IO[bytes]
+    ids: IO[bytes]
+    rejected: IO[bytes]
+    hashes: list[bytes] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    id_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
+    """The stage that reads the documents fills this."""
+
+    def take(self, document_id: str, source: str, text: str) -> None:
+        """Write a document that goes on."""
+        encoded = text.encode()
+        record = {"id": document_id, "source": source, "text": text}
+        self.documents.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self.ids.write(json.dumps(document_id).encode() + b"\n")
+        self.hashes.append(hashlib.blake2b(encoded, digest_size=16).digest())
+        self.sizes.append(len(encoded))
+
+    def reject(self, item: Rejected) -> None:
+        """Store a rejected document for people to look at."""
+        self.rejected.write(item.to_json().encode() + b"\n")
+
+
+@contextmanager
+def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
+    """Write all files of a piece if the block succeeds, and none if it fails."""
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(stack.enter_context(replacing(path)).open("wb"))
+            for path in piece_paths(task)
+        ]
+        documents, rejected, ids = (stack.enter_context(_compressed(files[i])) for i in (0, 3, 4))
+        writer = PieceWriter(documents, ids, rejected)
+        yield writer
+        np.save(files[1], np.frombuffer(b"".join(writer.hashes), dtype="<u8").reshape(-1, 2))
+        np.save(files[2], np.array(writer.sizes, dtype=np.int64))
+        np.save(files[5], np.array(writer.id_hashes, dtype=np.uint64))
+
+
+def _compressed(file: IO[bytes]) -> io.BufferedWriter:
+    # A MB at a time: the compressor's tables and those of normalisation push each other out of the
+    # processor's cache if they take turns from document to document.
+    compressor = cast("io.RawIOBase", zstd.open(file, "wb", level=3))
+    return io.BufferedWriter(compressor, 1 << 20)
+
+
+def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, str]]:
+    """Read the documents of a `.jsonl.zst`: all, or those in some rows."""
+    return read_lines(path, rows)
+
+
+def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
+    """Read the values of any of the `.jsonl.zst` files: those of all lines, or of some."""
+    if not path.stat().st_size:
+        return  # nothing was written, so the file does not even hold an empty frame
+    with zstd.open(path, "rb") as lines:
+        for row, line in enumerate(lines):
+            if rows is None or row in rows:
+                yield json.loads(line)
+
+
+def batches(documents: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Group documents into lists of about as much text as fits caches."""
+    batch: list[dict[str, Any]] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document["text"])
+        if size >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def id_hash(document_id: str) -> int:
+    """Return the number that stands for a document's id in `.id_hashes.npy`."""
+    return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest(), "little")
+
+
+def hash_share(document_id: str, purpose: str) -> float:
+    """Draw a number in [0, 1) by a document's id: the same on every machine and rerun."""
+    digest = hashlib.blake2b(f"{purpose}\0{document_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2.0**64
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """All pieces as one stage left them. Documents are numbered over all pieces, in order."""
+
+    texts: Path
+    """Folder of the stage that wrote the texts last: ingest or lines."""
+    masks: Path
+    """Folder of the stage that wrote masks last; not yet there before stage dedup."""
+    names: tuple[str, ...]
+
+    def documents_path(self, name: str) -> Path:
+        """Return the file with a piece's documents."""
+        return self.texts / f"{name}.jsonl.zst"
+
+    def ids(self, name: str) -> Iterator[str]:
+        """Read the ids of a piece's documents."""
+        return read_lines(self.texts / f"{name}.ids.jsonl.zst")
+
+    def sizes(self, name: str) -> npt.NDArray[np.int64]:
+        """Load the (d,) UTF-8 bytes of a piece's documents."""
+        sizes: npt.NDArray[np.int64] = np.load(self.texts / f"{name}.bytes.npy")
+        return sizes
+
+    def keep(self, name: str) -> npt.NDArray[np.bool_]:
+        """Load the (d,) mask of a piece."""
+        keep: npt.NDArray[np.bool_] = np.load(self.masks / f"{name}.keep.npy")
+        return keep
+
+    def kept_rows(self, name: str) -> npt.NDArray[np.int64]:
+        """Return the rows of the documents that are left of a piece."""
+        return np.flatnonzero(self.keep(name))
+
+    def kept_sizes(self, name: str) -> npt.NDArray[np.int64]:
+        """Return the UTF-8 bytes of the documents that are left of a piece."""
+        return self.sizes(name)[self.kept_rows(name)]
+
+    @cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """(pieces,) the number behind each piece's last document."""
+        sizes = [len(np.load(self.texts / f"{n}.bytes.npy", mmap_mode="r")) for n in self.names]
+        return np.cumsum(sizes, dtype=np.int64)
+
+    @property
+    def starts(self) -> list[int]:
+        """The number of each piece's first document."""
+        return [0, *self.ends[:-1].tolist()]
+
+    def split(self, documents: npt.NDArray[np.int64]) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """Group rising numbers of documents by piece: (number of the piece, its documents)."""
+        pieces = np.searchsorted(self.ends, documents, side="right")
+        cuts = np.flatnonzero(np.diff(pieces)) + 1
+        firsts = pieces[np.concatenate([[0], cuts])].tolist() if len(documents) else []
+        return list(zip(firsts, np.split(documents, cuts), strict=False))
