@@ -13,7 +13,7 @@ gradient and go out with one.
 Rows are full, or packed with the documents of DATASET as our loader packs them; without --data
 their lengths are drawn from a log-normal distribution (seeded; median 120 tokens, or a quarter of
 a row). GB/s count the bytes that
-`pipeline/profile/roofline.py` says must move, TFLOP/s the formula's FLOPs: a subject that moves
+`pipeline/profile/step.py` says must move, TFLOP/s the formula's FLOPs: a subject that moves
 or computes more has lower figures. "x flash" is the time over that of the fastest plain
 attention of the same shape.
 """
@@ -41,7 +41,7 @@ from benchmarks.attention_subjects import (
     num_summed,
 )
 from benchmarks.machine import write_json
-from pipeline.profile.roofline import attention_work
+from pipeline.profile.step import attention_work
 
 HEADS = {"base": 12, "large": 16}
 _LIMIT = 1.5e-2

@@ -173,44 +173,31 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
     parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare files with their hashes, not only read manifests",
+        "--verify", action="store_true", help="compare files with their hashes as well"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON list")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
 
 
 def _prune_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
-    parser.add_argument("--keep", type=_positive, metavar="N", help="newest; default: the config's")
-    parser.add_argument(
-        "--keep-every",
-        type=_positive,
-        metavar="N",
-        help="those at multiples of N steps; default: the config's",
-    )
-    parser.add_argument(
-        "--keep-best",
-        type=_natural,
-        metavar="N",
-        help="those of lowest held-out loss; default: the config's",
-    )
-    parser.add_argument("--yes", action="store_true", help="remove them; else only say which")
+    for name, type_, kept in (
+        ("--keep", _positive, "keep the N newest"),
+        ("--keep-every", _positive, "keep checkpoints at multiples of N steps"),
+        ("--keep-best", _natural, "keep the N with the lowest held-out loss"),
+    ):
+        parser.add_argument(name, type=type_, metavar="N", help=f"{kept}; default: the config's")
+    parser.add_argument("--yes", action="store_true", help="remove them; otherwise only list them")
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP"
     )
-    parser.add_argument("other", metavar="OTHER[/STEP]", nargs="?", help="what it is compared with")
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two of RUN")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
+        "other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with"
     )
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _natural(text: str, least: int = 0) -> int:
@@ -229,28 +216,28 @@ CHECKPOINT = family(
     (
         Verb(
             "verify",
-            "compare every file with its hash; 2 if one is bad",
+            "compare every file with its hash; exit code 2 if one is bad",
             _verify_arguments,
             _verify,
             "verify runs/demo/train --step 1200",
         ),
         Verb(
             "list",
-            "what there is, which a start would resume, and what is kept why",
+            "list checkpoints: which one a start would resume, which ones are kept and why",
             _list_arguments,
             _list,
             "list runs/demo/train --verify",
         ),
         Verb(
             "prune",
-            "remove what the run's retention does not keep",
+            "remove the checkpoints that the run's retention does not keep",
             _prune_arguments,
             _prune,
             "prune runs/demo/train --keep 1 --keep-best 2 --yes",
         ),
         Verb(
             "diff",
-            "which counters, settings and tensors differ; 0 if none does, 1 if one does",
+            "compare counters, settings and tensors; exit code 1 if something differs, else 0",
             _diff_arguments,
             _diff,
             "diff runs/a/1000 runs/b/1000\ndiff runs/a --steps 1000 2000",

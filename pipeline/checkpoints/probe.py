@@ -1,8 +1,8 @@
 """Reads a checkpoint back from the disk in another process, as a later start of the run would.
 
 `python -m pipeline.checkpoints.probe CHECKPOINT` prints one JSON object; exit code 0, or 2 with
-"error" in it. `Probe` starts it as an interpreter of its own, which shares nothing with the run
-that wrote the files, and renames a checkpoint that fails.
+"error" in it. `Probe` starts it as a separate interpreter, which shares nothing with the run that
+wrote the files, and renames a checkpoint that fails.
 """
 
 import json
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 _PROGRAM = "pipeline.checkpoints.probe"
 _NICE = 10
 _CHUNK = 1 << 24
-"""Elements looked at in one go: 64 MiB."""
+"""Elements checked at once: 64 MiB."""
 
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What the probe has read."""
+    """The size of a good checkpoint, and the time of the probe."""
 
     num_parameters: int
     """Elements of the model."""
@@ -95,27 +95,27 @@ def _require_sound(saved: SavedState, kind: str, name: str, numel: int) -> None:
 
 
 class Probe:
-    """One probe of a checkpoint by another process. To be used by rank 0, from any thread."""
+    """Runs one probe of a checkpoint. Rank 0 uses it, from any thread."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Start without a process."""
         self._process: subprocess.Popen[str] | None = None
         self._cancelled = False
 
     def run(self, path: Path) -> float | None:
-        """Start the process and wait for its verdict.
+        """Start a probe, wait for its verdict, and hide a checkpoint that it finds unusable.
 
         Returns:
-            Seconds that it took; None if there is no verdict: the process was cancelled, killed or
-            did not start.
+            Seconds that the probe took; None without a verdict, because the process was cancelled,
+            was killed or did not start.
 
         Raises:
-            RejectedError: the checkpoint is unusable; it has another name now.
+            RejectedError: the checkpoint is unusable and was renamed.
         """
         if self._cancelled:
             return None
         started = time.perf_counter()
-        # Without a GPU, whose memory the run needs.
+        # Hide the GPU: the run needs all of its memory.
         variables = env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         self._process = subprocess.Popen(
             [*env.module_command(_PROGRAM), str(path)],
@@ -129,35 +129,35 @@ class Probe:
         output, complaints = self._process.communicate()
         took_s = time.perf_counter() - started
         if self._cancelled:
-            logger.warning("the probe of %s was given up: the run stops", path)
+            logger.warning("the probe of %s was cancelled: the run stops", path)
             return None
         code = self._process.returncode
-        found = _parsed(output)
-        if code == EXIT_FINISHED and "num_parameters" in found:
+        report = _parsed(output)
+        if code == EXIT_FINISHED and "num_parameters" in report:
             logger.info(
                 "probe: %s is good: %s parameters and their optimizer state, read by another "
                 "process in %.1f s",
                 path,
-                f"{found['num_parameters']:,}",
+                f"{report['num_parameters']:,}",
                 took_s,
             )
             return took_s
-        if code == EXIT_FAILED_DO_NOT_RETRY and "error" in found:
-            raise _rejection(path, str(found["error"]))
+        if code == EXIT_FAILED_DO_NOT_RETRY and "error" in report:
+            raise _rejection(path, str(report["error"]))
         logger.warning(
             "the probe of %s came to no verdict, exit code %s: %s", path, code, complaints[-2000:]
         )
         return None
 
     def cancel(self) -> None:
-        """End a process that runs; the checkpoint keeps its name."""
+        """Kill a running probe; the checkpoint keeps its name."""
         self._cancelled = True
         if self._process is not None:
             self._process.kill()
 
 
 def _rejection(path: Path, reason: str) -> RejectedError:
-    """Hide a checkpoint from every later start, and make the error that says so."""
+    """Hide a checkpoint from every later start, and return the error to raise."""
     hidden = path.with_name(f"{REJECTED}{path.name}-{time.time_ns() // 1_000_000}")
     path.rename(hidden)
     earlier = published(path.parent)
@@ -167,19 +167,20 @@ def _rejection(path: Path, reason: str) -> RejectedError:
     else:
         latest.unlink(missing_ok=True)
     sync_path(path.parent)
+    before = f"the one before is {earlier[0]}" if earlier else "no earlier checkpoint exists"
     return RejectedError(
-        f"checkpoint {path.name} was read back and rejected: {reason}. It is {hidden} now: "
-        f"look at it and remove it. {earlier[0] if earlier else 'No checkpoint'} is before it. "
-        "Check storage and memory, then start the run again"
+        f"checkpoint {path.name} was read back and rejected: {reason}. It was renamed to {hidden}; "
+        f"delete it when you have examined it; {before}. Check storage and memory, then start the "
+        "run again"
     )
 
 
 def _parsed(output: str) -> dict[str, object]:
     try:
-        found = json.loads(output)
+        report = json.loads(output)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return report if isinstance(report, dict) else {}
 
 
 def _main(path: Path) -> int:

@@ -1,13 +1,13 @@
-"""A 64-bit hash of what a step is given, to compare runs and attempts by.
+"""A 64-bit hash of the data of a step, by which runs and attempts are compared.
 
 The hash of a sequence is a pure function of its place in the global batch, its epoch, its number
 and all its slots. That of a batch is their sum modulo 2^64, so it is the sum of its parts, however
-they are split into ranks and micro-batches; the place keeps the order in it.
+they are split into ranks and micro-batches; the place makes it depend on the order.
 
 Each slot is one output of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
 generators"; the finaliser is Stafford's variant 13 of Appleby's for MurmurHash3): its content is
 added to the generator's counter at that slot. Two batches that differ have equal hashes by chance
-once in 2^64; it guards against accidents, not against a person who looks for such batches.
+once in 2^64; it guards against accidents, not against an attacker.
 Whole numbers only, so equal on every machine.
 
 Letters: B sequences, S slots each, M slots to be predicted.
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pipeline.data.jit import inlined, kernel
 
-# Mixed with a signed whole number, an unsigned one of 64 bits becomes a float: hence the casts.
+# An unsigned 64-bit number becomes a float when mixed with a signed one: hence the casts.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_A = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_B = np.uint64(0x94D049BB133111EB)
@@ -55,7 +55,7 @@ def sequence_hashes(
     assert documents.shape == input_ids.shape
     assert len(places) == len(sample_ids) == len(epochs) == len(input_ids)
     assert len(targets) == len(masked_index)
-    # First of each sequence's slots to predict, and M after the last.
+    # The first slot to predict of each sequence, and M after the last.
     firsts = np.searchsorted(masked_index, np.arange(len(input_ids) + 1) * input_ids.shape[1])
     assert firsts[-1] - firsts[0] == len(masked_index), "an index is not of this batch"
     return _hash_batch(
@@ -102,7 +102,7 @@ def _hash_batch(
             # Documents are below 2^31: no slot's content has this bit.
             word = np.uint64(targets[i]) | _PREDICTED
             content += _mixed(word + (np.uint64(masked_index[i]) - start + _ONE) * _STEP)
-        # Each goes through a mixer of its own, so that none can make up for a change of another.
+        # Each value is mixed separately, so that a change of one cannot cancel that of another.
         key = _mixed(np.uint64(places[row]) + _STEP)
         key = _mixed(key + np.uint64(epochs[row]) + _STEP)
         key = _mixed(key + np.uint64(sample_ids[row]) + _STEP)

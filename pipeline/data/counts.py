@@ -1,7 +1,7 @@
-"""How many sequences and pieces every block makes: counted once for a dataset and a length, kept.
+"""Numbers of sequences and pieces of every block, counted once for a dataset and a length.
 
-The numbers follow from documents' lengths alone, so a file beside the dataset serves all runs:
-`packing-SEQLEN.npz`. Where that folder cannot be written it lies in the run's, else nowhere.
+They follow from documents' lengths alone, so a file beside the dataset, `packing-SEQLEN.npz`,
+serves all runs. If that folder is not writable, the file is in the run's folder, or there is none.
 """
 
 import io
@@ -24,17 +24,17 @@ from pipeline.runtime.files import write_atomic
 logger = logging.getLogger(__name__)
 
 _THREADS = 16
-"""More than cores: they wait for the storage, a few KB at a time."""
+"""More than cores, because they mostly wait for the storage, a few KB at a time."""
 _PROGRESS_EVERY_S = 10.0
 
 
 class Counts(NamedTuple):
-    """Of every block of a dataset, training and evaluation alike; (b,) int64 each."""
+    """Counts of every block of a dataset, training and evaluation alike; (b,) int64 each."""
 
     sequences: Ints
     """Packed sequences."""
     pieces: Ints
-    """Documents and parts of documents in them."""
+    """Documents, and parts of documents, in the sequences."""
 
 
 def sequences_at(
@@ -48,10 +48,9 @@ def packing_counts(index: DatasetIndex, seq_len: int, run_dir: str | Path | None
     """Count the sequences and pieces that the blocks of a dataset make at a length.
 
     Args:
-        index: of the dataset.
+        index: the dataset's index.
         seq_len: slots of a sequence.
-        run_dir: where the numbers are kept if the dataset's folder cannot be written; None: they
-            are then not kept.
+        run_dir: stores the counts if the dataset's folder is not writable; None: nothing does.
 
     Raises:
         DataError: a shard is missing or damaged.
@@ -65,7 +64,7 @@ def packing_counts(index: DatasetIndex, seq_len: int, run_dir: str | Path | None
         except FileNotFoundError:
             continue
         except Exception as error:  # noqa: BLE001 - zipfile and numpy raise many kinds
-            logger.warning("%s is not used: %s; counting the sequences anew", path, error)
+            logger.warning("%s is not used: %s; counting the sequences again", path, error)
     counts = _count(index, seq_len)
     _keep(counts, paths, index, seq_len)
     return counts
@@ -78,7 +77,7 @@ def _read(path: Path, index: DatasetIndex, seq_len: int) -> Counts:
         counts = Counts(arrays["sequences_per_block"], arrays["pieces_per_block"])
     expected = _made_for(index, seq_len)
     if made_for != expected:
-        raise ValueError(f"it is of {made_for}, expected {expected}")
+        raise ValueError(f"it is for {made_for}, expected {expected}")
     for numbers in counts:
         if numbers.dtype != np.int64 or numbers.shape != (len(index.blocks),):
             raise ValueError(
@@ -105,8 +104,9 @@ def _count(index: DatasetIndex, seq_len: int) -> Counts:
     """Pack every block; packing and reading release the interpreter's lock."""
     reader = BlockReader(index)
     total = len(index.blocks)
-    logger.info("counting the sequences of %d in %s blocks, once for this dataset",
-                seq_len, f"{total:,}")  # fmt: skip
+    logger.info(
+        "counting the sequences of %d in %s blocks, once for this dataset", seq_len, f"{total:,}"
+    )
     counts = Counts(np.empty(total, np.int64), np.empty(total, np.int64))
     started = reported = time.monotonic()
 
@@ -135,9 +135,11 @@ def _keep(counts: Counts, paths: list[Path], index: DatasetIndex, seq_len: int) 
     """Store the counts in the first writable folder; without one, the next start counts again."""
     buffer = io.BytesIO()
     np.savez(
-        buffer, made_for=_made_for(index, seq_len),
-        sequences_per_block=counts.sequences, pieces_per_block=counts.pieces,
-    )  # fmt: skip
+        buffer,
+        made_for=_made_for(index, seq_len),
+        sequences_per_block=counts.sequences,
+        pieces_per_block=counts.pieces,
+    )
     for path in paths:
         try:
             write_atomic(path, buffer.getvalue())
@@ -145,7 +147,7 @@ def _keep(counts: Counts, paths: list[Path], index: DatasetIndex, seq_len: int) 
             logger.info("%s cannot be written: %s", path, os.strerror(error.errno or 0))
         else:
             return
-    logger.warning("the numbers of sequences are not kept: the next start counts them again")
+    logger.warning("the counts of sequences are not stored: the next start counts them again")
 
 
 def _made_for(index: DatasetIndex, seq_len: int) -> str:

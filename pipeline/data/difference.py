@@ -1,7 +1,7 @@
-"""How two datasets differ, in words, from their `index.json` alone.
+"""Describes how two datasets differ, from their `index.json` alone.
 
-A checkpoint holds the index of the data that it was trained on, so that a run that is resumed on
-other data is told which shards, tokenizer or sources changed, and not two hashes.
+A checkpoint holds the index of its data, so that the refusal to resume on other data names the
+shards, tokenizer or sources that changed instead of two hashes.
 """
 
 from itertools import zip_longest
@@ -13,7 +13,7 @@ _MOST_NAMES = 5
 _SHA256_DIGITS = 64
 _SHOWN_DIGITS = 12
 _NOT_DATA = {"fingerprint", "format_version"}
-# What changes with something else by itself: told only if that is the same.
+# Values that follow from others: shown only if the others are equal.
 _FOLLOWS = {
     "vocabulary": {"tokenizer_sha256"},
     "vocab_size": {"tokenizer_sha256"},
@@ -28,16 +28,16 @@ def dataset_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compare the parsed `index.json` of a checkpoint with that of the data there is now.
 
     Args:
-        old: the checkpoint's.
-        new: of data.dir, of a format version that `read_index` reads.
+        old: the checkpoint's index.
+        new: the index in data.dir, in a format version that `read_index` reads.
 
     Returns:
         A text for each difference, with both values; lists of names are cut after five. Empty only
-        if nothing but the fingerprint differs, which no sound index does.
+        if just the fingerprint differs, which an undamaged index never does.
     """
     if old.get("format_version") not in (1, FORMAT_VERSION):
-        found, readable = old.get("format_version"), new["format_version"]
-        return [f"format_version of index.json: checkpoint {found}, now {readable}"]
+        before, now = old.get("format_version"), new["format_version"]
+        return [f"format_version of index.json: checkpoint {before}, now {now}"]
     changed = {key for key in old.keys() & new.keys() if old[key] != new[key]} - _NOT_DATA
     found = []
     if changed & {"tokenizer_file", "tokenizer_sha256"}:
@@ -53,9 +53,9 @@ def dataset_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def value_differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    """Compare two trees of plain values; a text for each value that differs, by its dotted name.
+    """Compare two trees of plain values; return a text for each difference, by dotted name.
 
-    Of lists only the first entry that differs is told, of a sha256 the first 12 digits.
+    For lists it shows only the first entry that differs, for a sha256 the first 12 digits.
     """
     found = []
     for name in sorted(old.keys() | new.keys()):
@@ -82,8 +82,8 @@ def _form_differences(old: dict[str, Any], new: dict[str, Any], *, is_same_data:
     text = f"format of index.json: checkpoint {forms[0]}, now {forms[1]}"
     if is_same_data:
         text += (
-            "; all that both tell is the same: this is the same data, listed by another version of "
-            "data_prep, and the checkpoint's index.json can be put in place of the one there"
+            "; everything that both hold is equal: this is the same data, listed by another "
+            "version of data_prep, and the checkpoint's index.json can replace the present one"
         )
     return [text]
 
@@ -91,7 +91,7 @@ def _form_differences(old: dict[str, Any], new: dict[str, Any], *, is_same_data:
 def _list_differences(
     what: str, key: str, old: list[dict[str, Any]], new: list[dict[str, Any]]
 ) -> list[str]:
-    """Compare lists of entries that have a name each, which stands under `key`."""
+    """Compare lists of entries, each with its name under `key`."""
     before = {entry[key]: entry for entry in old}
     after = {entry[key]: entry for entry in new}
     both = [name for name in before if name in after]

@@ -2,10 +2,10 @@
 
 A dataset folder holds
 
-    index.json, index.npz    what is in every shard, written last; its hash is the fingerprint
+    index.json, index.npz    content of every shard, written last; its hash is the fingerprint
     tokenizer.model          sentencepiece, or tokenizer.json: BERT's WordPiece
     shards/*.tar             webdataset tars; a shard's members come in groups of four, a block
-    shards/*.json            sidecar of each shard, with what the index takes from it
+    shards/*.json            sidecar of each shard, from which the index is made
     packing-SEQLEN.npz       written by training, see `pipeline/data/counts.py`; may be deleted
 
     KEY.tokens.npy   (n,) uint16 or uint32     token ids of the block's documents, no specials
@@ -13,8 +13,8 @@ A dataset folder holds
     KEY.words.npy    (ceil(n/8),) uint8        one bit a token, high bit first: starts a word
     KEY.meta.json    {"source", "document_ids", "num_tokens", "num_documents"}
 
-Every byte of a shard is covered by a sha256: the block's (its four members with their tar headers
-and padding), or the check that a tar ends in zeros.
+Every byte of a shard is covered by a sha256 of a block (its four members with their tar headers and
+padding), or by the check that a tar ends in zeros.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ import numpy.typing as npt
 from pipeline.errors import DataError
 
 FORMAT_VERSION = 2
-"""Version 1 has neither `vocabulary`, which means `Vocabulary(size)`, nor sources. It is still
-read, so that runs on such datasets go on."""
+"""Version 1 lacks sources and `vocabulary` (meaning `Vocabulary(size)`). It is still read, so that
+runs on such datasets continue."""
 INDEX_FILE = "index.json"
 MEMBERS = ("tokens.npy", "docs.npy", "words.npy", "meta.json")
 SPLITS = ("train", "eval")
@@ -61,7 +61,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What loading and masking need to know of a tokenizer; by default this project's own."""
+    """The facts of a tokenizer for loading and masking; the defaults are this project's own."""
 
     size: int
     kind: Literal["sentencepiece", "wordpiece"] = "sentencepiece"
@@ -71,7 +71,7 @@ class Vocabulary:
     sep: int = SEP_ID
     mask: int = MASK_ID
     not_in_text: tuple[tuple[int, int], ...] = ((0, NUM_SPECIAL),)
-    """Half-open ranges of ids, rising: the special tokens, and what the tokenizer never gives."""
+    """Half-open ranges of ids, rising: special tokens, and ids that the tokenizer never emits."""
 
     @property
     def special(self) -> tuple[int, int, int, int, int]:
@@ -111,7 +111,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Blocks:
-    """One row a block, in shard order; see `_BLOCK_FIELDS` for shapes."""
+    """One row for each block, in shard order; see `_BLOCK_FIELDS` for shapes."""
 
     shard: npt.NDArray[np.int32]
     offset: npt.NDArray[np.int64]
@@ -146,27 +146,27 @@ class Blocks:
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """Everything about a dataset but the tokens themselves."""
+    """Everything about a dataset except the tokens themselves."""
 
     folder: Path
     shard_root: Path
-    """What the shards' paths are below: `folder`, or where they were staged."""
+    """Folder of the shards' paths: `folder`, or where they were staged."""
     fingerprint: str
     vocabulary: Vocabulary
     tokenizer_file: str
     tokenizer_sha256: str
     unigram_entropy_nats: float
-    """Entropy of the training tokens' frequencies: the loss of a model that knows nothing else."""
+    """Entropy of the training tokens' frequencies: the loss of a model that knows only these."""
     totals: dict[str, dict[str, int]]
     """split -> {"tokens", "documents", "text_bytes"}."""
     shards: tuple[ShardInfo, ...]
     blocks: Blocks
     sources: tuple[Source, ...]
-    """One without a name in datasets of format version 1, which do not tell."""
+    """A single source without a name in datasets of format version 1, which do not record it."""
     block_source: npt.NDArray[np.int32]
-    """(b,) which of the sources each block is of."""
+    """(b,) the number of each block's source."""
     content: bytes = field(repr=False)
-    """Of `index.json`, as it was read: the file may be replaced while a run goes on."""
+    """Content of `index.json` as it was read: the file may be replaced while a run goes on."""
 
     @property
     def vocab_size(self) -> int:
@@ -208,7 +208,7 @@ def index_bytes(
 ) -> bytes:
     """Return the content of `index.json`; its fingerprint is the sha256 of all the rest.
 
-    `sources` are all sources, and the number of each block's.
+    `sources` holds all sources, and the number of each block's source.
     """
     runs = [[source, len(list(group))] for source, group in groupby(sources[1])]
     body = {
@@ -243,11 +243,11 @@ def read_index(folder: str | Path) -> DatasetIndex:
         body = json.loads(content)
     except FileNotFoundError:
         raise DataError(
-            f"{path} does not exist: {folder} is no finished dataset; "
+            f"{path} does not exist: {folder} is not a finished dataset; "
             "run `python -m data_prep run CONFIG` to its end, or correct data.dir"
         ) from None
     except ValueError as error:
-        raise DataError(f"{path} is damaged (no JSON: {error}); {_REBUILD}") from None
+        raise DataError(f"{path} is damaged (not JSON: {error}); {_REBUILD}") from None
     if body.get("format_version") not in (1, FORMAT_VERSION):
         raise DataError(
             f"{path} has format_version {body.get('format_version')!r}, expected 1 or "

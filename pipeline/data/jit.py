@@ -1,7 +1,7 @@
 """The door to numba: loops over documents and tokens, compiled once a machine.
 
-The machine code is kept beside the source (or in the user's cache folder where that is not
-writable), so that a job's other processes and later starts load it.
+The machine code is stored beside the source (or in the user's cache folder if that is not
+writable), so that other processes and later starts load it.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ F = TypeVar("F", bound=Callable[..., object])
 def kernel(function: F, **options: str) -> F:
     """Compile a function of scalars, arrays and tuples at its first call, for each set of types.
 
-    It runs without the interpreter's lock, so threads that call it run at once. An index out of
-    range is not noticed: callers check what comes from files.
+    It runs without the interpreter's lock, so threads can run it at the same time. Indices are not
+    checked against the range, so callers must check values from files.
     """
     try:
         made = numba.njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no folder for the cache can be written: every process compiles anew
+    except RuntimeError:  # no folder for the cache is writable, so every process compiles
         made = numba.njit(nogil=True, **options)(function)
     return cast(F, made)
 

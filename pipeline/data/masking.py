@@ -1,29 +1,29 @@
 """Dynamic masking as a pure function of (seed, epoch, sample id, position).
 
-The corruption is BERT's (Devlin et al. 2019, section 3.1): a share of the tokens is selected, of
-those 80% become [MASK], 10% a random token, 10% stay. What is treated alike, except that each
-random replacement is drawn by itself, is a unit:
+The corruption is BERT's (Devlin et al. 2019, section 3.1): a share of the tokens is selected; of
+those 80% become [MASK], 10% a random token, 10% stay. Tokens are selected and treated in units,
+except that each random replacement is drawn on its own:
 
 token        one token.
 whole_word   all tokens of a word (word starts are stored in the shards).
 span         up to ten words of a document (SpanBERT, Joshi et al. 2020, section 3.1).
 
-A unit is drawn for at its first token: Philox of (position, epoch, sample id) gives one word that
-selects, one for its treatment, one for a random token at that position, one for a span's length.
+A unit's draws belong to its first token: Philox of (position, epoch, sample id) gives one word for
+its selection, one for its treatment, one for a random token at that position, one for a span's
+length.
 
-Selection `bernoulli`: each unit whose word is below the ratio, by itself. The masks of a smaller
-ratio lie within those of a larger one.
+Selection `bernoulli`: every unit whose draw is below the ratio. The masks of a smaller ratio are a
+subset of those of a larger one.
 
-Selection `exact`: a budget of round(ratio * maskable tokens of the sequence), a half up. Words are
-taken in the order of their selecting draws. One that is larger than what is left of the budget is
-passed over and the next one tried, as in BERT's `create_masked_lm_predictions`
-(google-research/bert, create_pretraining_data.py); what stays unused is less than any word that
-was not taken has tokens.
+Selection `exact`: a budget of round(ratio * maskable tokens of the sequence), halves rounded up.
+Words are taken in the order of their draws. A word larger than the rest of the budget is passed
+over and the next one tried, as in BERT's `create_masked_lm_predictions` (google-research/bert,
+create_pretraining_data.py); the unused rest is smaller than any word that was not taken.
 
-Spans: SpanBERT draws a length and a start until the budget is used, and draws again where the start
-is masked already. Here the starts come in the order of the words' draws, masked ones passed over.
-That is the same distribution (each time uniform over the words that are left) and needs no number
-of attempts: the mask depends on the key and the sequence only. Lengths are geometric with p = 0.2
+Spans: SpanBERT draws a length and a start until the budget is used, and draws again if the start
+is masked already. Here the starts come in the order of the words' draws, and masked ones are passed
+over. That is the same distribution (each time uniform over the remaining words) without a number of
+attempts, so the mask depends on the key and the sequence only. Lengths are geometric with p = 0.2
 on 1 to 10 words, scaled to sum to one, mean 3.80, as in SpanBERT's code; with longer ones cut to 10
 the mean would be 4.46, not the paper's 3.8. A span ends early at the end of its document, at a
 token that is never masked ([UNK]), and before a word that does not fit into the budget; words that
@@ -31,17 +31,13 @@ another span took count to its length. Differences: SpanBERT's code picks a star
 so longer words more often, cuts the last word at the budget, which it rounds up, and treats spans
 that touch as one.
 
-`at_least_one` looks at packed documents, not at sequences: one of 512 tokens is practically never
-without a mask, and attention does not cross documents. The word with the least draw of a document
-is the one that a rising ratio would select first, so masks stay nested. With `exact` it is taken
-on top of the budget.
+`at_least_one` applies to packed documents, not to sequences: a sequence of 512 tokens is
+practically never without a mask, and attention does not cross documents. A document's word with the
+least draw is the one that a rising ratio would select first, so masks stay nested. With `exact` it
+comes on top of the budget.
 
-The compiled inner loop of masking: whole numbers only, so equal on every machine.
-
-How words are selected is said in `pipeline.data.masking`.
-
-Letters: B sequences, S slots each; a sequence has W words, which are single tokens where tokens
-are masked by themselves.
+The compiled loops use whole numbers only, so that masks are equal on every machine. Letters: B
+sequences, S slots each; a sequence has W words, which are single tokens in unit `token`.
 """
 
 import math
@@ -55,7 +51,7 @@ from pipeline.data.format import Vocabulary
 from pipeline.data.jit import inlined, kernel
 from pipeline.data.random import Purpose
 
-# Mixed with a signed whole number, an unsigned one of 64 bits becomes a float: hence the casts.
+# An unsigned 64-bit number becomes a float when mixed with a signed one: hence the casts.
 _MULTIPLY_A = np.uint64(0xD2511F53)
 _MULTIPLY_B = np.uint64(0xCD9E8D57)
 _WEYL_A = np.uint64(0x9E3779B9)
@@ -64,6 +60,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _ROUND_UP = np.uint64(1 << 31)
 _NOT_CHOSEN = -1
+MAX_SPAN_WORDS = 10
 
 
 class Sequences(NamedTuple):
@@ -83,6 +80,17 @@ class Sequences(NamedTuple):
     """(B,) epoch in which each sequence is seen, below 2^32."""
 
 
+class Masked(NamedTuple):
+    """A corrupted batch."""
+
+    tokens: npt.NDArray[np.int64]
+    """(B, S) corrupted token ids."""
+    selected: npt.NDArray[np.bool_]
+    """(B, S), true where the original is to be predicted."""
+    unmasked_documents: npt.NDArray[np.int64]
+    """(B,) documents of each sequence that have a maskable token but none selected."""
+
+
 class Rule(NamedTuple):
     """A masking config in whole numbers; shares are in units of 2^-32, rounded up."""
 
@@ -100,6 +108,73 @@ class Rule(NamedTuple):
     """(m,) ids that random replacements are drawn from."""
 
 
+def mask_tokens(
+    batch: Sequences,
+    *,
+    config: DataConfig,
+    vocabulary: Vocabulary,
+    key: tuple[int, Purpose],
+    ratio: float | None = None,
+) -> Masked:
+    """Corrupt a batch.
+
+    Args:
+        batch: packed sequences.
+        config: unit, selection and rates.
+        vocabulary: the tokenizer's. Random replacements are drawn from the ids that text can have:
+            any other id would tell the model that its place is to be predicted.
+        key: (seed, purpose).
+        ratio: share of tokens to select, in (0, 1); None takes `config.mask_prob`.
+    """
+    batch = Sequences(
+        *(np.ascontiguousarray(array, dtype) for array, dtype in zip(batch, _DTYPES, strict=True))
+    )
+    corrupted = batch.tokens.copy()
+    selected = np.zeros(corrupted.shape, dtype=np.bool_)
+    rule = _rule(config, vocabulary, config.mask_prob if ratio is None else ratio)
+    seed, purpose = key
+    unmasked = np.empty(len(corrupted), np.int64)
+    mask_batch(batch, rule, np.uint64(seed), np.uint64(purpose), corrupted, selected, unmasked)
+    return Masked(corrupted, selected, unmasked)
+
+
+_DTYPES = (np.int64, np.bool_, np.bool_, np.int32, np.int64, np.int64)
+
+
+def _rule(config: DataConfig, vocabulary: Vocabulary, ratio: float) -> Rule:
+    return Rule(
+        by_token=config.masking == "token",
+        by_budget=config.mask_selection == "exact",
+        at_least_one=config.at_least_one,
+        select_below=_share(ratio),
+        mask_below=_share(config.replace_mask_prob),
+        random_below=_share(config.replace_mask_prob + config.replace_random_prob),
+        longer_from=_LONGER_FROM if config.masking == "span" else _LONGER_FROM[:0],
+        mask_id=vocabulary.mask,
+        in_text=vocabulary.in_text,
+    )
+
+
+def _share(share: float) -> np.uint64:
+    """Return the smallest 32-bit number not below the share; exact, since 2^32 only scales."""
+    threshold: np.uint64 = np.uint64(math.ceil(share * 2**32))
+    return threshold
+
+
+def _longer_from() -> npt.NDArray[np.uint64]:
+    """Return the draws from which a span has at least 2, 3, ... words: P(length <= n) * 2^32.
+
+    P(length <= n) = (1 - 0.8^n) / (1 - 0.8^10), here as a ratio of whole numbers.
+    """
+    longest = MAX_SPAN_WORDS
+    whole = 5**longest - 4**longest
+    shares = [5 ** (longest - n) * (5**n - 4**n) for n in range(1, longest)]
+    return np.array([-(-(share << 32) // whole) for share in shares], dtype=np.uint64)
+
+
+_LONGER_FROM = _longer_from()
+
+
 class _Words(NamedTuple):
     """Scratch memory for one sequence."""
 
@@ -112,7 +187,7 @@ class _Words(NamedTuple):
     action: npt.NDArray[np.uint32]
     length: npt.NDArray[np.uint32]
     chosen: npt.NDArray[np.int64]
-    """(S + 1,) chosen words, rising; what stands behind them means nothing."""
+    """(S + 1,) chosen words, rising; entries after them mean nothing."""
     source: npt.NDArray[np.int64]
     """(S,) word whose action a chosen word takes, -1 if it is not chosen."""
 
@@ -205,7 +280,7 @@ def _find_words(
     slots = len(starts)
     count, seen = 0, 0
     for slot in range(slots):
-        # Written for every slot and kept where a word starts: a branch would be guessed wrong.
+        # Written for every slot, kept where a word starts: a branch would be mispredicted.
         words.first[count] = slot
         words.before[count] = seen
         count += by_token | starts[slot] | (slot == 0)
@@ -220,7 +295,7 @@ def _choose_each(words: _Words, count: int, select_below: np.uint64) -> int:
     """Choose each word by its own draw; list the chosen ones and return their number."""
     chosen = 0
     for word in range(count):
-        # Written for every word and kept where it is chosen: a branch would be guessed wrong.
+        # Written for every word, kept where it is chosen: a branch would be mispredicted.
         words.chosen[chosen] = word
         is_chosen = (np.uint64(words.select[word]) < select_below) & (
             words.before[word + 1] > words.before[word]
@@ -254,7 +329,7 @@ def _choose_by_budget(
     """
     words.source[:count] = _NOT_CHOSEN
     left = np.int64((np.uint64(words.before[count]) * rule.select_below + _ROUND_UP) >> _HALF)
-    # The budget is mostly used up by the lowest draws, so that few of all are sorted.
+    # The lowest draws mostly use up the budget, so only a few of all draws are sorted.
     low, high = np.uint64(0), rule.select_below + (rule.select_below >> np.uint64(2))
     while left > 0 and low <= _LOW:
         candidates = 0
@@ -282,7 +357,7 @@ def _take_span(
     documents: npt.NDArray[np.int32],
     longer_from: npt.NDArray[np.uint64],
 ) -> int:
-    """Choose the span that starts at a word, as far as it fits; return the budget then left."""
+    """Choose the span that starts at a word, as far as it fits; return the rest of the budget."""
     stop = start + 1
     for limit in longer_from:
         stop += np.uint64(words.length[start]) >= limit
@@ -308,7 +383,7 @@ def _every_document_is_masked(
 ) -> bool:
     """Return whether surely all documents 1, 2, ... have a chosen word; False if that is not clear.
 
-    Nearly always all have: this is less work than to walk along all words.
+    Nearly always all have one, and this check is cheaper than to visit all words.
     """
     highest = np.int32(0)
     for document in documents:
@@ -346,84 +421,3 @@ def _settle_documents(
             else:
                 unmasked += 1
     return unmasked
-
-
-MAX_SPAN_WORDS = 10
-
-
-class Masked(NamedTuple):
-    """A corrupted batch."""
-
-    tokens: npt.NDArray[np.int64]
-    """(b, s) corrupted token ids."""
-    selected: npt.NDArray[np.bool_]
-    """(b, s), true where the original is to be predicted."""
-    unmasked_documents: npt.NDArray[np.int64]
-    """(b,) documents of each sequence that have a maskable token, but none selected."""
-
-
-def mask_tokens(
-    batch: Sequences,
-    *,
-    config: DataConfig,
-    vocabulary: Vocabulary,
-    key: tuple[int, Purpose],
-    ratio: float | None = None,
-) -> Masked:
-    """Corrupt a batch.
-
-    Args:
-        batch: packed sequences.
-        config: unit, selection and rates.
-        vocabulary: of the tokenizer. Random replacements are drawn from the ids that text can have:
-            one that never stands in text would tell that its place is to be predicted.
-        key: (seed, purpose).
-        ratio: share of tokens to select, in (0, 1); None takes `config.mask_prob`.
-    """
-    batch = Sequences(
-        *(np.ascontiguousarray(array, dtype) for array, dtype in zip(batch, _DTYPES, strict=True))
-    )
-    corrupted = batch.tokens.copy()
-    selected = np.zeros(corrupted.shape, dtype=np.bool_)
-    rule = _rule(config, vocabulary, config.mask_prob if ratio is None else ratio)
-    seed, purpose = key
-    unmasked = np.empty(len(corrupted), np.int64)
-    mask_batch(batch, rule, np.uint64(seed), np.uint64(purpose), corrupted, selected, unmasked)
-    return Masked(corrupted, selected, unmasked)
-
-
-_DTYPES = (np.int64, np.bool_, np.bool_, np.int32, np.int64, np.int64)
-
-
-def _rule(config: DataConfig, vocabulary: Vocabulary, ratio: float) -> Rule:
-    return Rule(
-        by_token=config.masking == "token",
-        by_budget=config.mask_selection == "exact",
-        at_least_one=config.at_least_one,
-        select_below=_share(ratio),
-        mask_below=_share(config.replace_mask_prob),
-        random_below=_share(config.replace_mask_prob + config.replace_random_prob),
-        longer_from=_LONGER_FROM if config.masking == "span" else _LONGER_FROM[:0],
-        mask_id=vocabulary.mask,
-        in_text=vocabulary.in_text,
-    )
-
-
-def _share(share: float) -> np.uint64:
-    """Return the smallest 32-bit number not below the share; exact, since 2^32 only scales."""
-    threshold: np.uint64 = np.uint64(math.ceil(share * 2**32))
-    return threshold
-
-
-def _longer_from() -> npt.NDArray[np.uint64]:
-    """Return the draws from which a span has at least 2, 3, ... words: P(length <= n) * 2^32.
-
-    P(length <= n) = (1 - 0.8^n) / (1 - 0.8^10), here as a ratio of whole numbers.
-    """
-    longest = MAX_SPAN_WORDS
-    whole = 5**longest - 4**longest
-    shares = [5 ** (longest - n) * (5**n - 4**n) for n in range(1, longest)]
-    return np.array([-(-(share << 32) // whole) for share in shares], dtype=np.uint64)
-
-
-_LONGER_FROM = _longer_from()

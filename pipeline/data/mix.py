@@ -1,9 +1,9 @@
-"""Which source each sequence of a run is of: sources in fixed shares, evenly interleaved.
+"""The source of each sequence of a run: sources in fixed shares, evenly interleaved.
 
-A source's weight w says how often its documents are seen while those of a source of weight 1 are
-seen once. Of the first n sequences each source has its share w N / sum(w N), N being its number of
-sequences: at any point of the run to within two sequences, with up to 20 sources. So a source of
-weight 2 begins again when one of weight 1 is half seen: no document is repeated before its turn.
+A source of weight w is seen w times while a source of weight 1 is seen once. Of the first n
+sequences each source has its share w N / sum(w N), where N is its number of sequences: to within
+two sequences at any point of the run, with up to 20 sources. So a source of weight 2 begins again
+when one of weight 1 is half seen, and no document is repeated before its turn.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ Ints = npt.NDArray[np.int64]
 
 _SHARE_BITS = 46
 _STRETCH = 1 << 16
-"""Sequences looked at together: products of a share and this fit into 63 bits."""
+"""Sequences placed at once: products of a share and this fit into 63 bits."""
 
 
 class Part(NamedTuple):
-    """What a source contributes to a stretch of the run."""
+    """The contribution of a source to a stretch of the run."""
 
     places: Ints
-    """(k,) rising, where in the stretch its sequences stand."""
+    """(k,) rising places of its sequences in the stretch."""
     first: int
-    """Position of the first of them in the source's own order; the others follow."""
+    """Position of the first of these sequences in the source's own order; the others follow."""
 
 
 class Mix:
@@ -40,12 +40,13 @@ class Mix:
         """Take each source's weight times its number of sequences; all above 0."""
         total = sum(weighted)
         shares = [max(1, int(amount / total * (1 << _SHARE_BITS))) for amount in weighted]
-        # One source is told from all behind it, rounded to whole sequences, then the next from what
-        # is left. The largest first: what rounding leaves over is smallest so.
+        # Each source in turn is divided from all after it, rounded to whole sequences. The largest
+        # comes first, because that keeps the sum of rounding errors smallest.
         self._ranked = sorted(range(len(shares)), key=lambda source: (-shares[source], source))
         self._shares = shares
-        self._left = [sum(shares[source] for source in self._ranked[k:])
-                      for k in range(len(shares))]  # fmt: skip
+        self._left = [
+            sum(shares[source] for source in self._ranked[k:]) for k in range(len(shares))
+        ]
 
     def counts(self, position: int) -> list[int]:
         """Count the sequences of each source before a position."""
@@ -62,26 +63,26 @@ class Mix:
         places: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in self._shares]
         for at in range(0, count, _STRETCH):
             stretch = self._places(first + at, min(_STRETCH, count - at))
-            for source, found in enumerate(stretch):
-                places[source].append(found + at)
+            for source, in_stretch in enumerate(stretch):
+                places[source].append(in_stretch + at)
         return [
-            Part(np.concatenate(found), number)
-            for found, number in zip(places, before, strict=True)
+            Part(np.concatenate(of_source), number)
+            for of_source, number in zip(places, before, strict=True)
         ]
 
     def _places(self, first: int, count: int) -> list[Ints]:
         """Return the places of each source's sequences in a short stretch."""
-        found = [np.empty(0, np.int64)] * len(self._shares)
+        of_sources = [np.empty(0, np.int64)] * len(self._shares)
         places = np.arange(count)
         for source, left in zip(self._ranked, self._left, strict=True):
-            # As in `counts` for first .. first + len(places); the large part in Python's integers.
+            # `counts` at first .. first + len(places), with its large part in Python's integers.
             share = self._shares[source]
             before, rest = divmod(2 * first * share + left, 2 * left)
             counts = (rest // 2 + np.arange(len(places) + 1) * share) // left
             mine = np.diff(counts) == 1
-            found[source] = places[mine]
+            of_sources[source] = places[mine]
             places, first = places[~mine], first - before
-        return found
+        return of_sources
 
     def position(self, source: int, number: int) -> int:
         """Return the position of a source's sequence by its number, 0 for the first."""
@@ -99,10 +100,10 @@ def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fractio
     """Return the weight of each source of a dataset, as the decimal number that was written.
 
     Raises:
-        ConfigError: the mix names a source that there is not, or one twice, or leaves none.
+        ConfigError: the mix names an unknown source, or one twice, or leaves none.
     """
     names = [source.name for source in sources]
-    found = {source.name: Fraction(repr(source.weight)) for source in sources}
+    weight_of = {source.name: Fraction(repr(source.weight)) for source in sources}
     for which, entry in enumerate(mix):
         if entry.source not in names:
             raise ConfigError(
@@ -110,8 +111,10 @@ def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fractio
                 f"expected one of {', '.join(map(repr, names))}"
             )
         if entry.source in [other.source for other in mix[:which]]:
-            raise ConfigError(f"data.mix.{which}.source = {entry.source!r} stands there twice")
-        found[entry.source] = Fraction(repr(entry.weight))
-    if not any(found.values()):
+            raise ConfigError(
+                f"data.mix.{which}.source = {entry.source!r} is given twice; remove one of the two"
+            )
+        weight_of[entry.source] = Fraction(repr(entry.weight))
+    if not any(weight_of.values()):
         raise ConfigError("data.mix leaves no source: every weight is 0; raise one")
-    return [found[name] for name in names]
+    return [weight_of[name] for name in names]

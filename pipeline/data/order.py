@@ -1,12 +1,12 @@
 """The order in which all sequences of a source are seen: a pure function of seed and position.
 
 An epoch permutes the blocks, cuts them into windows, and permutes the sequences inside each window:
-random enough to train on, and slow storage sees block-sized reads. Epoch follows epoch. World size,
-workers and restarts do not occur here; to resume is to set a position.
+random enough to train on, with block-sized reads from storage. World size, workers and restarts do
+not matter here; a run resumes by setting a position.
 
-Where the length of sequences changes, the order of the new length goes on where that of the old one
-stopped: first what was left of the window, packed anew, then the epoch's other windows. So within
-an epoch every token is seen once, whatever lengths it was cut to.
+If the length of sequences changes, the new order continues where the old one stopped: first the
+rest of the window, packed again, then the epoch's other windows. So every token is seen once in an
+epoch, whatever lengths it was cut to.
 """
 
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ class Locations(NamedTuple):
     """Some sequences, in order: arrays of one length."""
 
     epochs: Ints
-    """How often the source was seen before."""
+    """How many times the source was seen before."""
     blocks: Ints
     """Position in the split's list of blocks."""
     sequences: Ints
-    """Number within the block, or within what was left of it."""
+    """Number within the block, or within its leftover."""
     sample_ids: Ints
-    """Number in the run: with the epoch, no other sequence has it."""
+    """Number in the run, unique together with the epoch."""
     leftover: npt.NDArray[np.bool_]
-    """Whether the sequence is of what was left of a window when the length changed."""
+    """Whether the sequence is from the rest of a window in which the length changed."""
 
     def rows(self, first: int, stop: int | None = None) -> "Locations":
         """Return the rows of a range, to the end if `stop` is None."""
@@ -53,20 +53,20 @@ class Material:
     blocks: Ints
     """(b,) the source's blocks: positions in the split's list."""
     counts: Ints
-    """(b,) sequences of each."""
+    """(b,) number of sequences in each block."""
     first_ids: Ints
-    """(b,) sample id of the first of them."""
+    """(b,) sample id of each block's first sequence."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where an order begins: not always at the beginning of an epoch."""
+    """The point where an order begins, which may be in the middle of an epoch."""
 
     epoch: int = 0
     window: int = 0
-    """First window of that epoch which is whole; may be one past the last."""
+    """First whole window of that epoch; may be one past the last."""
     leftover: Material | None = None
-    """What stands before it."""
+    """Sequences before that window."""
 
 
 class Order:
@@ -82,15 +82,15 @@ class Order:
         segment: int = 0,
         start: Start | None = None,
     ) -> None:
-        """Keep the counts; permutations are drawn when first needed.
+        """Prepare the order; permutations are drawn when they are first needed.
 
         Args:
             material: all blocks of the source; at least one sequence.
             seed: below 2^32.
             window_blocks: blocks whose sequences are shuffled together.
-            source: below 2^16; another one's order is independent.
-            segment: below 2^16; another one has the same windows, in which sequences stand in an
-                independent order.
+            source: below 2^16; orders of different sources are independent.
+            segment: below 2^16; different segments have the same windows, with the sequences in
+                independent orders.
             start: by default epoch 0 from its first window on.
         """
         self._material = material
@@ -100,7 +100,7 @@ class Order:
         self._segment = segment
         self._start = start or Start()
         self.num_sequences = int(material.counts.sum())
-        """Of an epoch."""
+        """Number of sequences in an epoch."""
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
         self._window = lru_cache(maxsize=2)(self._window_uncached)
         left = self._start.leftover
@@ -139,7 +139,7 @@ class Order:
         Args:
             block: position in the split's list.
             sequence: number within it.
-            leftover: whether the sequence is of the leftover; else of the source's blocks.
+            leftover: whether the sequence is from the leftover instead of the source's blocks.
         """
         first_epoch = self._start.epoch
         if leftover:
@@ -156,9 +156,8 @@ class Order:
 
     def _positions_in(self, epoch: int, window: int, block: int, sequence: int) -> Iterator[int]:
         table = self._window(epoch, window)
-        found = np.flatnonzero((table.blocks == block) & (table.sequences == sequence))
-        first = self._first_position(epoch, window)
-        yield from (first + found).tolist()
+        offsets = np.flatnonzero((table.blocks == block) & (table.sequences == sequence))
+        yield from (self._first_position(epoch, window) + offsets).tolist()
 
     def _place(self, position: int) -> tuple[int, int, int]:
         """Return the epoch, window and offset in it of a position."""
@@ -181,9 +180,12 @@ class Order:
     def _epoch_windows_uncached(self, epoch: int) -> tuple[Ints, Ints]:
         """Return the blocks in this epoch's order, and the end of each window in sequences."""
         blocks = permutation(
-            len(self._material.counts), seed=self._seed, purpose=Purpose.BLOCK_ORDER, epoch=epoch,
+            len(self._material.counts),
+            seed=self._seed,
+            purpose=Purpose.BLOCK_ORDER,
+            epoch=epoch,
             stream=self._source,
-        )  # fmt: skip
+        )
         firsts = np.arange(0, len(blocks), self._window_blocks)
         return blocks, np.cumsum(np.add.reduceat(self._material.counts[blocks], firsts))
 
@@ -200,10 +202,13 @@ class Order:
         counts = material.counts[members]
         total = int(counts.sum())
         order = permutation(
-            total, seed=self._seed, purpose=Purpose.SEQUENCE_ORDER, epoch=epoch,
+            total,
+            seed=self._seed,
+            purpose=Purpose.SEQUENCE_ORDER,
+            epoch=epoch,
             window=_LEFTOVER_COUNTER if left else window,
             stream=self._source + (self._segment << 16),
-        )  # fmt: skip
+        )
         sequences = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         ids = np.repeat(material.first_ids[members], counts) + sequences
         return Locations(

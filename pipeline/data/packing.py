@@ -1,9 +1,9 @@
-"""Documents of a block to sequences of a fixed length: a pure function of the documents' lengths.
+"""Packs the documents of a block into sequences: a pure function of the documents' lengths.
 
-A document longer than a sequence becomes successive pieces; nothing is dropped. Every piece costs
-two more slots, for [CLS] and [SEP]. Packing never looks at the seed or the epoch: which documents
-share a sequence has no effect on any of them, since attention never crosses documents, and so a
-sequence has one number for good, by which its masks are drawn.
+A document longer than a sequence becomes successive pieces; nothing is dropped. Every piece takes
+two more slots, for [CLS] and [SEP]. Packing does not depend on the seed or the epoch: attention
+never crosses documents, so it does not matter which of them share a sequence. A sequence therefore
+keeps one number, by which its masks are drawn.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ Ints = npt.NDArray[np.int64]
 
 SPECIALS_PER_PIECE = 2
 RULE_VERSION = 1
-"""To be raised when documents are packed in another way: what was counted before is then wrong."""
-_WORD = 32  # bits used of an int64: none of them is its sign
+"""Raise it when packing changes, because stored counts are wrong then."""
+_WORD = 32  # bits used of an int64, without its sign
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Packing:
     piece_start: Ints
     """(p,) first token of each piece, as offset into the block."""
     piece_stop: Ints
-    """(p,) one past its last token."""
+    """(p,) one past the last token of each piece."""
     piece_doc: Ints
-    """(p,) row of its document in the block."""
+    """(p,) row in the block of each piece's document."""
     sequence_ends: Ints
     """(s,) end of each sequence in the piece arrays."""
 
@@ -48,7 +48,7 @@ class Packing:
 def pack(doc_ends: Ints, seq_len: int) -> Packing:
     """Pack documents by best fit, longest piece first.
 
-    Among the sequences with the least room that is enough, the one that got there last is taken.
+    Among the sequences with the least sufficient room, the one that reached it last is taken.
 
     Args:
         doc_ends: (d,) int64 rising end offset of each document.
@@ -61,11 +61,11 @@ def pack(doc_ends: Ints, seq_len: int) -> Packing:
 def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
     """Pack the pieces of some sequences of a block again, for another length.
 
-    Pieces of a document that follow one another are put together again before.
+    Adjacent pieces of a document are joined first.
 
     Args:
-        packing: of the block.
-        sequences: (k,) numbers of sequences, each once.
+        packing: the block's packing.
+        sequences: (k,) different numbers of sequences.
         seq_len: slots of the new sequences.
     """
     rows = np.concatenate([np.array(packing.pieces(int(s)), np.int64) for s in sequences])
@@ -137,7 +137,7 @@ def _longest_first(need: Ints, seq_len: int) -> Ints:
 def _best_fit(need: Ints, by_length: Ints, seq_len: int) -> tuple[Ints, int]:
     """Return the sequence of each piece, and the number of sequences."""
     sequence_of = np.empty(len(need), np.int64)
-    # Sequences with k free slots are a stack: its top is top[k], what lies below s is below[s].
+    # Sequences with k free slots form a stack with top top[k]; below s lies below[s].
     top = np.full(seq_len + 1, -1, np.int64)
     below = np.empty(len(need), np.int64)
     occupied = np.zeros(seq_len // _WORD + 1, np.int64)  # bit k: top[k] is a sequence

@@ -1,8 +1,8 @@
 """Philox4x32-10: random words as a pure function of a key and a counter.
 
-Order and masks are drawn with it, so that they depend on what is drawn for, never on what was drawn
-before. numpy's own Philox is not used: the methods of its `Generator` may change with the version,
-and a run must not change its order when numpy is upgraded.
+Order and masks are drawn with it, so that a draw depends on its purpose and place, never on earlier
+draws. numpy's own Philox is not used: the methods of its `Generator` may change with the version,
+and an upgrade of numpy must not change the order of a run.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; constants and
 known-answer vectors as in Random123.
@@ -59,14 +59,7 @@ def philox(
             product_a & _LOW,
         )
         k0, k1 = (k0 + _WEYL_A) & 0xFFFFFFFF, (k1 + _WEYL_B) & 0xFFFFFFFF
-    return (
-        c0.astype(np.uint32), c1.astype(np.uint32), c2.astype(np.uint32), c3.astype(np.uint32)
-    )  # fmt: skip
-
-
-def uniform(words: Words) -> npt.NDArray[np.float64]:
-    """Return numbers in [0, 1), each a 32-bit word over 2^32."""
-    return words.astype(np.float64) * 2.0**-32
+    return c0.astype(np.uint32), c1.astype(np.uint32), c2.astype(np.uint32), c3.astype(np.uint32)
 
 
 def permutation(
@@ -74,7 +67,7 @@ def permutation(
 ) -> npt.NDArray[np.int64]:
     """Return a random order of 0 .. size - 1, a pure function of its arguments.
 
-    Sorting by 64-bit random keys; equal keys (one in 2^64 per pair) keep their order.
+    It sorts by 64-bit random keys; equal keys (one in 2^64 per pair) keep their order.
     """
     high, low, _, _ = philox((np.arange(size), epoch, window, stream), (seed, purpose))
     keys = (high.astype(np.uint64) << _HALF) | low

@@ -1,11 +1,9 @@
-"""Access to the blocks of a dataset, with every byte checked before it is used.
+"""Reads the blocks of a dataset from storage, and checks every byte before it is used.
 
-Reading byte ranges from network storage, which at times fails for a moment.
-
-Files are read with `pread`, not mapped: an error of the storage is then an OSError that can be
-tried again (a mapped file kills the process with SIGBUS), and a block comes in one request. No file
-stays open, so that any number of shards can be read, and a new try opens the file anew, which is
-what mends a stale handle.
+Files are read with `pread` and not mapped: an error of the storage is then an OSError that can be
+retried (a mapped file kills the process with SIGBUS), and a block needs one request. No file stays
+open, so that any number of shards can be read, and a retry reopens the file, which fixes a stale
+handle.
 """
 
 import errno
@@ -29,25 +27,33 @@ from pipeline.errors import DataError, StorageError
 
 logger = logging.getLogger(__name__)
 
+Bytes = npt.NDArray[np.uint8]
+
+_SHOWN = 5
+_NPY_HEADER_BYTES = 256  # the header of a one-dimensional array takes 128
+_RESTORE = (
+    "restore this shard from its source, or delete it and run `python -m data_prep run` again"
+)
+_COPY_AGAIN = "this is a staged copy: delete it and start again, which copies it again"
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
-"""What NFS and Lustre give while a server restarts or a route is lost."""
+"""Errors of NFS and Lustre while a server restarts or a route is lost."""
 PAUSES_S = (0.5, 2.0, 8.0, 30.0)
-"""Before each new try."""
+"""Pause before each retry."""
 
 
 def read_range(
     path: Path, offset: int, length: int, what: Callable[[], str]
 ) -> npt.NDArray[np.uint8]:
-    """Read bytes of a file; tries again when the storage fails for a moment.
+    """Read bytes of a file; retry if the storage fails for a moment.
 
     Args:
         path: the file.
         offset: first byte.
         length: number of bytes.
-        what: says what the range is, for messages.
+        what: describes the range, for messages.
 
     Returns:
-        (length,) uint8, not writable; shorter if the file ends before.
+        (length,) uint8, not writable; shorter if the file ends early.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -64,9 +70,9 @@ def read_range(
                 raise StorageError(
                     f"{what()} cannot be read: {error}, {len(PAUSES_S) + 1} times in "
                     f"{sum(PAUSES_S):g} s; expected storage that answers: check its state and "
-                    "start again, nothing needs to be prepared anew"
+                    "start again; the dataset need not be prepared again"
                 ) from error
-            logger.warning("%s cannot be read: %s; next try in %g s", what(), error, pause_s)
+            logger.warning("%s cannot be read: %s; retry in %g s", what(), error, pause_s)
             time.sleep(pause_s)
     raise AssertionError("unreachable")
 
@@ -89,19 +95,9 @@ def _read_once(path: Path, offset: int, length: int) -> npt.NDArray[np.uint8]:
     return data
 
 
-Bytes = npt.NDArray[np.uint8]
-
-_SHOWN = 5
-_NPY_HEADER_BYTES = 256  # a one-dimensional array's takes 128
-_RESTORE = (
-    "restore this shard from its source, or delete it and run `python -m data_prep run` again"
-)
-_COPY_AGAIN = "this is a staged copy: delete it and start again, which copies it anew"
-
-
 @dataclass(frozen=True)
 class Block:
-    """One block; arrays are views of the bytes read, not writable."""
+    """One block; its arrays are views of the bytes that were read, not writable."""
 
     tokens: npt.NDArray[np.unsignedinteger]
     """(n,) uint16 or uint32."""
@@ -126,8 +122,9 @@ class Block:
 class BlockReader:
     """Reads blocks of a dataset by their row in the index; threads may share it.
 
-    Opening checks that every shard is there and has its size. When a shard is first touched, that
-    it ends as a tar must; when a block is, its sha256, unless `check_blocks` is "never".
+    Opening it checks that every shard exists with the right size. The first use of a shard checks
+    that it ends as a tar must, and the first use of a block its sha256 unless `check_blocks` is
+    "never".
     """
 
     def __init__(
@@ -147,7 +144,7 @@ class BlockReader:
             DataError: a shard is missing, cut short or grown.
         """
         self.index = index
-        self._mend = _RESTORE if index.shard_root == index.folder else _COPY_AGAIN
+        self._remedy = _RESTORE if index.shard_root == index.folder else _COPY_AGAIN
         self._check_blocks = check_blocks == "first_touch"
         self._checked: set[int] = set()
         self._touched: set[int] = set()
@@ -158,7 +155,7 @@ class BlockReader:
         """Read all of one block; callers keep what they need again.
 
         Raises:
-            DataError: the block's bytes are not those that were written; names shard and member.
+            DataError: the block's bytes changed; names shard and member.
             StorageError: they cannot be read at the moment.
         """
         data = self._block_bytes(row)
@@ -169,7 +166,7 @@ class BlockReader:
             self._check(row, data)
             self._checked.add(row)
         else:
-            # Compiled code walks along them.
+            # Compiled code relies on the documents' ends.
             self._check_member(row, docs_member, self._payload(row, docs_member, data))
         tokens, docs, words = (
             self._array(row, member, self._payload(row, member, data)) for member in range(3)
@@ -180,7 +177,7 @@ class BlockReader:
             raise DataError(
                 f"{self.index.where(row)} is damaged: {len(tokens)} tokens, {len(docs)} documents "
                 f"and {len(words)} bytes of word bits, the index says {expected[0]} tokens in "
-                f"{expected[1]} documents; {self._mend}"
+                f"{expected[1]} documents; {self._remedy}"
             )
         return Block(tokens, docs, words, self._payload(row, 3, data).tobytes())
 
@@ -188,7 +185,7 @@ class BlockReader:
         """Read the end offsets of a block's documents, without reading (or hashing) its tokens.
 
         Raises:
-            DataError: this member is not as it was written.
+            DataError: this member changed.
             StorageError: it cannot be read at the moment.
         """
         member = MEMBERS.index("docs.npy")
@@ -198,7 +195,7 @@ class BlockReader:
         """Read a block's meta.json alone: source and document ids.
 
         Raises:
-            DataError: this member is not as it was written.
+            DataError: this member changed.
             StorageError: it cannot be read at the moment.
         """
         return self._read_member(row, MEMBERS.index("meta.json")).tobytes()
@@ -207,7 +204,7 @@ class BlockReader:
         """Compare a block's bytes with the index.
 
         Raises:
-            DataError: they differ; names shard and member.
+            DataError: the bytes differ; names shard and member.
             StorageError: they cannot be read at the moment.
         """
         self._check(row, self._block_bytes(row))
@@ -222,7 +219,7 @@ class BlockReader:
         """Check the end of a shard after its last block; done when a shard is first touched.
 
         Raises:
-            DataError: it is not the zeros that end a tar.
+            DataError: it is not the zeros with which a tar ends.
             StorageError: they cannot be read at the moment.
         """
         blocks = self.index.blocks
@@ -232,8 +229,8 @@ class BlockReader:
         data = self._read(shard, end, info.num_bytes - end, lambda: self.index.where(last))
         if data.any():
             raise DataError(
-                f"shard {self.index.shard_path(shard)} is damaged behind its last member "
-                f"{info.keys[-1]}.{MEMBERS[-1]}: a tar ends in zeros; {self._mend}"
+                f"shard {self.index.shard_path(shard)} is damaged after its last member "
+                f"{info.keys[-1]}.{MEMBERS[-1]}: a tar ends in zeros; {self._remedy}"
             )
 
     def _read_member(self, row: int, member: int) -> Bytes:
@@ -261,7 +258,7 @@ class BlockReader:
             self._check_member(row, member, self._payload(row, member, data))
         raise DataError(
             f"{self.index.where(row)} is damaged: a tar header or padding byte of this block "
-            f"changed, its members are intact; {self._mend}"
+            f"changed, its members are intact; {self._remedy}"
         )
 
     def _check_member(self, row: int, member: int, data: Bytes) -> None:
@@ -270,7 +267,7 @@ class BlockReader:
         if found != expected:
             raise DataError(
                 f"{self.index.where(row, member)} is damaged: its sha256 is {found.hex()}, "
-                f"the index expects {expected.hex()}; {self._mend}"
+                f"the index expects {expected.hex()}; {self._remedy}"
             )
 
     def _check_size(self, shard: int) -> None:
@@ -281,7 +278,7 @@ class BlockReader:
             raise DataError(self._missing_text(shard)) from None
         except OSError as error:
             raise StorageError(
-                f"shard {path} cannot be looked at: {error}; check the storage and start again"
+                f"shard {path} cannot be examined: {error}; check the storage and start again"
             ) from error
         if found != self.index.shards[shard].num_bytes:
             raise DataError(self._wrong_size_text(shard, path, found))
@@ -289,7 +286,7 @@ class BlockReader:
     def _missing_text(self, shard: int) -> str:
         return (
             f"shard {self.index.shard_path(shard)} does not exist, the index lists it with members "
-            f"{_span(self.index.shards[shard].keys)}; {self._mend}"
+            f"{_span(self.index.shards[shard].keys)}; {self._remedy}"
         )
 
     def _read(self, shard: int, offset: int, length: int, what: Callable[[], str]) -> Bytes:
@@ -298,7 +295,7 @@ class BlockReader:
         except FileNotFoundError:
             raise DataError(self._missing_text(shard)) from None
         except OSError as error:
-            raise DataError(f"{what()} cannot be read: {error}; {self._mend}") from error
+            raise DataError(f"{what()} cannot be read: {error}; {self._remedy}") from error
         if len(data) < length:
             raise DataError(
                 self._wrong_size_text(shard, self.index.shard_path(shard), offset + len(data))
@@ -314,8 +311,8 @@ class BlockReader:
             missing = np.flatnonzero(ends > found)
             if len(missing):
                 member = f"{self.index.block_key(int(block))}.{MEMBERS[int(missing[0])]}"
-                return f"{text}: it is cut at or before member {member}; {self._mend}"
-        return f"{text}; all members are there, its end is not as written; {self._mend}"
+                return f"{text}: it is cut at or before member {member}; {self._remedy}"
+        return f"{text}; all members are complete, but its end changed; {self._remedy}"
 
     def _payload(self, row: int, member: int, data: Bytes) -> Bytes:
         """Return the bytes of a member from those of its block."""
@@ -337,7 +334,7 @@ class BlockReader:
             return np.frombuffer(data, dtype=dtype, count=shape[0], offset=header.tell())
         except ValueError as error:
             where = self.index.where(row, member)
-            raise DataError(f"{where} is damaged: {error}; {self._mend}") from error
+            raise DataError(f"{where} is damaged: {error}; {self._remedy}") from error
 
 
 def refuse_unlisted(index: DatasetIndex) -> None:
@@ -352,7 +349,7 @@ def refuse_unlisted(index: DatasetIndex) -> None:
     try:
         found = {path for folder in folders for path in folder.iterdir() if path.suffix == ".tar"}
     except FileNotFoundError:
-        return  # opening the shards tells which are missing
+        return  # opening the shards reports which are missing
     except OSError as error:
         raise StorageError(
             f"the shards of {index.folder} cannot be listed: {error}; check the storage and start "

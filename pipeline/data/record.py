@@ -1,20 +1,22 @@
-"""RUN/batches.tsv: what every step of a run was given, one line a batch.
+"""The record of a run's data: RUN/batches.tsv and RUN/ledger.jsonl.
+
+batches.tsv has one line for every batch, including skipped ones:
 
     batch  cursor  sequences  seq_len  step     hash
     0      0       256        512      1        2b6821d6e7253864
     1      256     256        512      skipped  90c3f1b28d6a417e
 
-Runs that saw the same data have files that `diff` finds equal, whatever their ranks and
-micro-batches (hash: `pipeline.data.batch_hash`). `pipeline.train.batch_log` writes it.
+Runs that saw the same data have equal files, whatever their ranks and micro-batches (hash:
+`pipeline.data.batch_hash`). `pipeline.train.batch_log` writes it.
 
-RUN/ledger.jsonl: batches that a run did not train on although it could have, and why.
+ledger.jsonl has the batches that the run did not train on although it could have, and why:
 
     {"kind": "non_finite", "batch": 41, ...}   a gradient was not finite: no rank took the step
     {"kind": "rewind", "first_batch": 90, ...} the loss jumped: the run went back and left them out
 
 A run that repeats steps after a kill meets its non-finite batches again and writes them again: the
-last line about a batch counts. Lines about rewinds decide what is trained on; they are written
-before the run goes back. `batches.tsv` has every batch, with its hash.
+last line about a batch counts. Lines about rewinds decide which batches are left out; they are
+written before the run goes back.
 """
 
 import json
@@ -36,12 +38,12 @@ _SKIPPED_WORD = tuple(b"skipped")
 _S = _SKIPPED_WORD[0]
 _TAB, _NEWLINE, _ZERO, _NINE = tuple(b"\t\n09")
 _A_AFTER_NINE = ord("a") - ord("9") - 1
-# Whatever has as many fits into 64 bits.
+# Every number of so many digits fits into 64 bits.
 _MOST_DIGITS = 18
 
 
 class BatchRecord(NamedTuple):
-    """One line."""
+    """One line of batches.tsv."""
 
     batch: int
     """Number of the batch from 0, skipped ones included."""
@@ -49,18 +51,18 @@ class BatchRecord(NamedTuple):
     """Position of its first sequence in the order of the run."""
     sequences: int
     seq_len: int
-    """Slots a sequence."""
+    """Slots of a sequence."""
     step: int | None
     """Number of the optimizer step from 1; None if the batch was skipped."""
     hash: int
-    """Of the batch, below 2^64; of this rank's part where it is added to a log."""
+    """Hash of the batch, below 2^64; in `BatchLog.add` that of this rank's part."""
 
 
 def read_batches(run_dir: Path) -> list[BatchRecord]:
     """Read all batches of a run in order, including skipped ones. Not collective.
 
-    While a run repeats what an earlier attempt did, the file has that attempt's lines to its end.
-    A last line that is not complete is left out.
+    While a run repeats steps of an earlier attempt, the file has all lines of that attempt. An
+    incomplete last line is left out.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -68,8 +70,7 @@ def read_batches(run_dir: Path) -> list[BatchRecord]:
     path = RunFolder(run_dir).batches
     if not path.is_file():
         raise DataError(
-            f"{path} is missing; runs have it from their first start with a version that logs "
-            "batches: check the folder"
+            f"{path} is missing, which every run writes from its first start; check the folder"
         )
     text = path.read_bytes()
     if HEADER.startswith(text):
@@ -100,7 +101,7 @@ def parse(path: Path, text: bytes) -> Lines:
     """
     if not text.startswith(HEADER):
         line = text[: len(HEADER)].split(b"\n")[0]
-        raise DataError(f"{path}, line 1: {line!r}, expected {HEADER!r}. {how_to_mend(path)}")
+        raise DataError(f"{path}, line 1: {line!r}, expected {HEADER!r}. {how_to_fix(path)}")
     count = text.count(b"\n") - 1
     lines = Lines(
         np.empty((count, 5), np.int64), np.empty(count, np.uint64), np.empty(count, np.int64)
@@ -113,8 +114,9 @@ def parse(path: Path, text: bytes) -> Lines:
         if good:
             batch, cursor, sequences = lines.numbers[good - 1, :3].tolist()
             expected += f", batch {batch + 1} at cursor {cursor + sequences}"
-        raise DataError(f"{path}, line {good + 2}: {line[:200]!r}, expected {expected}. "
-                        f"{how_to_mend(path)}")  # fmt: skip
+        raise DataError(
+            f"{path}, line {good + 2}: {line[:200]!r}, expected {expected}. {how_to_fix(path)}"
+        )
     return lines
 
 
@@ -128,7 +130,7 @@ def _read_lines(
 ) -> int:
     """Read lines from `at` on that follow each other; return how many there are.
 
-    Every line that is asked for ends in a newline, which stops each of the loops.
+    Every line ends in a newline, which stops each of the loops.
     """
     for row in range(len(ends)):
         for column in range(5):
@@ -191,30 +193,30 @@ def record_of(line: bytes) -> BatchRecord:
     return BatchRecord(batch, cursor, sequences, seq_len, made, int(digest, 16))
 
 
-def how_to_mend(path: Path) -> str:
+def how_to_fix(path: Path) -> str:
     """Return the advice about a damaged file, for messages."""
     return (
-        f"Restore {path} from a copy; or move it away, then the run goes on with a new one and "
-        "does not compare with earlier attempts"
+        f"Restore {path} from a copy; or move it away, then the run continues with a new file and "
+        "without comparing batches with earlier attempts"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """A step that was not taken."""
+    """A step that was skipped because its gradient was not finite."""
 
     batch: int
-    """Its number from 0, in `batches.tsv`."""
+    """Number of its batch from 0, in `batches.tsv`."""
     cursor: int
-    """Its first sequence in the run's order."""
+    """First sequence of the batch in the run's order."""
     step: int
-    """The step that it would have been, from 1."""
+    """The step's number from 1, which the next applied step gets instead."""
     grad_norm: str
-    """Over all ranks: `inf` or `nan`, which JSON has no numbers for."""
+    """Norm over all ranks: `inf` or `nan`, for which JSON has no numbers."""
     ranks: dict[str, list[int]]
-    """Ranks whose loss was no number -> [first, stop) of their sequences in the batch.
+    """Ranks whose loss was NaN or infinite -> [first, stop) of their sequences in the batch.
 
-    Empty if all losses were finite, and a gradient was not.
+    Empty if all losses were finite and only a gradient was not.
     """
     samples: list[list[int]]
     """[epoch, sample id] of every sequence of the batch; `pipeline inspect --batch` shows them."""
@@ -223,23 +225,23 @@ class NonFinite:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewind:
-    """A spike of the loss, and what was done about it."""
+    """A loss spike, after which the run went back and left batches out."""
 
     first_batch: int
     """First batch that is left out."""
     last_batch: int
     first_cursor: int
-    """First sequence of the first one."""
+    """First sequence of the first batch."""
     stop_cursor: int
-    """One past the last sequence of the last one."""
+    """One past the last sequence of the last batch."""
     high_batches: list[int]
     """Batches with a loss above the limit."""
     loss: float
-    """The largest of these steps, nats."""
+    """The largest loss of these batches, in nats."""
     limit: float
-    """The loss above which a step was high."""
+    """The loss above which a step counted as high."""
     from_step: int
-    """Steps applied when the run turned round."""
+    """Steps applied when the run went back."""
     to_step: int
     """Step of the checkpoint that it went back to."""
     unix_s: float
@@ -250,19 +252,19 @@ _KINDS: dict[str, type[NonFinite] | type[Rewind]] = {"non_finite": NonFinite, "r
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run's ledger holds."""
+    """Content of a run's ledger."""
 
     non_finite: dict[int, NonFinite]
-    """By batch."""
+    """Skipped steps by batch."""
     rewinds: list[Rewind]
-    """In order."""
+    """All rewinds in their order."""
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
         """Return whether a checkpoint was trained on batches that were left out later.
 
         Args:
-            cursor: of the checkpoint.
-            rewinds: how many the run had made when it was saved.
+            cursor: the checkpoint's cursor.
+            rewinds: number of rewinds before it was saved.
         """
         return any(cursor > each.first_cursor for each in self.rewinds[rewinds:])
 

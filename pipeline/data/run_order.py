@@ -1,8 +1,8 @@
-"""Which sequence stands at which place of a run: sources, epochs and lengths put together.
+"""The sequence at each place of a run: sources, epochs and lengths together.
 
-The run is cut into segments, in each of which sequences have one length. In a segment each source
-has an order of its own, and a mix says whose turn it is. Where all weights are equal, all sources
-are shuffled together as one.
+A run consists of segments with one length of sequences each. In a segment each source has its own
+order, and a mix decides whose turn it is. If all weights are equal, all sources are shuffled
+together as one.
 """
 
 from collections.abc import Iterator
@@ -21,17 +21,15 @@ from pipeline.data.packing import Packing, repack
 from pipeline.errors import ConfigError
 
 _ID_BITS = 48
-"""Sample ids count below this; above it stands what makes those of segments differ."""
-
-
+"""Bits of a sample id that count sequences; the bits above distinguish segments."""
 _MOST_NAMES = 3
 
 
 class Group(NamedTuple):
-    """Blocks that are shuffled together: a source, or all of them."""
+    """Blocks that are shuffled together: those of one source, or of all sources."""
 
     name: str
-    """Of the source, or of all that are in the group."""
+    """Name of the source, or of all sources in the group."""
     weight: Fraction
     blocks: Ints
     """(b,) positions in the split's list."""
@@ -42,35 +40,35 @@ class Segment:
     """A part of the run in which sequences have one length."""
 
     first: int
-    """Its first place in the run."""
+    """First place of the segment in the run."""
     seq_len: int
     mix: Mix
     orders: tuple[Order, ...]
-    """Of each group."""
+    """The order of each group."""
     leftovers: dict[int, Packing]
-    """By block: what was left of windows when the segment began."""
+    """By block: the rest of windows that were not finished when the segment began."""
 
     def locate(self, first: int, count: int) -> Locations:
         """Find the sequences at `count` places of the run from `first` on."""
         parts = self.mix.parts(first - self.first, count)
         if len(parts) == 1:
             return self.orders[0].locate(parts[0].first, count)
-        found = Locations._make(np.empty(count, array.dtype) for array in NO_LOCATIONS)
+        merged = Locations._make(np.empty(count, array.dtype) for array in NO_LOCATIONS)
         for order, part in zip(self.orders, parts, strict=True):
             located = order.locate(part.first, len(part.places))
-            for into, values in zip(found, located, strict=True):
+            for into, values in zip(merged, located, strict=True):
                 into[part.places] = values
-        return found
+        return merged
 
 
 class RunOrder:
-    """All places of a run, from the first to as far as anyone asks."""
+    """All places of a run, which has no end here."""
 
     def __init__(self, index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> None:
-        """Find the segments; of those that begin within a window, reads its documents' ends.
+        """Find the segments; where one begins within a window, read its documents' ends.
 
         Args:
-            index: of the dataset.
+            index: the dataset's index.
             config: seed, mix, phases.
             split: the training split, with the numbers of sequences at each length of the run.
 
@@ -113,7 +111,7 @@ class RunOrder:
         """
         of_block = [g for g, found in enumerate(self.groups) if block in found.blocks]
         if not of_block:
-            return  # of a source that is left out
+            return  # the block's source is left out
         [group] = of_block
         for number, segment in enumerate(self.segments):
             last = number + 1 == len(self.segments)
@@ -121,7 +119,7 @@ class RunOrder:
             packings = [(self._split.packing(block, segment.seq_len), False)]
             if block in segment.leftovers:
                 packings.append((segment.leftovers[block], True))
-            found = set()
+            in_segment = set()
             for packing, is_leftover in packings:
                 for sequence in _sequences_with(packing, pieces):
                     for position in segment.orders[group].positions(
@@ -130,8 +128,8 @@ class RunOrder:
                         place = segment.first + segment.mix.position(group, position)
                         if place >= end:
                             break
-                        found.add(place)
-            yield from sorted(found)
+                        in_segment.add(place)
+            yield from sorted(in_segment)
 
     def _segment(self, first: int, seq_len: int) -> Segment:
         number = len(self.segments)
@@ -145,12 +143,16 @@ class RunOrder:
         orders = tuple(
             Order(
                 Material(group.blocks, counts[group.blocks], first_ids[group.blocks]),
-                seed=self._seed, window_blocks=window, source=which, segment=number, start=start,
+                seed=self._seed,
+                window_blocks=window,
+                source=which,
+                segment=number,
+                start=start,
             )
             for which, (group, window, start) in enumerate(
                 zip(self.groups, self._windows, starts, strict=True)
             )
-        )  # fmt: skip
+        )
         return Segment(first, seq_len, Mix(amounts), orders, leftovers)
 
     def _starts(self, first: int, seq_len: int) -> tuple[list[Start], dict[int, Packing]]:
@@ -178,7 +180,7 @@ class RunOrder:
 
     def _repacked(self, before: Segment, rest: Locations, block: int, seq_len: int) -> Packing:
         mine = rest.blocks == block
-        if rest.leftover[mine].any():  # then all are: a window is of one kind
+        if rest.leftover[mine].any():  # then all are, as a window has only one kind
             packing = before.leftovers[block]
         else:
             packing = self._split.packing(block, before.seq_len)

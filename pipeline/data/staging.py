@@ -1,15 +1,15 @@
 """Copies the shards of a dataset to a folder of the node and reads them from there.
 
-    STAGE_DIR/FINGERPRINT/shards/NAME.tar       complete: its sha256 was that of the index
-    STAGE_DIR/FINGERPRINT/shards/NAME.tar.part  being copied by whoever holds its lock, or left over
+    STAGE_DIR/FINGERPRINT/shards/NAME.tar       complete: its sha256 matched the index
+    STAGE_DIR/FINGERPRINT/shards/NAME.tar.part  being copied by the process with its lock, or a rest
 
-Every rank of a node calls `stage`, and so may other jobs on that node. Each takes the first shard
-that is missing and that nobody copies, until none is left, then waits for those of others. The
-system frees the lock of a process however it ends, and the next one copies that shard anew.
+Every rank of a node calls `stage`, and other jobs on that node may do so, too. Each copies the
+first missing shard that no process is copying until none is left, then waits for the others. The
+system frees the lock of a process however it ends, and another one copies that shard again.
 
-A tar gets its name by a rename after its hash was found right, so name and size are the record that
-it is good, and a later start does not hash it again: `BlockReader` compares every block with the
-index when it is first read, which finds what a local disk did to it since.
+A tar is renamed to its name only after its hash was right, so name and size prove that it was good,
+and a later start does not hash it again: `BlockReader` compares every block with the index when it
+is first read, which finds later damage on the local disk.
 """
 
 import errno
@@ -41,19 +41,19 @@ _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 def stage(
     index: DatasetIndex, stage_dir: str | Path, get_on: Callable[[], None] = lambda: None
 ) -> DatasetIndex:
-    """Copy what is missing of all shards (a run reads both splits), together with other ranks.
+    """Copy the missing shards of both splits, together with the other ranks of the node.
 
     Args:
-        index: of the dataset.
+        index: the dataset's index.
         stage_dir: folder of this node.
-        get_on: called after each part of the work: it may take hours.
+        get_on: called after each part of the work, which may take hours.
 
     Returns:
-        The index with shards read from there.
+        The index with shards read from that folder.
 
     Raises:
-        DataError: a shard is missing or damaged where it is copied from.
-        ConfigError: the folder cannot be used, or has not enough space.
+        DataError: a shard of the dataset is missing or damaged.
+        ConfigError: the folder cannot be used or has too little space.
         StorageError: a shard cannot be read or written at the moment.
     """
     staging = _Staging(index, Path(stage_dir), get_on)
@@ -78,7 +78,7 @@ class _Staging:
         if not missing:
             logger.info("shards are read from %s, where they were staged before", root)
             return
-        BlockReader(self.index, missing)  # sizes, now rather than after an hour
+        BlockReader(self.index, missing)  # checks sizes now rather than after an hour
         try:
             for folder in {self.staged.shard_path(shard).parent for shard in missing}:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -86,48 +86,54 @@ class _Staging:
             raise self._unusable(error) from error
         self._require_space()
         total = sum(shard.num_bytes for shard in self.index.shards)
-        logger.info("staging %.3f GB of shards to %s, %.3f GB are there", total / 1e9, root,
-                    self._bytes_there() / 1e9)  # fmt: skip
+        there = self._bytes_there()
+        logger.info(
+            "staging %.3f GB of shards to %s, %.3f GB are there", total / 1e9, root, there / 1e9
+        )
         started, copied = time.monotonic(), 0
         with self._progress(total):
-            # From the front each time: a shard that cannot be copied then stops all who copy, not
-            # only the one that came to it first.
+            # From the front each time, so that a shard that cannot be copied stops every process
+            # and not only the first that tried it.
             while missing := self._incomplete(missing):
                 self.get_on()
-                # Nobody may be left to copy the first: its lock is waited for, then looked at.
+                # If all are locked, wait for the first: its process may have failed.
                 copied += any(self._copy(shard) for shard in missing) or self._copy(
                     missing[0], wait=True
                 )
-        logger.info("staged in %.1f s: %d of %d shards were copied by this process",
-                    time.monotonic() - started, copied, len(every))  # fmt: skip
+        logger.info(
+            "staged in %.1f s: %d of %d shards were copied by this process",
+            time.monotonic() - started,
+            copied,
+            len(every),
+        )
 
     def _incomplete(self, shards: range | list[int]) -> list[int]:
         sizes = ((shard, _size(self.staged.shard_path(shard))) for shard in shards)
         return [shard for shard, size in sizes if size != self.index.shards[shard].num_bytes]
 
     def _copy(self, shard: int, *, wait: bool = False) -> bool:
-        """Copy a shard unless another process does or did, and say whether it was copied."""
+        """Copy a shard unless another process does or did; return whether it was copied."""
         path = self.staged.shard_path(shard)
         part = _part(path)
         with self._locked(part, wait=wait) as file:
             if file is None:
                 return False
             if not self._incomplete([shard]):
-                part.unlink(missing_ok=True)  # made by opening it after the other's rename
+                part.unlink(missing_ok=True)  # opening it created it after the other's rename
                 return False
             try:
                 self._fill(file, shard)
                 part.replace(path)
             except BaseException as error:
                 part.unlink(missing_ok=True)
-                file.close()  # which frees its space, before that is told
+                file.close()  # frees its space before the message counts it
                 if isinstance(error, OSError):
                     raise self._not_written(part, error) from error
                 raise
         return True
 
     def _fill(self, file: IO[bytes], shard: int) -> None:
-        """Copy a shard into an open file and compare its hash; OSError is the writing's."""
+        """Copy a shard into an open file and compare its hash; OSError is an error of writing."""
         info = self.index.shards[shard]
         file.truncate(0)
         hasher = hashlib.sha256()
@@ -157,7 +163,7 @@ class _Staging:
 
     @contextmanager
     def _locked(self, part: Path, *, wait: bool) -> Iterator[IO[bytes] | None]:
-        """Open a part, created if need be and not truncated; None if it is another's, or was."""
+        """Open and lock a part without truncating it; None if another process has or had it."""
         try:
             file = part.open("ab", buffering=0)
         except OSError as error:
@@ -170,7 +176,7 @@ class _Staging:
                 return
             except OSError as error:
                 raise self._unusable(error) from error
-            # Whoever held it has renamed it, or has failed and removed it.
+            # Its last holder has renamed it, or has failed and removed it.
             yield file if _is_at(file, part) else None
 
     def _bytes_there(self) -> int:
@@ -183,7 +189,7 @@ class _Staging:
         return total
 
     def _require_space(self) -> None:
-        # In this order: what others write in between is counted as there, not as missing.
+        # In this order, so that bytes written by others in between do not count as missing.
         free = self._free_bytes()
         if free < self._missing_bytes():
             raise self._no_space(free)
@@ -220,7 +226,7 @@ class _Staging:
 
     @contextmanager
     def _progress(self, total: int) -> Iterator[None]:
-        """Log what the whole node has done, also while this process waits for another."""
+        """Log the progress of the whole node, also while this process waits for another."""
         ended = threading.Event()
         before, started = self._bytes_there(), time.monotonic()
 
@@ -228,8 +234,9 @@ class _Staging:
             while not ended.wait(_PROGRESS_EVERY_S):
                 there = self._bytes_there()
                 rate = (there - before) / (time.monotonic() - started)
-                logger.info("staged %.3f of %.3f GB, %.0f MB/s", there / 1e9, total / 1e9,
-                            rate / 1e6)  # fmt: skip
+                logger.info(
+                    "staged %.3f of %.3f GB, %.0f MB/s", there / 1e9, total / 1e9, rate / 1e6
+                )
 
         thread = threading.Thread(target=log, name="staging", daemon=True)
         thread.start()

@@ -1,9 +1,9 @@
-"""Layers as torch.compile makes them: compiled once for all layers of a model.
+"""Layers compiled by torch.compile, once for all layers of a model.
 
-One graph holds one layer, whose weights are inputs of it, so that the time to compile does not grow
-with the depth. The model's modules are not wrapped: parameters keep their names. Alpha is a tensor
-and an input, too. The first dimension of activations, sequences or tokens, is symbolic from the
-start; the second length of sequences that comes makes lengths symbolic.
+A graph holds one layer with its weights as inputs, so that the time to compile does not grow with
+the depth. The model's modules are not wrapped, so parameters keep their names. The first dimension
+of activations, sequences or tokens, is symbolic from the start; lengths of sequences become
+symbolic when a second one comes.
 """
 
 import shutil
@@ -15,12 +15,12 @@ from pipeline.errors import ConfigError
 from pipeline.model.layers import SharedInputs, run_layer
 
 _MOST_GRAPHS = 64
-"""Above what can come: first or later layer, training or evaluation, one sequence or more, one
-length or more, alpha or none. torch's own limit, 8, is not, and what is above it is an error."""
+"""More than all combinations of first or later layer, training or evaluation, one or more sequences
+and lengths, with or without alpha. torch's own limit, 8, is too low, and exceeding it an error."""
 
 
 class CompiledLayer:
-    """`run_layer`, compiled when it is first called, and for another mode when that comes."""
+    """`run_layer`, compiled at its first call in each mode."""
 
     def __init__(self) -> None:
         """Prepare the compilation, which happens at the first call."""

@@ -1,12 +1,10 @@
-"""What a model costs before it is made: parameters, FLOPs, bytes of activations and of state.
+"""The cost of a model before it is made, and the limits of GPUs that it is measured against.
 
-Closed forms of `ModelConfig` without torch, held by `tests/model/test_cost.py` against the real
-module: its parameters, torch's count of its FLOPs, and the tensors that autograd keeps. All
-functions need `vocab_size`. Letters: D hidden size, E embedding width, F feed-forward size, N
-heads, H head size, V vocabulary, T tokens of a forward pass, S its sequence length, M its masked
-positions.
-
-What GPUs can do at most, by their names, from NVIDIA's data sheets.
+Parameters, FLOPs, and bytes of activations and state are closed forms of `ModelConfig`, without
+torch. `tests/model/test_cost.py` compares them with the real module: its parameters, torch's count
+of its FLOPs, and the tensors that autograd keeps. All functions need `vocab_size`. Letters: D
+hidden size, E embedding width, F feed-forward size, N heads, H head size, V vocabulary, T tokens of
+a forward pass, S its sequence length, M its masked positions.
 """
 
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class Flops:
     attention: float
     """Scores, and probabilities times values."""
     head: float
-    """MLM head, over the masked positions."""
+    """MLM head, at the masked positions."""
 
     @property
     def forward(self) -> float:
@@ -87,15 +85,15 @@ def flops_per_token(
 ) -> Flops:
     """Count FLOPs per token: matrix multiplications only, 2 a multiply-add; lookups are free.
 
-    Shared layers cost what layers of their own cost. The pooler has no part in MLM. What a fused
-    kernel computes a second time in its backward pass is not counted.
+    Shared layers cost as much as separate ones. MLM does not use the pooler. Recomputation in the
+    backward pass of a fused kernel is not counted.
 
     Args:
         config: the model.
-        seq_len: S, keys that attention goes through for each token if it works on whole rows.
+        seq_len: S, the keys that attention computes for each token if it works on whole rows.
         masked_share: share of the tokens that go through the head.
-        document_len: keys that a token sees, where attention goes through no others (variable
-            length kernels): the mean over tokens of their document's length, sum(n^2) / sum(n).
+        document_len: keys that a token sees, if attention computes no others (kernels of variable
+            length): the mean over tokens of their document's length, sum(n^2) / sum(n).
     """
     d, e = config.hidden_size, config.embedding_width
     layer = 4 * d * d + _inner_width(config) * d + config.ffn_size * d
@@ -116,8 +114,8 @@ def state_bytes(config: ModelConfig, num_ranks: int) -> dict[str, int]:
     bf16 weights, fp32 accumulation). Although it divides the optimizer's state, every rank sums the
     gradient of the whole model in fp32 (deepspeed 0.19.8 `runtime/bf16_optimizer.py`,
     _setup_for_real_optimizer): 8 bytes a parameter, and 12 over the number of ranks. Partitions are
-    filled up to an even number of values. The bf16 gradient lives only during a backward pass; the
-    pooler has none in MLM. What an optimizer step holds for a moment is not in it.
+    padded to an even number of values. The bf16 gradient exists only during a backward pass; the
+    pooler has none in MLM. Temporary memory of an optimizer step is not included.
     """
     groups = parameters(config)
     padded = -(-groups["total"] // (2 * num_ranks)) * 2 * num_ranks
@@ -141,36 +139,36 @@ def activation_bytes(
 ) -> dict[str, int]:
     """Count bytes that autograd keeps between a forward pass with its loss and backward, by group.
 
-    Each storage counts once, as long as any part of it is kept: values, which are a view of the
-    product of queries, keys and values, keep all three. Parameters are not counted. Tokens lie in
-    rows (`layout.rows`), in training mode.
+    Each storage counts once if any part of it is kept: values, which are a view of the product of
+    queries, keys and values, keep all three. Parameters are not counted. Tokens are in rows
+    (`layout.rows`), in training mode.
 
-    Attention without carried scores is taken as a fused kernel that keeps queries, keys, values,
-    its output and one fp32 sum a query and head, whatever its dropout. PyTorch's memory-efficient
-    kernel, and that of the CPU, also keep the mask in the dtype of the queries, num_layers * T * S
-    * bytes_per_value, which is not in it; a CPU with attention dropout has no fused kernel.
+    Attention without carried scores counts as a fused kernel that keeps queries, keys, values, its
+    output and one fp32 sum for each query and head, whatever its dropout. PyTorch's
+    memory-efficient kernel, and the CPU's, also keep the mask in the dtype of the queries,
+    num_layers * T * S * bytes_per_value, which is not included; a CPU with attention dropout has no
+    fused kernel.
 
-    With activation checkpointing the inputs of groups of layers are kept, and one group's insides
-    at a time, once the backward pass has computed them again: the total is a little above the peak,
-    because head and loss are gone by then.
+    With activation checkpointing the inputs of groups of layers are kept, and the activations of
+    one group at a time, when backward has computed them again. The total is then a little above the
+    peak, because head and loss are freed by that time.
 
-    Not in it either: what is held for a moment, in backward the gradient of the carried scores most
-    of all (T * N * S fp32 values), in the loss the logits of a chunk of rows (up to 256 MiB, and an
-    fp32 copy of them without the fused kernel) and a sum in fp32 of V * E values; and the
-    allocator's rounding.
+    Temporary memory is not included: in backward mainly the gradient of the carried scores (T * N *
+    S fp32 values), in the loss the logits of a chunk of rows (up to 256 MiB, and an fp32 copy of
+    them without the fused kernel) and a sum in fp32 of V * E values; nor the allocator's rounding.
 
     Args:
         config: the model.
         tokens: T of the micro-batch.
         seq_len: S.
-        bytes_per_value: of weights and activations: 2 for bf16, 4 for fp32.
+        bytes_per_value: size of weights and activations: 2 for bf16, 4 for fp32.
         masked_share: M / T.
-        dropout_mask_bytes: what dropout keeps of each value: a bool on a GPU; PyTorch on a CPU
+        dropout_mask_bytes: size of dropout's mask for each value: a bool on a GPU; PyTorch on a CPU
             keeps a factor in the dtype of the activations.
         checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
-        fused: whether carried scores are those of `pipeline/kernels/carried.py`, and not of the
-            plain PyTorch of `pipeline/kernels/attention.py`; and residuals and norms those of
-            `pipeline/kernels/norm.py`.
+        fused: whether `pipeline/kernels/carried.py` computes carried scores instead of the plain
+            PyTorch of `pipeline/kernels/attention.py`, and `pipeline/kernels/norm.py` residuals and
+            norms.
 
     Returns:
         Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
@@ -208,7 +206,7 @@ def fused_parts(config: ModelConfig, fused: Choice) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Bytes kept by each part. A linear layer keeps its input, which is counted with the layer."""
+    """Bytes kept by each part; the input that a linear layer keeps counts with that layer."""
 
     config: ModelConfig
     tokens: int
@@ -283,8 +281,8 @@ class _Kept:
         return 5 if again else 3
 
     def feed_forward(self) -> int:
-        # relu keeps its result, which the next layer keeps, too; gelu keeps its input; swiglu keeps
-        # gate and value, silu(gate), and the product for the next layer.
+        # relu keeps its result, which the next layer keeps anyway; gelu keeps its input; swiglu
+        # keeps gate and value, silu(gate), and the product for the next layer.
         config = self.config
         inner = {"relu": 1, "swiglu": 4}.get(config.activation, 2) * config.ffn_size
         return self.tokens * (config.hidden_size + inner) * self.value
@@ -293,7 +291,7 @@ class _Kept:
         """Count residuals and norms of all sub-layers, and the last norm."""
         config, size = self.config, self.tokens * self.config.hidden_size
         if self.fused.residual_norm:
-            # The last output is the input of no linear layer that counts it.
+            # The last output is not the input of a linear layer, which would count it.
             seed = _SEED if config.dropout > 0 else 0
             return 2 * layers * (self.tokens * _FP32 + seed) + size * self.value
         norm = self.norm(self.tokens, config.hidden_size)
@@ -355,14 +353,14 @@ def _with_total(groups: dict[str, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Of one GPU."""
+    """The limits of a GPU, from NVIDIA's data sheets."""
 
     bf16_flops: float
     """Dense FLOP/s; the sheets print twice as much, with sparsity."""
     memory_gib: float | None
-    """None: the name does not tell."""
+    """Memory; None if the name does not tell."""
     bandwidth: float | None
-    """Of its memory, bytes/s; likewise."""
+    """Bytes/s of its memory; None if the name does not tell."""
 
 
 KNOWN = {
@@ -374,18 +372,18 @@ KNOWN = {
     "H100": DeviceLimits(989e12, 80, 3.35e12),
     "H200": DeviceLimits(989e12, 141, 4.8e12),
 }
-"""The first entry whose words a device's name contains counts."""
+"""Limits by words of a device's name; the first entry whose words it contains counts."""
 
 
 def limits(name: str) -> DeviceLimits | None:
     """Return the limits of a device by its name, such as `NVIDIA H100 80GB HBM3`; None if unknown.
 
-    `GH200` and the like are other devices, and a MIG slice is a part of one.
+    `GH200` is another device, and a MIG slice is part of a device.
     """
     words = name.replace("-", " ").split()
     if "MIG" in words:
         return None
-    for known, found in KNOWN.items():
+    for known, device in KNOWN.items():
         if set(known.split()) <= set(words):
-            return found
+            return device
     return None

@@ -1,4 +1,4 @@
-"""`python -m pipeline model`: what a model is and what it costs, as a table; needs no torch."""
+"""Describes a model and its cost as a table, without torch: `pipeline model`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
 
 VOCABULARIES = (12_000, 21_128, 30_522, 50_000)
-"""RoFormerV2's, BERT's for Chinese and for English, RoFormer's."""
+"""Sizes of RoFormerV2, of BERT for Chinese and for English, and of RoFormer."""
 PEAK_FLOPS = 989e12
-"""Dense bf16 FLOP/s of an H100 or H200 SXM (their data sheets; the double holds for sparsity)."""
+"""Dense bf16 FLOP/s of an H100 or H200 SXM, by their data sheets (half of those with sparsity)."""
 UTILISATION = 0.5
-"""Share of the peak in the planning figure: a wish, measured nowhere."""
+"""Share of the peak in the planning figure: an assumption, not a measurement."""
 
 _LABEL_WIDTH, _COLUMN_WIDTH = 28, 15
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model and how it is to be trained."""
+    """A model and the settings of its training that decide the cost."""
 
     config: ModelConfig
     seq_len: int = 512
@@ -34,17 +34,19 @@ class Plan:
     num_ranks: int = 1
     masked_share: float = 0.15
     document_len: int | None = None
-    """Tokens that a token sees where attention leaves out other documents; None: all of the row."""
+    """Tokens that a token sees if attention skips other documents; None: the whole row."""
     checkpoint_layers: int | None = None
-    """Layers of a group whose inputs alone are kept for the backward pass; None: all is kept."""
+    """Layers of a group of which only the inputs are kept for backward; None keeps everything."""
     fused: Choice = REFERENCE
-    """What fused kernels compute."""
+    """The parts that fused kernels compute."""
 
     def __post_init__(self) -> None:
         sizes = {
-            "seq-len": self.seq_len, "micro-batch": self.micro_batch, "ranks": self.num_ranks,
+            "seq-len": self.seq_len,
+            "micro-batch": self.micro_batch,
+            "ranks": self.num_ranks,
             "document-len": self.document_len,
-        }  # fmt: skip
+        }
         for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: expected a whole number from 1")
@@ -62,22 +64,25 @@ def read_plan(
     """Read a model's file, or the config of a run, which also has lengths and batches.
 
     Args:
-        path: YAML file; a run's if one of its top-level keys is a `PretrainConfig`'s.
-        overrides: as in `load`: `num_layers=3` for a model's file, `model.num_layers=3` for a run.
-        seq_len: instead of the run's `data.seq_len`, or 512.
-        micro_batch: instead of the run's `train.micro_batch`, or 8.
+        path: YAML file; that of a run if one of its top-level keys belongs to `PretrainConfig`.
+        overrides: see `load`: `num_layers=3` for a model's file, `model.num_layers=3` for a run.
+        seq_len: replaces the run's `data.seq_len`, or 512.
+        micro_batch: replaces the run's `train.micro_batch`, or 8.
         num_ranks: ranks of the run.
         document_len: tokens that a token sees, for attention of variable length.
 
     Raises:
-        ConfigError: as `load`, or a number is below 1.
+        ConfigError: `load` fails, or a number is below 1.
     """
     if _is_run(Path(path), ()):
         run = load(PretrainConfig, path, overrides).config
         plan = Plan(
-            run.model, run.data.seq_len, run.train.micro_batch, masked_share=run.data.mask_prob,
+            run.model,
+            run.data.seq_len,
+            run.train.micro_batch,
+            masked_share=run.data.mask_prob,
             checkpoint_layers=run.train.activation_checkpoint_layers,
-        )  # fmt: skip
+        )
         kernels = run.kernels
     else:
         plan, kernels = Plan(load(ModelConfig, path, overrides).config), KernelsConfig()
@@ -151,18 +156,18 @@ def _parameters(configs: list[ModelConfig]) -> list[str]:
 
 
 def _flops(plan: Plan, configs: list[ModelConfig]) -> list[str]:
-    found = [_flops_of(plan, config) for config in configs]
+    flops_of_each = [_flops_of(plan, config) for config in configs]
     title = (
         f"MFLOP per token, every token sees {_count(_num_keys(plan), 'key')}, "
         f"{plan.masked_share:.0%} masked"
     )
     parts = {
-        "body, linear layers": [flops.body for flops in found],
-        "attention, scores and values": [flops.attention for flops in found],
-        "head": [flops.head for flops in found],
-        "forward": [flops.forward for flops in found],
-        "backward": [flops.backward for flops in found],
-        "forward and backward": [flops.total for flops in found],
+        "body, linear layers": [flops.body for flops in flops_of_each],
+        "attention, scores and values": [flops.attention for flops in flops_of_each],
+        "head": [flops.head for flops in flops_of_each],
+        "forward": [flops.forward for flops in flops_of_each],
+        "backward": [flops.backward for flops in flops_of_each],
+        "forward and backward": [flops.total for flops in flops_of_each],
     }
     rows = [
         _row(f"  {name}", _grouped([value / 1e6 for value in values], 1))

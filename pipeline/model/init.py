@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 
-# A normal cut at two standard deviations has 0.87962566 of its standard deviation left.
+# A normal cut at two standard deviations keeps 0.87962566 of its standard deviation.
 _CUT_CORRECTION = 1.0 / 0.8796256610342398
 _BERT_STD = 0.02
 
@@ -62,5 +62,5 @@ def _std(matrix: Tensor, gain: float, config: ModelConfig, is_embedding: bool) -
 
 
 def _fill(matrix: Tensor, std: float) -> None:
-    # torch's default cut is an absolute 2, which is no cut at all for small deviations.
+    # torch's default cut is an absolute 2, which does not cut small deviations at all.
     nn.init.trunc_normal_(matrix, std=std, a=-2 * std, b=2 * std)

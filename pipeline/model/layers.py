@@ -1,12 +1,11 @@
-"""One encoder layer and its parts: norms, attention, feed-forward, residual.
+"""One encoder layer and its parts: rotary positions, norms, attention, feed-forward, residual.
 
 Shapes: tokens lie in rows (B, S) or end to end (T,), written `...` where both fit; D hidden size, N
 heads, H head size.
 
-Rotary positions in the interleaved form: coordinates (0, 1), (2, 3), ... turn together.
-
-Source: Su et al. 2021 (arXiv 2104.09864), equation 34; bojone/bert4keras `bert4keras/backend.py`,
-apply_rotary_position_embeddings. Shapes: ... any (tokens), N heads, H head size.
+Rotary positions are in the interleaved form: coordinates (0, 1), (2, 3), ... turn together. Source:
+Su et al. 2021 (arXiv 2104.09864), equation 34; bojone/bert4keras `bert4keras/backend.py`,
+apply_rotary_position_embeddings.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""What attention looks like: its entropy, and how alike neighbouring layers are.
+"""Statistics of attention: its entropy, and the divergence of neighbouring layers.
 
-Falling entropy in every head warns of collapse; with carried scores, layers that all attend alike
-are the known danger (He et al. 2020, arXiv 2012.11747, section 5 measures both).
+Falling entropy in every head warns of collapse; with carried scores, the known danger is that all
+layers attend alike (He et al. 2020, arXiv 2012.11747, section 5 measures both).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class AttentionStatistics:
     """Means over real tokens, fp32; L layers, N heads."""
 
     entropy: Tensor
-    """(L, N) nats: 0 looks at one token, log(keys) at all alike."""
+    """(L, N) nats: 0 for attention to one token, log(keys) for equal attention to all."""
     divergence: Tensor
     """(L - 1, N) nats: Jensen-Shannon divergence of a head from the same head one layer below, 0
     for equal attention, log 2 at most."""

@@ -15,12 +15,12 @@ from pipeline.runtime.files import write_atomic
 from pipeline.runtime.rank import Rank, run_as_rank
 
 _DESCRIPTION = """\
-Where the time of a run's training steps goes on this machine: real steps with the run's own data,
-from random weights. Times are means over the steps and ranks and add up to the step. Nothing is
-read from or written to run_dir. As many steps are taken before without the profiler, which slows
-the host down: what it adds is in "idle or host". Of the roofline: the least time in which the
-device, by its data sheet, could do the products of the linear layers, or compute and move what
-attention must (pipeline/profile/roofline.py), over the time taken."""
+Show where the time of a run's training steps goes on this machine: real steps with the run's own
+data, from random weights. Times are means over the steps and ranks and add up to the step. run_dir
+is neither read nor written. The profiler slows the host down, which shows in "idle or host", so the
+same number of steps runs without it first. Of the roofline: the least time in which the device, by
+its data sheet, could compute the products of the linear layers, or compute and move the data of
+attention (attention_work in pipeline/profile/step.py), divided by the time taken."""
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,16 +32,16 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5,
         metavar="N",
-        help="steps before, that compile kernels (default 5)",
+        help="steps before them, in which kernels are compiled (default 5)",
     )
     parser.add_argument(
-        "--json", type=Path, dest="json_file", metavar="FILE", help="the numbers as JSON"
+        "--json", type=Path, dest="json_file", metavar="FILE", help="write the numbers as JSON"
     )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="rank 0's trace for ui.perfetto.dev; .gz packs it",
+        help="write rank 0's trace for ui.perfetto.dev; .gz compresses it",
     )
 
 
@@ -58,7 +58,7 @@ def _profile_on(arguments: argparse.Namespace, rank: Rank) -> int:
     # Importing torch takes seconds.
     from pipeline.profile.step import profile_run, profile_text
 
-    found = profile_run(
+    profile = profile_run(
         config,
         rank.process,
         steps=arguments.steps,
@@ -66,9 +66,9 @@ def _profile_on(arguments: argparse.Namespace, rank: Rank) -> int:
         trace_file=arguments.trace,
     )
     if rank.process.is_first:
-        print(profile_text(found))
+        print(profile_text(profile))
         if arguments.json_file:
-            write_atomic(arguments.json_file, (json.dumps(asdict(found)) + "\n").encode())
+            write_atomic(arguments.json_file, (json.dumps(asdict(profile)) + "\n").encode())
     return EXIT_FINISHED
 
 
@@ -87,15 +87,19 @@ def _bandwidth_arguments(parser: argparse.ArgumentParser) -> None:
         help="names of all nodes in order, to name missing ones",
     )
     parser.add_argument(
-        "--megabytes", type=float, default=256.0, help="that each rank has (default 256)"
+        "--megabytes", type=float, default=256.0, help="size of each rank's tensor (default 256)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=180.0, metavar="S", help="for all of it (default 180)"
+        "--timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="time limit for everything (default 180)",
     )
 
 
 def _bandwidth(arguments: argparse.Namespace) -> int:
-    # It measures between ranks, so one process alone is a mistake. Its codes are no attempt's.
+    # It measures between ranks, so a single process is a mistake.
     return run_as_rank(partial(_bandwidth_on, arguments), env.process_info())
 
 
@@ -114,7 +118,7 @@ def _bandwidth_on(arguments: argparse.Namespace, rank: Rank) -> int:
 
 PROFILE = Verb(
     "profile",
-    "where the time of a run's training steps goes",
+    "show where the time of a run's training steps goes",
     _profile_arguments,
     _profile,
     """\
@@ -124,7 +128,7 @@ torchrun --standalone --nproc-per-node 8 -m postnorm profile run.yaml --trace t.
 )
 BANDWIDTH = Verb(
     "bandwidth",
-    "speed of all-reduce between nodes, for preflight (one rank)",
+    "measure all-reduce between nodes, for preflight (run on every rank)",
     _bandwidth_arguments,
     _bandwidth,
     "torchrun --standalone --nproc-per-node 8 -m postnorm bandwidth --records /tmp/records",

@@ -1,4 +1,4 @@
-"""`python -m pipeline profile`: where the time of a run's training steps goes on this machine."""
+"""Measures where the time of a run's training steps goes on this machine, and its roofline."""
 
 import gzip
 import json
@@ -20,7 +20,6 @@ from pipeline.data.format import read_index
 from pipeline.data.steps import Share
 from pipeline.model.cost import flops_per_token, limits
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.profile.roofline import Work, attention_work
 from pipeline.profile.timeline import ATTENTION, CATEGORIES, GEMM, Timeline, read_timeline
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
@@ -31,42 +30,48 @@ from pipeline.train.engine import Engine, close_process_group, init_process_grou
 from pipeline.train.timing import device_name
 
 _SHOWN = 12
+_BF16 = 2
+_WINDOW = 128
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Of a step, means over the profiled steps and over the ranks."""
+    """Times of a step: means over the profiled steps and over the ranks."""
 
     device: str
     num_ranks: int
     steps: int
     step_ms: float
     untraced_step_ms: float
-    """Of as many steps before, without the profiler: what a step really takes."""
+    """The same for as many steps before, without the profiler: the real time of a step."""
     tokens_per_s: float
-    """Of these; slots that are no padding, of all ranks."""
+    """Tokens, without padding, of all ranks in the steps without the profiler."""
     categories_ms: dict[str, float]
     """They add up to `step_ms`."""
     roofline: dict[str, float]
     """GEMM and attention: the least time that the device could take, over the time taken."""
     kernels: list[tuple[str, str, float]]
-    """Of rank 0, those that take longest: category, name, ms."""
+    """The longest kernels of rank 0: category, name, ms."""
 
 
 def profile_run(
-    config: PretrainConfig, process: ProcessInfo, *, steps: int, warm_up: int,
+    config: PretrainConfig,
+    process: ProcessInfo,
+    *,
+    steps: int,
+    warm_up: int,
     trace_file: Path | None = None,
-) -> Profile:  # fmt: skip
+) -> Profile:
     """Profile a few steps from random weights with the run's loader, and keep nothing.
 
     Nothing is read from or written to `run_dir`. Collective.
 
     Args:
-        config: of the run; `init_from` is not read.
+        config: the run's config; `init_from` is not read.
         process: this rank.
-        steps: that are profiled.
-        warm_up: steps before them, in which kernels are compiled.
-        trace_file: gets rank 0's trace for chrome://tracing or ui.perfetto.dev; `.gz` packs it.
+        steps: number of steps to profile.
+        warm_up: number of steps before them, in which kernels are compiled.
+        trace_file: gets rank 0's trace for chrome://tracing or ui.perfetto.dev; `.gz` compresses.
 
     Raises:
         PostnormError: as a run with this config would.
@@ -76,7 +81,7 @@ def profile_run(
     config = with_vocabulary(config, index)
     device = init_process_group(process, config.train.collective_timeout_s)
     with tempfile.TemporaryDirectory() as folder:
-        # The numbers of sequences are kept there if the dataset's folder cannot be written.
+        # Counts of sequences are stored there if the dataset's folder is not writable.
         config = replace(config, run_dir=folder)
         objective = MaskedLanguageModeling()
         model = make_model(config, objective, device)
@@ -102,18 +107,18 @@ def profile_run(
             untraced = _untraced(step, steps, seen)
             seen.clear()
             timeline = profiled(step, steps, trace_file if process.is_first else None)
-        found = _profile(config, process, device, timeline, seen, untraced)
+        profile = _profile(config, process, device, timeline, seen, untraced)
         close_process_group()
-    return found
+    return profile
 
 
 def profiled(step: Callable[[], None], count: int, trace_file: Path | None = None) -> Timeline:
     """Run steps under torch's profiler and divide their time.
 
     Args:
-        step: sets its marks; `DATA` or `FORWARD` first.
-        count: how often it is called.
-        trace_file: keeps the trace.
+        step: runs a step and sets its marks, `DATA` or `FORWARD` first.
+        count: number of calls.
+        trace_file: stores the trace.
     """
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -138,7 +143,7 @@ def head_marked(encoder: nn.Module) -> Iterator[None]:
     """Mark the head and the loss: from the encoder's output to its gradient.
 
     Args:
-        encoder: gives a tensor, or an object whose first element is one.
+        encoder: returns a tensor, or an object whose first element is one.
     """
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
@@ -154,10 +159,56 @@ def head_marked(encoder: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of a part of a step."""
+
+    flops: float
+    num_bytes: float
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.flops * times, self.num_bytes * times)
+
+    def least_s(self, device: str) -> float | None:
+        """Return the seconds at the limits of a device, by its name; None if they are unknown."""
+        known = limits(device)
+        if known is None or known.bandwidth is None:
+            return None
+        return max(self.flops / known.bf16_flops, self.num_bytes / known.bandwidth)
+
+
+def attention_work(
+    tokens: int, pairs: float, num_heads: int, head_size: int, *, carries: bool, longest: int
+) -> Work:
+    """Return one layer's work forward and backward in bf16, without rotary and projections.
+
+    FLOPs are those of the formula, as in `cost.py`: 4 P N H forward, twice as many backward,
+    without what fused kernels compute a second time. Bytes: queries, keys, values and output are
+    read or written 4 times forward and 8 times backward. Carried scores (fp16, their gradient bf16)
+    are read and written forward; backward reads the scores, and reads and writes the gradient. If a
+    row of scores is longer than a tile of 128, the gradient is read once more.
+
+    Args:
+        tokens: T, tokens.
+        pairs: P, pairs of tokens that see each other: sum(n^2) over documents of n tokens.
+        num_heads: N.
+        head_size: H.
+        carries: whether it is a middle layer of a model with carried scores.
+        longest: tokens of the longest document.
+    """
+    of_scores = (10 + 2 * (longest > _WINDOW)) if carries else 0
+    return Work(
+        flops=12.0 * pairs * num_heads * head_size,
+        num_bytes=float(
+            12 * tokens * num_heads * head_size * _BF16 + of_scores * pairs * num_heads
+        ),
+    )
+
+
 def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, Work]:
     """Return the work of the encoder's GEMMs and attention over micro-batches, in bf16.
 
-    GEMMs work on padding, too; the bytes they move are not counted.
+    GEMMs include padding; the bytes that they move are not counted.
     """
     model = config.model
     slots = sum(batch.input_ids.numel() for batch in batches)
@@ -165,9 +216,13 @@ def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, W
     longest = max(int(batch.positions.max()) + 1 for batch in batches)
     flops = flops_per_token(model, max(batch.input_ids.shape[-1] for batch in batches))
     layer = attention_work(
-        slots, pairs, model.num_heads, model.head_size,
-        carries=model.score_residual != "none", longest=longest,
-    )  # fmt: skip
+        slots,
+        pairs,
+        model.num_heads,
+        model.head_size,
+        carries=model.score_residual != "none",
+        longest=longest,
+    )
     return {GEMM: Work(3 * flops.body * slots, 0.0), ATTENTION: layer * model.num_layers}
 
 
@@ -177,18 +232,22 @@ def roofline(
     """Divide the least time by the time taken; empty in fp32 or for an unknown device."""
     if config.train.precision != "bf16":
         return {}
-    found = {}
+    shares = {}
     for name, work in model_work(config, batches).items():
         least_s, taken_ms = work.least_s(device), timeline.by_category[name]
         if least_s is not None and taken_ms:
-            found[name] = 1e3 * least_s / taken_ms
-    return found
+            shares[name] = 1e3 * least_s / taken_ms
+    return shares
 
 
 def _profile(
-    config: PretrainConfig, process: ProcessInfo, device: torch.device, timeline: Timeline,
-    seen: list[list[MicroBatch]], untraced: tuple[float, float],
-) -> Profile:  # fmt: skip
+    config: PretrainConfig,
+    process: ProcessInfo,
+    device: torch.device,
+    timeline: Timeline,
+    seen: list[list[MicroBatch]],
+    untraced: tuple[float, float],
+) -> Profile:
     steps, name = len(seen), device_name(device)
     batches = [batch for step in seen for batch in step]
     shares = roofline(config, batches, timeline, name)
@@ -203,12 +262,10 @@ def _profile(
         step_ms=wall_ms / steps,
         untraced_step_ms=untraced_ms / steps,
         tokens_per_s=tokens * process.world_size / untraced_ms * 1e3,
-        categories_ms={
-            key: value / steps for key, value in zip(CATEGORIES, rest, strict=False)
-        },
+        categories_ms={key: value / steps for key, value in zip(CATEGORIES, rest, strict=False)},
         roofline=dict(zip(shares, rest[len(CATEGORIES) :], strict=True)),
         kernels=[(kind, kernel, ms / steps) for (kind, kernel), ms in longest],
-    )  # fmt: skip
+    )
 
 
 def profile_text(profile: Profile) -> str:
@@ -224,7 +281,7 @@ def profile_text(profile: Profile) -> str:
         of = f"{profile.roofline[name]:.1%}" if name in profile.roofline else ""
         lines.append(f"{name:<24}{ms:>10.2f}{ms / profile.step_ms:>9.1%}{of:>13}")
     if not has_limits:
-        lines.append(f"no roofline: the limits of {profile.device!r} are not known")
+        lines.append(f"no roofline: the limits of {profile.device!r} are unknown")
     lines.append("longest:")
     lines += [f"{ms:>9.2f} ms  {kind:<22} {name[:90]}" for kind, name, ms in profile.kernels]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""Where the time of profiled steps went: a trace of torch's profiler, each moment counted once.
+"""Divides the time of profiled steps among categories, from a trace of torch's profiler.
 
-What a kernel or an operator is for, by its name.
+Each moment counts once. The name of a kernel or an operator decides its category.
 """
 
 import heapq
@@ -24,11 +24,19 @@ OTHER = "other"
 IDLE = "idle or host"
 
 CATEGORIES = (
-    GEMM, ATTENTION, NORMS, HEAD_LOSS, OPTIMIZER, COMMUNICATION, DATA_WAIT, OTHER, IDLE,
-)  # fmt: skip
+    GEMM,
+    ATTENTION,
+    NORMS,
+    HEAD_LOSS,
+    OPTIMIZER,
+    COMMUNICATION,
+    DATA_WAIT,
+    OTHER,
+    IDLE,
+)
 
-# The first that matches counts: flash kernels of CUTLASS and cuDNN have GEMM's words in their
-# names, softmax and norms those of reductions.
+# The first match counts: names of CUTLASS's and cuDNN's flash kernels contain words of GEMMs, those
+# of softmax and norms contain words of reductions.
 _BY_NAME = tuple(
     (category, re.compile(words, re.IGNORECASE))
     for category, words in (
@@ -42,7 +50,7 @@ _BY_NAME = tuple(
             # Kernels of pipeline/kernels/carried_triton.py.
             r"|^(forward|delta|turn|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
         ),
-        # On a CPU compiled code is one event: what torch.compile fuses is no product.
+        # On a CPU compiled code is one event, and torch.compile does not fuse products.
         (NORMS, r"layer_?norm|rms_?norm|residual|CompiledFxGraph"),
         (
             GEMM,
@@ -58,41 +66,44 @@ _BY_NAME = tuple(
     )
 )
 
-# An operator says more than the library's kernel that it launches: linear layers are `mm` and
-# `addmm`, so that batched products are those of attention.
+# An operator tells more than the library's kernel that it launches: linear layers are `mm` and
+# `addmm`, so batched products belong to attention.
 _BY_OPERATOR = {
-    "aten::bmm": ATTENTION, "aten::baddbmm": ATTENTION, "aten::_softmax": ATTENTION,
-    "aten::_softmax_backward_data": ATTENTION, "aten::mm": GEMM, "aten::addmm": GEMM,
-}  # fmt: skip
+    "aten::bmm": ATTENTION,
+    "aten::baddbmm": ATTENTION,
+    "aten::_softmax": ATTENTION,
+    "aten::_softmax_backward_data": ATTENTION,
+    "aten::mm": GEMM,
+    "aten::addmm": GEMM,
+}
+
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
 
 def category(name: str, phase: str = "", operator: str = "") -> str:
     """Return one of `CATEGORIES`; `OTHER` for an unknown name.
 
     Args:
-        name: of a GPU's kernel or copy, or of an operator that a CPU runs.
-        phase: of the host when it started it; `marks.HEAD` and `marks.UPDATE` say what it is for.
-        operator: of torch that launched it, if there is one.
+        name: name of a GPU's kernel or copy, or of an operator on a CPU.
+        phase: the host's phase when it started it; `marks.HEAD` and `marks.UPDATE` decide.
+        operator: operator of torch that launched it, if there is one.
     """
-    found = next((each for each, words in _BY_NAME if words.search(name)), OTHER)
-    if found == COMMUNICATION:
-        return found
+    by_name = next((each for each, words in _BY_NAME if words.search(name)), OTHER)
+    if by_name == COMMUNICATION:
+        return by_name
     if phase == UPDATE:
         return OPTIMIZER
     if phase == HEAD:
         return HEAD_LOSS
-    if found == OTHER:
-        return found
-    return _BY_OPERATOR.get(operator) or _BY_OPERATOR.get(name) or found
-
-
-_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-_LAUNCHES = {"cuda_runtime", "cuda_driver"}
+    if by_name == OTHER:
+        return by_name
+    return _BY_OPERATOR.get(operator) or _BY_OPERATOR.get(name) or by_name
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran, in microseconds of the trace's clock."""
+    """The run of a kernel or an operator, in microseconds of the trace's clock."""
 
     start: float
     stop: float
@@ -102,25 +113,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Milliseconds, all profiled steps together."""
+    """Milliseconds of all profiled steps together."""
 
     wall_ms: float
     by_category: dict[str, float]
     """Each of `CATEGORIES`; they add up to the wall time."""
     by_name: dict[tuple[str, str], float]
-    """Time of each (category, kernel or operator), where several run at once all of it."""
+    """Time of each (category, kernel or operator); several at once count in full."""
 
 
 def read_timeline(trace: dict[str, Any]) -> Timeline:
     """Divide the time between the marks `BEGIN` and `END`.
 
-    With a GPU, a moment belongs to what ran there; of several at once communication counts last,
-    so that it has what is not hidden behind computing. Without one it belongs to the innermost
-    operator of the thread that set the marks. What is left is waiting for data, if the host was at
-    it, or idle.
+    With a GPU, a moment belongs to the kernel or copy that ran; communication counts only while
+    nothing else ran, so it is the part that is not hidden. Without a GPU a moment belongs to the
+    innermost operator of the thread that set the marks. The rest is waiting for data, if the host
+    did so, or idle.
 
     Args:
-        trace: as `torch.profiler` exports it for Chrome.
+        trace: a trace that `torch.profiler` exported for Chrome.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     marks = sorted(
@@ -149,19 +160,19 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
 
 
 class _Phases:
-    """What the host was at."""
+    """The phases of the host."""
 
     def __init__(self, marks: list[tuple[float, str]]) -> None:
         self.marks = marks
 
     def at(self, moments: list[float]) -> list[str]:
         """Return the phase at each moment of a list in any order."""
-        found, number = [""] * len(moments), -1
+        phases, number = [""] * len(moments), -1
         for index in sorted(range(len(moments)), key=moments.__getitem__):
             while number + 1 < len(self.marks) and self.marks[number + 1][0] <= moments[index]:
                 number += 1
-            found[index] = self.marks[number][1] if number >= 0 else ""
-        return found
+            phases[index] = self.marks[number][1] if number >= 0 else ""
+        return phases
 
     def waiting(self, begin: float, end: float) -> Iterator[tuple[float, float]]:
         """Yield the stretches in which the host waited for data."""
@@ -183,9 +194,9 @@ def _device_spans(events: list[dict[str, Any]], phases: _Phases) -> Iterator[Spa
         for event in events
         if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
     }
-    found = [event for event in events if event.get("cat") in _ON_DEVICE]
-    moments = [launched.get(e.get("args", {}).get("correlation"), float(e["ts"])) for e in found]
-    for event, phase in zip(found, phases.at(moments), strict=True):
+    ran = [event for event in events if event.get("cat") in _ON_DEVICE]
+    moments = [launched.get(e.get("args", {}).get("correlation"), float(e["ts"])) for e in ran]
+    for event, phase in zip(ran, phases.at(moments), strict=True):
         operator = operators.get(event.get("args", {}).get("External id"), "")
         start = float(event["ts"])
         kind = category(event["name"], phase, operator)

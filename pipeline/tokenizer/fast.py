@@ -1,8 +1,8 @@
 """The only door to the package tokenizers: vocabularies that come with Hugging Face models.
 
 `Tokenizer` (sentencepiece) is for models trained here; `FastTokenizer` has the same methods for
-BERT's WordPiece, RoBERTa's byte-level BPE and whatever else a tokenizer.json describes. Datasets
-are made with the first or with `pipeline.tokenizer.wordpiece`.
+BERT's WordPiece, RoBERTa's byte-level BPE and everything else that a tokenizer.json describes.
+Datasets are made with the first, or with `pipeline.tokenizer.wordpiece`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ CONFIG_JSON = "tokenizer_config.json"
 _SPACE = "\u2581"  # sentencepiece's mark for a space
 _BREAK = "\x01"  # keeps characters from being composed; sentencepiece's rules delete it
 _TILDE = "\uff5e"  # the one character that NFKC changes and sentencepiece's rules do not
-# What sentencepiece's rules delete, and what they make a space.
+# Characters that sentencepiece's rules delete, and those that they replace by a space.
 _DELETED = r"[\x{1}-\x{8}\x{b}\x{e}-\x{1f}\x{7f}\x{8f}\x{9f}]"
 _SPACES = r"[\t\n\f\r\p{Z}\x{61c}\x{200b}\x{200c}\x{200e}\x{200f}\x{2581}\x{feff}\x{fffd}]"
 _MASK_IN_TEXT = SPECIAL_TOKENS[MASK_ID]
@@ -40,27 +40,27 @@ class FastTokenizer:
     """A tokenizer.json, with the methods and attributes of `Tokenizer`."""
 
     pad_id: int
-    """A vocabulary without a padding token pads with the separator: nothing attends to padding."""
+    """The separator if the vocabulary has no padding token, as nothing attends to padding."""
     unk_id: int
-    """The separator where the vocabulary has no unknown token, as no text is unknown to it then."""
+    """The separator if the vocabulary has no unknown token, as then no text is unknown."""
     cls_id: int
     sep_id: int
     mask_id: int
     special_ids: frozenset[int]
-    """The five above and all others that the file marks as special."""
+    """The five ids above, and all others that the file marks as special."""
 
     def __init__(self, path: Path) -> None:
         """Load a tokenizer.json.
 
         Raises:
-            DataError: the file is missing or no tokenizer.json, or its vocabulary has no CLS, SEP
-                or MASK token under one of the usual names.
+            DataError: the file is missing or not a tokenizer.json, or its vocabulary has no CLS,
+                SEP or MASK token under one of the usual names.
         """
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"tokenizer {path} cannot be loaded: {error}") from error
-        # Published files often still have the length limit of what they were last used for.
+        # Published files often still have the length limit of their last use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -86,7 +86,7 @@ class FastTokenizer:
     def encode_with_masks(self, text: str) -> list[int]:
         """Encode a text in which each mask stands for one masked token.
 
-        A mask is written `[MASK]`, or as the vocabulary calls it (`<mask>`).
+        A mask is written `[MASK]`, or as in the vocabulary (`<mask>`).
         """
         text = text.replace(_MASK_IN_TEXT, self._mask_name)
         return list(self._finds_masks.encode(text, add_special_tokens=False).ids)
@@ -98,8 +98,8 @@ class FastTokenizer:
     def piece(self, token: int) -> str:
         """Return one token as readable text, with its leading space.
 
-        WordPiece has no space in its pieces: there a piece that continues a word starts with `##`.
-        A part of a character in byte-level BPE is U+FFFD; an id that no token has is empty.
+        WordPiece has no spaces in its pieces; a piece that continues a word starts with `##`. Part
+        of a character in byte-level BPE is U+FFFD; an id without a token gives an empty text.
         """
         text = self._tokenizer.id_to_token(token) or ""
         if token in self.special_ids:
@@ -132,7 +132,7 @@ class FastTokenizer:
 
     @cached_property
     def _finds_masks(self) -> tokenizers.Tokenizer:
-        """The same tokenizer but that the mask is an ordinary added token, so found in text."""
+        """The same tokenizer with the mask as an ordinary added token, which is found in text."""
         body = json.loads(self.to_json())
         for token in body["added_tokens"]:
             token["special"] = token["special"] and token["content"] != self._mask_name
@@ -143,35 +143,35 @@ class FastTokenizer:
 
 def _role_names(vocabulary: dict[str, int], special: set[str], path: Path) -> dict[str, str]:
     """Return the token of each role, if any; a special token rather than an ordinary one."""
-    found = {}
+    names = {}
     for role, name in _BERT.items():
         usual = [name, _ROBERTA[role]]
         present = [name for name in usual if name in vocabulary]
         if present:
-            found[role] = min(present, key=lambda name: name not in special)
+            names[role] = min(present, key=lambda name: name not in special)
         elif role in _NEEDED:
             raise DataError(
                 f"tokenizer {path} has no {role.upper()} token: neither {usual[0]} nor {usual[1]} "
                 "is in its vocabulary; a masked language model needs one"
             )
-    return found
+    return names
 
 
 class ForeignSplitterError(DataError):
-    """A tokenizer that first splits words with a program that is not here."""
+    """A tokenizer first splits words with another program, which Postnorm does not have."""
 
 
 def refuse_foreign_splitter(tokenizer_class: str, folder: Path) -> None:
-    """Check the class that tokenizer_config.json names.
+    """Refuse a class in tokenizer_config.json that splits words with another program.
 
     Raises:
-        ForeignSplitterError: it splits words with another program.
+        ForeignSplitterError: it does.
     """
     name = str(tokenizer_class).removesuffix("Fast")
     if name in _FOREIGN_SPLITTERS:
         raise ForeignSplitterError(
-            f"{folder} has a {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; that "
-            f"is not read. If it has BERT's tokenizer, say so in {CONFIG_JSON}: "
+            f"{folder} has a {name}, which splits words with {_FOREIGN_SPLITTERS[name]}; that is "
+            f"not supported. If it has BERT's tokenizer, say so in {CONFIG_JSON}: "
             '{"tokenizer_class": "BertTokenizer"}'
         )
 
@@ -179,13 +179,13 @@ def refuse_foreign_splitter(tokenizer_class: str, folder: Path) -> None:
 def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> str | None:
     """Build a tokenizer.json for the vocabulary of a Hugging Face or TensorFlow model folder.
 
-    A tokenizer.json is taken as it is; a vocab.txt makes BERT's WordPiece, a vocab.json with a
-    merges.txt RoBERTa's byte-level BPE, both set up as by BertTokenizer and RobertaTokenizer in
-    huggingface/transformers, with the options in tokenizer_config.json. None if there is neither.
+    A tokenizer.json is used unchanged. A vocab.txt makes BERT's WordPiece, a vocab.json with a
+    merges.txt RoBERTa's byte-level BPE, both set up like BertTokenizer and RobertaTokenizer in
+    huggingface/transformers, with the options in tokenizer_config.json. None without any of these.
 
     Args:
-        folder: of the model.
-        default_class: what transformers would take where tokenizer_config.json names no class.
+        folder: the model's folder.
+        default_class: the class that transformers uses if tokenizer_config.json names none.
 
     Raises:
         ForeignSplitterError: the tokenizer splits words with another program.
@@ -221,7 +221,7 @@ class BertOptions:
 
     do_lower_case: bool = True
     strip_accents: bool | None = None
-    """None: as `do_lower_case`."""
+    """None means the value of `do_lower_case`."""
     tokenize_chinese_chars: bool = True
 
     @classmethod
@@ -242,8 +242,8 @@ def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> token
 
     Args:
         pieces: by token id.
-        options: how text is normalised.
-        path: where they come from, for messages.
+        options: rules of normalisation.
+        path: the vocabulary's file, for messages.
 
     Raises:
         DataError: a special token is missing.
@@ -278,7 +278,7 @@ def _byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenize
         (names["cls"], vocabulary[names["cls"]]),
         add_prefix_space=prefix_space,
     )
-    # RoBERTa was trained with the space before a masked word inside of the mask.
+    # RoBERTa was trained with the space before a masked word as part of the mask.
     tokenizer.add_special_tokens(
         [tokenizers.AddedToken(name, lstrip=name == names["mask"]) for name in names.values()]
     )
@@ -289,7 +289,10 @@ def _present(names: dict[str, str], vocabulary: dict[str, int], path: Path) -> d
     """Return the special tokens that a vocabulary has; all but padding are required."""
     missing = [name for role, name in names.items() if name not in vocabulary and role != "pad"]
     if missing:
-        raise DataError(f"vocabulary {path} has no {', '.join(missing)}; it is no masked model's")
+        raise DataError(
+            f"vocabulary {path} has no {', '.join(missing)}, which a masked language model needs; "
+            "use the model's own file"
+        )
     return {role: name for role, name in names.items() if name in vocabulary}
 
 
@@ -309,9 +312,9 @@ def build_from_sentencepiece(
 
     Args:
         definition: the model.
-        breaks: regex of the places before characters that NFKC might compose with what stands
-            before them, but the model's normalisation rules do not.
-        merges: of a bpe model: pairs of pieces, the first to be merged first.
+        breaks: regex of the places before characters that NFKC might compose with the text before
+            them, but the model's normalisation rules do not.
+        merges: for a bpe model: pairs of pieces, the first to be merged first.
     """
     vocabulary = {piece: token for token, piece in enumerate(definition.pieces)}
     unk = SPECIAL_TOKENS[UNK_ID]
@@ -323,8 +326,8 @@ def build_from_sentencepiece(
     tokenizer.normalizer = _normalizer(definition.charsmap, breaks)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # Marks the start of the text, but not that of what follows a special token, then
-            # removes the mark and the leading space.
+            # Mark the start of the text, but not of a part after a special token; then remove the
+            # mark and the leading space.
             pre_tokenizers.Metaspace(_BREAK, prepend_scheme="first", split=False),
             pre_tokenizers.Split(tokenizers.Regex(f"{_BREAK}{_SPACE}?"), "removed"),
             pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never"),
@@ -340,14 +343,14 @@ def build_from_sentencepiece(
 def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
     """Build sentencepiece's normalisation (normalizer.cc), except that a leading space stays.
 
-    Its rules replace the longest match, of several characters too. `Precompiled` of tokenizers
-    takes the shortest match in a grapheme of up to 5 bytes and drops the rest of it, and composes
-    nothing longer (Hangul, kana). So NFKC composes first, where no break forbids it.
+    Its rules replace the longest match, also of several characters. `Precompiled` of tokenizers
+    takes the shortest match in a grapheme of up to 5 bytes, drops the rest of it, and composes
+    nothing longer (Hangul, kana). So NFKC composes first, unless a break forbids it.
     """
     replace, regex = normalizers.Replace, tokenizers.Regex
     return normalizers.Sequence(
         [
-            # Deleted characters before a space would hide from Metaspace that the text starts.
+            # Deleted characters before a space would hide the start of the text from Metaspace.
             replace(regex(rf"\A{_DELETED}(?={_DELETED}*{_SPACES})"), " "),
             replace("\x02", _BREAK),
             replace(_TILDE, "\x02"),
@@ -355,7 +358,7 @@ def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
             normalizers.NFKC(),
             replace("\x02", _TILDE),
             normalizers.Precompiled(charsmap),
-            # The first of several spaces stays, for Metaspace again.
+            # The first of several spaces stays, because Metaspace needs it.
             replace(regex("(?<= ) +"), ""),
             replace(regex(r" \z"), ""),
             replace(" ", _SPACE),

@@ -41,7 +41,7 @@ _SPACES = re.compile("  +")
 
 @dataclass(frozen=True)
 class Definition:
-    """What a trained model consists of, for building the same tokenizer with another library."""
+    """The parts of a trained model, for building the same tokenizer with another library."""
 
     model_type: str
     """`unigram` or `bpe`."""
@@ -83,7 +83,8 @@ class Tokenizer:
         """Load a model.
 
         Raises:
-            DataError: the file is missing, no sentencepiece model, or has other special tokens.
+            DataError: the file is missing, is not a sentencepiece model, or has other special
+                tokens.
         """
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -106,8 +107,8 @@ class Tokenizer:
     def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
         """Encode a text like `encode` and return how the tokens spell it; fast enough for a corpus.
 
-        Normalised text, which is nearly all that data preparation has, is not normalised once more,
-        and its spelling needs no look at the pieces: twice as fast as `encode` and `surface`.
+        Normalised text, which nearly all text in data preparation is, is not normalised again, and
+        its spelling does not need the pieces: twice as fast as `encode` and `surface`.
         """
         plain = self._plain_text.flat(text)
         if plain is not None:
@@ -127,8 +128,8 @@ class Tokenizer:
         first, *others = text.split(SPECIAL_TOKENS[MASK_ID])
         ids = self.encode(first)
         for part in others:
-            # A leading space must stay, which normalisation would strip. No piece reaches across a
-            # space, so the pieces of the text before it can be cut off again.
+            # Normalisation would strip a leading space, which must stay. No piece crosses a space,
+            # so the pieces of the prefix before it can be cut off again.
             prefix = "." if self._processor.Normalize(f".{part}")[1:2] == _SPACE else ""
             ids += [MASK_ID, *self.encode(prefix + part)[len(self.encode(prefix)) :]]
         return ids
@@ -203,8 +204,8 @@ class Tokenizer:
             ids: (n,) tokens of whole characters, without specials.
 
         Returns:
-            Text with spaces as such, and (n,) character offsets; a byte that continues a character
-            has the offset behind it.
+            Text with plain spaces, and (n,) character offsets; a byte that continues a character
+            has the offset after it.
         """
         pieces, num_chars = self._surface_tables
         text = b"".join([pieces[token] for token in ids.tolist()]).decode()
@@ -230,8 +231,8 @@ class Tokenizer:
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Return whether each token of a document starts a word; (n,) bool.
 
-        A word starts at the document's begin, at a space, at and after punctuation, and at every
-        Chinese, Japanese or Korean character that starts a piece.
+        A word starts at the beginning of a document, at a space, at and after punctuation, and at
+        every Chinese, Japanese or Korean character that starts a piece.
         """
         if not len(ids):
             return np.zeros(0, dtype=bool)
@@ -261,7 +262,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class _Spelled:
-    """A spelling that is known."""
+    """A spelling found while encoding."""
 
     tokenizer: Tokenizer
     text: str
@@ -278,17 +279,17 @@ class _Spelled:
 
 
 class _PlainText:
-    """A model without its rules of normalisation, for text that they would leave as it is."""
+    """A model without its rules of normalisation, for text that they would not change."""
 
     def __init__(self, model: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model + _IDENTITY_RULES)
         rules = dict(sentencepiece.SentencePieceNormalizer(model_proto=model).Decompile())
-        # A rule of several characters cannot apply where none but its first occurs.
+        # A rule of several characters cannot apply if only its first character occurs.
         changed = {old for old in rules if len(old) == 1}
         changed |= {character for old in rules for character in old[1:]}
         self._changed = np.zeros(0x110000, dtype=bool)
         self._changed[[ord(character) for character in changed]] = True
-        # `flat` does for newlines what the rules of sentencepiece do; others may do something else.
+        # `flat` treats newlines like sentencepiece's rules; other rules may differ.
         self._usable = rules.get("\n") == " "
 
     def flat(self, text: str) -> str | None:
@@ -316,7 +317,7 @@ def train(
     Raises:
         DataError: the text does not support the vocabulary; says which size it would support.
     """
-    # Not to a file: sentencepiece writes the file's path into the model.
+    # Not into a file, because sentencepiece stores the file's path in the model.
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
@@ -347,7 +348,7 @@ def train(
     except (RuntimeError, OSError) as error:
         raise DataError(
             f"tokenizer.vocab_size={vocab_size} does not fit the text it is trained on: {error}. "
-            "Lower tokenizer.vocab_size, or give more text (tokenizer.sample_mb, sources)"
+            "Lower tokenizer.vocab_size, or provide more text (tokenizer.sample_mb, sources)"
         ) from error
     return model.getvalue()
 
@@ -355,7 +356,7 @@ def train(
 def _protobuf_fields(message: bytes) -> dict[int, Any]:
     """Parse a protobuf message into int or bytes by field number, the last of a repeated field.
 
-    The package protobuf would be one more dependency, for the few fields without an accessor.
+    The few fields without an accessor are not worth a dependency on the package protobuf.
     """
     fields: dict[int, Any] = {}
     position = 0

@@ -22,7 +22,7 @@ from pipeline.tokenizer.fast import BertOptions, FastTokenizer, split_lines, wor
 from pipeline.tokenizer.sentencepiece import Spelling, Tokenizer
 
 CONTINUES = "##"
-"""What a piece inside of a word begins with."""
+"""Prefix of a piece inside a word."""
 
 
 class WordPieceTokenizer(FastTokenizer):
@@ -46,31 +46,37 @@ class WordPieceTokenizer(FastTokenizer):
 
     @cached_property
     def is_byte(self) -> npt.NDArray[np.bool_]:
-        """(V,) False: what has no piece is the unknown token."""
+        """(V,) False: a word without pieces becomes the unknown token."""
         return np.zeros(self.vocab_size, dtype=bool)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Its size, special ids, and ids that no text can have, for the dataset's index.
 
-        A piece that normalisation or the split into words would change is never given: [unused1],
-        `##` before a Chinese character where each of them is a word, capitals in an uncased
+        Text never has a piece that normalisation or the split into words would change: [unused1],
+        `##` before a Chinese character if each of them is a word, capitals in an uncased
         vocabulary.
         """
         absent = [
-            token for token, piece in enumerate(self.pieces())
-            if token in self.special_ids or not self._can_stand_in_text(str(piece))
-        ]  # fmt: skip
-        # Consecutive ids have the same distance to their place in the list.
+            token
+            for token, piece in enumerate(self.pieces())
+            if token in self.special_ids or not self._can_be_in_text(str(piece))
+        ]
+        # Consecutive ids have the same difference to their index in the list.
         grouped = groupby(enumerate(absent), lambda pair: pair[1] - pair[0])
         runs = [[token for _, token in run] for _, run in grouped]
         return Vocabulary(
-            size=self.vocab_size, kind="wordpiece", pad=self.pad_id, unk=self.unk_id,
-            cls=self.cls_id, sep=self.sep_id, mask=self.mask_id,
+            size=self.vocab_size,
+            kind="wordpiece",
+            pad=self.pad_id,
+            unk=self.unk_id,
+            cls=self.cls_id,
+            sep=self.sep_id,
+            mask=self.mask_id,
             not_in_text=tuple((run[0], run[-1] + 1) for run in runs),
-        )  # fmt: skip
+        )
 
-    def _can_stand_in_text(self, piece: str) -> bool:
+    def _can_be_in_text(self, piece: str) -> bool:
         word = "a" + piece[len(CONTINUES) :] if len(piece) > 2 and piece[:2] == CONTINUES else piece
         if self.normalise(word).strip() != word:
             return False
@@ -79,10 +85,10 @@ class WordPieceTokenizer(FastTokenizer):
 
 
 class _Spelling:
-    """One document's text, and where its tokens start in it.
+    """One document's text, and the places where its tokens start.
 
-    The text is the document itself, not what BERT's normalisation makes of it: that has no other
-    Chinese characters, and in it an unknown word cannot be found.
+    It is the text before BERT's normalisation, in which an unknown word could not be found; Chinese
+    characters are the same in both.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class _Spelling:
         return self._text, self._offsets
 
     def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """Return (n,) False: no token starts in the middle of a character."""
+        """Return (n,) False, as no token starts in the middle of a character."""
         return np.zeros(len(ids), dtype=bool)
 
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
@@ -121,11 +127,11 @@ def build(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
 
     Args:
         pieces: by token id.
-        options: how text is normalised.
-        path: where they come from, for messages.
+        options: rules of normalisation.
+        path: the vocabulary's file, for messages.
 
     Raises:
-        DataError: a special token is missing, or a piece is there twice.
+        DataError: a special token is missing, or a piece is listed twice.
     """
     missing = [name for name in SPECIAL_TOKENS if name not in set(pieces)]
     if missing:
@@ -148,7 +154,7 @@ def read_vocab_txt(content: bytes, path: Path) -> list[str]:
     """Read the pieces of a vocab.txt, by id.
 
     Raises:
-        DataError: it has a byte-order mark, is no UTF-8, or has an empty line.
+        DataError: it has a byte-order mark or an empty line, or is not UTF-8.
     """
     for mark, name in (
         (b"\xef\xbb\xbf", "UTF-8"),
@@ -165,7 +171,7 @@ def read_vocab_txt(content: bytes, path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"vocabulary {path}, line {line}: no valid UTF-8; convert the file"
+            f"vocabulary {path}, line {line}: not valid UTF-8; convert the file"
         ) from None
     if "" in pieces:
         raise DataError(
@@ -179,13 +185,13 @@ def read_tokenizer_json(content: str, path: Path) -> tuple[list[str], BertOption
     """Read pieces by id, and options, from a tokenizer.json of BERT's kind.
 
     Raises:
-        DataError: it does anything else than BERT's tokenizer.
+        DataError: it differs from BERT's tokenizer.
     """
     try:
         body = json.loads(content)
         vocabulary: dict[str, int] = body["model"]["vocab"]
         normalizer = body["normalizer"]
-        found = {
+        values = {
             "model": body["model"].get("type", "WordPiece"),
             "continuing_subword_prefix": body["model"]["continuing_subword_prefix"],
             "max_input_chars_per_word": body["model"]["max_input_chars_per_word"],
@@ -193,34 +199,42 @@ def read_tokenizer_json(content: str, path: Path) -> tuple[list[str], BertOption
             "clean_text": normalizer["clean_text"],
             "pre_tokenizer": body["pre_tokenizer"]["type"],
             "added tokens": [
-                token["content"] for token in body["added_tokens"]
+                token["content"]
+                for token in body["added_tokens"]
                 if vocabulary.get(token["content"]) != token["id"]
             ],
-        }  # fmt: skip
+        }
         options = BertOptions(
             normalizer["lowercase"], normalizer["strip_accents"], normalizer["handle_chinese_chars"]
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no tokenizer.json of a BERT model: {error!r}") from None
+        raise DataError(f"{path} is not the tokenizer.json of a BERT model: {error!r}") from None
     expected: dict[str, Any] = {
-        "model": "WordPiece", "continuing_subword_prefix": CONTINUES,
-        "max_input_chars_per_word": 100, "normalizer": "BertNormalizer", "clean_text": True,
-        "pre_tokenizer": "BertPreTokenizer", "added tokens": [],
-    }  # fmt: skip
-    other = [f"{name} {found[name]!r}, not {value!r}" for name, value in expected.items()
-             if found[name] != value]  # fmt: skip
+        "model": "WordPiece",
+        "continuing_subword_prefix": CONTINUES,
+        "max_input_chars_per_word": 100,
+        "normalizer": "BertNormalizer",
+        "clean_text": True,
+        "pre_tokenizer": "BertPreTokenizer",
+        "added tokens": [],
+    }
+    other = [
+        f"{name} {values[name]!r}, not {value!r}"
+        for name, value in expected.items()
+        if values[name] != value
+    ]
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     if sorted(vocabulary.values()) != list(range(len(pieces))):
         other.append("ids that are not 0 to the number of pieces")
     if other:
-        raise DataError(f"{path} is no tokenizer of BERT's: it has {'; '.join(other)}")
+        raise DataError(f"{path} is not BERT's tokenizer: it has {'; '.join(other)}")
     return pieces, options
 
 
 def difference_of_ids(one: FastTokenizer, other: FastTokenizer) -> str:
     """Describe where two vocabularies give an id to different pieces; empty if they agree.
 
-    White space around a piece does not count, as some programs drop it (and no text has such one).
+    White space around a piece is ignored, because some programs drop it and text never has it.
     """
     rows = [[str(piece).strip() for piece in each.pieces()] for each in (one, other)]
     if rows[0] == rows[1]:

@@ -1,12 +1,12 @@
-"""The log of a run's batches: `pipeline.data.record` says what is in it.
+"""Writes the log of a run's batches, whose format `pipeline.data.record` describes.
 
-A later attempt that computes a batch again must find the hash of the earlier attempt.
+An attempt that computes a batch again must get the hash of the earlier attempt.
 
-An earlier attempt's lines beyond the cursor stay in the file until they are written again, and a
-batch that differs stops the run before anything is changed: so the next attempt, and one after a
-kill, is compared as well. A line that comes out equal is not written again. What must change is
-cut off with what follows and appended: no kill can leave damage but in the last line, and the
-lines before, 150 MB after 3 million batches, are never copied.
+An earlier attempt's lines after the cursor stay in the file until they are written again, and a
+batch that differs stops the run before anything is changed; so the next attempt, and one after a
+kill, is compared as well. Equal lines are not written again. From the first line that changes, the
+file is truncated and appended to: a kill can only damage the last line, and the lines before, 150
+MB after 3 million batches, are never copied.
 """
 
 import logging
@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.data.record import (
     HEADER,
     BatchRecord,
-    how_to_mend,
+    how_to_fix,
     line_of,
     parse,
     record_of,
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLog:
-    """Writer of one attempt. Every rank has one; rank 0 reads and writes the file."""
+    """Logs the batches of one attempt. Every rank has one; rank 0 reads and writes the file."""
 
     def __init__(self, run_dir: Path, cursor: int, is_first: bool) -> None:
-        """Open the file, or starts one. Collective.
+        """Open the file or start a new one. Collective.
 
         Args:
             run_dir: folder of the run.
-            cursor: of the next batch.
+            cursor: position of the next batch.
             is_first: whether this is rank 0.
 
         Raises:
-            DataError: the file is damaged, or does not reach to the cursor.
+            DataError: the file is damaged or ends before the cursor.
             StorageError: it cannot be read or written.
         """
         self._path = RunFolder(run_dir).batches
@@ -53,7 +53,7 @@ class BatchLog:
         self._end = len(HEADER)
         """Bytes of the file that this attempt has written or found equal."""
         self._earlier: deque[bytes] = deque()
-        """Complete lines that follow, of earlier attempts."""
+        """Complete lines of earlier attempts after these bytes."""
         with dist.together():
             try:
                 if is_first:
@@ -75,11 +75,11 @@ class BatchLog:
     def flush(self) -> None:
         """Compare and flush to disk the batches added since the last call. Collective.
 
-        To be called before each save too: a file that ends before a checkpoint's cursor is taken
-        for damaged.
+        Call it before each save, because a file that ends before a checkpoint's cursor counts as
+        damaged.
 
         Raises:
-            DataError: a batch is not that of an earlier attempt; the file is left as it was.
+            DataError: a batch differs from that of an earlier attempt; the file is unchanged.
             StorageError: the file cannot be written.
         """
         if not self._pending:
@@ -95,35 +95,37 @@ class BatchLog:
                     self._write(records)
             except OSError as error:
                 raise StorageError(
-                    f"{self._path} cannot be written: {error}; what it holds is complete but for "
+                    f"{self._path} cannot be written: {error}; its content is complete except for "
                     "the last line. Free space, then start the run again"
                 ) from error
 
     def _open(self, cursor: int) -> None:
         text = self._path.read_bytes() if self._path.exists() else b""
-        found = None if HEADER.startswith(text) else parse(self._path, text)
-        if found is None or (len(found.ends) and found.numbers[0, 1] > cursor):
+        lines = None if HEADER.startswith(text) else parse(self._path, text)
+        if lines is None or (len(lines.ends) and lines.numbers[0, 1] > cursor):
             if cursor:
                 logger.warning(
                     "%s %s: a new one starts at sequence %d, and batches from there are not "
                     "compared with those of earlier attempts",
-                    self._path, "begins later" if found else "is missing", cursor,
-                )  # fmt: skip
+                    self._path,
+                    "begins later" if lines else "is missing",
+                    cursor,
+                )
             write_atomic(self._path, HEADER)
             return
-        if not len(found.ends):
+        if not len(lines.ends):
             return
-        # Sequences up to which the file reaches at the end of the header and of each line.
-        reached = np.append(found.numbers[0, 1], found.numbers[:, 1] + found.numbers[:, 2])
+        # The cursor after the header and after each line.
+        reached = np.append(lines.numbers[0, 1], lines.numbers[:, 1] + lines.numbers[:, 2])
         known = int(np.searchsorted(reached, cursor, side="right")) - 1
         if reached[known] != cursor:
+            after = "the end" if known == len(lines.ends) else f"{reached[known + 1]}"
             raise DataError(
-                f"{self._path} has no place to go on at sequence {cursor}, where the checkpoint "
-                f"is: after line {known + 1} it is at sequence {reached[known]}, "
-                + ("and ends there" if known == len(found.ends) else f"then {reached[known + 1]}")
-                + f". {how_to_mend(self._path)}"
+                f"{self._path} has no line that ends at sequence {cursor}, where the checkpoint "
+                f"is: line {known + 1} ends at sequence {reached[known]}, followed by {after}. "
+                f"{how_to_fix(self._path)}"
             )
-        ends = np.append(len(HEADER), found.ends).tolist()
+        ends = np.append(len(HEADER), lines.ends).tolist()
         self._end = ends[known]
         self._earlier.extend(text[self._end : ends[-1]].splitlines(keepends=True))
 
@@ -146,7 +148,7 @@ class BatchLog:
         self._end += len(data)
 
     def _require_same(self, earlier: BatchRecord, now: BatchRecord) -> None:
-        # Whether the step was applied is the optimizer's matter, not the data's.
+        # Whether the step was applied depends on the optimizer and not on the data.
         if earlier._replace(step=now.step) == now:
             return
         raise DataError(
@@ -156,5 +158,5 @@ class BatchLog:
             f"{earlier.seq_len}): this attempt sees other data than an earlier one of the same "
             "run. Check that data.dir holds the same files, that data.* and seed are those of "
             "resolved.yaml, and with data.check_blocks that no block is damaged. If the change is "
-            f"meant, move {self._path} away or choose another run_dir; it is left as it was"
+            f"intended, move {self._path} away or choose another run_dir; it is unchanged"
         )

@@ -1,4 +1,4 @@
-"""Opening a run's data on every rank: shards, numbers of sequences, loaders. All or none."""
+"""Opens a run's data on every rank: shards, counts of sequences, loaders. All ranks or none."""
 
 import numpy as np
 import numpy.typing as npt

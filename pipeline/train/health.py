@@ -1,14 +1,12 @@
-"""A run that learns nothing but how frequent tokens are: seen early, and told with its own numbers.
+"""Watches a run's health: plateaus at the unigram entropy, and ranks that slow down the others.
 
-Rule: behind both warm-ups (learning rate and alpha) the logged loss has been within 5% of the
-unigram entropy, the loss of a model that knows frequencies alone, in every log line of
+Plateau: after both warm-ups (learning rate and alpha) the logged loss stays within 5% of the
+unigram entropy, the loss of a model that knows only the frequencies of tokens, in every log line of
 `patience_steps`: 2% of the run's steps, but at least 20 log intervals.
 
-Finds ranks that all others wait for.
-
-Rule: in each of three log intervals in a row, a rank's own work (waiting for data, and forward and
-backward passes until the first collective) took more than `monitor.straggler_factor` times the
-median of the other ranks, by at least a hundredth of the step.
+Straggler: in each of three log intervals in a row, a rank's own work (waiting for data, and forward
+and backward passes until the first collective) takes more than `monitor.straggler_factor` times the
+median of the other ranks, and at least a hundredth of the step longer.
 """
 
 import json
@@ -25,13 +23,15 @@ _NEAR = 0.05
 _LEAST_INTERVALS = 20
 _SHARE_OF_RUN = 0.02
 _REPORT_FILE = "report.json"
+_SLOW_INTERVALS = 3
+_LEAST_SHARE = 0.01
 # (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
 _SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
 
 
 @dataclass(frozen=True)
 class LastStep:
-    """What the causes are read from."""
+    """The last step's numbers, from which causes are read."""
 
     step: int
     alpha: float
@@ -42,10 +42,10 @@ class LastStep:
 
 
 class PlateauDoctor:
-    """Follows the logged losses of one attempt."""
+    """Follows the logged losses of one attempt, and warns once of a plateau."""
 
     def __init__(self, config: PretrainConfig, unigram_entropy: float) -> None:
-        """Nothing was seen yet."""
+        """Start without losses."""
         train = config.train
         self._config = config
         self._entropy = unigram_entropy
@@ -61,8 +61,8 @@ class PlateauDoctor:
         """Return the warning in Markdown when the rule first holds; None at all other times.
 
         Args:
-            loss: of the interval that ends with the last step.
-            last: that step.
+            loss: mean of the interval that ends with the last step.
+            last: the last step.
         """
         is_near = abs(loss - self._entropy) <= _NEAR * self._entropy
         if last.step <= self._warm_ups or not is_near:
@@ -81,17 +81,17 @@ class PlateauDoctor:
             [
                 f"The loss has been within {_NEAR:.0%} of the unigram entropy "
                 f"({self._entropy:.3f} nats) from step {since} to {last.step}; it is {loss:.3f}. "
-                "The model knows how frequent tokens are and nothing of their context. "
+                "The model has learned how frequent tokens are, and nothing from their context. "
                 "Likely causes, with this run's numbers:",
                 "",
                 f"- learning rate: {last.lr:.2e} now, peak train.lr={train.lr:g}, warm-up "
-                f"{train.warmup_steps:,} steps; a Post-LN encoder that got too much too soon may "
-                "stay here: halve train.lr or double train.warmup_steps, and start afresh",
+                f"{train.warmup_steps:,} steps; a Post-LN encoder may stay here after too high a "
+                "rate too soon: halve train.lr or double train.warmup_steps, and start a new run",
                 *self._start(last.alpha),
                 f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
                 "a noisy gradient: raise train.global_batch",
                 f"- gradient norm {last.grad_norm:.3g}, by layer: {_by_layer(last.layers)}; "
-                "lower layers near 0 beside the head's mean that nothing passes through the norms",
+                "lower layers near 0 next to the head mean that no gradient passes the norms",
                 f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
             ]
         )
@@ -103,18 +103,18 @@ class PlateauDoctor:
         advice = (
             f"model.init={model.init} with model.residual={model.residual} needs no warm-up"
             if (model.init, model.residual) in _SMALL_STARTS
-            else "a deeper model may need it slower: lengthen train.alpha_warmup_steps"
+            else "a deeper model may need a slower one: lengthen train.alpha_warmup_steps"
         )
-        told = [f"- alpha: {alpha:.3f}, {pace} (train.alpha_warmup_steps={steps}); {advice}"]
+        causes = [f"- alpha: {alpha:.3f}, {pace} (train.alpha_warmup_steps={steps}); {advice}"]
         if model.init == "unit" and model.residual == "plain":
-            told.append(
+            causes.append(
                 f"- initialisation: model.init=unit with {model.num_layers} layers and "
-                f"model.score_residual={model.score_residual}; sub-layers then add as much as "
-                "there is, and deep models make all tokens alike, with carried scores even through "
-                "an alpha warm-up: set model.init=deepnorm and model.residual=deepnorm, or "
-                "model.init=rsqrt_depth, and start afresh"
+                f"model.score_residual={model.score_residual}; each sub-layer then adds "
+                "as much as its input, and deep models make all tokens alike, with carried scores "
+                "even after an alpha warm-up: set model.init=deepnorm and model.residual=deepnorm, "
+                "or model.init=rsqrt_depth, and start a new run"
             )
-        return told
+        return causes
 
 
 def _by_layer(layers: dict[str, GroupNorms]) -> str:
@@ -126,72 +126,68 @@ def _duplicates(dataset: Path) -> str:
     path = dataset / _REPORT_FILE
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
-        found = {name: counts for name, counts in stages.items() if name in ("dedup", "near")}
+        done = {name: counts for name, counts in stages.items() if name in ("dedup", "near")}
         parts = [
             f"{1 - counts['documents_out'] / counts['documents_in']:.1%} of the documents were "
             f"dropped by stage {name}"
-            for name, counts in found.items()
+            for name, counts in done.items()
             if counts["documents_in"]
         ]
     except (OSError, ValueError, KeyError, TypeError):
-        return f"unknown, {path} is missing or of another form; check the text for copies"
-    if "near" not in found:
+        return f"unknown, {path} is missing or in another format; check the text for copies"
+    if "near" not in done:
         parts.append(
-            "near duplicates were not looked for (dedup.near_duplicates): copies may be left"
+            "near duplicates were not searched for (dedup.near_duplicates): copies may be left"
         )
     return "; ".join(parts)
 
 
-_PATIENCE = 3
-_LEAST_SHARE = 0.01
-
-
 class Stragglers:
-    """Follows the ranks of one attempt."""
+    """Follows the ranks of one attempt, and warns of slow ones."""
 
     def __init__(self, hosts: list[str], factor: float) -> None:
-        """Nothing was seen yet.
+        """Start without times.
 
         Args:
-            hosts: of each rank.
-            factor: see the rule.
+            hosts: the host of each rank.
+            factor: `monitor.straggler_factor`.
         """
         self._hosts = hosts
         self._factor = factor
         self._slow = [0] * len(hosts)
-        """Intervals in a row in which a rank was slow."""
+        """Number of intervals in a row in which each rank was slow."""
 
     def look(
         self, wait_s: npt.NDArray[np.float64], compute_s: npt.NDArray[np.float64], step_s: float
     ) -> list[tuple[int, float, str]]:
         """Return the ranks to warn about, each with its factor and the text of the warning.
 
-        Told once, until the rank has been as fast as the others for an interval.
+        A rank is in the list once, until it was as fast as the others for an interval.
 
         Args:
-            wait_s: (ranks,) waiting for data in a step, mean of the interval.
-            compute_s: (ranks,) passes until the first collective, likewise.
-            step_s: of a whole step.
+            wait_s: (ranks,) time waiting for data in a step, mean of the interval.
+            compute_s: (ranks,) time of passes until the first collective, mean of the interval.
+            step_s: time of a whole step.
         """
         if len(self._hosts) < 2:
             return []
         own_s = wait_s + compute_s
-        found = []
+        stragglers = []
         for rank, slow in enumerate(self._slow):
             others_s = float(np.median(np.delete(own_s, rank)))
             late_s = float(own_s[rank]) - others_s
             is_slow = late_s > (self._factor - 1) * others_s and late_s > _LEAST_SHARE * step_s
             self._slow[rank] = slow + 1 if is_slow else 0
-            if self._slow[rank] == _PATIENCE:
+            if self._slow[rank] == _SLOW_INTERVALS:
                 factor = float(own_s[rank]) / others_s if others_s else float("inf")
                 cause = "waiting for data" if wait_s[rank] > compute_s[rank] else "computing"
-                found.append((
-                    rank, factor,
+                text = (
                     f"rank {rank} on {self._hosts[rank]} needs {factor:.2f} times as long as the "
                     f"median of the other ranks, most of it {cause}: {own_s[rank] * 1e3:.1f} ms a "
-                    f"step against {others_s * 1e3:.1f} ms, {_PATIENCE} log intervals in a row. "
-                    f"The others wait for it: about {late_s / step_s:.0%} of the run's time. Look "
-                    "at the temperature, clock, other processes and storage of that node, or leave "
-                    "it out",
-                ))  # fmt: skip
-        return found
+                    f"step against {others_s * 1e3:.1f} ms, {_SLOW_INTERVALS} log intervals in a "
+                    f"row. The others wait for it about {late_s / step_s:.0%} of the run's time. "
+                    "Check the temperature, clock, other processes and storage of that node, or "
+                    "exclude it"
+                )
+                stragglers.append((rank, factor, text))
+        return stragglers

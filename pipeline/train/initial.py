@@ -1,4 +1,4 @@
-"""What a new run starts from in place of random numbers: `init_from`."""
+"""The weights that a new run starts from instead of random ones: `init_from`."""
 
 import logging
 from dataclasses import asdict, dataclass
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a new run starts from in place of random numbers."""
+    """Weights for a new run, with the model and the tokenizer that they fit."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
     tokenizer: Path | None
-    """Its tokenizer's file; None if it has none."""
+    """File of the model's tokenizer; None if it has none."""
 
 
-# Upper case, an accent, Chinese: what BERT's options decide.
+# Upper case, an accent and Chinese: BERT's options decide how these are split.
 _PROBE_TEXT = "Tokenizers É 中文 of two"
-# Differences that change no parameter's place or meaning.
+# Settings that change neither the place nor the meaning of a parameter.
 _FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init"}
 
 
@@ -39,7 +39,7 @@ def start_from(
     """Check and load the weights that a new run starts from.
 
     Raises:
-        ConfigError: they are of another architecture, or of another tokenizer's ids.
+        ConfigError: they fit another architecture, or another tokenizer's ids.
     """
     theirs, ours = asdict(initial.config), asdict(config.model)
     problems = [
@@ -55,8 +55,11 @@ def start_from(
             "model the values that it has there, and use data made with its tokenizer"
         )
     for text in other_text:
-        logger.warning("the tokenizers of %s and of the dataset give the same ids to the same "
-                       "pieces, but %s", config.init_from, text)  # fmt: skip
+        logger.warning(
+            "the tokenizers of %s and of the dataset give the same ids to the same pieces, but %s",
+            config.init_from,
+            text,
+        )
     model.load_state_dict(initial.weights)
     logger.info("weights are those of %s", config.init_from)
 
@@ -65,8 +68,8 @@ def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[lis
     """Describe how a model's tokenizer differs from a dataset's.
 
     Args:
-        theirs: file of the model's; None if it has none.
-        index: of the dataset.
+        theirs: file of the model's tokenizer; None if it has none.
+        index: the dataset's index.
 
     Returns:
         Why ids mean other tokens, and why the same text may get other ids; empty where they do not.
@@ -80,9 +83,10 @@ def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[lis
         return [f"{theirs} there, {path} here, which are not the same"], []
     pair = FastTokenizer(theirs), FastTokenizer(path)
     other_ids = difference_of_ids(*pair)
-    text = _PROBE_TEXT if pair[0].encode(_PROBE_TEXT) != pair[1].encode(_PROBE_TEXT) else ""
-    return (
-        [f"{other_ids} ({theirs}, {path})"] if other_ids else [],
-        [f"split {text!r} into other ones: check lowercase, strip_accents and split_chinese of "
-         f"{theirs} and {path}"] if text else [],
-    )  # fmt: skip
+    other_text = []
+    if pair[0].encode(_PROBE_TEXT) != pair[1].encode(_PROBE_TEXT):
+        other_text.append(
+            f"split {_PROBE_TEXT!r} differently: check lowercase, strip_accents and split_chinese "
+            f"of {theirs} and {path}"
+        )
+    return [f"{other_ids} ({theirs}, {path})"] if other_ids else [], other_text

@@ -1,7 +1,7 @@
-"""How large gradient, update and weights are in each group of layers, from the ranks' partitions.
+"""Norms of gradient, update and weights in each group of layers, from the ranks' partitions.
 
-The optimizer's hooks see, on each rank, the summed and clipped gradient of its own part of the
-master weights. Sums of squares of the parts add up over the ranks: nothing is gathered, and nothing
+On each rank the optimizer's hooks see the summed and clipped gradient of its own part of the master
+weights. Sums of squares of the parts add up over the ranks, so nothing is gathered and nothing
 waits for the GPU.
 """
 
@@ -20,12 +20,12 @@ _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class GroupNorms:
-    """Of one update."""
+    """Norms of one update in a group of layers."""
 
     gradient: float
     """L2 norm before clipping."""
     update_ratio: float
-    """Norm of the change over that of the weights before it; the learning rate is in it."""
+    """Norm of the change (with the learning rate) over the norm of the weights before it."""
 
 
 def group_of(parameter: str) -> str:
@@ -42,7 +42,7 @@ class LayerNorms:
     def __init__(self, engine: Engine, grad_clip: float) -> None:
         """Hook into the optimizer; without partitions there are no groups."""
         partitions = engine.partitions()
-        # Within DeepSpeed's engine.
+        # Names inside DeepSpeed's engine begin with `module.`.
         names = {
             group_of(name.removeprefix("module.")) for name, _ in engine.model.named_parameters()
         }
@@ -68,7 +68,7 @@ class LayerNorms:
 
     def norms(self, sums: list[list[float]], grad_norm: float) -> dict[str, GroupNorms]:
         """Compute norms by group from `sums` over all ranks and the global norm before clipping."""
-        # DeepSpeed scales the gradient by this where the norm is above the limit.
+        # DeepSpeed divides the gradient by this if the norm is above the limit.
         clipped = max(1.0, (grad_norm + 1e-6) / self._grad_clip) if self._grad_clip else 1.0
         return {
             group: GroupNorms(gradient**0.5 * clipped, (update / weights) ** 0.5 if weights else 0)
@@ -96,7 +96,7 @@ class LayerNorms:
             self._add(1, flat, flat.detach() - self._before.pop(id(flat)))
 
     def _wanted_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        # DeepSpeed takes the groups of parameters one by one, with this list cut to one of them.
+        # DeepSpeed updates one group of parameters at a time, with this list cut to that group.
         return [group["params"][0] for group in optimizer.param_groups] if self._wanted else []
 
     @torch.no_grad()

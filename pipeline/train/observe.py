@@ -1,9 +1,7 @@
-"""A look inside the model at evaluation steps: its attention, and what it fills in.
+"""Looks inside the model at evaluation steps: its attention, its predictions, and heat maps.
 
-On the same few held-out sequences each time. All ranks look at the same ones, so that a model
-whose weights are divided can be looked at, too.
-
-An array of numbers drawn as an image, with numpy alone.
+It uses the same few held-out sequences each time. All ranks use the same ones, so that it works
+for a model whose weights are divided, too.
 """
 
 from dataclasses import dataclass
@@ -26,7 +24,14 @@ _BEFORE, _AFTER = 12, 36
 """Tokens shown around an example's first mask."""
 _TOP = 3
 _MOST_PROBABILITIES = 1 << 27
-"""Attention probabilities looked at in one pass: 0.25 GB in bf16, and 0.5 GB in fp32."""
+"""Attention probabilities in one pass: 0.25 GB in bf16, and 0.5 GB in fp32."""
+_CELL = 16
+"""Pixels of a heat map's cell, per side."""
+_COLOURS = np.array(
+    [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=np.float64
+)
+"""Five colours of matplotlib's viridis, low to high: readable in grey and by the colour-blind."""
+_NAN_COLOUR = (160, 160, 160)
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,12 @@ class Example:
 
     original: str
     input: str
-    """As the model is given it."""
+    """The text with masks, as the model gets it."""
     predictions: list[Prediction]
 
 
 class Observer:
-    """Looks at fixed sequences."""
+    """Measures a model on fixed sequences."""
 
     def __init__(
         self, model: EncoderModel, loader: EvalLoader, index: DatasetIndex, device: torch.device
@@ -83,7 +88,7 @@ class Observer:
         layout = rows(on_device.documents, on_device.positions)
         logits: Tensor = model(on_device.input_ids, layout, on_device.inputs["masked_index"])
         logits = logits.float()
-        # Specials are never a target in training, nor are rows beyond the vocabulary.
+        # Special tokens and rows beyond the vocabulary are never targets in training.
         logits[:, self._no_answer] = float("-inf")
         logits[:, self._vocab_size :] = float("-inf")
         best = logits.softmax(-1).topk(min(_TOP, self._vocab_size - len(self._no_answer)))
@@ -95,9 +100,12 @@ class Observer:
         ]
 
     def _example(
-        self, batch: MicroBatch, masks: npt.NDArray[np.int64],
-        shares: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64],
-    ) -> Example:  # fmt: skip
+        self,
+        batch: MicroBatch,
+        masks: npt.NDArray[np.int64],
+        shares: npt.NDArray[np.float32],
+        tokens: npt.NDArray[np.int64],
+    ) -> Example:
         """Show the text around the first of a sequence's masks, within its document."""
         given, at = batch.input_ids.flatten().numpy(), batch.inputs["masked_index"].numpy()
         original = given.copy()
@@ -108,19 +116,13 @@ class Observer:
         same = np.flatnonzero(documents == documents[first])
         same = same[same // width == first // width][1:-1]  # without [CLS] and [SEP]
         shown = same[(same >= first - _BEFORE) & (same < first + _AFTER)]
-        return Example(
-            self._text(original[shown]),
-            self._text(given[shown]),
-            [
-                Prediction(
-                    self._piece(int(original[at[mask]])),
-                    [(self._piece(int(token)), float(share))
-                     for token, share in zip(tokens[mask], shares[mask], strict=True)],
-                )
-                for mask in masks.tolist()
-                if at[mask] in shown
-            ],
-        )  # fmt: skip
+        predictions = []
+        for mask in masks.tolist():
+            if at[mask] in shown:
+                best = zip(tokens[mask], shares[mask], strict=True)
+                candidates = [(self._piece(int(token)), float(share)) for token, share in best]
+                predictions.append(Prediction(self._piece(int(original[at[mask]])), candidates))
+        return Example(self._text(original[shown]), self._text(given[shown]), predictions)
 
     def _text(self, ids: npt.NDArray[np.int64]) -> str:
         return str(self._tokenizer.decode(ids.tolist())).strip()
@@ -133,15 +135,17 @@ def examples_text(examples: list[Example]) -> str:
     """Format examples as Markdown: the original, the input, and a line for each mask."""
     blocks = []
     for example in examples:
-        lines = [f"    original: {_one_line(example.original)}",
-                 f"    input:    {_one_line(example.input)}"]  # fmt: skip
+        lines = [
+            f"    original: {_one_line(example.original)}",
+            f"    input:    {_one_line(example.input)}",
+        ]
         lines += [
             f"    {prediction.original!r}: "
             + "  ".join(f"{piece!r} {share:.2f}" for piece, share in prediction.candidates)
             for prediction in example.predictions
         ]
         blocks.append("\n".join(lines))
-    # Indented, so that Markdown leaves special characters as they are.
+    # Lines are indented, so that Markdown shows special characters unchanged.
     return "\n\n---\n\n".join(blocks)
 
 
@@ -149,22 +153,13 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-_CELL = 16
-"""Pixels of a number's side."""
-_COLOURS = np.array(
-    [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=np.float64
-)
-"""Five of matplotlib's viridis, from low to high: readable in grey, and by the colour-blind."""
-_NO_NUMBER = (160, 160, 160)
-
-
 def heat_map(values: npt.NDArray[np.floating], low: float, high: float) -> npt.NDArray[np.uint8]:
-    """Draw (rows, columns) numbers, first row on top.
+    """Draw (rows, columns) numbers as an image, first row on top.
 
     Args:
-        values: those out of range have the colour of the limit; what is no number is grey.
-        low: darkest.
-        high: brightest.
+        values: values out of range have the colour of the limit; NaN and infinity are grey.
+        low: value of the darkest colour.
+        high: value of the brightest colour.
 
     Returns:
         (16 * rows, 16 * columns, 3) pixels.
@@ -172,5 +167,5 @@ def heat_map(values: npt.NDArray[np.floating], low: float, high: float) -> npt.N
     share = np.clip((np.nan_to_num(values) - low) / max(high - low, 1e-12), 0, 1)
     at = np.linspace(0, 1, len(_COLOURS))
     pixels = np.stack([np.interp(share, at, channel) for channel in _COLOURS.T], axis=-1)
-    pixels[~np.isfinite(values)] = _NO_NUMBER
+    pixels[~np.isfinite(values)] = _NAN_COLOUR
     return np.round(pixels).astype(np.uint8).repeat(_CELL, 0).repeat(_CELL, 1)

@@ -1,11 +1,9 @@
-"""The optimizer of a run: AdamW or LAMB, and which parameters decay.
+"""The optimizer of a run: AdamW or LAMB, over the partitions that ZeRO makes.
 
-LAMB (You et al. 2019, arXiv 1904.00962) whose trust ratios are those of whole matrices.
-
-ZeRO gives each rank's optimizer flat tensors that begin and end anywhere in a parameter: a ratio of
-their norms means nothing. Here the squares of each matrix' pieces are added over the ranks.
-
-Which stretch of a parameter a rank holds, and where: what ZeRO's partitions consist of.
+ZeRO gives each rank's optimizer flat tensors that begin and end anywhere in a parameter, so norms
+of these tensors mean nothing. LAMB (You et al. 2019, arXiv 1904.00962) needs the norms of whole
+matrices: a `TensorSlice` says which stretch of which parameter a partition holds, and the squares
+of a matrix' pieces are added over the ranks.
 """
 
 import logging
@@ -20,14 +18,16 @@ from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A stretch of one flattened parameter, and where a rank holds it."""
+    """A stretch of one flattened parameter, and its place in a rank's partition."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     """First element in the flattened parameter."""
     numel: int
@@ -43,15 +43,15 @@ class TensorSlice:
 
 def share_of_rank(slices: Iterable[TensorSlice], rank: int, world_size: int) -> list[TensorSlice]:
     """Return a rank's share of slices that all ranks hold: an equal part of each partition."""
-    found = []
+    share = []
     for each in slices:
         size = each.partition.numel()
         first = max(each.offset, size * rank // world_size)
         last = min(each.offset + each.numel, size * (rank + 1) // world_size)
         if first < last:
             start = each.start + first - each.offset
-            found.append(replace(each, start=start, numel=last - first, offset=first))
-    return found
+            share.append(replace(each, start=start, numel=last - first, offset=first))
+    return share
 
 
 class Lamb(torch.optim.Optimizer):
@@ -61,9 +61,9 @@ class Lamb(torch.optim.Optimizer):
 
         u = m / (sqrt(v) + eps) + weight_decay w;    w := w - lr |w| / |u| u
 
-    The ratio is 1 where one of the norms is 0, and in groups with `adapts` False; there is no limit
-    to it. Bias correction, which the paper has, divides m and v by 1 - beta^t before; Google's code
-    (google-research/albert, lamb_optimizer.py) and RoFormerV2's recipe do without.
+    The ratio |w| / |u| is 1 if one of the norms is 0, and in groups with `adapts` False; it is not
+    clipped. Bias correction, as in the paper, first divides m and v by 1 - beta^t; Google's code
+    (google-research/albert, lamb_optimizer.py) and RoFormerV2's recipe omit it.
 
     State of each tensor: `step` (updates, on the CPU), `exp_avg` (m) and `exp_avg_sq` (v), as in
     torch's AdamW.
@@ -93,8 +93,8 @@ class Lamb(torch.optim.Optimizer):
         """Set which matrices the groups' tensors are pieces of; call it before the first step.
 
         Args:
-            names: of all that has a ratio of its own, in the same order on all ranks.
-            slices: this rank's, by these names.
+            names: the matrices that have their own ratio, in the same order on all ranks.
+            slices: this rank's pieces of them.
             sum_over_ranks: adds a float64 tensor over the ranks that hold the other pieces.
         """
         self._index = {name: number for number, name in enumerate(names)}
@@ -107,7 +107,7 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every tensor that has a gradient. Collective, without host synchronisation.
 
-        One sum over the ranks a call; DeepSpeed calls this once a step, or once for each group.
+        Each call makes one sum over the ranks; DeepSpeed calls it once a step or once a group.
         """
         assert closure is None, "no closure is used with DeepSpeed"
         assert self._index, "bind comes before the first step"
@@ -118,7 +118,7 @@ class Lamb(torch.optim.Optimizer):
             if flat.grad is not None
         ]
         ratios = None
-        # The same on all ranks, also where a rank's tensor holds nothing but padding.
+        # The same decision on all ranks, even if a rank's tensor holds only padding.
         if any(group["adapts"] for group in self.param_groups):
             ratios = self._trust_ratios([each[:2] for each in updates if each[2]["adapts"]])
         for flat, update, group in updates:
@@ -165,9 +165,6 @@ class Lamb(torch.optim.Optimizer):
         return ratios.float()
 
 
-logger = logging.getLogger(__name__)
-
-
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Make the optimizer of all parameters, in the groups of `decay_groups`; log their sizes."""
     groups = decay_groups(model, config.weight_decay)
@@ -175,19 +172,25 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         size = sum(parameter.numel() for parameter in group["params"])
         logger.info(
             "%s: weight decay %s on %d tensors of %s parameters",
-            config.optimizer, group["weight_decay"], len(group["params"]), f"{size:,}",
-        )  # fmt: skip
+            config.optimizer,
+            group["weight_decay"],
+            len(group["params"]),
+            f"{size:,}",
+        )
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "adamw":
-        # Fused: one pass over weights, gradient and averages instead of one for each operation.
+        # Fused: one pass over weights, gradient and averages instead of one per operation.
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
     assert config.lamb_bias_correction is not None, "checked by the config"
-    # As in Google's code, what does not decay is not adapted; bert4keras adapts all.
+    # Parameters that do not decay are not adapted, as in Google's code; bert4keras adapts all.
     groups = [{**group, "adapts": is_matrix(group["params"][0])} for group in groups]
     return Lamb(
-        groups, lr=config.lr, betas=betas, eps=config.adam_eps,
+        groups,
+        lr=config.lr,
+        betas=betas,
+        eps=config.adam_eps,
         bias_correction=config.lamb_bias_correction,
-    )  # fmt: skip
+    )
 
 
 def matrix_slices(
@@ -196,9 +199,9 @@ def matrix_slices(
     """Cut pieces of parameters into pieces of the matrices that are stored as one parameter.
 
     Args:
-        model: its modules name such parameters, and their numbers of matrices, in `stacked`.
-        shapes: of its whole parameters, by name.
-        slices: any pieces of them.
+        model: its modules list such parameters with their number of matrices in `stacked`.
+        shapes: the shapes of its whole parameters, by name.
+        slices: pieces of these parameters.
 
     Returns:
         Names of all matrices of the model, and the pieces by these names.
@@ -225,11 +228,14 @@ def _cut(piece: TensorSlice, size: int) -> list[TensorSlice]:
     starts = [piece.start, *range((piece.start // size + 1) * size, end, size)]
     return [
         replace(
-            piece, name=f"{piece.name}/{first // size}", start=first, numel=last - first,
+            piece,
+            name=f"{piece.name}/{first // size}",
+            start=first,
+            numel=last - first,
             offset=piece.offset + first - piece.start,
         )
         for first, last in pairwise([*starts, end])
-    ]  # fmt: skip
+    ]
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:

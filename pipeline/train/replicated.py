@@ -1,8 +1,8 @@
 """ZeRO stage 0: every rank has all master weights and all optimizer state, and updates all of them.
 
-DeepSpeed 0.19.8 has no such engine for bf16 with fp32 accumulation, and in fp32 it lets gradients
-that are not finite into the weights. This one has the methods of DeepSpeed's engine that
-`pipeline/train/engine.py` uses, and computes what stages 1 and 2 compute.
+DeepSpeed 0.19.8 lacks such an engine for bf16 with fp32 accumulation, and in fp32 it applies
+gradients that are not finite. This one has those methods of DeepSpeed's engine that
+`pipeline/train/engine.py` uses, and computes the same as stages 1 and 2.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ class Replicated(nn.Module):
     def step(self) -> None:
         """Average the gradients over the ranks, clip them, and update. Collective.
 
-        If it is not finite, nothing changes, on no rank: all ranks look at the same mean.
+        If the mean is not finite, no rank changes anything: all ranks see the same mean.
         """
         for group in self._groups:
             dist.sum_over_ranks(group.sums).div_(self._num_ranks)
@@ -63,7 +63,7 @@ class Replicated(nn.Module):
         self._norm = norm if self._applied else float("inf")
         self.global_steps += 1
         if self._applied:
-            # As DeepSpeed, where the norm is above the limit.
+            # The same factor as DeepSpeed's if the norm is above the limit.
             too_long = (norm + 1e-6) / self._grad_clip if self._grad_clip else 0.0
             for group in self._groups:
                 group.master.grad = group.sums.div_(max(1.0, too_long))
@@ -105,7 +105,7 @@ class _Group:
         parameters: list[nn.Parameter] = group["params"]
         flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
         self.weights = dist.tensor_from_first(flat)
-        """(elements,): what the parameters are views of."""
+        """(elements,): the memory that the parameters are views of."""
         # In fp32 these are the weights themselves.
         self.master = flat.detach().float().requires_grad_()
         self.sums = torch.zeros_like(self.master, requires_grad=False)

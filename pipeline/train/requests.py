@@ -1,10 +1,10 @@
-"""What is asked of a run from outside, by signals and by files in its folder; all ranks agree.
+"""Requests to a run from outside, by signals and by files in its folder; all ranks agree on them.
 
-    touch RUN/STOP      the run is saved and ends with exit code 3, which is not started again
-    touch RUN/SAVE      the run is saved and goes on; the file is removed when the save is done
+    touch RUN/STOP      save and end with exit code 3, after which the run is not restarted
+    touch RUN/SAVE      save and go on; the file is removed when the save is done
 
-Each rank's wishes travel with a sum that every step makes anyway (`Engine.train_step`), so all know
-them at the end of the step and nothing is sent or waited for in addition.
+Each rank's requests travel with a sum that every step makes anyway (`Engine.train_step`), so all
+ranks know them at the end of the step without further communication.
 """
 
 import logging
@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 2.0
 
 
 class Wanted(NamedTuple):
-    """What one rank wants at the end of the step, or any of them."""
+    """Requests at the end of a step, of one rank or of all ranks together."""
 
     stop: bool
     """Save and end with exit code 75: a signal came."""
@@ -36,12 +36,12 @@ class Wanted(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run must end."""
         return self.stop or self.halt
 
     @property
     def saves(self) -> bool:
-        """Whether a checkpoint is to be made at this step."""
+        """Whether a checkpoint must be made at this step."""
         return self.ends or self.save
 
 
@@ -72,14 +72,14 @@ class Requests:
                 )
 
     def ends_before_training(self) -> bool:
-        """Whether any rank has had a signal by now. Collective."""
+        """Return whether any rank has received a signal. Collective."""
         name = agreed_signal(self._signals)
         if name:
-            logger.warning("stopped by %s before the first step; nothing is to be saved", name)
+            logger.warning("stopped by %s before the first step; there is nothing to save", name)
         return bool(name)
 
     def own(self) -> Wanted:
-        """Return the wishes that this rank knows of; look at the files every few seconds."""
+        """Return this rank's requests; look at the files every few seconds."""
         now_s = time.monotonic()
         if self._is_first and now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
@@ -97,21 +97,24 @@ class Requests:
         except OSError as error:
             logger.warning(
                 "saved, but %s cannot be removed: %s; touch it again to save again",
-                self._save_file, error,
-            )  # fmt: skip
+                self._save_file,
+                error,
+            )
 
     def end(self, wanted: Wanted, step: int) -> int:
         """Log why the run ends after its save, and return the exit code."""
         if wanted.halt:
             logger.warning(
                 "stopped at step %d by %s; saved. Remove the file and start again to continue",
-                step, self._stop_file,
-            )  # fmt: skip
+                step,
+                self._stop_file,
+            )
             return EXIT_STOPPED
         logger.warning(
             "stopped at step %d by %s; saved, start again to continue",
-            step, self._signals.signal_name or "a signal to another rank",
-        )  # fmt: skip
+            step,
+            self._signals.signal_name or "a signal to another rank",
+        )
         return EXIT_PREEMPTED
 
     def _modified_ns(self) -> int | None:

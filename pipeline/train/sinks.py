@@ -1,8 +1,8 @@
-"""Where numbers go: console, metrics.jsonl and TensorBoard (its only door). Rank 0 writes.
+"""Writes a run's numbers to console, metrics.jsonl and TensorBoard (its only door). For rank 0.
 
-A run does not end because its numbers cannot be written: they are lost, the log says how many, and
-writing is tried again each time. torch's SummaryWriter is not used: it writes from a thread of its
-own, whose errors come up in whatever call follows, and it never writes again after one.
+A run goes on if its numbers cannot be written: they are lost, the log says how many, and every
+later write tries again. torch's SummaryWriter is not used: it writes from its own thread, whose
+errors surface in some later call, and it never writes again after one.
 """
 
 import io
@@ -33,17 +33,17 @@ _TELL_EVERY_S = 600.0
 
 
 class Sinks:
-    """Writers of one attempt of a run."""
+    """The writers of one attempt of a run."""
 
     def __init__(self, run_dir: Path, attempt: int, resumed_step: int | None) -> None:
-        """Nothing is written yet.
+        """Prepare the files; the first record creates them.
 
-        Steps that an earlier attempt logged and this one computes again stand twice in
-        metrics.jsonl, told apart by "attempt"; TensorBoard shows the later ones.
+        Steps that an earlier attempt logged and this one computes again are twice in metrics.jsonl,
+        with different "attempt"; TensorBoard shows the later ones.
         """
         self._attempt = attempt
         self._lines = _Lossy(RunFolder(run_dir).metrics)
-        # As torch's SummaryWriter names it; TensorBoard reads the files in this order.
+        # The name that torch's SummaryWriter gives; TensorBoard reads files in this order.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         purge_step = 0 if resumed_step is None else resumed_step + 1
         beginning = _event(file_version="brain.Event:2") + _event(
@@ -59,8 +59,8 @@ class Sinks:
         Args:
             step: applied optimizer steps.
             kind: `train`, `eval`, `skip`, `save` or `straggler`.
-            values: JSON has no NaN, so it is written as null.
-            section: of TensorBoard; by default `kind`.
+            values: numbers by name; NaN, which JSON lacks, is written as null.
+            section: section in TensorBoard; by default `kind`.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
@@ -80,7 +80,7 @@ class Sinks:
 
     def write_settings(self, settings: dict[str, bool | str | float]) -> None:
         """List the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
-        # SummaryWriter.add_hparams would open a second folder, a run of its own.
+        # SummaryWriter.add_hparams would open a second folder, shown as another run.
         self._show(0, *summary.hparams(settings, {"eval/loss": 0.0}))
 
     def _show(self, step: int, *summaries: Any) -> None:
@@ -93,7 +93,7 @@ class Sinks:
 
 
 class _Lossy:
-    """A file of records that are left out while it cannot be written."""
+    """A file of records, which loses records while it cannot be written."""
 
     def __init__(self, path: Path, beginning: bytes = b"") -> None:
         self._path, self._beginning = path, beginning
@@ -123,9 +123,11 @@ class _Lossy:
         if self._lost > self._told_of:
             logger.warning(
                 "%s cannot be written: %s; %d records are lost so far, training goes on. Free "
-                "space or mend the folder: writing is tried again each time",
-                self._path, self._error, self._lost,
-            )  # fmt: skip
+                "space or fix the folder: every later write tries again",
+                self._path,
+                self._error,
+                self._lost,
+            )
             self._told_of, self._told_s = self._lost, time.monotonic()
 
 

@@ -166,8 +166,8 @@ def test_the_same_data_under_an_older_index_is_said_plainly(
     [text] = dataset_differences(old, new)
     assert text == (
         "format of index.json: checkpoint version 1, now version 2 with source_runs, sources, "
-        "vocabulary; all that both tell is the same: this is the same data, listed by another "
-        "version of data_prep, and the checkpoint's index.json can be put in place of the one there"
+        "vocabulary; everything that both hold is equal: this is the same data, listed by another "
+        "version of data_prep, and the checkpoint's index.json can replace the present one"
     )
     # And that can be done.
     (tmp_path / "index.npz").write_bytes((index.folder / "index.npz").read_bytes())
@@ -186,7 +186,7 @@ def test_a_key_that_one_index_lacks_and_a_version_of_the_future(variants: Varian
     new = {**old, "colour": "blue"}
     [text] = dataset_differences(old, new)
     assert text.startswith(
-        "format of index.json: checkpoint version 2, now version 2 with colour; all that both tell"
+        "format of index.json: checkpoint version 2, now version 2 with colour; everything that "
     )
     [text] = dataset_differences({**old, "format_version": 3, "shards": "elsewhere"}, old)
     assert text == "format_version of index.json: checkpoint 3, now 2"

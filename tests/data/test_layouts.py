@@ -24,7 +24,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.steps import Share, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, WorkerError
-from tests.support.steps import Row, open_steps, rows_of_step, step_on
+from tests.support.steps import Row, open_steps, rows_of_step, start_workers, step_on
 
 BATCH = 96  # splits over 1, 2, 3, 4 and 8 ranks with micro-batches of 1, 2 and 4
 STEPS = 60
@@ -97,7 +97,7 @@ def test_workers_change_nothing(
     steps = open_steps(two_sources, config)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)
     ranks = [
-        Workers(workers, two_sources, config, Share(rank, world_size), counts)
+        start_workers(workers, two_sources, config, Share(rank, world_size), counts)
         for rank in range(world_size)
     ]
     try:
@@ -161,7 +161,7 @@ def workers(two_sources: DatasetIndex) -> Iterator[Workers]:
     """Two workers that have made a step each."""
     config = _config(two_sources, micro_batch=4, workers=2)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)
-    found = Workers(2, two_sources, config, Share(0, 1), counts)
+    found = start_workers(2, two_sources, config, Share(0, 1), counts)
     for cursor in (0, BATCH):
         found.ask(cursor)
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_workers_end_when_their_parent_is_killed(two_sources: DatasetIndex) -> N
 def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
     config = _config(dataset, micro_batch=4, workers=2)
     counts = sequences_at(dataset, config.batches.seq_lens, None)
-    workers = Workers(2, dataset, config, Share(0, 1), counts)
+    workers = start_workers(2, dataset, config, Share(0, 1), counts)
     for cursor in range(0, 20 * BATCH, BATCH):
         workers.ask(cursor)  # they are busy, and block when they hand over what they have made
     pipe.send([process.pid for process in workers.processes])
@@ -231,7 +231,9 @@ def _start_workers(pipe: Connection, dataset: DatasetIndex) -> None:
 def test_an_error_in_a_worker_is_the_ranks(two_sources: DatasetIndex, tmp_path: Path) -> None:
     config = _config(two_sources, micro_batch=4, workers=1)
     counts = sequences_at(two_sources, config.batches.seq_lens, None)
-    workers = Workers(1, replace(two_sources, shard_root=tmp_path), config, Share(0, 1), counts)
+    workers = start_workers(
+        1, replace(two_sources, shard_root=tmp_path), config, Share(0, 1), counts
+    )
     workers.ask(0)
     with pytest.raises(DataError, match="does not exist"):
         workers.take()

@@ -67,7 +67,7 @@ def test_weights_are_the_datasets_or_the_runs() -> None:
     ("mix", "message"),
     [
         ([("wikis", 1.0)], r"data\.mix\.0\.source = 'wikis'.*one of 'web', 'wiki'"),
-        ([("web", 1.0), ("web", 2.0)], r"data\.mix\.1\.source = 'web' stands there twice"),
+        ([("web", 1.0), ("web", 2.0)], r"data\.mix\.1\.source = 'web' is given twice"),
         ([("web", 0.0), ("wiki", 0.0)], "leaves no source"),
     ],
 )

@@ -91,7 +91,7 @@ def _delete(path: Path) -> str:
 def _grow(path: Path) -> str:
     with path.open("ab") as file:
         file.write(b"\0" * 512)
-    return "its end is not as written"
+    return "all members are complete, but its end changed"
 
 
 def _empty(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.format import DatasetIndex
-from pipeline.profile.roofline import attention_work
+from pipeline.profile.step import attention_work
 from pipeline.profile.timeline import (
     ATTENTION,
     CATEGORIES,
@@ -213,7 +213,7 @@ def test_profile_of_a_run(dataset: DatasetIndex, tmp_path: Path) -> None:
     _check(found, 2)
     for name, ms in found["categories_ms"].items():
         assert f"{name:<24}{ms:>10.2f}" in done.stdout
-    assert "no roofline: the limits of 'cpu' are not known" in done.stdout
+    assert "no roofline: the limits of 'cpu' are unknown" in done.stdout
     assert not run_dir.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "run.yaml", "t.json.gz"]
 

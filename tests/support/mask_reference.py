@@ -9,10 +9,15 @@ import numpy.typing as npt
 from pipeline.config.data import DataConfig
 from pipeline.data.format import NUM_SPECIAL, Vocabulary
 from pipeline.data.masking import Sequences
-from pipeline.data.random import Purpose, philox, uniform
+from pipeline.data.random import Purpose, Words, philox
 
 Arrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 VOCABULARY = Vocabulary(1000)
+
+
+def uniform(words: Words) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), each a 32-bit word over 2^32."""
+    return words.astype(np.float64) * 2.0**-32
 
 
 def draws_of(batch: Sequences, key: tuple[int, Purpose]) -> list[npt.NDArray[np.uint32]]:

@@ -8,6 +8,7 @@ from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.workers import Workers
 from pipeline.objectives.inputs import eval_inputs, train_inputs, train_steps
 
 
@@ -31,6 +32,14 @@ def train_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> T
     """The training loader of a run with masked language modelling; `rest` as `TrainLoader`."""
     inputs = train_inputs(config.train_data, dataset)
     return TrainLoader(dataset, config.train_data, inputs, *rest)
+
+
+def start_workers(
+    number: int, dataset: DatasetIndex, config: PretrainConfig, *rest: Any
+) -> Workers:
+    """Start processes that make a run's batches; `rest` is that of `Workers`."""
+    inputs = train_inputs(config.train_data, dataset)
+    return Workers(number, dataset, config.train_data, inputs, *rest)
 
 
 def eval_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> EvalLoader:

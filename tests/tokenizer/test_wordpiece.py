@@ -218,7 +218,7 @@ def test_published_forms_are_read_alike(uncased: WordPieceTokenizer, tmp_path: P
          r"has 'b' in lines 6 and 8, and 1 other pieces more than once"),
         ("\ufeff[PAD]\n[UNK]\n".encode(), "byte-order mark of UTF-8"),
         ("[PAD]\n中\n".encode("utf-16"), "byte-order mark of UTF-16"),
-        ("[PAD]\n[UNK]\n中文\n".encode("gb18030"), r"vocab.txt, line 3: no valid UTF-8"),
+        ("[PAD]\n[UNK]\n中文\n".encode("gb18030"), r"vocab.txt, line 3: not valid UTF-8"),
         (b"[PAD]\n\n[UNK]\n", "line 2, is empty"),
     ],
     ids=["special", "twice", "BOM", "UTF-16", "GB18030", "empty line"],

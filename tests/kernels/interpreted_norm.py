@@ -1,4 +1,4 @@
-"""Residual and RMSNorm in one pass, interpreted, against float64; run by `test_residual_norm.py`.
+"""Residual and RMSNorm in one pass, interpreted, against float64; run by `test_norm.py`.
 
 A process of its own: the interpreter must be asked for before Triton is imported. All buffers are
 full of NaN before the kernels write to them.

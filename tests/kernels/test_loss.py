@@ -35,7 +35,7 @@ OF_PLAIN = 1.1
 @pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
 @pytest.mark.skipif(FUSED, reason="is this run")
 def test_in_the_interpreter(interpreter: Interpreter, marked: str) -> None:
-    interpreter("tests/kernels/test_vocabulary_loss.py", marked)
+    interpreter("tests/kernels/test_loss.py", marked)
 
 
 def make(num_rows: int, width: int, size: int, dtype: torch.dtype, bias: bool) -> list[Tensor]:

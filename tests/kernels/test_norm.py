@@ -17,7 +17,7 @@ from tests.support.triton import NEEDS_TRITON, Interpreter, python
 @NEEDS_TRITON
 @pytest.mark.parametrize("marked", [pytest.param("smoke", marks=pytest.mark.smoke), "not smoke"])
 def test_interpreted_kernels(interpreter: Interpreter, marked: str) -> None:
-    interpreter("tests/kernels/interpreted_residual_norm.py", marked)
+    interpreter("tests/kernels/interpreted_norm.py", marked)
 
 
 # Capability, hidden size, dropout and dtype: the sizes of the models, and the ends.
