@@ -13,7 +13,8 @@ import numpy as np
 
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import SpikeConfig
-from pipeline.data.record import BatchRecord, Rewind
+from pipeline.data.ledger import Rewind
+from pipeline.data.record import BatchRecord
 
 # Of normal noise this times the median distance from the median is the standard deviation.
 _TO_DEVIATION = 1.4826

@@ -41,14 +41,14 @@ _PROBE_LENGTH = 64
 
 @dataclass(frozen=True)
 class ExportReport:
-    """How the comparison went."""
+    """The comparison of the exported model with the trained one."""
 
     max_abs_diff: float
     num_logits: int
 
 
 def export(source: Path, out: Path) -> ExportReport:
-    """Writes the newest good checkpoint of a run, or a copy of a model folder, to `out`.
+    """Write the newest good checkpoint of a run, or a copy of a model folder, to `out`.
 
     Raises:
         CheckpointError: there is nothing good to export, `out` is not empty, or the exported logits
@@ -97,7 +97,7 @@ def load_checkpoint(path: Path) -> tuple[MaskedLanguageModel, Manifest]:
 
 
 def initial_weights(source: Path) -> InitialWeights:
-    """A run's newest good checkpoint, or a model folder, as the start of another run.
+    """Load a run's newest good checkpoint, or a model folder, as the start of another run.
 
     Raises:
         CheckpointError: there is nothing to load.
@@ -108,7 +108,7 @@ def initial_weights(source: Path) -> InitialWeights:
 
 
 def tokenizer_folder(source: Path) -> Path:
-    """Where the tokenizer of a run or model folder lies."""
+    """Find the folder that holds the tokenizer of a run or model folder."""
     return source if is_model_folder(source) else _newest(source)[0]
 
 
