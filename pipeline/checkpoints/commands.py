@@ -1,4 +1,4 @@
-"""`python -m pipeline checkpoint verify|list|prune|diff`."""
+"""The command `checkpoint verify|list|prune|diff`."""
 
 import argparse
 import fcntl
@@ -20,19 +20,19 @@ from pipeline.runtime.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to go."""
+    """The checkpoints that a prune removes, and why others are kept."""
 
     rule: Retention
     good: Path
-    """The newest checkpoint that verifies; it stays whatever the rule says."""
+    """The newest checkpoint that verifies; it is kept whatever the rule says."""
     rejected: list[str]
-    """What is wrong with newer ones; they stay, too."""
+    """Problems of newer checkpoints; those are kept as well."""
     removed: list[Path]
-    """Oldest first."""
+    """Checkpoints to remove, oldest first."""
 
 
 def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Plan:
-    """What a run's retention, with these parts of it replaced, would remove.
+    """Find the checkpoints that a run's retention, with these parts of it replaced, would remove.
 
     Raises:
         CheckpointError: there are no checkpoints, none verifies, or no rule is given or recorded.
@@ -55,10 +55,10 @@ def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | N
 
 
 def carry_out(run: Path, paths: list[Path]) -> None:
-    """Removes them, and what a killed removal left.
+    """Remove checkpoints, and the rest of those whose removal was killed.
 
     Raises:
-        BusyError: a process uses the folder.
+        BusyError: a process uses the run folder.
     """
     with _locked(run):
         remove(paths)
@@ -80,35 +80,35 @@ def _locked(run: Path) -> Iterator[None]:
 
 
 EXIT_DIFFERENT = 1
-"""Of `diff`, as diff(1) has it; trouble is 2."""
+"""Exit code of `checkpoint diff`, like diff(1); an error is 2."""
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     run: Path = arguments.run_dir
     paths = published(folder_of(run)) if arguments.step is None else [at_step(run, arguments.step)]
     num_bad = 0
-    for path, found in all_problems(paths):
-        print(f"{path}: {'BAD' if found else 'good'}")
-        for text in found:
+    for path, problems in all_problems(paths):
+        print(f"{path}: {'BAD' if problems else 'good'}")
+        for text in problems:
             print(f"  {text}")
-        num_bad += bool(found)
+        num_bad += bool(problems)
     print(f"{len(paths) - num_bad} of {len(paths)} checkpoints are good")
     return EXIT_FAILED_DO_NOT_RETRY if num_bad else EXIT_FINISHED
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    found = rows(arguments.run_dir, verify=arguments.verify)
+    listed = rows(arguments.run_dir, verify=arguments.verify)
     if arguments.json:
-        print(json.dumps([_plain(asdict(row)) for row in found]))
+        print(json.dumps([_plain(asdict(row)) for row in listed]))
     else:
-        print("\n".join(table(found)))
+        print("\n".join(table(listed)))
         for path in sorted(folder_of(arguments.run_dir).glob(f"{REJECTED}*")):
             print(f"a probe rejected {path}")
     return EXIT_FINISHED
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Without the table of hashes, but with the size."""
+    """Replace the table of hashes by the total size."""
     manifest = row["manifest"]
     if manifest is not None:
         manifest["bytes"] = sum(entry["bytes"] for entry in manifest.pop("files").values())
@@ -117,30 +117,26 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def _prune(arguments: argparse.Namespace) -> int:
     run: Path = arguments.run_dir
-    found = plan(run, arguments.keep, arguments.keep_every, arguments.keep_best)
-    for text in found.rejected:
+    planned = plan(run, arguments.keep, arguments.keep_every, arguments.keep_best)
+    for text in planned.rejected:
         print(f"stays, though it does not verify: {text}")
-    print(f"stays, the newest that verifies: {found.good}")
-    _show_rule(found)
-    verb = "removed" if arguments.yes else "would be removed"
-    if arguments.yes:
-        carry_out(run, found.removed)
-    for path in found.removed:
-        print(f"{verb}: {path}")
-    if not found.removed:
-        print("nothing to remove")
-    elif not arguments.yes:
-        print("a dry run; --yes removes them")
-    return EXIT_FINISHED
-
-
-def _show_rule(found: Plan) -> None:
-    rule = found.rule
+    print(f"stays, the newest that verifies: {planned.good}")
+    rule = planned.rule
     print(
         f"kept: the newest {rule.keep}"
         + (f", every {rule.keep_every_steps} steps" if rule.keep_every_steps else "")
         + (f", the best {rule.keep_best}" if rule.keep_best else "")
     )
+    verb = "removed" if arguments.yes else "would be removed"
+    if arguments.yes:
+        carry_out(run, planned.removed)
+    for path in planned.removed:
+        print(f"{verb}: {path}")
+    if not planned.removed:
+        print("nothing to remove")
+    elif not arguments.yes:
+        print("a dry run; --yes removes them")
+    return EXIT_FINISHED
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -154,59 +150,84 @@ def _diff(arguments: argparse.Namespace) -> int:
         one, other = (at_step(Path(arguments.one), step) for step in arguments.steps)
     else:
         one, other = resolve(arguments.one), resolve(arguments.other)
-    found = differences(one, other)
+    differing = differences(one, other)
     if arguments.json:
-        print(json.dumps(as_json(found)))
+        print(json.dumps(as_json(differing)))
     else:
-        print("\n".join(difference_text(one, other, found)))
-    return EXIT_FINISHED if found.is_equal else EXIT_DIFFERENT
+        print("\n".join(difference_text(one, other, differing)))
+    return EXIT_FINISHED if differing.is_equal else EXIT_DIFFERENT
 
 
 def add_checkpoint(commands: Any) -> None:
-    """Adds `checkpoint` and what it can do to a command line."""
+    """Add `checkpoint` and its subcommands to a command line."""
     parser = commands.add_parser("checkpoint", help="verify, list, prune or compare checkpoints")
     each = parser.add_subparsers(required=True)
-    verify = _add(each, "verify", "compare every file with its hash; 2 if one is bad",
-                  "runs/demo/train --step 1200")  # fmt: skip
-    verify.add_argument("--step", type=int, metavar="N", help="only this one")
+    verify = _add(
+        each,
+        "verify",
+        "compare every file with its hash; exit code 2 if one is bad",
+        "verify runs/demo/train --step 1200",
+    )
+    _add_run(verify)
+    verify.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step")
     verify.set_defaults(run=_verify)
-    list_ = _add(each, "list", "what there is, which a start would resume, and what is kept why",
-                 "runs/demo/train --verify")  # fmt: skip
-    list_.add_argument("--verify", action="store_true",
-                       help="compare files with their hashes, not only read manifests")  # fmt: skip
-    list_.add_argument("--json", action="store_true", help="one JSON list")
+    list_ = _add(
+        each,
+        "list",
+        "list checkpoints: which one a start would resume, which ones are kept and why",
+        "list runs/demo/train --verify",
+    )
+    _add_run(list_)
+    list_.add_argument(
+        "--verify", action="store_true", help="compare files with their hashes as well"
+    )
+    list_.add_argument("--json", action="store_true", help="print one JSON list")
     list_.set_defaults(run=_list)
-    prune = _add(each, "prune", "remove what the run's retention does not keep",
-                 "runs/demo/train --keep 1 --keep-best 2 --yes")  # fmt: skip
-    prune.add_argument("--keep", type=_positive, metavar="N", help="newest; default: the config's")
-    prune.add_argument("--keep-every", type=_positive, metavar="N",
-                       help="those at multiples of N steps; default: the config's")  # fmt: skip
-    prune.add_argument("--keep-best", type=_natural, metavar="N",
-                       help="those of lowest held-out loss; default: the config's")  # fmt: skip
-    prune.add_argument("--yes", action="store_true", help="remove them; else only say which")
+    prune = _add(
+        each,
+        "prune",
+        "remove the checkpoints that the run's retention does not keep",
+        "prune runs/demo/train --keep 1 --keep-best 2 --yes",
+    )
+    _add_run(prune)
+    for name, type_, kept in (
+        ("--keep", _positive, "keep the N newest"),
+        ("--keep-every", _positive, "keep checkpoints at multiples of N steps"),
+        ("--keep-best", _natural, "keep the N with the lowest held-out loss"),
+    ):
+        prune.add_argument(name, type=type_, metavar="N", help=f"{kept}; default: the config's")
+    prune.add_argument("--yes", action="store_true", help="remove them; otherwise only list them")
     prune.set_defaults(run=_prune)
-    diff = each.add_parser(
-        "diff", help="which counters, settings and tensors differ; 0 if none does, 1 if one does",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  python -m pipeline checkpoint diff runs/a/1000 runs/b/1000\n"
-        "  python -m pipeline checkpoint diff runs/a --steps 1000 2000",
-    )  # fmt: skip
+    diff = _add(
+        each,
+        "diff",
+        "compare counters, settings and tensors; exit code 1 if something differs, else 0",
+        "diff runs/a/1000 runs/b/1000",
+        "diff runs/a --steps 1000 2000",
+    )
     diff.add_argument("one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP")
-    diff.add_argument("other", metavar="OTHER[/STEP]", nargs="?", help="what it is compared with")
-    diff.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two of RUN")
-    diff.add_argument("--json", action="store_true", help="one JSON object")
+    diff.add_argument("other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with")
+    diff.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
+    diff.add_argument("--json", action="store_true", help="print one JSON object")
     diff.set_defaults(run=_diff)
 
 
-def _add(commands: Any, name: str, help_text: str, example: str) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, help_text: str, *examples: str) -> argparse.ArgumentParser:
+    lines = [f"  python -m pipeline checkpoint {example}" for example in examples]
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=help_text, description=help_text,
-        epilog=f"example:\n  python -m pipeline checkpoint {name} {example}",
+        name,
+        help=help_text,
+        description=help_text,
+        epilog="\n".join(["examples:" if len(lines) > 1 else "example:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("run_dir", type=Path, metavar="RUN",
-                        help="run folder, or its checkpoint.copy_to")  # fmt: skip
+    )
     return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
+    )
 
 
 def _natural(text: str, least: int = 0) -> int:

@@ -99,14 +99,6 @@ class DataConfig:
                 "least 1 step), or leave out both for a constant data.mask_prob"
             )
 
-    def mask_ratio(self, step: int) -> float:
-        """Share of tokens to predict after `step` steps: linear, then constant."""
-        if self.mask_prob_end is None or step == 0:
-            return self.mask_prob
-        if step >= self.mask_prob_steps:
-            return self.mask_prob_end
-        return self.mask_prob + (self.mask_prob_end - self.mask_prob) * step / self.mask_prob_steps
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDataConfig:

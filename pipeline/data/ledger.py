@@ -76,7 +76,7 @@ class Ledger:
     """In order."""
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
-        """Whether a checkpoint was trained on batches that were left out later.
+        """Return whether a checkpoint was trained on batches that were left out later.
 
         Args:
             cursor: of the checkpoint.
@@ -86,7 +86,7 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Reads what there is; no file is an empty ledger.
+    """Read a run's ledger; without a file it is empty.
 
     Raises:
         DataError: a line is damaged.
@@ -111,7 +111,7 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def add_to_ledger(run_dir: Path, record: NonFinite | Rewind) -> None:
-    """Adds a record, on the disk when this returns; a kill leaves the file as it was.
+    """Add a record and flush it to disk; a kill leaves the file unchanged.
 
     Raises:
         OSError: the file cannot be written.

@@ -45,7 +45,7 @@ class BatchRecord(NamedTuple):
 
 
 def read_batches(run_dir: Path) -> list[BatchRecord]:
-    """All batches of a run in order, skipped ones too. Not collective.
+    """Read all batches of a run in order, including skipped ones. Not collective.
 
     While a run repeats what an earlier attempt did, the file has that attempt's lines to its end.
     A last line that is not complete is left out.
@@ -81,7 +81,7 @@ class Lines(NamedTuple):
 
 
 def parse(path: Path, text: bytes) -> Lines:
-    """Reads and checks the complete lines.
+    """Read and check the complete lines.
 
     Raises:
         DataError: names the first line that is wrong.
@@ -114,7 +114,7 @@ def _read_lines(
     hashes: npt.NDArray[np.uint64],
     ends: npt.NDArray[np.int64],
 ) -> int:
-    """Reads lines from `at` on that follow each other; returns how many there are.
+    """Read lines from `at` on that follow each other; return how many there are.
 
     Every line that is asked for ends in a newline, which stops each of the loops.
     """
@@ -163,7 +163,7 @@ def _read_lines(
 
 
 def line_of(record: BatchRecord) -> bytes:
-    """A record as a line of the file."""
+    """Format a record as a line of the file."""
     step = "skipped" if record.step is None else record.step
     return (
         f"{record.batch}\t{record.cursor}\t{record.sequences}\t{record.seq_len}\t{step}\t"
@@ -172,7 +172,7 @@ def line_of(record: BatchRecord) -> bytes:
 
 
 def record_of(line: bytes) -> BatchRecord:
-    """The record of a line that was checked."""
+    """Parse a line that was checked."""
     *numbers, step, digest = line.split()
     batch, cursor, sequences, seq_len = map(int, numbers)
     made = None if step == b"skipped" else int(step)
@@ -180,7 +180,7 @@ def record_of(line: bytes) -> BatchRecord:
 
 
 def how_to_mend(path: Path) -> str:
-    """What to do about a damaged file, for messages."""
+    """Return the advice about a damaged file, for messages."""
     return (
         f"Restore {path} from a copy; or move it away, then the run goes on with a new one and "
         "does not compare with earlier attempts"

@@ -20,6 +20,7 @@ from pipeline.data.packing import Packing
 from pipeline.data.run_order import Segment
 from pipeline.data.steps import TrainSteps
 from pipeline.errors import DataError
+from pipeline.objectives.inputs import train_steps
 
 Times = npt.NDArray[np.uint16]
 
@@ -93,7 +94,7 @@ def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
     """
     index = read_index(config.data.dir)
     counts = {length: packing_counts(index, length, None) for length in config.batches.seq_lens}
-    steps = TrainSteps(index, config, {length: each.sequences for length, each in counts.items()})
+    steps = train_steps(index, config, {length: each.sequences for length, each in counts.items()})
     stop = _pass_end(steps)
     return Coverage(
         sources=tuple(_sources(steps, stop, config.batches.number(num_steps).cursor)),

@@ -24,6 +24,7 @@ from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.data.record import BatchRecord, read_batches
 from pipeline.data.steps import TrainSteps
 from pipeline.errors import DataError
+from pipeline.objectives.inputs import train_steps
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
@@ -52,7 +53,7 @@ class OpenedRun:
     def steps(self) -> TrainSteps:
         """The run's batches, made as training makes them."""
         counts = sequences_at(self.index, self.config.batches.seq_lens, self.folder)
-        return TrainSteps(self.index, self.config, counts)
+        return train_steps(self.index, self.config, counts)
 
     @cached_property
     def tokenizer(self) -> DatasetTokenizer:

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.checkpoints.manifest import Manifest, published, read_manifest
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import budget_left_s
 from pipeline.config.train import TrainConfig
 from pipeline.data.ledger import read_ledger
 from pipeline.errors import (
@@ -25,7 +26,6 @@ from pipeline.errors import (
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.log import duration_text
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.train.schedule import budget_left_s
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 _SLOW_DATA = 0.05

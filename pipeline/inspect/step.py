@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from pipeline.config.batches import BatchPlace
+from pipeline.config.schedule import mask_ratio
 from pipeline.data.dataset import Batch
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
@@ -93,7 +94,7 @@ def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterat
     yield (
         f"batch {place.number} of {run.folder}: sequences {place.cursor:,} to "
         f"{place.cursor + place.size - 1:,} of the run, {place.size} x {place.seq_len} slots, mask "
-        f"ratio {run.config.data.mask_ratio(place.number):g}"
+        f"ratio {mask_ratio(place.number, run.config.data):g}"
     )
     epochs = run.steps.order.epochs(place.cursor)
     yield "epochs before it: " + ", ".join(f"{name} {value:.4f}" for name, value in epochs.items())
@@ -133,7 +134,7 @@ def _sequence(
     block, of_index = split.block(position), int(split.rows[position])
     seq_len = batch.input_ids.shape[1]
     first = row * seq_len
-    mine = slice(*np.searchsorted(batch.masked_index, (first, first + seq_len)).tolist())
+    mine = slice(*np.searchsorted(batch.inputs["masked_index"], (first, first + seq_len)).tolist())
     pieces, slot = [], 0
     for piece in packing.pieces(int(one.sequences[0])):
         document = int(packing.piece_doc[piece])
@@ -160,8 +161,8 @@ def _sequence(
         block=index.block_key(of_index),
         pieces=tuple(pieces),
         input_ids=tuple(batch.input_ids[row][:slot].tolist()),
-        masked=tuple((batch.masked_index[mine] - first).tolist()),
-        targets=tuple(batch.targets[mine].tolist()),
+        masked=tuple((batch.inputs["masked_index"][mine] - first).tolist()),
+        targets=tuple(batch.inputs["targets"][mine].tolist()),
     )
 
 

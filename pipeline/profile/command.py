@@ -32,7 +32,7 @@ examples:
 
 
 def add_profile(commands: Any) -> None:
-    """Adds the command."""
+    """Add `profile` to a command line."""
     profile = commands.add_parser(
         "profile", help="where the time of a run's training steps goes",
         description=_DESCRIPTION, epilog=_EXAMPLES,

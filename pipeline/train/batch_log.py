@@ -36,7 +36,7 @@ class BatchLog:
     """Writer of one attempt. Every rank has one; rank 0 reads and writes the file."""
 
     def __init__(self, run_dir: Path, cursor: int, is_first: bool) -> None:
-        """Opens the file, or starts one. Collective.
+        """Open the file, or starts one. Collective.
 
         Args:
             run_dir: folder of the run.
@@ -68,7 +68,7 @@ class BatchLog:
         _raise_of_first(error)
 
     def add(self, record: BatchRecord) -> None:
-        """Takes a batch with this rank's part of its hash. No synchronisation."""
+        """Add a batch with this rank's part of its hash. No synchronisation."""
         if self._pending:
             last = self._pending[-1]
             assert record.batch == last.batch + 1, (record, last)
@@ -76,7 +76,7 @@ class BatchLog:
         self._pending.append(record)
 
     def flush(self) -> None:
-        """Compares and writes what was added since the last call, to the disk. Collective.
+        """Compare and flush to disk the batches added since the last call. Collective.
 
         To be called before each save too: a file that ends before a checkpoint's cursor is taken
         for damaged.
@@ -134,7 +134,7 @@ class BatchLog:
         self._earlier.extend(text[self._end : ends[-1]].splitlines(keepends=True))
 
     def _write(self, records: list[BatchRecord]) -> None:
-        """Compares, then appends what is not there already."""
+        """Compare lines with those of earlier attempts, then append new ones."""
         lines = [line_of(record) for record in records]
         old = [self._earlier[i] for i in range(min(len(lines), len(self._earlier)))]
         for record, line in zip(records, old, strict=False):
@@ -167,7 +167,7 @@ class BatchLog:
 
 
 def _raise_of_first(error: PostnormError | None) -> None:
-    """Raises rank 0's error on every rank."""
+    """Raise rank 0's error on every rank."""
     shared = dist.from_first(error)
     if shared is not None:
         raise shared

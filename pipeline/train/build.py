@@ -12,10 +12,12 @@ from typing import IO
 
 import torch
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import alpha, is_over
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -31,7 +33,8 @@ from pipeline.errors import (
 )
 from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel
+from pipeline.objectives.base import Objective
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log, watchdog
 from pipeline.runtime.env import ProcessInfo
@@ -41,14 +44,11 @@ from pipeline.train.batch_log import BatchLog
 from pipeline.train.data import open_data
 from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
-from pipeline.train.faults import Rescue
+from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Parts, train
 from pipeline.train.requests import Requests
-from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
-from pipeline.train.spikes import LeftOut, trained_in_spite
-from pipeline.train.state import TrainState
 from pipeline.train.stop import StopRequest
 from pipeline.train.watch import Watch
 
@@ -120,14 +120,14 @@ def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConf
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
-def make_model(config: PretrainConfig, device: torch.device) -> MaskedLanguageModel:
+def make_model(config: PretrainConfig, objective: Objective, device: torch.device) -> EncoderModel:
     """The model of a run, on the CPU, with what computes it on `device`; `model.vocab_size` is set.
 
     Raises:
         ConfigError: what the config asks for cannot run on the device.
     """
     torch.manual_seed(config.seed)
-    model = MaskedLanguageModel(config.model)
+    model = objective.make_model(config.model)
     if config.train.activation_checkpoint_layers is not None:
         model.encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
     chosen = choose(config.kernels, config.model, config.train.precision, device)
@@ -153,7 +153,8 @@ def _run(
 ) -> int:
     requests.refuse_if_stopped()
     run_dir = Path(config.run_dir)
-    model = make_model(config, device)
+    objective = MaskedLanguageModeling()
+    model = make_model(config, objective, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     store = CheckpointStore(config, index, process)
     # Before the data is opened, which may take minutes: it may be another run's.
@@ -162,7 +163,7 @@ def _run(
         return EXIT_PREEMPTED
     saver = Saver(config, index, process, num_parameters)
     share = Share(process.rank, process.world_size)
-    train_loader, eval_loader = open_data(config, index, share)
+    train_loader, eval_loader = open_data(config, index, objective, share)
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     if initial is not None and resumed_from is None:
@@ -179,7 +180,7 @@ def _run(
         index=index,
         model=model,
         engine=Engine(model, config.train, process, device),
-        objective=MaskedLanguageModeling(device),
+        objective=objective,
         train_loader=train_loader,
         eval_loader=eval_loader,
         store=store,
@@ -199,9 +200,9 @@ class _Opened:
     config: PretrainConfig
     process: ProcessInfo
     index: DatasetIndex
-    model: MaskedLanguageModel
+    model: EncoderModel
     engine: Engine
-    objective: MaskedLanguageModeling
+    objective: Objective
     train_loader: TrainLoader
     eval_loader: EvalLoader
     store: CheckpointStore
@@ -244,6 +245,7 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
         config=config,
         process=process,
         engine=engine,
+        encoder=opened.model.encoder,
         objective=opened.objective,
         train_loader=opened.train_loader,
         saver=opened.saver,

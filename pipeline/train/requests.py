@@ -48,7 +48,7 @@ class Requests:
     """Looks for requests on this rank; rank 0 looks at the files."""
 
     def __init__(self, signals: StopRequest, run_dir: Path, *, is_first: bool) -> None:
-        """Looks at the files at the first step."""
+        """Prepare to look at the files, from the first step on."""
         self._signals = signals
         run = RunFolder(run_dir)
         self._stop_file, self._save_file = run.stop, run.save
@@ -58,7 +58,7 @@ class Requests:
         self._saved_ns: int | None = None
 
     def refuse_if_stopped(self) -> None:
-        """Does not let a run start that a person has stopped. Collective.
+        """Refuse to start a run that a person has stopped. Collective.
 
         Raises:
             StoppedError: there is a STOP file.
@@ -70,14 +70,14 @@ class Requests:
             )
 
     def ends_before_training(self) -> bool:
-        """Whether any rank has had a signal by now. Collective."""
+        """Return whether any rank has had a signal by now. Collective."""
         names = [name for name in dist.gather(self._signals.signal_name) if name]
         if names:
             logger.warning("stopped by %s before the first step; nothing is to be saved", names[0])
         return bool(names)
 
     def own(self) -> Wanted:
-        """What this rank knows of; looks at the files every few seconds."""
+        """Return the wishes that this rank knows of; look at the files every few seconds."""
         now_s = time.monotonic()
         if self._is_first and now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
@@ -86,7 +86,7 @@ class Requests:
         return Wanted(self._signals.requested, self._halt, self._save)
 
     def saved(self) -> None:
-        """Removes the SAVE file, which was honoured."""
+        """Remove the SAVE file after the save that it asked for."""
         if not self._is_first:
             return
         self._save, self._saved_ns = False, self._modified_ns()
@@ -99,7 +99,7 @@ class Requests:
             )  # fmt: skip
 
     def end(self, wanted: Wanted, step: int) -> int:
-        """Says why the run ends, after its save, and returns the exit code."""
+        """Log why the run ends after its save, and return the exit code."""
         if wanted.halt:
             logger.warning(
                 "stopped at step %d by %s; saved. Remove the file and start again to continue",

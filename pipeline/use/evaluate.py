@@ -80,7 +80,7 @@ class Evaluator:
         Raises:
             PostnormError: on all ranks, if one finds that something is wrong.
         """
-        self._dtype = _DTYPES[precision]
+        self._objective, self._dtype = MaskedLanguageModeling(), _DTYPES[precision]
         self._device, self._stop = device, stop
         self.index: DatasetIndex = read_index(config.data.dir)
         seq_len = config.data.seq_len
@@ -90,7 +90,8 @@ class Evaluator:
         error: PostnormError | None = None
         try:
             share = Share(process.rank, process.world_size)
-            self._loader = EvalLoader(self.index, config, share, counts)
+            inputs = self._objective.eval_inputs(config, self.index)
+            self._loader = EvalLoader(self.index, config, inputs, share, counts)
         except PostnormError as found:
             error = found
         dist.raise_together(error)
@@ -131,7 +132,7 @@ class Evaluator:
         if is_model_folder(source):
             trained = load_model(source)
             self._require_fit(source, None, other_data=True)
-            result = self._result(trained.model, 1.0)
+            result = self._result(trained.model)
             yield Evaluation(source, trained.facts.get("step"), 1.0, result)
             return
         for path in _good_checkpoints(source, step, every, passed_over):
@@ -143,7 +144,7 @@ class Evaluator:
                 error = _reading_error(path, found)
             dist.raise_together(error)
             self._require_fit(path, manifest.fingerprint, other_data=other_data)
-            result = self._result(model, manifest.alpha)
+            result = self._result(model)
             yield Evaluation(path, manifest.step, manifest.alpha, result)
 
     def _require_fit(self, path: Path, fingerprint: str | None, *, other_data: bool) -> None:
@@ -172,19 +173,17 @@ class Evaluator:
             same = "the tokenizers of %s and %s give the same ids to the same pieces, but %s"
             logger.warning(same, path, folder, text)
 
-    def _result(self, model: nn.Module, alpha: float) -> EvalResult:
+    def _result(self, model: nn.Module) -> EvalResult:
         """Evaluate one model. Collective."""
         # As both engines have it: weights rounded to bf16, and all passes in bf16; no autocast.
         model = model.to(self._device, self._dtype)
-        objective = MaskedLanguageModeling(self._device)
-        objective.set_alpha(alpha)
-        loader = self._loader
+        loader, objective = self._loader, self._objective
         batches = self._stop.until(
             _with_progress(loader.batches(), loader.num_batches, loader.num_sequences)
         )
         sums = own_sums(model, self._device, objective, batches, len(loader.sources))
         self._stop.check()
-        return combine(sums, loader.sources)
+        return combine(sums, objective, loader.sources)
 
 
 def _with_progress(items: Iterable[T], num_items: int, num_sequences: int) -> Iterator[T]:

@@ -230,8 +230,10 @@ class Report:
             scores |= found.result.by_source
         step = "-" if found.step is None else f"{found.step:,}"
         for name, score in scores.items():
-            numbers = (f"{score.loss:.5f}", f"{score.perplexity:,.2f}", f"{score.accuracy:.5f}")
-            yield self._line(step, name, *numbers, f"{score.num_masked:,}")
+            values = _values(score)
+            loss, accuracy = (f"{values[key]:.5f}" for key in ("loss", "accuracy"))
+            targets = f"{values['num_masked']:,.0f}"
+            yield self._line(step, name, loss, f"{score.perplexity:,.2f}", accuracy, targets)
 
     def _line(self, step: str, name: str, *numbers: str) -> str:
         width = max(map(len, ("source", *self._sources)))
@@ -240,10 +242,13 @@ class Report:
 
 
 def _numbers(score: "Score") -> dict[str, float | None]:
-    names = ("loss", "perplexity", "accuracy", "num_masked")
-    values = {name: getattr(score, name) for name in names}
     # JSON has no NaN and no infinity.
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {name: value if math.isfinite(value) else None for name, value in _values(score).items()}
+
+
+def _values(score: "Score") -> dict[str, float]:
+    loss, *others = score.means.items()
+    return dict([loss, ("perplexity", score.perplexity), *others]) | score.counts
 
 
 def _evaluate(arguments: argparse.Namespace, signals: StopRequest | None) -> int:

@@ -34,7 +34,7 @@ _LISTED = 5
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model ready for use, in fp32 and evaluation mode, alpha = 1."""
+    """A model ready for use, in fp32 and evaluation mode, at the alpha of its step."""
 
     model: MaskedLanguageModel
     tokenizer: Tokenizer | FastTokenizer | None
