@@ -16,6 +16,7 @@ from pipeline.runtime.run_folder import record_exit as record_exit
 ATTEMPTS_FILE = RunFolder(Path()).attempts.name
 DONE_FILE = RunFolder(Path()).done.name
 EXIT_FOLDER = RunFolder(Path()).exits("").name
+METRICS_FILE = RunFolder(Path()).metrics.name
 RESOLVED_FILE = RunFolder(Path()).resolved.name
 STOP_FILE = RunFolder(Path()).stop.name
 _CHUNK_BYTES = 1 << 22
