@@ -35,7 +35,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
-from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.env import process_info_or_alone
 from pipeline.train.build import make_model
 from pipeline.train.engine import Engine
 
@@ -188,7 +188,7 @@ def model_parts(size: Size) -> Numbers:
 
 def training(size: Size) -> Numbers:
     """Losses of real optimizer steps of RealFormerV2, with fused kernels and without."""
-    process = ProcessInfo(0, 0, 1, "here", "local", in_group=False)
+    process = process_info_or_alone()
     if not torch.distributed.is_initialized():
         dist.open_group(process, size.device, 60)
     losses: dict[str, list[float]] = {}

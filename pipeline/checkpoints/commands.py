@@ -15,6 +15,7 @@ from pipeline.checkpoints.manifest import REJECTED, newest_good, published
 from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
 from pipeline.checkpoints.table import all_problems, at_step, folder_of, retention_of, rows, table
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
+from pipeline.runtime.cli import Verb, family
 from pipeline.runtime.run_folder import RunFolder
 
 
@@ -158,70 +159,52 @@ def _diff(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED if differing.is_equal else EXIT_DIFFERENT
 
 
-def add_checkpoint(commands: Any) -> None:
-    """Add `checkpoint` and its subcommands to a command line."""
-    parser = commands.add_parser("checkpoint", help="verify, list, prune or compare checkpoints")
-    each = parser.add_subparsers(required=True)
-    verify = _add(
-        each,
-        "verify",
-        "compare every file with its hash; exit code 2 if one is bad",
-        "verify runs/demo/train --step 1200",
+def _run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
     )
-    _add_run(verify)
-    verify.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step")
-    verify.set_defaults(run=_verify)
-    list_ = _add(
-        each,
-        "list",
-        "list checkpoints: which one a start would resume, which ones are kept and why",
-        "list runs/demo/train --verify",
-    )
-    _add_run(list_)
-    list_.add_argument(
-        "--verify", action="store_true", help="compare files with their hashes as well"
-    )
-    list_.add_argument("--json", action="store_true", help="print one JSON list")
-    list_.set_defaults(run=_list)
-    prune = _add(
-        each,
-        "prune",
-        "remove the checkpoints that the run's retention does not keep",
-        "prune runs/demo/train --keep 1 --keep-best 2 --yes",
-    )
-    _add_run(prune)
-    for name, type_, kept in (
-        ("--keep", _positive, "keep the N newest"),
-        ("--keep-every", _positive, "keep checkpoints at multiples of N steps"),
-        ("--keep-best", _natural, "keep the N with the lowest held-out loss"),
-    ):
-        prune.add_argument(name, type=type_, metavar="N", help=f"{kept}; default: the config's")
-    prune.add_argument("--yes", action="store_true", help="remove them; otherwise only list them")
-    prune.set_defaults(run=_prune)
-    diff = _add(
-        each,
-        "diff",
-        "compare counters, settings and tensors; exit code 1 if something differs, else 0",
-        "diff runs/a/1000 runs/b/1000",
-        "diff runs/a --steps 1000 2000",
-    )
-    diff.add_argument("one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP")
-    diff.add_argument("other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with")
-    diff.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
-    diff.add_argument("--json", action="store_true", help="print one JSON object")
-    diff.set_defaults(run=_diff)
 
 
-def _add(commands: Any, name: str, help_text: str, *examples: str) -> argparse.ArgumentParser:
-    lines = [f"  python -m pipeline checkpoint {example}" for example in examples]
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help_text,
-        description=help_text,
-        epilog="\n".join(["examples:" if len(lines) > 1 else "example:", *lines]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="only this one")
+
+
+def _list_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare files with their hashes, not only read manifests",
     )
-    return parser
+    parser.add_argument("--json", action="store_true", help="one JSON list")
+
+
+def _prune_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("--keep", type=_positive, metavar="N", help="newest; default: the config's")
+    parser.add_argument(
+        "--keep-every",
+        type=_positive,
+        metavar="N",
+        help="those at multiples of N steps; default: the config's",
+    )
+    parser.add_argument(
+        "--keep-best",
+        type=_natural,
+        metavar="N",
+        help="those of lowest held-out loss; default: the config's",
+    )
+    parser.add_argument("--yes", action="store_true", help="remove them; else only say which")
+
+
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP"
+    )
+    parser.add_argument("other", metavar="OTHER[/STEP]", nargs="?", help="what it is compared with")
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two of RUN")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -238,3 +221,39 @@ def _natural(text: str, least: int = 0) -> int:
 
 def _positive(text: str) -> int:
     return _natural(text, least=1)
+
+
+CHECKPOINT = family(
+    "checkpoint",
+    "verify, list, prune or compare checkpoints",
+    (
+        Verb(
+            "verify",
+            "compare every file with its hash; 2 if one is bad",
+            _verify_arguments,
+            _verify,
+            "verify runs/demo/train --step 1200",
+        ),
+        Verb(
+            "list",
+            "what there is, which a start would resume, and what is kept why",
+            _list_arguments,
+            _list,
+            "list runs/demo/train --verify",
+        ),
+        Verb(
+            "prune",
+            "remove what the run's retention does not keep",
+            _prune_arguments,
+            _prune,
+            "prune runs/demo/train --keep 1 --keep-best 2 --yes",
+        ),
+        Verb(
+            "diff",
+            "which counters, settings and tensors differ; 0 if none does, 1 if one does",
+            _diff_arguments,
+            _diff,
+            "diff runs/a/1000 runs/b/1000\ndiff runs/a --steps 1000 2000",
+        ),
+    ),
+)

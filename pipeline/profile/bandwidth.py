@@ -105,7 +105,7 @@ def measure_bandwidth(
         The exit code.
 
     Raises:
-        LostRankError: not all ranks came, or one was lost; names the nodes that did not come.
+        LostRankError: not all ranks came; names the nodes that did not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recorder = _Recorder(folder, process, timeout_s)
@@ -118,7 +118,7 @@ def measure_bandwidth(
         raise
     except RuntimeError as error:
         recorder.write(f"{recorder.phase}: {str(error).splitlines()[0]}")
-        raise LostRankError(f"{recorder.report.node}: while {recorder.phase}: {error}") from error
+        raise
     recorder.write()
     if process.is_first:
         for one in recorder.report.rounds:

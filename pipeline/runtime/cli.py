@@ -1,23 +1,135 @@
-"""What the command lines share: overrides anywhere among options, errors as exit codes."""
+"""What the command lines share: tables of verbs, overrides among options, errors as exit codes.
+
+A package registers its verbs in one table, a tuple of `Verb`. `python -m PACKAGE` is that table,
+and `postnorm` all of them together.
+"""
 
 import argparse
 import logging
 import os
 import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, PostnormError
+from pipeline.runtime import stop
 from pipeline.runtime.log import to_console
 
 logger = logging.getLogger(__name__)
 
+_NO_WORDS: tuple[str, ...] = ()
 
-def make_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser whose help ends in worked examples."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=description,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+
+@dataclass(frozen=True)
+class Verb:
+    """One command, such as `export`."""
+
+    name: str
+    """As it is typed."""
+    summary: str
+    """One line of the list of verbs."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    """Adds its arguments; it may set the parser's description. Nothing heavy is imported."""
+    run: Callable[[argparse.Namespace], int | None]
+    """Does the work and gives the exit code; None is 0. It imports what takes time."""
+    example: str
+    """Command lines that work, from the verb on: `export runs/mine out`.
+
+    One a line; an indented line continues the one before, and a line that does not begin with the
+    verb is shown as it is.
+    """
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest word to one that it does not know."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Keeps line breaks of descriptions and examples."""
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **options)
+        self.verbs: dict[str, argparse.ArgumentParser] = {}
+        """Parsers of its verbs."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # argparse has no public place for this; its own text lists 30 verbs and does not choose.
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        near = get_close_matches(str(value), known, n=1)
+        meant = f"; did you mean `{near[0]}`?" if near else ""
+        raise argparse.ArgumentError(
+            action, f"{value!r} is not known{meant} (expected one of {', '.join(known)})"
+        )
+
+
+def make_parser(program: str, description: str, examples: str) -> Parser:
+    """Makes a parser whose help ends in worked examples."""
+    epilog = f"examples:\n{examples}"
+    return Parser(prog=f"python -m {program}", description=description, epilog=epilog)
+
+
+def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb]]) -> Parser:
+    """Makes the parser of a table of verbs.
+
+    Args:
+        program: as it is typed.
+        description: one sentence.
+        groups: verbs under a heading each, for the list that `--help` shows.
+    """
+    lists = [f"{heading}:\n{_listed(verbs)}" for heading, verbs in groups.items()]
+    parser = Parser(
+        prog=program,
+        usage=f"{program} VERB ...",
+        description="\n\n".join([description, *lists]),
+        epilog=f"`{program} VERB --help` shows a verb's arguments and a worked example.",
+    )
+    _add_verbs(parser, (verb for verbs in groups.values() for verb in verbs))
+    return parser
+
+
+def family(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
+    """Makes one verb of several, such as `checkpoint list` and `checkpoint verify`."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.usage = f"{parser.prog} VERB ..."
+        parser.description = f"{summary}\n\n{_listed(verbs)}"
+        _add_verbs(parser, verbs)
+
+    def run(_: argparse.Namespace) -> int:
+        raise AssertionError(f"argparse asks for a verb behind {name}")
+
+    lines = [line for verb in verbs for line in verb.example.splitlines()]
+    example = "\n".join(line if line[0] == " " else f"{name} {line}" for line in lines)
+    return Verb(name, summary, add, run, example)
+
+
+def _listed(verbs: Iterable[Verb]) -> str:
+    return "\n".join(f"  {verb.name:<10}  {verb.summary}" for verb in verbs)
+
+
+def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:
+    # The list in the description says what argparse would say again.
+    known = parser.add_subparsers(
+        required=True, metavar="VERB", help=argparse.SUPPRESS, prog=parser.prog
+    )
+    for verb in verbs:
+        one = known.add_parser(verb.name, description=verb.summary)
+        verb.add_arguments(one)
+        one.epilog = f"example:\n{_typed(verb, parser.prog)}"
+        # argparse prefers what a family's own verbs set.
+        one.set_defaults(run=verb.run)
+        if isinstance(parser, Parser):
+            parser.verbs[verb.name] = one
+
+
+def _typed(verb: Verb, program: str) -> str:
+    lines = verb.example.splitlines()
+    return "\n".join(
+        f"  {program} {line}" if line.split()[0] == verb.name and line[0] != " " else f"  {line}"
+        for line in lines
     )
 
 
@@ -29,19 +141,37 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(parser: argparse.ArgumentParser) -> int:
-    """Parses the command line, runs the chosen command's `run` and returns its exit code."""
+def take_program(command: argparse.ArgumentParser) -> None:
+    """Lets a verb take a program behind `--`: `arguments.words`, whose options are not ours."""
+    command.set_defaults(words=_NO_WORDS)
+
+
+def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
+    """Reads a command line; what is wrong with it ends the process with exit code 2."""
+    words: Sequence[str] = ()
+    verb = parser.verbs.get(line[0]) if isinstance(parser, Parser) and line else None
+    if verb is not None and verb.get_default("words") is not None and "--" in line:
+        place = list(line).index("--")
+        line, words = line[:place], line[place + 1 :]
     # argparse fills a `*` argument once: overrides behind an option are left over.
-    arguments, rest = parser.parse_known_args()
+    arguments, rest = parser.parse_known_args(line)
     strangers = [text for text in rest if text.startswith("-") or "=" not in text]
     if strangers or (rest and not hasattr(arguments, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(strangers or rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
+    if words:
+        arguments.words = list(words)
+    return arguments
+
+
+def run(parser: argparse.ArgumentParser) -> int:
+    """Parses the command line, runs the chosen verb and returns its exit code."""
+    arguments = parse(parser, sys.argv[1:])
     # Where a command's output is for programs, nothing else stands in it.
     to_console(stream=sys.stderr if getattr(arguments, "json", False) else None)
     try:
-        code = int(arguments.run(arguments))
+        code = int(arguments.run(arguments) or EXIT_FINISHED)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -56,3 +186,24 @@ def run(parser: argparse.ArgumentParser) -> int:
             "error: %s; what was finished before is untouched, the same command continues", error
         )
         return EXIT_FAILED_RETRY
+
+
+def main(parser: argparse.ArgumentParser) -> NoReturn:
+    """Runs a command line and ends the process, at once if it failed within its process group.
+
+    Python's way out would run into gloo's threads, which abort it with another exit code now and
+    then. Children see their pipes closed.
+    """
+    try:
+        code = run(parser)
+    except Exception:  # noqa: BLE001 - Python would print it as well, then end in its own way
+        traceback.print_exc()
+        code = EXIT_FAILED_RETRY
+    stop.ignore_from_now()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -41,15 +42,16 @@ def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> 
     """Joins the process group, without DeepSpeed.
 
     Args:
-        process: this rank; alone, it needs no variables and no port.
+        process: this rank.
         device: of `own_device`.
         timeout_s: of the wait for all ranks to start, and of each collective.
     """
-    store = None if process.in_group else dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend_of(device), timeout=timedelta(seconds=timeout_s), store=store,
-        rank=process.rank, world_size=process.world_size,
-    )  # fmt: skip
+        backend_of(device),
+        timeout=timedelta(seconds=timeout_s),
+        rank=process.rank,
+        world_size=process.world_size,
+    )
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,24 +152,35 @@ def on_first(function: Callable[[], T], what: str) -> T:
         function: may take long, if it calls `get_on`.
         what: it does, such as `verifying checkpoints`.
     """
-    outcome: T | PostnormError | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome = function()
-        except PostnormError as error:
-            outcome = error
-    wait_for([0], what)
-    shared = from_first(outcome)
-    if isinstance(shared, PostnormError):
-        raise shared
-    return shared  # type: ignore[return-value]
+    result: T | None = None
+    with together([0], what):
+        if dist.get_rank() == 0:
+            result = function()
+    return from_first(result)  # type: ignore[return-value]
 
 
-def raise_together(error: PostnormError | None) -> None:
-    """Raises the first rank's error on all ranks, if any has one. Collective."""
-    for found in gather(error):
-        if found is not None:
-            raise found
+@contextmanager
+def together(slow: Collection[int] = (), what: str = "") -> Iterator[None]:
+    """Raises the first rank's PostnormError on all ranks at the end of a block. Collective.
+
+    The only way in which ranks agree on an error. Otherwise those that have none would wait for the
+    one that left, in their next collective, until it times out.
+
+    Args:
+        slow: ranks whose block may take longer than `train.collective_timeout_s`; they call
+            `get_on` in it.
+        what: they do, such as `staging shards`.
+    """
+    error: PostnormError | None = None
+    try:
+        yield
+    except PostnormError as own:
+        error = own
+    if slow:
+        wait_for(slow, what)
+    for each in gather(error):
+        if each is not None:
+            raise each
 
 
 def tensor_from_first(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -31,8 +31,6 @@ class ProcessInfo:
     """Name of this node."""
     job: str
     """SLURM job id and restart count, such as `1234.0`; `local` outside SLURM."""
-    in_group: bool = True
-    """False: no launcher started it, it is alone."""
 
     @property
     def is_first(self) -> bool:
@@ -43,20 +41,17 @@ class ProcessInfo:
 def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     """Reads the process group's variables as `torchrun` or a job script sets them.
 
-    Nothing is guessed: a job script that forgets them would start N runs of one process each,
-    all writing to the same folder.
-
     Raises:
-        ConfigError: a variable is missing or no number.
+        ConfigError: a variable is missing or is not a number.
     """
     environ = os.environ if environ is None else environ
     missing = [name for name in _GROUP_VARIABLES if not environ.get(name)]
     if missing:
         raise ConfigError(
             f"process-group variables not set: {', '.join(missing)}. On one machine start with "
-            "`torchrun --standalone --nproc-per-node N -m pipeline pretrain CONFIG`; for a single "
-            "process set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500; "
-            "under SLURM use `python -m launch submit CONFIG`"
+            "`torchrun --standalone --nproc-per-node N -m postnorm pretrain CONFIG`; for a single "
+            f"process set none of {', '.join(_GROUP_VARIABLES[:3])}; "
+            "under SLURM use `postnorm submit CONFIG`"
         )
     numbers = {name: environ[name] for name in _GROUP_VARIABLES if name != "MASTER_ADDR"}
     for name, text in numbers.items():
@@ -69,37 +64,33 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     return ProcessInfo(rank, local_rank, world_size, host, _job(environ))
 
 
-def process_info_or_alone(environ: Mapping[str, str] | None = None) -> ProcessInfo:
-    """As `process_info`, or a process alone where a launcher has set none of the variables.
+def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> ProcessInfo:
+    """Reads what `process_info` does; outside a launcher this process becomes a group of its own.
 
-    For commands that are also of use without a launcher.
+    Then the variables of that group are set, for torch and DeepSpeed.
 
     Raises:
-        ConfigError: some variables are missing or no number, or one of several tasks of `srun` has
-            none of them.
+        ConfigError: some variables are missing or are not numbers, or SLURM has several tasks and
+            none of them has the variables.
     """
     environ = os.environ if environ is None else environ
     if any(environ.get(name) for name in _GROUP_VARIABLES[:3]):
         return process_info(environ)
-    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    # Nothing is guessed: N tasks would start N runs of one process each, all writing to one folder.
+    # A step has its own number of tasks; a job script itself is not a step.
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
     if num_tasks != "1":
         raise ConfigError(
-            f"srun started {num_tasks} tasks, and none of {', '.join(_GROUP_VARIABLES)} is set: "
-            "each would do the whole work by itself; set them from SLURM_PROCID, SLURM_LOCALID and "
-            "SLURM_NTASKS as the scripts of `python -m launch` do, or start one task"
+            f"SLURM has {num_tasks} tasks here, and none of {', '.join(_GROUP_VARIABLES)} is set: "
+            "each task would do the whole work by itself. Submit with `postnorm submit`, or set "
+            "them from SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS as its job scripts do; for one "
+            "process start it with `srun --ntasks=1`"
         )
-    return ProcessInfo(0, 0, 1, socket.gethostname(), _job(environ), in_group=False)
-
-
-def be_the_only_rank(port: int) -> None:
-    """Sets the variables of a process group of this process alone, for what needs them.
-
-    Args:
-        port: a free one of this machine.
-    """
-    os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    # With port 0 rank 0 takes any port that is free; no other rank has to know it.
+    environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
+    return process_info(environ)
 
 
 def _job(environ: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ from pipeline.data.record import (
     parse,
     record_of,
 )
-from pipeline.errors import DataError, PostnormError, StorageError
+from pipeline.errors import DataError, StorageError
 from pipeline.runtime import dist
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.run_folder import RunFolder
@@ -54,18 +54,15 @@ class BatchLog:
         """Bytes of the file that this attempt has written or found equal."""
         self._earlier: deque[bytes] = deque()
         """Complete lines that follow, of earlier attempts."""
-        error: PostnormError | None = None
-        if is_first:
+        with dist.together():
             try:
-                self._open(cursor)
-            except DataError as found:
-                error = found
-            except OSError as found:
-                error = StorageError(
-                    f"{self._path} cannot be opened: {found}; make it readable and writable, then "
+                if is_first:
+                    self._open(cursor)
+            except OSError as error:
+                raise StorageError(
+                    f"{self._path} cannot be opened: {error}; make it readable and writable, then "
                     "start the run again"
-                )
-        _raise_of_first(error)
+                ) from error
 
     def add(self, record: BatchRecord) -> None:
         """Add a batch with this rank's part of its hash. No synchronisation."""
@@ -92,18 +89,15 @@ class BatchLog:
             record._replace(hash=total) for record, total in zip(self._pending, hashes, strict=True)
         ]
         self._pending = []
-        error: PostnormError | None = None
-        if self._is_first:
+        with dist.together():
             try:
-                self._write(records)
-            except DataError as found:
-                error = found
-            except OSError as found:
-                error = StorageError(
-                    f"{self._path} cannot be written: {found}; what it holds is complete but for "
+                if self._is_first:
+                    self._write(records)
+            except OSError as error:
+                raise StorageError(
+                    f"{self._path} cannot be written: {error}; what it holds is complete but for "
                     "the last line. Free space, then start the run again"
-                )
-        _raise_of_first(error)
+                ) from error
 
     def _open(self, cursor: int) -> None:
         text = self._path.read_bytes() if self._path.exists() else b""
@@ -164,10 +158,3 @@ class BatchLog:
             "resolved.yaml, and with data.check_blocks that no block is damaged. If the change is "
             f"meant, move {self._path} away or choose another run_dir; it is left as it was"
         )
-
-
-def _raise_of_first(error: PostnormError | None) -> None:
-    """Raise rank 0's error on every rank."""
-    shared = dist.from_first(error)
-    if shared is not None:
-        raise shared

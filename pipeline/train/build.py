@@ -29,7 +29,6 @@ from pipeline.errors import (
     BusyError,
     ConfigError,
     DataError,
-    LostRankError,
 )
 from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
@@ -39,6 +38,7 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.data import open_data
@@ -49,7 +49,6 @@ from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Parts, train
 from pipeline.train.requests import Requests
 from pipeline.train.sinks import Sinks
-from pipeline.train.stop import StopRequest
 from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -58,17 +57,13 @@ _LOCK_PATIENCE_S = 15.0
 
 
 def pretrain(
-    config: PretrainConfig,
-    process: ProcessInfo,
-    stop: StopRequest,
-    initial: Callable[[], InitialWeights] | None = None,
+    config: PretrainConfig, rank: Rank, initial: Callable[[], InitialWeights] | None = None
 ) -> int:
     """Runs or resumes a pre-training run on this rank.
 
     Args:
         config: of the run.
-        process: this rank.
-        stop: looked at between steps.
+        rank: this process; its signals are looked at between steps.
         initial: gives the weights that a new run starts from; not called when a run resumes.
 
     Returns:
@@ -77,31 +72,24 @@ def pretrain(
     Raises:
         PostnormError: anything the user can mend.
     """
-    run_dir = Path(config.run_dir)
+    run_dir, process = Path(config.run_dir), rank.process
     config.batches.require_split(process.world_size)
     deepspeed_config(config.train, process.world_size)  # its file is read before anything is made
     index = read_index(config.data.dir)
     config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
     log.to_run(run_dir, process.rank)
-    requests = Requests(stop, run_dir, is_first=process.is_first)
+    rank.if_lost = (
+        f"Collectives wait for train.collective_timeout_s={config.train.collective_timeout_s:g}; "
+        f"its log in {RunFolder(run_dir).logs} and {RunFolder(run_dir).hangs} say more. The run "
+        "continues from its newest checkpoint when it is started again"
+    )
+    requests = Requests(rank.stop, run_dir, is_first=process.is_first)
     hang_timeout_s = config.train.hang_timeout_s
     with _exclusive(run_dir, process), watchdog.watching(run_dir, process, hang_timeout_s):
-        try:
-            device = init_process_group(process, config.train.collective_timeout_s)
-            code = _run(config, process, index, device, requests, initial)
-            close_process_group()
-        except RuntimeError as error:
-            if not dist.is_lost_rank(error):
-                raise
-            logging.getLogger("collectives").info("where it was:", exc_info=error)
-            first_line = str(error).splitlines()[0]
-            raise LostRankError(
-                f"rank {process.rank} lost another rank: {first_line}. That rank died, or hung for "
-                f"train.collective_timeout_s={config.train.collective_timeout_s:g}; its log in "
-                f"{RunFolder(run_dir).logs} and {RunFolder(run_dir).hangs} say more. The run "
-                "continues from its newest checkpoint when it is started again"
-            ) from error
+        device = init_process_group(process, config.train.collective_timeout_s)
+        code = _run(config, process, index, device, requests, initial)
+        close_process_group()
     return code
 
 

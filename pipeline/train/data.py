@@ -10,7 +10,6 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
 from pipeline.data.staging import stage
 from pipeline.data.steps import Share
-from pipeline.errors import PostnormError
 from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, env, watchdog
 
@@ -27,8 +26,7 @@ def open_data(
     counts = _counts(config, index)
     watchdog.beat("opening the data")
     train, held_out = config.train_data, config.eval_data
-    error: PostnormError | None = None
-    try:
+    with dist.together():
         loaders = (
             TrainLoader(index, train, objective.train_inputs(train, index), share, counts),
             EvalLoader(index, held_out, objective.eval_inputs(held_out, index), share, counts),
@@ -37,9 +35,6 @@ def open_data(
         if total_bytes <= config.data.verify_at_start_gib * 2**30:
             for split in (loaders[0].steps.split, loaders[1].split):
                 split.reader.check_all(split.rows[share.rank :: share.world_size].tolist())
-    except PostnormError as found:
-        error = found
-    dist.raise_together(error)
     return loaders
 
 
@@ -47,18 +42,13 @@ def _where_shards_are_read(
     config: PretrainConfig, index: DatasetIndex, share: Share
 ) -> DatasetIndex:
     """Copy the shards to this node if the config asks for it. Collective."""
-    error: PostnormError | None = None
-    try:
+    staging = config.data.stage_dir is not None
+    with dist.together(range(share.world_size if staging else 0), "staging shards"):
         if share.rank == 0:
             refuse_unlisted(index)
         if config.data.stage_dir is not None:
             folder = env.expand(config.data.stage_dir, "data.stage_dir")
             index = stage(index, folder, lambda: dist.get_on("staging shards"))
-    except PostnormError as found:
-        error = found
-    if config.data.stage_dir is not None:
-        dist.wait_for(range(share.world_size), "staging shards")
-    dist.raise_together(error)
     return index
 
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED, StoppedError
 from pipeline.runtime import dist
+from pipeline.runtime.rank import agreed_signal
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.train.stop import StopRequest
+from pipeline.runtime.stop import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +64,19 @@ class Requests:
         Raises:
             StoppedError: there is a STOP file.
         """
-        if dist.from_first(self._stop_file.exists()):
-            raise StoppedError(
-                f"{self._stop_file} exists, so the run does not train; expected no such file: "
-                f"remove it (rm {self._stop_file}) and start again"
-            )
+        with dist.together():
+            if self._is_first and self._stop_file.exists():
+                raise StoppedError(
+                    f"{self._stop_file} exists, so the run does not train; expected no such file: "
+                    f"remove it (rm {self._stop_file}) and start again"
+                )
 
     def ends_before_training(self) -> bool:
-        """Return whether any rank has had a signal by now. Collective."""
-        names = [name for name in dist.gather(self._signals.signal_name) if name]
-        if names:
-            logger.warning("stopped by %s before the first step; nothing is to be saved", names[0])
-        return bool(names)
+        """Whether any rank has had a signal by now. Collective."""
+        name = agreed_signal(self._signals)
+        if name:
+            logger.warning("stopped by %s before the first step; nothing is to be saved", name)
+        return bool(name)
 
     def own(self) -> Wanted:
         """Return the wishes that this rank knows of; look at the files every few seconds."""

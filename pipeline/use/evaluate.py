@@ -29,9 +29,9 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.log import duration_text
+from pipeline.runtime.rank import AgreedStop
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.agreed_stop import AgreedStop
 from pipeline.use.export import load_checkpoint
 from pipeline.use.folder import load_model
 
@@ -87,14 +87,10 @@ class Evaluator:
         counts = dist.on_first(
             lambda: sequences_at(self.index, [seq_len], run), "counting sequences"
         )
-        error: PostnormError | None = None
-        try:
+        with dist.together():
             share = Share(process.rank, process.world_size)
             inputs = self._objective.eval_inputs(config, self.index)
             self._loader = EvalLoader(self.index, config, inputs, share, counts)
-        except PostnormError as found:
-            error = found
-        dist.raise_together(error)
 
     @property
     def num_sequences(self) -> int:
@@ -137,12 +133,11 @@ class Evaluator:
             return
         for path in _good_checkpoints(source, step, every, passed_over):
             self._stop.check()
-            try:
-                model, manifest = load_checkpoint(path)
-                error: PostnormError | None = None
-            except (CheckpointError, OSError) as found:
-                error = _reading_error(path, found)
-            dist.raise_together(error)
+            with dist.together():
+                try:
+                    model, manifest = load_checkpoint(path)
+                except (CheckpointError, OSError) as error:
+                    raise _reading_error(path, error) from error
             self._require_fit(path, manifest.fingerprint, other_data=other_data)
             result = self._result(model)
             yield Evaluation(path, manifest.step, manifest.alpha, result)

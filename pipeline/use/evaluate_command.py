@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,20 +19,18 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import param, section
 from pipeline.config.train import TrainConfig
 from pipeline.errors import (
-    EXIT_FAILED_RETRY,
     EXIT_FINISHED,
     EXIT_PREEMPTED,
     CheckpointError,
     ConfigError,
-    LostRankError,
-    PostnormError,
 )
 from pipeline.model.architecture import is_model_folder, read_architecture
-from pipeline.runtime import env, log
+from pipeline.runtime import env
+from pipeline.runtime.cli import Verb
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import AppendedFile, read_json_lines
-from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder, record_exit
-from pipeline.train.stop import StopRequest
+from pipeline.runtime.rank import AgreedStop, Rank, Stopped, run_as_rank
+from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
 if TYPE_CHECKING:
     from pipeline.train.evaluate import Score
@@ -46,14 +43,6 @@ Held-out loss and accuracy of a run's checkpoint or of a model folder, on one pr
 ranks. Text, masks and precision are the run's: with --sequences set to monitor.eval_sequences the
 numbers are those that the run logged. The run may go on training meanwhile. Each result of a run is
 also appended to RUN/evaluations.jsonl."""
-_EXAMPLES = """\
-examples:
-  python -m pipeline evaluate runs/demo/train
-  python -m pipeline evaluate runs/demo/train --all --sequences 512
-  python -m pipeline evaluate models/bert --data data/mine --seq-len 128 --json
-  torchrun --standalone --nproc-per-node 8 -m pipeline evaluate runs/mine --step 100000
-  python -m pipeline evaluate runs/other data.masking=token data.mask_prob=0.15
-"""
 MASK_FIELDS = (
     "masking",
     "mask_selection",
@@ -251,67 +240,44 @@ def _values(score: "Score") -> dict[str, float]:
     return dict([loss, ("perplexity", score.perplexity), *others]) | score.counts
 
 
-def _evaluate(arguments: argparse.Namespace, signals: StopRequest | None) -> int:
-    signals = signals or StopRequest()
-    process = env.process_info_or_alone()
-    if not process.is_first:
-        log.to_console(logging.WARNING, sys.stderr)
-    launched, code = env.launched_run_dir(), EXIT_FAILED_RETRY
-    try:
-        code = _run(arguments, process, signals)
-    except PostnormError as error:
-        code = error.exit_code
-        raise
-    finally:
-        # An evaluation that a person starts is not an attempt of the run, whose own exit record
-        # may lie there.
-        if launched:
-            record_exit(Path(launched), process, code)
-    return code
+def _evaluate(arguments: argparse.Namespace) -> int:
+    # A person's evaluation is not an attempt of the run, whose own record may lie in its folder.
+    return run_as_rank(
+        partial(_evaluate_on, arguments), env.process_info_or_alone(), env.launched_run_dir()
+    )
 
 
-def _run(arguments: argparse.Namespace, process: ProcessInfo, signals: StopRequest) -> int:
+def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     # Importing torch takes seconds.
     from pipeline.runtime import dist
     from pipeline.train.engine import close_process_group
-    from pipeline.use.agreed_stop import AgreedStop, Stopped
     from pipeline.use.evaluate import Evaluator
 
+    rank.if_lost = "Its own message says more. Nothing is damaged: start the evaluation again"
+    device = dist.own_device(rank.process)
+    dist.open_group(rank.process, device, TrainConfig.collective_timeout_s)
     code = EXIT_FINISHED
     try:
-        device = dist.own_device(process)
-        dist.open_group(process, device, TrainConfig.collective_timeout_s)
-        try:
-            source, config = arguments.source, evaluate_config(arguments)
-            run = None if is_model_folder(source) else source
-            stop = AgreedStop(signals)
-            evaluator = Evaluator(config.eval_data, config.precision, run, process, device, stop)
-            report = Report(source, config, evaluator, process)
-            found = evaluator.evaluations(
-                source,
-                step=arguments.step,
-                every=arguments.every,
-                passed_over=dist.from_first(
-                    report.earlier_steps() if arguments.every else frozenset()
-                ),
-                other_data=arguments.data is not None,
-            )
-            if process.is_first:
-                _show(report, found, as_json=arguments.json)
-            else:
-                deque(found, maxlen=0)  # this rank's part
-        except Stopped as signal:
-            logger.warning("stopped by %s; there is nothing to save, start again", signal)
-            code = EXIT_PREEMPTED
-        close_process_group()
-    except RuntimeError as error:
-        if not dist.is_lost_rank(error):
-            raise
-        raise LostRankError(
-            f"rank {process.rank} lost another rank: {str(error).splitlines()[0]}. That rank died, "
-            f"or hung for {TrainConfig.collective_timeout_s:g} s; its own message says more. "
-            "Nothing is damaged: start the evaluation again"
-        ) from error
+        source, config, process = arguments.source, evaluate_config(arguments), rank.process
+        run, stop = None if is_model_folder(source) else source, AgreedStop(rank.stop)
+        evaluator = Evaluator(config.eval_data, config.precision, run, process, device, stop)
+        report = Report(source, config, evaluator, process)
+        earlier = report.earlier_steps() if arguments.every else frozenset()
+        evaluations = evaluator.evaluations(
+            source,
+            step=arguments.step,
+            every=arguments.every,
+            passed_over=dist.from_first(earlier),
+            other_data=arguments.data is not None,
+        )
+        if rank.process.is_first:
+            _show(report, evaluations, as_json=arguments.json)
+        else:
+            deque(evaluations, maxlen=0)  # this rank's part
+    except Stopped as signal:
+        logger.warning("stopped by %s; there is nothing to save, start again", signal)
+        code = EXIT_PREEMPTED
+    close_process_group()
     return code
 
 
@@ -326,26 +292,8 @@ def _show(report: Report, found: "Iterator[Evaluation]", *, as_json: bool) -> No
         report.append(record)
 
 
-def add_evaluate(commands: Any, signals: StopRequest | None) -> None:
-    """Add the command to a command line.
-
-    Args:
-        commands: subparsers.
-        signals: those that came since the process started, if it looked out for them.
-    """
-    parser = commands.add_parser(
-        "evaluate",
-        help="held-out loss of checkpoints or of a model, on any number of ranks",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    parser.set_defaults(run=partial(_evaluate, signals=signals))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, which `evaluate_config` reads."""
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="run folder, or model folder")
     which = parser.add_mutually_exclusive_group()
@@ -367,3 +315,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="data.MASKS=VALUE",
         help="other masks than the run's, such as data.mask_prob=0.15",
     )
+
+
+EVALUATE = Verb(
+    "evaluate",
+    "held-out loss of checkpoints or of a model, on any number of ranks",
+    _arguments,
+    _evaluate,
+    """\
+evaluate runs/demo/train
+evaluate runs/demo/train --all --sequences 512
+evaluate models/bert --data data/mine --seq-len 128 --json
+torchrun --standalone --nproc-per-node 8 -m postnorm evaluate runs/mine --step 100000
+evaluate runs/other data.masking=token data.mask_prob=0.15""",
+)

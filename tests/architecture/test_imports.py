@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("pipeline", "data_prep", "launch")
+PACKAGES = ("pipeline", "data_prep", "launch", "postnorm")
 
 # A layer may import itself and what stands before it.
 LAYERS = [
@@ -22,6 +22,7 @@ LAYERS = [
     {"pipeline.profile"},
     {"pipeline.use"},
     {"pipeline.inspect"},
+    {"pipeline.commands"},
     {"pipeline.__main__"},
 ]
 TORCH_FREE = {
@@ -38,6 +39,8 @@ TORCH_FREE = {
     "pipeline.runtime.log",
     "pipeline.runtime.env",
     "pipeline.runtime.cli",
+    "pipeline.runtime.rank",
+    "pipeline.runtime.stop",
     "pipeline.kernels.choose",
     "pipeline.model.architecture",
     "pipeline.model.cost",
@@ -127,11 +130,21 @@ def test_pipeline_imports_point_one_way(name: str) -> None:
         assert _layer(imported) <= _layer(name), f"{name} imports {imported}, a later layer"
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith("pipeline")])
+@pytest.mark.parametrize("name", [m for m in MODULES if m.startswith(("launch", "data_prep"))])
 def test_launch_and_data_prep_import_only_the_torch_free_part(name: str) -> None:
     package = name.split(".")[0]
     for imported in _ours(name):
         assert _below(imported, TORCH_FREE | {package}), f"{name} imports {imported}"
+
+
+def test_the_door_imports_tables_only_and_nothing_imports_it() -> None:
+    tables = {f"{package}.commands" for package in PACKAGES}
+    for name in MODULES:
+        if name.startswith("postnorm"):
+            strangers = _ours(name) - tables - {"pipeline.runtime.cli", "pipeline.runtime.stop"}
+            assert not strangers, f"{name} imports {strangers}"
+        else:
+            assert not any(module.startswith("postnorm") for module in _ours(name)), name
 
 
 def test_there_is_no_cycle() -> None:

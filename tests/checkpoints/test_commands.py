@@ -1,6 +1,5 @@
 """`python -m pipeline checkpoint ...` as it is typed, without torch where none is needed."""
 
-import argparse
 import fcntl
 import json
 import subprocess
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.commands import add_checkpoint
+from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.checkpoints.manifest import FOLDER, state_file
 from pipeline.errors import CheckpointError, RunFolderError
+from pipeline.runtime import cli
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -92,12 +92,11 @@ def test_prune(run: Path) -> None:
 
 
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_checkpoint(parser.add_subparsers())
+    parser = cli.parser_of("test", "", {"train": [CHECKPOINT]})
 
     def diff(*arguments: object) -> tuple[int, str]:
         """In this process, which has torch."""
-        parsed = parser.parse_args(["checkpoint", "diff", *map(str, arguments)])
+        parsed = cli.parse(parser, ["checkpoint", "diff", *map(str, arguments)])
         return parsed.run(parsed), capsys.readouterr().out
 
     make_checkpoint(tmp_path / "a", 10, seed=1)
@@ -136,4 +135,4 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_command_has_an_example() -> None:
     for name in ("verify", "list", "prune", "diff"):
-        assert f"python -m pipeline checkpoint {name}" in _command(name, "--help").stdout
+        assert f"python -m pipeline checkpoint {name} " in _command(name, "--help").stdout

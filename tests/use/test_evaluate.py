@@ -1,6 +1,5 @@
 """Evaluation apart from training: the trainer's numbers, on other ranks, and what is refused."""
 
-import argparse
 import fcntl
 import hashlib
 import json
@@ -31,8 +30,9 @@ from pipeline.errors import (
     RunFolderError,
 )
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.train.stop import StopRequest
-from pipeline.use.evaluate_command import add_evaluate
+from pipeline.runtime import cli, stop
+from pipeline.runtime.stop import StopRequest
+from pipeline.use.evaluate_command import EVALUATE
 from pipeline.use.export import export
 from pipeline.use.folder import write_model
 from tests.support.ranks import Ranks, records, start
@@ -65,15 +65,18 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str]) -> Command:
+def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Runs the command in this process, without its signal handlers; gives what it printed."""
     signals = StopRequest.__new__(StopRequest)
     signals.signal_name = ""
+    monkeypatch.setattr(stop, "_request", signals)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        # The command sets them for its group of one; this way pytest takes them back.
+        monkeypatch.setenv(name, "")
+    parser = cli.parser_of("test", "", {"use": [EVALUATE]})
 
     def command(source: Path, *arguments: object) -> list[dict[str, Any]]:
-        parser = argparse.ArgumentParser()
-        add_evaluate(parser.add_subparsers(), signals)
-        found = parser.parse_args(["evaluate", str(source), *map(str, arguments), "--json"])
+        found = cli.parse(parser, ["evaluate", str(source), *map(str, arguments), "--json"])
         capsys.readouterr()
         try:
             assert found.run(found) == EXIT_FINISHED

@@ -12,7 +12,7 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, RunFolderError
 from pipeline.inspect.run import open_run
 from pipeline.inspect.status import run_status
 from pipeline.use.encode import TextEncoder
-from pipeline.use.evaluate_command import add_arguments, evaluate_config
+from pipeline.use.evaluate_command import EVALUATE, evaluate_config
 from pipeline.use.export import export, initial_weights
 from pipeline.use.fill_mask import fill_mask
 from pipeline.use.grow import grow
@@ -21,7 +21,7 @@ from tests.support.run_folder import RunFolder
 
 def _evaluate(folder: Path) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    EVALUATE.add_arguments(parser)
     evaluate_config(parser.parse_args([str(folder)]))
 
 

@@ -1,0 +1,142 @@
+"""Runs this process as a rank, and what ranks do alike whatever they work on.
+
+`run_as_rank` gives work its place among the ranks and the signals that came, leaves the exit code
+where the job script looks for it, and says so where another rank was lost. Ranks follow a signal to
+one of them through `agreed_signal` or `AgreedStop`; they agree on an error through `dist.together`.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.errors import EXIT_FAILED_RETRY, LostRankError, PostnormError
+from pipeline.runtime import log, stop
+from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.files import record_exit
+from pipeline.runtime.stop import StopRequest
+
+T = TypeVar("T")
+_LOOK_EVERY_S = 1.0
+_MARK = "stop"
+
+
+@dataclass
+class Rank:
+    """This process while it works as a rank."""
+
+    process: ProcessInfo
+    """Its place among the ranks."""
+    run_dir: Path | None = None
+    """Where the exit code is left for the job script; None: nowhere. Work may set it."""
+    if_lost: str = "Start again"
+    """What to look at and do when another rank is gone, for the message. Work may set it."""
+
+    @property
+    def stop(self) -> StopRequest:
+        """Signals that ask this process to stop; from now on they do not kill it."""
+        return stop.listen()
+
+
+def run_as_rank(
+    work: Callable[[Rank], int], process: ProcessInfo, run_dir: str | None = None
+) -> int:
+    """Does this rank's part of some work.
+
+    Args:
+        work: gives the exit code; it may import torch and open the process group.
+        process: this rank.
+        run_dir: where the exit code is left.
+
+    Returns:
+        An exit code of `pipeline.errors`.
+
+    Raises:
+        LostRankError: a collective failed because another rank is gone.
+        PostnormError: of the work.
+    """
+    rank = Rank(process, Path(run_dir) if run_dir else None)
+    if not process.is_first:
+        log.to_console(logging.WARNING, sys.stderr)
+    code = EXIT_FAILED_RETRY
+    try:
+        code = _name_lost_rank(work, rank)
+    except PostnormError as error:
+        code = error.exit_code
+        raise
+    finally:
+        if rank.run_dir is not None:
+            record_exit(rank.run_dir, process, code)
+    return code
+
+
+def _name_lost_rank(work: Callable[[Rank], int], rank: Rank) -> int:
+    try:
+        return work(rank)
+    except RuntimeError as error:
+        # Torch takes seconds to import, and is there if a collective failed.
+        from pipeline.runtime import dist
+
+        if not dist.is_lost_rank(error):
+            raise
+        logging.getLogger("collectives").info("where it was:", exc_info=error)
+        raise LostRankError(
+            f"rank {rank.process.rank} lost another rank: {str(error).splitlines()[0]}. That rank "
+            f"died or hung. {rank.if_lost}"
+        ) from error
+
+
+def agreed_signal(signals: StopRequest) -> str:
+    """Gives every rank the name of a signal that one of them has had, or ''. Collective."""
+    from pipeline.runtime import dist
+
+    return next(filter(None, dist.gather(signals.signal_name)), "")
+
+
+class Stopped(Exception):
+    """A rank is to stop; its message is the signal's name."""
+
+
+class AgreedStop:
+    """Signals to one rank that all ranks follow, between batches that have no collective.
+
+    The process group must be open.
+    """
+
+    def __init__(self, signals: StopRequest) -> None:
+        """Starts to look at this rank's signals, and now and then at what other ranks have said."""
+        self._signals = signals
+        self._looked_s = time.monotonic()
+        self._told = self._heard = False
+
+    def until(self, items: Iterable[T]) -> Iterator[T]:
+        """Gives items as long as no rank is to stop. Not collective: ranks end at other items."""
+        for item in items:
+            if self._requested():
+                return
+            yield item
+
+    def check(self) -> None:
+        """Ends all ranks together. Collective.
+
+        Raises:
+            Stopped: a rank is to stop.
+        """
+        name = agreed_signal(self._signals)
+        if name:
+            raise Stopped(name)
+
+    def _requested(self) -> bool:
+        from pipeline.runtime import dist
+
+        if self._signals.requested and not self._told:
+            dist.mark(_MARK)
+            self._told = True
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._heard = dist.is_marked(_MARK)
+        return self._told or self._heard

@@ -1,0 +1,67 @@
+"""Turns signals that ask to stop into a request that the loop honours between two steps.
+
+SLURM sends SIGUSR1 before the time limit (as the job script asks) and SIGTERM on preemption; some
+sites send SIGUSR2. SIGINT is Ctrl-C.
+
+This module imports nothing that takes time: a command line loads it before all others, because by
+default these signals kill.
+"""
+
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+_NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_EARLY = ("pretrain", "evaluate")
+"""Verbs that look at the request; any other is to be killed by the signals."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop."""
+
+    def __init__(self) -> None:
+        """Installs the handlers."""
+        self.signal_name = ""
+        for number in _NUMBERS:
+            signal.signal(number, self._receive)
+            # A library's system call goes on, as if there had been no signal.
+            signal.siginterrupt(number, False)
+
+    @property
+    def requested(self) -> bool:
+        """Whether one of the signals has come."""
+        return bool(self.signal_name)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else: logging in a handler can run into itself.
+        del frame
+        self.signal_name = signal.Signals(number).name
+
+
+# A process has one set of handlers, so one request.
+_request: StopRequest | None = None
+
+
+def listen() -> StopRequest:
+    """Gives this process's request; the first call installs the handlers."""
+    global _request
+    if _request is None:
+        _request = StopRequest()
+    return _request
+
+
+def listen_early(words: Sequence[str]) -> None:
+    """Installs the handlers if the verb that was asked for looks at them.
+
+    Args:
+        words: of the command line, behind the program.
+    """
+    if words and words[0] in _EARLY:
+        listen()
+
+
+def ignore_from_now() -> None:
+    """Ignores the signals at the end of a process that listened: Python would let them kill."""
+    if _request is not None:
+        for number in _NUMBERS:
+            signal.signal(number, signal.SIG_IGN)

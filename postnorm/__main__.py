@@ -1,0 +1,60 @@
+"""`postnorm VERB`: the verbs of all packages behind one door."""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn
+
+from pipeline.runtime import stop
+
+if TYPE_CHECKING:
+    from pipeline.runtime.cli import Verb
+
+_IN_JOBS = ("render", "preflight", "bandwidth", "rank", "decide")
+"""Verbs that job scripts call; a person seldom does."""
+
+
+def groups() -> "dict[str, tuple[Verb, ...]]":
+    """Merges the tables of the packages; settles here whose verb wins where two have one name.
+
+    - `data_prep` has `run`, `plan`, `status` and `config`, as others have: its verbs stand behind
+      `prep`. They are about a dataset, all others about a run or a model.
+    - `status` is that of `launch`: it shows what the trainer's own shows and the job besides, it
+      lists all runs if none is named, and it needs no SLURM. `python -m pipeline status` is the
+      trainer's.
+    """
+    from pipeline.commands import GROUPS
+    from pipeline.runtime.cli import family
+
+    prep, launch = _table("data_prep"), _table("launch")
+    taken = {verb.name for verb in launch}
+    train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch]
+    return {
+        "prepare": (family("prep", "raw text to a tokenised dataset", prep),) if prep else (),
+        "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
+        "use": GROUPS["use"],
+        "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
+    }
+
+
+def _table(package: str) -> "tuple[Verb, ...]":
+    """Reads a package's verbs; one that has no table yet has none."""
+    name = f"{package}.commands"
+    try:
+        verbs: tuple[Verb, ...] = import_module(name).VERBS
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return ()
+    return verbs
+
+
+def main() -> NoReturn:
+    """Runs the verb that was asked for."""
+    stop.listen_early(sys.argv[1:])  # before all other imports
+    from pipeline.runtime import cli
+
+    cli.main(cli.parser_of("postnorm", "Pre-trains Post-LN encoders, from raw text.", groups()))
+
+
+if __name__ == "__main__":
+    main()

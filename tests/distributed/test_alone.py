@@ -1,0 +1,96 @@
+"""Training as one process that no launcher started, and through `torchrun -m postnorm`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.format import DatasetIndex
+from pipeline.errors import EXIT_FAILED_RETRY, EXIT_PREEMPTED
+from tests.support.ranks import CONFIG, Ranks, losses, records
+
+pytestmark = pytest.mark.dist
+
+_NO_GROUP = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+} | {"OMP_NUM_THREADS": "1"}
+
+
+def _start(run_dir: Path, dataset: DatasetIndex, *words: str) -> subprocess.Popen[str]:
+    config = run_dir.with_suffix(".yaml")
+    config.write_text(CONFIG)
+    command = [
+        sys.executable, "-m", "postnorm", "pretrain", str(config), f"run_dir={run_dir}",
+        f"data.dir={dataset.folder}", *words,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, env=_NO_GROUP, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
+    lines = (run_dir / "attempts.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [(record["world_size"], record["resumed_from_step"]) for record in found]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_alone_is_the_same_as_a_launched_group_of_one(
+    zero_stage: int, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    words = ("train.num_steps=6", f"train.zero_stage={zero_stage}")
+    launched = Ranks(tmp_path / "launched", dataset, *words, world_size=1)
+    assert launched.wait() == [0], launched.output
+    with _start(tmp_path / "alone", dataset, *words) as process:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    assert losses(tmp_path / "alone") == losses(tmp_path / "launched")
+    assert len(losses(tmp_path / "alone")) == 6
+    assert (tmp_path / "alone/exit/local/rank-00000").read_text() == "0\n"
+    assert _attempts(tmp_path / "alone") == [(1, None)]
+
+
+def test_two_processes_do_not_share_a_folder(dataset: DatasetIndex, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with _start(run_dir, dataset, "train.num_steps=1000000") as first:
+        try:
+            deadline = time.monotonic() + 120
+            while not records(run_dir):
+                assert first.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            with _start(run_dir, dataset, "train.num_steps=1000000") as second:
+                output, _ = second.communicate(timeout=120)
+            assert second.returncode == EXIT_FAILED_RETRY
+            assert f"{run_dir} is in use by another running process" in output
+            assert first.poll() is None
+            first.send_signal(signal.SIGTERM)
+            output, _ = first.communicate(timeout=120)
+        finally:
+            first.kill()
+    assert first.returncode == EXIT_PREEMPTED, output
+    assert _attempts(run_dir) == [(1, None)]
+    saved = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    assert int(saved.name[5:]) == max(losses(run_dir))
+
+
+def test_torchrun_starts_ranks_of_the_door(dataset: DatasetIndex, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG)
+    run_dir = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "postnorm", "pretrain", str(config), f"run_dir={run_dir}",
+        f"data.dir={dataset.folder}", "train.num_steps=3",
+    ]  # fmt: skip
+    done = subprocess.run(command, env=_NO_GROUP, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _attempts(run_dir) == [(2, None)]
+    assert len(losses(run_dir)) == 3

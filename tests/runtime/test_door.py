@@ -1,0 +1,172 @@
+"""The verbs of `postnorm` and of `pipeline`: examples, groups, nearest words, what loads torch."""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.commands import GROUPS
+from pipeline.runtime import cli
+from pipeline.runtime.cli import Parser, Verb
+from postnorm.__main__ import groups
+from tests.support.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PARSERS = {
+    "postnorm": cli.parser_of("postnorm", "", groups()),
+    "pipeline": cli.parser_of("python -m pipeline", "", GROUPS),
+}
+
+
+def _help(parser: Parser, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(parser, [*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def _examples(text: str) -> list[str]:
+    """Command lines of a help text, continuation lines joined."""
+    lines = text.partition("\nexample:\n")[2].rstrip().replace("\\\n", " ").splitlines()
+    assert all(line.startswith("  ") for line in lines)
+    return [line.strip() for line in lines]
+
+
+def _words(line: str, program: str) -> list[str]:
+    """What the program gets of a line that a shell reads, with pipes and redirections."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = list(lexer)
+    ends = [words.index(sign) for sign in ("|", "<", ">", "&&") if sign in words]
+    words = words[: min(ends, default=None)]
+    if words[0] == "torchrun":
+        return words[words.index("postnorm") + 1 :]
+    typed = program.split()
+    assert words[: len(typed)] == typed, line
+    return words[len(typed) :]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_verb_shows_an_example_that_parses(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = PARSERS[name]
+    assert len(parser.verbs) >= 15
+    for verb in parser.verbs:
+        lines = _examples(_help(parser, [verb], capsys))
+        assert lines, verb
+        for line in lines:
+            words = _words(line, parser.prog)
+            assert words[0] == verb, line
+            assert callable(cli.parse(parser, words).run), line
+
+
+def test_verbs_of_a_family_show_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("verify", "list", "prune", "diff"):
+        lines = _examples(_help(PARSERS["postnorm"], ["checkpoint", verb], capsys))
+        assert lines[0].startswith(f"postnorm checkpoint {verb} ")
+
+
+def test_help_lists_every_verb_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _help(PARSERS["postnorm"], [], capsys)
+    headings = [text.index(f"\n{heading}:\n") for heading in ("prepare", "train", "use", "in jobs")]
+    assert headings == sorted(headings)
+    assert headings[1] < text.index("\n  pretrain ") < headings[2] < text.index("\n  evaluate ")
+    for verb in PARSERS["postnorm"].verbs:
+        assert f"\n  {verb} " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["pretrian", "c.yaml"], "'pretrian' is not known; did you mean `pretrain`?"),
+        (["checkpoint", "verfy"], "'verfy' is not known; did you mean `verify`?"),
+        (
+            ["export", "a", "b", "--format", "HF"],
+            "'HF' is not known (expected one of postnorm, hf)",
+        ),
+        (["quux"], "'quux' is not known (expected one of"),
+        (["export", "a", "b", "--fromat=hf"], "unrecognized arguments: --fromat=hf"),
+    ],
+)
+def test_an_unknown_word_names_the_nearest(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(PARSERS["postnorm"], words)
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_words_behind_dashes_are_the_programs() -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
+        cli.add_config_arguments(parser)
+        parser.add_argument("--ranks", type=int)
+
+    def add_program(parser: argparse.ArgumentParser) -> None:
+        add(parser)
+        cli.take_program(parser)
+
+    plain = Verb("plain", "", add, lambda _: None, "plain c")
+    verbs = [plain, Verb("run", "", add_program, lambda _: None, "run c")]
+    parser = cli.parser_of("test", "", {"train": verbs})
+    found = cli.parse(parser, ["run", "c.yaml", "--ranks", "2", "a.b=1", "--", "python", "--ranks"])
+    assert (found.overrides, found.ranks, found.words) == (["a.b=1"], 2, ["python", "--ranks"])
+    assert list(cli.parse(parser, ["run", "c.yaml"]).words) == []
+    assert cli.parse(parser, ["plain", "c.yaml", "--", "-a=b"]).overrides == ["-a=b"]
+
+
+def _without_torch(*words: object) -> Iterator[str]:
+    """Runs the door and each package where torch and DeepSpeed cannot be imported."""
+    for module in ("postnorm", "pipeline"):
+        program = (
+            "import runpy, sys; sys.modules.update(dict.fromkeys(['torch', 'deepspeed'])); "
+            f"runpy.run_module('{module}', run_name='__main__')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, *map(str, words)],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield done.stdout
+
+
+def test_light_verbs_load_no_torch(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_checkpoint(run, 10)
+    (run / "resolved.yaml").write_text("run_dir: run\ndata: {dir: data}\n")
+    attempt = {
+        "attempt": 1, "resumed_from_step": None, "unix_s": 1.0, "world_size": 1, "rewound": False,
+        "fingerprint": "0", "host": "here", "job": "local",
+    }  # fmt: skip
+    (run / "attempts.jsonl").write_text(f"{json.dumps(attempt)}\n")
+    assert all("pretrain" in text for text in _without_torch("--help"))
+    assert all("example:" in text for text in _without_torch("pretrain", "--help"))
+    assert all("run_dir: " in text for text in _without_torch("config", "configs/demo.yaml"))
+    model = "configs/model/roformer_v2-base.yaml"
+    assert all("parameters" in text for text in _without_torch("model", model))
+    assert all(str(run) in text for text in _without_torch("status", run))
+
+
+@pytest.mark.parametrize("module", ["postnorm", "pipeline"])
+@pytest.mark.parametrize("verb", ["pretrain", "evaluate", "export"])
+def test_signals_are_asked_for_before_other_imports(module: str, verb: str) -> None:
+    program = f"""
+import signal, sys
+sys.modules["argparse"] = None
+sys.argv[:] = ["{module}", "{verb}"]
+from {module}.__main__ import main
+try:
+    main()
+except ImportError:
+    print([signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR1)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{[verb == 'export'] * 2}\n"
