@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.layers import Trace
 from pipeline.model.layout import packed
 from pipeline.runtime.files import write_atomic
-from pipeline.use.export import load_trained
+from pipeline.use.trained import load_trained
 
 Pooling = Literal["cls", "mean", "first_last_avg"]
 _DEFAULT_LENGTH = 512

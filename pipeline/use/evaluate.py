@@ -32,8 +32,8 @@ from pipeline.runtime.log import duration_text
 from pipeline.runtime.rank import AgreedStop
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.export import load_checkpoint
 from pipeline.use.folder import load_model
+from pipeline.use.trained import load_checkpoint
 
 logger = logging.getLogger(__name__)
 

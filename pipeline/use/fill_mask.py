@@ -7,7 +7,7 @@ import torch
 
 from pipeline.errors import DataError
 from pipeline.model.layout import padded
-from pipeline.use.export import load_trained
+from pipeline.use.trained import load_trained
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,10 @@ from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use import names
-from pipeline.use.export import ExportReport, compare, load_trained, require_full_alpha
+from pipeline.use.export import ExportReport, compare
 from pipeline.use.folder import TrainedModel, publishing
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
+from pipeline.use.trained import load_trained, require_full_alpha
 
 _NATIVE_LOADING = """\
 ```python

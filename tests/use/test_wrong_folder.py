@@ -13,9 +13,10 @@ from pipeline.inspect.run import open_run
 from pipeline.inspect.status import run_status
 from pipeline.use.encode import TextEncoder
 from pipeline.use.evaluate_command import EVALUATE, evaluate_config
-from pipeline.use.export import export, initial_weights
+from pipeline.use.export import export
 from pipeline.use.fill_mask import fill_mask
 from pipeline.use.grow import grow
+from pipeline.use.trained import initial_weights
 from tests.support.run_folder import RunFolder
 
 
