@@ -73,7 +73,7 @@ def _pretrain_on(arguments: argparse.Namespace, rank: Rank) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
     rank.run_dir = Path(config.run_dir)
     from pipeline.train.build import pretrain
-    from pipeline.use.export import initial_weights
+    from pipeline.use.trained import initial_weights
 
     source = config.init_from
     return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)

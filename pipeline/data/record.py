@@ -6,21 +6,10 @@ batches.tsv has one line for every batch, including skipped ones:
     0      0       256        512      1        2b6821d6e7253864
     1      256     256        512      skipped  90c3f1b28d6a417e
 
-Runs that saw the same data have equal files, whatever their ranks and micro-batches (hash:
-`pipeline.data.batch_hash`). `pipeline.train.batch_log` writes it.
-
-ledger.jsonl has the batches that the run did not train on although it could have, and why:
-
-    {"kind": "non_finite", "batch": 41, ...}   a gradient was not finite: no rank took the step
-    {"kind": "rewind", "first_batch": 90, ...} the loss jumped: the run went back and left them out
-
-A run that repeats steps after a kill meets its non-finite batches again and writes them again: the
-last line about a batch counts. Lines about rewinds decide which batches are left out; they are
-written before the run goes back.
+Runs that saw the same data have files that `diff` finds equal, whatever their ranks and
+micro-batches (hash: `pipeline.data.batch_hash`). `pipeline.train.batch_log` writes it.
 """
 
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +18,6 @@ import numpy.typing as npt
 
 from pipeline.data.jit import kernel
 from pipeline.errors import DataError
-from pipeline.runtime.files import write_atomic
 from pipeline.runtime.run_folder import RunFolder
 
 HEADER = b"batch\tcursor\tsequences\tseq_len\tstep\thash\n"
@@ -199,108 +187,3 @@ def how_to_fix(path: Path) -> str:
         f"Restore {path} from a copy; or move it away, then the run continues with a new file and "
         "without comparing batches with earlier attempts"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonFinite:
-    """A step that was skipped because its gradient was not finite."""
-
-    batch: int
-    """Number of its batch from 0, in `batches.tsv`."""
-    cursor: int
-    """First sequence of the batch in the run's order."""
-    step: int
-    """The step's number from 1, which the next applied step gets instead."""
-    grad_norm: str
-    """Norm over all ranks: `inf` or `nan`, for which JSON has no numbers."""
-    ranks: dict[str, list[int]]
-    """Ranks whose loss was NaN or infinite -> [first, stop) of their sequences in the batch.
-
-    Empty if all losses were finite and only a gradient was not.
-    """
-    samples: list[list[int]]
-    """[epoch, sample id] of every sequence of the batch; `pipeline inspect --batch` shows them."""
-    unix_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rewind:
-    """A loss spike, after which the run went back and left batches out."""
-
-    first_batch: int
-    """First batch that is left out."""
-    last_batch: int
-    first_cursor: int
-    """First sequence of the first batch."""
-    stop_cursor: int
-    """One past the last sequence of the last batch."""
-    high_batches: list[int]
-    """Batches with a loss above the limit."""
-    loss: float
-    """The largest loss of these batches, in nats."""
-    limit: float
-    """The loss above which a step counted as high."""
-    from_step: int
-    """Steps applied when the run went back."""
-    to_step: int
-    """Step of the checkpoint that it went back to."""
-    unix_s: float
-
-
-_KINDS: dict[str, type[NonFinite] | type[Rewind]] = {"non_finite": NonFinite, "rewind": Rewind}
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Content of a run's ledger."""
-
-    non_finite: dict[int, NonFinite]
-    """Skipped steps by batch."""
-    rewinds: list[Rewind]
-    """All rewinds in their order."""
-
-    def is_spoiled(self, cursor: int, rewinds: int) -> bool:
-        """Return whether a checkpoint was trained on batches that were left out later.
-
-        Args:
-            cursor: the checkpoint's cursor.
-            rewinds: number of rewinds before it was saved.
-        """
-        return any(cursor > each.first_cursor for each in self.rewinds[rewinds:])
-
-
-def read_ledger(run_dir: Path) -> Ledger:
-    """Read a run's ledger; without a file it is empty.
-
-    Raises:
-        DataError: a line is damaged.
-    """
-    ledger, path = Ledger({}, []), RunFolder(run_dir).ledger
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            values = json.loads(line)
-            record = _KINDS[values.pop("kind")](**values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path}, line {number}: {line[:200]!r}, expected the fields of a record of the "
-                f"kinds {', '.join(_KINDS)} ({error!r}). It decides which batches are left out: "
-                "restore the file from a copy"
-            ) from error
-        if isinstance(record, Rewind):
-            ledger.rewinds.append(record)
-        else:
-            ledger.non_finite[record.batch] = record
-    return ledger
-
-
-def add_to_ledger(run_dir: Path, record: NonFinite | Rewind) -> None:
-    """Add a record and flush it to disk; a kill leaves the file unchanged.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path = RunFolder(run_dir).ledger
-    [kind] = [name for name, cls in _KINDS.items() if isinstance(record, cls)]
-    line = json.dumps({"kind": kind, **asdict(record)}) + "\n"
-    write_atomic(path, (path.read_bytes() if path.exists() else b"") + line.encode())

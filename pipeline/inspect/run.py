@@ -20,7 +20,8 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import BatchRange
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex, read_index
-from pipeline.data.record import BatchRecord, Ledger, read_batches, read_ledger
+from pipeline.data.ledger import Ledger, read_ledger
+from pipeline.data.record import BatchRecord, read_batches
 from pipeline.data.steps import TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
@@ -50,7 +51,7 @@ class OpenedRun:
 
     @cached_property
     def steps(self) -> TrainSteps:
-        """Makes the run's batches."""
+        """The run's batches, made as training makes them."""
         counts = sequences_at(self.index, self.config.batches.seq_lens, self.folder)
         return train_steps(self.index, self.config, counts)
 

@@ -1,7 +1,4 @@
-"""Files that are either complete or absent, whatever kills the process in between.
-
-A file that grows by whole records, whatever fails in between.
-"""
+"""Files that are complete or absent, or grow by whole records, whatever kills the process."""
 
 import hashlib
 import json
@@ -17,15 +14,15 @@ _ABANDONED_AFTER_S = 3600
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name for what will become `path`, of this process alone on all machines."""
+    """Make a name for what will become `path`, of this process alone on all machines."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes temporary files whose process was killed.
+    """Remove temporary files whose process was killed.
 
-    That is known of this machine's processes; others' files count as abandoned when they were not
-    written to for an hour.
+    Of this machine's processes that is known; files of other machines count as abandoned when
+    nobody has written to them for an hour.
     """
     for path in folder.glob(".*.tmp"):
         host, _, process = path.name.removesuffix(".tmp").rpartition(".")
@@ -39,7 +36,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether this machine runs a process of that number."""
+    """Say whether this machine runs a process of that number."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -50,7 +47,7 @@ def is_alive(process: int) -> bool:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes `path` so that readers see the old content or the new, never a part.
+    """Write `path` so that readers see the old content or the new, never a part.
 
     Raises:
         OSError: the disk is full or not writable; the old content is untouched.
@@ -69,13 +66,13 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Writes a value as indented JSON, atomically."""
+    """Write a value as indented JSON, atomically."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     write_atomic(path, text.encode())
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a file of one a line; what a killed writer left unfinished is passed over.
+    """Read a file of one JSON object a line, without the line that a killed writer left unfinished.
 
     Empty if there is no such file.
     """
@@ -90,7 +87,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sync_path(path: Path) -> None:
-    """Flushes a file, or a folder's list of names, to the disk."""
+    """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,7 +96,7 @@ def sync_path(path: Path) -> None:
 
 
 def forget_cached(path: Path) -> None:
-    """Lets the next read of a file come from the disk; what is not written yet stays in memory."""
+    """Make the next read of a file come from the disk; what is not written yet stays in memory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -108,7 +105,7 @@ def forget_cached(path: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of a file's content, in hex, reading a few MiB at a time."""
+    """Compute the sha256 of a file's content, in hex, reading a few MiB at a time."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -117,16 +114,16 @@ def sha256_file(path: Path) -> str:
 
 
 class AppendedFile:
-    """A file of one writer. It is opened for each record: what replaced it meanwhile is found."""
+    """A file of one writer, opened for each record: it may have been replaced meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        """Looks at nothing yet."""
+        """Remember the path; nothing is opened yet."""
         self._path = path
         self._torn: tuple[tuple[int, int], int] | None = None
         """Which file has a part of a record that could not be removed, and where it begins."""
 
     def append(self, record: bytes, first: bytes = b"", end: bytes = b"") -> None:
-        """Writes all of a record or nothing.
+        """Write all of a record or nothing.
 
         Args:
             record: to write.
@@ -140,7 +137,7 @@ class AppendedFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            size = self._mend(descriptor, end)
+            size = self._repair(descriptor, end)
             try:
                 _write_all(descriptor, record if size else first + record)
             except OSError:
@@ -152,8 +149,8 @@ class AppendedFile:
         finally:
             os.close(descriptor)
 
-    def _mend(self, descriptor: int, end: bytes) -> int:
-        """Cuts off what is no complete record; returns the size."""
+    def _repair(self, descriptor: int, end: bytes) -> int:
+        """Cut off what is not a complete record; return the size."""
         size = good = os.fstat(descriptor).st_size
         if self._torn is not None and self._torn[0] == _identity(descriptor):
             good = min(size, self._torn[1])
@@ -171,7 +168,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """A short write is followed by one that raises what is wrong."""
+    """Write everything; after a short write the next one raises what is wrong."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

@@ -2,7 +2,7 @@
 
 Read are Hugging Face BERT, RoBERTa and RoFormer, RoFormerV2 as JunnYu/RoFormer_pytorch names it,
 and TensorFlow 1 checkpoints of BERT, RealFormer, RoFormer and RoFormerV2. What does not fit is
-refused by name; what is left out (next-sentence head, optimizer state) is told.
+refused by name; the report lists what is left out (next-sentence head, optimizer state).
 """
 
 import json
@@ -30,54 +30,74 @@ from pipeline.use.tf_checkpoint import TfCheckpoint
 Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]
 _CONFIG_FILES = ("config.json", "bert_config.json")
 _POST_LN = {
-    "norm_placement": "post", "norm": "layernorm", "norm_affine": True, "bias": True,
-    "embedding_dropout": "after_norm", "mlm_head": "bert", "init": "bert",
-}  # fmt: skip
+    "norm_placement": "post",
+    "norm": "layernorm",
+    "norm_affine": True,
+    "bias": True,
+    "embedding_dropout": "after_norm",
+    "mlm_head": "bert",
+    "init": "bert",
+}
 _FAMILY_VALUES: dict[Family, dict[str, Any]] = {
     "bert": {**_POST_LN, "positions": "learned"},
     "realformer": {**_POST_LN, "positions": "learned", "score_residual": "sum"},
     "roberta": {**_POST_LN, "positions": "learned"},
     "roformer": {**_POST_LN, "positions": "rotary"},
     "roformer_v2": {
-        "norm_placement": "post", "norm": "rmsnorm", "norm_affine": False, "bias": False,
-        "embedding_dropout": "before_norm", "mlm_head": "linear", "positions": "rotary",
+        "norm_placement": "post",
+        "norm": "rmsnorm",
+        "norm_affine": False,
+        "bias": False,
+        "embedding_dropout": "before_norm",
+        "mlm_head": "linear",
+        "positions": "rotary",
         "init": "rsqrt_depth",
     },
-}  # fmt: skip
+}
 _SIZES = {
-    "vocab_size": "vocab_size", "num_layers": "num_hidden_layers", "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads", "ffn_size": "intermediate_size",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "ffn_size": "intermediate_size",
+}
 _OPTIONAL = {
-    "max_positions": "max_position_embeddings", "type_vocab_size": "type_vocab_size",
-    "norm_eps": "layer_norm_eps", "dropout": "hidden_dropout_prob",
+    "max_positions": "max_position_embeddings",
+    "type_vocab_size": "type_vocab_size",
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
-}  # fmt: skip
+}
 _ACTIVATIONS = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"
-}  # fmt: skip
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 _PLAIN = {
-    "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
     "rotary_value": False,
-}  # fmt: skip
+}
 """Keys of a foreign config that must have these values, if they are there at all."""
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was read."""
+    """A conversion: what was read and what was left out."""
 
     family: Family
     num_parameters: int
     left_out: list[str]
-    """Names of tensors that have no place here."""
+    """Names of tensors that this project's models do not have."""
     no_tokenizer: str
     """Why the model has no tokenizer; empty if it has one."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A foreign checkpoint, read."""
+    """A foreign checkpoint in memory."""
 
     config: dict[str, Any]
     config_path: Path
@@ -88,7 +108,7 @@ class _Source:
 def convert(
     source: Path, out: Path, *, family: Family | None, overrides: Sequence[str]
 ) -> ConvertReport:
-    """Reads a foreign checkpoint and writes a model folder.
+    """Read a foreign checkpoint and write a model folder.
 
     Args:
         source: Hugging Face folder, or folder or prefix of a TensorFlow checkpoint.
@@ -113,9 +133,11 @@ def convert(
     folder = source if source.is_dir() else source.parent
     tokenizer, no_tokenizer = _tokenizer(folder, family)
     origin = {
-        "path": source.name, "family": family, "left_out": left_out,
+        "path": source.name,
+        "family": family,
+        "left_out": left_out,
         "config_sha256": sha256_file(read.config_path),
-    }  # fmt: skip
+    }
     with publishing(out) as unfinished:
         write_model(unfinished, config, weights, {"converted_from": origin})
         if tokenizer is not None:
@@ -125,7 +147,7 @@ def convert(
 
 
 def _tokenizer(folder: Path, family: Family) -> tuple[str | None, str]:
-    """Content of tokenizer.json, or why there is none."""
+    """Build the content of tokenizer.json, or say why there is none."""
     # transformers takes RoFormerTokenizer for RoFormer unless it is told otherwise; RoFormerV2's
     # models are of characters, with BERT's.
     default = "RoFormerTokenizer" if family == "roformer" else "BertTokenizer"
@@ -144,7 +166,7 @@ def _read(source: Path) -> _Source:
     try:
         config = json.loads(config_path.read_bytes())
     except ValueError as error:
-        raise CheckpointError(f"{config_path} is no JSON: {error}") from error
+        raise CheckpointError(f"{config_path} is not JSON: {error}") from error
     is_tensorflow = not source.is_dir() or any(source.glob("*.index"))
     if not is_tensorflow:
         return _Source(config, config_path, tensors.read_tensors(folder), is_tensorflow)
@@ -155,7 +177,7 @@ def _read(source: Path) -> _Source:
 
 
 def _check_family(read: _Source, family: Family | None) -> Family:
-    """What the checkpoint says it is; a family that is asked for must not contradict it."""
+    """Find the checkpoint's family; one that is asked for must not contradict it."""
     found: set[Family]
     if read.is_tensorflow:
         norms = any("LayerNorm" in name for name in read.tensors)
@@ -196,7 +218,7 @@ def _style(family: Family) -> names.Style:
 
 
 def _strip(read: _Source, style: names.Style) -> dict[str, Tensor]:
-    """Tensors by the names of a masked language model of today's transformers."""
+    """Rename tensors as today's transformers names those of a masked language model."""
     if read.is_tensorflow:
         return read.tensors
     renamed = {}
@@ -211,12 +233,13 @@ def _strip(read: _Source, style: names.Style) -> dict[str, Tensor]:
 
 
 def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Drops what is no weight of ours, and copies of tied tensors; returns names of the former."""
+    """Drop tensors that our models do not have, with their names, and copies of tied tensors."""
     left_out = sorted(name for name in given if names.is_sentence_head(name))
     kept = {
-        name: tensor for name, tensor in given.items()
+        name: tensor
+        for name, tensor in given.items()
         if not names.is_ignored(name) and not names.is_sentence_head(name)
-    }  # fmt: skip
+    }
     for copy, original in () if is_tensorflow else names.TIED.items():
         if copy not in kept:
             continue
@@ -228,7 +251,7 @@ def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, 
         else:
             raise CheckpointError(
                 f"{copy} differs from {original}: this model's output matrix or bias is not tied, "
-                "which has no place here"
+                "and Postnorm's models tie both"
             )
     return kept, left_out
 
@@ -276,7 +299,7 @@ def _weights(
     read: _Source,
     source: Path,
 ) -> dict[str, Tensor]:
-    """Our parameters, put together from theirs.
+    """Put our parameters together from theirs.
 
     Raises:
         CheckpointError: one of theirs is missing or left over; names it as it is called there.
@@ -314,5 +337,5 @@ def _weights(
 
 
 def _oriented(name: str, tensor: Tensor, read: _Source) -> Tensor:
-    """TensorFlow keeps the matrices of dense layers as (in, out)."""
+    """Transpose what TensorFlow keeps as (in, out): the matrices of dense layers."""
     return tensor.T if read.is_tensorflow and name.endswith("/kernel") else tensor

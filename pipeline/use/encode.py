@@ -1,4 +1,4 @@
-"""`python -m pipeline encode`: one vector a text."""
+"""`python -m pipeline encode`: one vector for each text."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.layers import Trace
 from pipeline.model.layout import packed
 from pipeline.runtime.files import write_atomic
-from pipeline.use.export import load_trained
+from pipeline.use.trained import load_trained
 
 Pooling = Literal["cls", "mean", "first_last_avg"]
 _DEFAULT_LENGTH = 512
@@ -26,12 +26,12 @@ class TextEncoder:
     """A trained or converted model that turns texts into vectors."""
 
     def __init__(self, source: Path, *, pooling: Pooling, max_length: int | None = None) -> None:
-        """Loads a run's newest checkpoint or a model folder.
+        """Load a run's newest checkpoint or a model folder.
 
         Args:
             source: run or model folder.
-            pooling: hidden state of [CLS]; mean over all tokens of the last layer; or that of the
-                first and last layer's average (Su 2021, kexue.fm/archives/8069).
+            pooling: hidden state of [CLS]; mean of the last layer over all tokens; or mean of the
+                average of first and last layer (Su 2021, kexue.fm/archives/8069).
             max_length: tokens of a text with [CLS] and [SEP]; longer ones are cut.
 
         Raises:
@@ -58,7 +58,7 @@ class TextEncoder:
         return self._encoder.config.hidden_size
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """(number of texts, D) fp32 vectors.
+        """Compute (number of texts, D) fp32 vectors.
 
         Raises:
             DataError: there is no text.
@@ -83,7 +83,7 @@ class TextEncoder:
         return sums / lengths[:, None]
 
     def encode_all(self, texts: Iterable[str], batch_size: int) -> Iterator[Tensor]:
-        """(at most batch_size, D) vectors of consecutive texts."""
+        """Compute (at most batch_size, D) vectors of consecutive texts."""
         remaining = iter(texts)
         while batch := list(islice(remaining, batch_size)):
             yield self.encode(batch)
@@ -99,7 +99,7 @@ class TextEncoder:
 def write_vectors(
     encoder: TextEncoder, lines: Iterable[str], batch_size: int, out: Path | None
 ) -> int:
-    """Encodes one text a line, an empty line too, so that vectors and lines stay together.
+    """Encode one text a line, an empty line too, so that line N has vector N.
 
     Args:
         encoder: a loaded model.

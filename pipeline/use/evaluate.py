@@ -8,16 +8,17 @@ meanwhile: an evaluation does not take its lock and does not write to its metric
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from pipeline.checkpoints.manifest import newest_good, published, step_of, verify
+from pipeline.checkpoints.manifest import published, step_of, verify
 from pipeline.checkpoints.table import at_step, folder_of
+from pipeline.config.data import EvalDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader
@@ -31,9 +32,8 @@ from pipeline.runtime.log import duration_text
 from pipeline.runtime.rank import AgreedStop
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.evaluate_command import MASK_FIELDS, EvaluateConfig, EvaluateRequest
-from pipeline.use.export import load_checkpoint
 from pipeline.use.folder import load_model
+from pipeline.use.trained import load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -60,111 +60,98 @@ class Evaluator:
 
     def __init__(
         self,
-        request: EvaluateRequest,
-        config: EvaluateConfig,
+        config: EvalDataConfig,
+        precision: str,
+        run: Path | None,
         process: ProcessInfo,
         device: torch.device,
         stop: AgreedStop,
     ) -> None:
         """Open the data. Collective.
 
+        Args:
+            config: the data.
+            precision: bf16 or fp32, of the weights and of all passes.
+            run: folder in which the numbers of sequences are cached; None: the dataset's only.
+            process: this rank.
+            device: of this rank.
+            stop: looked at between batches and checkpoints.
+
         Raises:
             PostnormError: on all ranks, if one finds that something is wrong.
         """
-        self.request, self.config, self.process = request, config, process
+        self._objective, self._dtype = MaskedLanguageModeling(), _DTYPES[precision]
         self._device, self._stop = device, stop
         self.index: DatasetIndex = read_index(config.data.dir)
-        seq_len, source = config.data.seq_len, request.source
-        keep_in = None if is_model_folder(source) else source
+        seq_len = config.data.seq_len
         counts = dist.on_first(
-            lambda: sequences_at(self.index, [seq_len], keep_in), "counting sequences"
+            lambda: sequences_at(self.index, [seq_len], run), "counting sequences"
         )
         with dist.together():
             share = Share(process.rank, process.world_size)
-            held_out = config.eval_data
-            inputs = MaskedLanguageModeling().eval_inputs(held_out, self.index)
-            self._loader = EvalLoader(self.index, held_out, inputs, share, counts)
+            inputs = self._objective.eval_inputs(config, self.index)
+            self._loader = EvalLoader(self.index, config, inputs, share, counts)
 
-    @cached_property
-    def setting(self) -> dict[str, Any]:
-        """What the numbers depend on besides the model; they compare where it is equal."""
-        data = self.config.data
-        return {
-            "data": data.dir,
-            "fingerprint": self.index.fingerprint,
-            "sequences": self._loader.num_sequences,
-            "seq_len": data.seq_len,
-            "precision": self.config.precision,
-            "masks": {name: value for name, value in asdict(data).items() if name in MASK_FIELDS},
-        }
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are evaluated, of all ranks."""
+        return self._loader.num_sequences
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Names in the dataset's order, also of sources without held-out text."""
         return self._loader.sources
 
-    def evaluations(self, passed_over: frozenset[int] = frozenset()) -> Iterator[Evaluation]:
-        """Evaluate what the request asks for. Collective.
+    def evaluations(
+        self,
+        source: Path,
+        *,
+        step: int | None = None,
+        every: bool = False,
+        passed_over: frozenset[int] = frozenset(),
+        other_data: bool = False,
+    ) -> Iterator[Evaluation]:
+        """Evaluate a model folder, or checkpoints of a run, oldest first. Collective.
 
         Args:
-            passed_over: steps of checkpoints that are not evaluated again.
+            source: run folder or model folder.
+            step: of the checkpoint; None: the newest good one.
+            every: all good checkpoints in place of one.
+            passed_over: steps that are left out of `every`.
+            other_data: whether the data may be other than the run's.
 
         Raises:
             CheckpointError: there is no such checkpoint, or none that verifies.
             DataError: the model does not fit the data.
             Stopped: a rank is to stop.
         """
-        source = self.request.source
         if is_model_folder(source):
             trained = load_model(source)
-            self._require_fit(source, None)
+            self._require_fit(source, None, other_data=True)
             result = self._result(trained.model)
             yield Evaluation(source, trained.facts.get("step"), 1.0, result)
             return
-        for path in self._checkpoints(passed_over):
+        for path in _good_checkpoints(source, step, every, passed_over):
             self._stop.check()
             with dist.together():
                 try:
                     model, manifest = load_checkpoint(path)
                 except (CheckpointError, OSError) as error:
                     raise _reading_error(path, error) from error
-            self._require_fit(path, manifest.fingerprint)
+            self._require_fit(path, manifest.fingerprint, other_data=other_data)
             result = self._result(model)
             yield Evaluation(path, manifest.step, manifest.alpha, result)
 
-    def _checkpoints(self, passed_over: frozenset[int]) -> Iterator[Path]:
-        """Give the checkpoints to evaluate, oldest first, each verified. Collective."""
-        source, step = self.request.source, self.request.step
-        if not self.request.every:
-            yield dist.on_first(
-                lambda: _newest(source) if step is None else _of_step(source, step),
-                "verifying checkpoints",
-            )
-            return
-        paths = dist.on_first(lambda: published(folder_of(source))[::-1], "listing checkpoints")
-        rejected = []
-        for path in paths:
-            if step_of(path) in passed_over:
-                continue
-            problem = dist.on_first(partial(_problem, path), "verifying checkpoints")
-            if problem is None:
-                yield path
-            else:
-                rejected.append(problem)
-                logger.warning("checkpoint rejected: %s", problem)
-        if len(rejected) == len(paths):
-            raise CheckpointError(_none_good(source, rejected))
-
-    def _require_fit(self, path: Path, fingerprint: str | None) -> None:
+    def _require_fit(self, path: Path, fingerprint: str | None, *, other_data: bool) -> None:
         """Check that the model's ids mean the dataset's tokens.
 
         Raises:
             DataError: they do not, or the run's dataset was replaced without --data.
         """
-        folder, given = self.index.folder, self.request.data is not None
+        folder = self.index.folder
         if fingerprint == self.index.fingerprint:
             return
-        if fingerprint is not None and not given:
+        if fingerprint is not None and not other_data:
             raise DataError(
                 f"{folder} has fingerprint {self.index.fingerprint}, {path} was trained on "
                 f"{fingerprint}; name the folder of that dataset with --data, or this one if you "
@@ -182,11 +169,10 @@ class Evaluator:
             logger.warning(same, path, folder, text)
 
     def _result(self, model: nn.Module) -> EvalResult:
-        """Collective."""
+        """Evaluate one model. Collective."""
         # As both engines have it: weights rounded to bf16, and all passes in bf16; no autocast.
-        model = model.to(self._device, _DTYPES[self.config.precision])
-        objective = MaskedLanguageModeling()
-        loader = self._loader
+        model = model.to(self._device, self._dtype)
+        loader, objective = self._loader, self._objective
         batches = self._stop.until(
             _with_progress(loader.batches(), loader.num_batches, loader.num_sequences)
         )
@@ -212,30 +198,43 @@ def _with_progress(items: Iterable[T], num_items: int, num_sequences: int) -> It
         yield item
 
 
-def _newest(run: Path) -> Path:
-    path, rejected = newest_good(folder_of(run), on_bytes=_get_on)
-    for text in rejected:
-        logger.warning("checkpoint rejected: %s", text)
-    if path is None:
-        raise CheckpointError(_none_good(run, rejected))
-    return path
-
-
-def _of_step(run: Path, step: int) -> Path:
-    path = at_step(run, step)
-    problem = _problem(path)
-    if problem is not None:
+def _good_checkpoints(
+    run: Path, step: int | None, every: bool, passed_over: frozenset[int]
+) -> Iterator[Path]:
+    """Give the checkpoints to evaluate, each verified just before. Collective."""
+    paths: list[Path] = dist.on_first(
+        lambda: published(folder_of(run)) if step is None else [at_step(run, step)],
+        "listing checkpoints",
+    )
+    rejected = []
+    for path in reversed(paths) if every else paths:
+        if every and step_of(path) in passed_over:
+            continue
+        find_problem = partial(_problem, path, tell=step is None)
+        problem = dist.on_first(find_problem, "verifying checkpoints")
+        if problem is None:
+            yield path
+            if not every:
+                return
+            continue
+        if step is not None:
+            raise CheckpointError(
+                f"{problem}: step {step} cannot be evaluated; give another --step, or none for "
+                "the newest good checkpoint"
+            )
+        rejected.append(problem)
+    if len(rejected) == len(paths):
         raise CheckpointError(
-            f"{problem}: step {step} cannot be evaluated; give another --step, or none for the "
-            "newest good checkpoint"
+            f"none of the {len(paths)} checkpoints of {run} verifies: {'; '.join(rejected)}"
         )
-    return path
 
 
-def _problem(path: Path) -> str | None:
+def _problem(path: Path, *, tell: bool) -> str | None:
     try:
-        verify(path, _get_on)
+        verify(path, lambda _: dist.get_on("verifying checkpoints"))
     except CheckpointError as error:
+        if tell:
+            logger.warning("checkpoint rejected: %s", error)
         return str(error)
     return None
 
@@ -251,11 +250,3 @@ def _reading_error(path: Path, found: Exception) -> PostnormError:
         if isinstance(found, PostnormError)
         else CheckpointError(f"{path} cannot be read: {found}")
     )
-
-
-def _none_good(run: Path, rejected: list[str]) -> str:
-    return f"none of the {len(rejected)} checkpoints of {run} verifies: {'; '.join(rejected)}"
-
-
-def _get_on(_: int) -> None:
-    dist.get_on("verifying checkpoints")

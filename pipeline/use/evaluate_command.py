@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config.data import DataConfig, EvalDataConfig
 from pipeline.config.load import build, load, provenance
+from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import param, section
 from pipeline.config.train import TrainConfig
@@ -26,6 +27,7 @@ from pipeline.errors import (
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.runtime import env
 from pipeline.runtime.cli import Verb
+from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import AppendedFile, read_json_lines
 from pipeline.runtime.rank import AgreedStop, Rank, Stopped, run_as_rank
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
@@ -54,28 +56,6 @@ _SEQ_LEN = 512
 _ALL = 2**62
 
 
-@dataclass(frozen=True)
-class EvaluateRequest:
-    """The command line. None: the run's value, or a default for a model folder."""
-
-    source: Path
-    """Run folder or model folder."""
-    step: int | None = None
-    """Step of the checkpoint; None: the newest good one."""
-    every: bool = False
-    """Every kept checkpoint."""
-    data: Path | None = None
-    """Folder of the dataset; a model folder does not know one."""
-    sequences: int | None = None
-    """At most so many; None: all held-out text."""
-    seq_len: int | None = None
-    micro_batch: int | None = None
-    precision: str | None = None
-    """bf16 or fp32."""
-    overrides: tuple[str, ...] = ()
-    """Masks, such as `data.mask_prob=0.15`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """All that the numbers depend on besides the model."""
@@ -95,35 +75,44 @@ class EvaluateConfig:
         )
 
 
-def evaluate_config(request: EvaluateRequest) -> EvaluateConfig:
+def evaluate_config(arguments: argparse.Namespace) -> EvaluateConfig:
     """Fill in what the command line leaves open: the run's values, or defaults.
 
     Raises:
         ConfigError: a value is out of range, or an override is not about masks.
         RunFolderError: the source is not a started run.
-        CheckpointError: the request does not fit a model folder.
+        CheckpointError: the arguments do not fit a model folder.
     """
-    known = {f"data.{name}" for name in MASK_FIELDS}
-    for text in request.overrides:
+    known = sorted(f"data.{name}" for name in MASK_FIELDS)
+    for text in arguments.overrides:
         if text.partition("=")[0].strip() not in known:
             raise ConfigError(
-                f"override {text!r}: an evaluation takes only {', '.join(sorted(known))}; for "
-                "dataset, length and batch see --help"
+                f"override {text!r}: an evaluation takes only {', '.join(known)}; for dataset, "
+                "length and batch see --help"
             )
-    source, values = request.source, dict[str, Any]()
+    source: Path = arguments.source
+    values: dict[str, Any]
     if is_model_folder(source):
-        _require_one_model_with_data(request)
-        model, _ = read_architecture(source)
-        # fp32 is also what fill-mask and encode use.
+        origin, model = source, _model_to_evaluate(arguments)
+        # In fp32, as fill-mask and encode use the model.
         longest = min(_SEQ_LEN, model.longest_document or _SEQ_LEN)
-        values["data"] = {"dir": str(request.data), "seq_len": longest}
-        origin = source
+        values = {"data": {"dir": str(arguments.data), "seq_len": longest}}
     else:
         origin = RunFolder.started(source, f"{A_STARTED_RUN}, or a model folder").resolved
         run = load(PretrainConfig, origin).config
-        values["data"], model = asdict(run.data), run.model
-        values |= {"micro_batch": run.train.micro_batch, "precision": run.train.precision}
-    config = build(EvaluateConfig, values, str(origin), [*request.overrides, *_options(request)])
+        model, train = run.model, run.train
+        values = {"micro_batch": train.micro_batch, "precision": train.precision}
+        values["data"] = asdict(run.data)
+    # Options as overrides, so that their ranges are checked as in a config.
+    options = {
+        "data.dir": None if arguments.data is None else json.dumps(str(arguments.data)),
+        "data.seq_len": arguments.seq_len,
+        "sequences": arguments.sequences,
+        "micro_batch": arguments.micro_batch,
+        "precision": arguments.precision,
+    }
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    config = build(EvaluateConfig, values, str(origin), [*arguments.overrides, *given])
     limit = model.longest_document
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
@@ -133,52 +122,53 @@ def evaluate_config(request: EvaluateRequest) -> EvaluateConfig:
     return config
 
 
-def _require_one_model_with_data(request: EvaluateRequest) -> None:
-    source = request.source
-    if request.step is not None or request.every:
-        raise CheckpointError(f"{source} is a model folder, of one model; leave out --step, --all")
-    if request.data is None:
+def _model_to_evaluate(arguments: argparse.Namespace) -> ModelConfig:
+    folder = arguments.source
+    if arguments.step is not None or arguments.every:
+        raise CheckpointError(f"{folder} is a model folder, of one model; leave out --step, --all")
+    if arguments.data is None:
         raise CheckpointError(
-            f"{source} is a model folder, which does not know its dataset; give its folder with "
+            f"{folder} is a model folder, which does not know its dataset; give its folder with "
             "--data"
         )
-
-
-def _options(request: EvaluateRequest) -> Iterator[str]:
-    """Write options as overrides, so that their ranges are checked as in a config."""
-    if request.data is not None:
-        yield f"data.dir={json.dumps(str(request.data))}"
-    if request.seq_len is not None:
-        yield f"data.seq_len={request.seq_len}"
-    for name in ("sequences", "micro_batch", "precision"):
-        if getattr(request, name) is not None:
-            yield f"{name}={getattr(request, name)}"
+    return read_architecture(folder)[0]
 
 
 class Report:
     """What rank 0 prints, and the lines of RUN/evaluations.jsonl."""
 
-    def __init__(self, evaluator: "Evaluator") -> None:
-        """Look at the source; nothing is read or written yet."""
-        self._evaluator = evaluator
-        self._provenance = provenance()
-        source = evaluator.request.source
+    def __init__(
+        self, source: Path, config: EvaluateConfig, evaluator: "Evaluator", process: ProcessInfo
+    ) -> None:
+        """Collect what all records have in common; nothing is read or written yet."""
+        self._source, self._config, self._process = source, config, process
+        self._sources = evaluator.sources
         self._path = None if is_model_folder(source) else RunFolder(source).evaluations
+        self._provenance = provenance()
+        masks = {name: value for name, value in asdict(config.data).items() if name in MASK_FIELDS}
+        self._setting: dict[str, Any] = {
+            "data": config.data.dir,
+            "fingerprint": evaluator.index.fingerprint,
+            "sequences": evaluator.num_sequences,
+            "seq_len": config.data.seq_len,
+            "precision": config.precision,
+            "masks": masks,
+        }
+        """What the numbers depend on besides the model; they compare where it is equal."""
 
     def earlier_steps(self) -> frozenset[int]:
         """Find the steps that `--all` need not evaluate again.
 
         This SLURM job has evaluated them before it was preempted and started again.
         """
-        request, process = self._evaluator.request, self._evaluator.process
-        if self._path is None or not request.every or process.job == "local":
+        process = self._process
+        if self._path is None or process.job == "local":
             return frozenset()
         job = process.job.partition(".")[0]
         steps = frozenset(
             record["step"]
             for record in read_json_lines(self._path)
-            if record["job"].partition(".")[0] == job
-            and record["setting"] == self._evaluator.setting
+            if record["job"].partition(".")[0] == job and record["setting"] == self._setting
         )
         if process.is_first and steps:
             shown = ", ".join(map(str, sorted(steps)))
@@ -187,7 +177,6 @@ class Report:
 
     def record(self, found: "Evaluation") -> dict[str, Any]:
         """Collect all that is known of an evaluation, in plain values."""
-        evaluator = self._evaluator
         sources = {name: _numbers(score) for name, score in found.result.by_source.items()}
         return {
             "step": found.step,
@@ -195,12 +184,12 @@ class Report:
             **_numbers(found.result.total),
             "sources": sources,
             "alpha": found.alpha,
-            "setting": evaluator.setting,
-            "micro_batch": evaluator.config.micro_batch,
-            "world_size": evaluator.process.world_size,
+            "setting": self._setting,
+            "micro_batch": self._config.micro_batch,
+            "world_size": self._process.world_size,
             "unix_s": time.time(),
-            "host": evaluator.process.host,
-            "job": evaluator.process.job,
+            "host": self._process.host,
+            "job": self._process.job,
             **self._provenance,
         }
 
@@ -215,9 +204,9 @@ class Report:
 
     def head(self) -> list[str]:
         """Describe the setting, above the first line of the table."""
-        setting = self._evaluator.setting
+        setting = self._setting
         about = (
-            f"{self._evaluator.request.source}: {setting['sequences']:,} held-out sequences of "
+            f"{self._source}: {setting['sequences']:,} held-out sequences of "
             f"{setting['seq_len']} from {setting['data']}, {setting['precision']}"
         )
         names = ("step", "source", "loss", "perplexity", "accuracy", "masked tokens")
@@ -236,7 +225,7 @@ class Report:
             yield self._line(step, name, loss, f"{score.perplexity:,.2f}", accuracy, targets)
 
     def _line(self, step: str, name: str, *numbers: str) -> str:
-        width = max(map(len, ("source", *self._evaluator.sources)))
+        width = max(map(len, ("source", *self._sources)))
         cells = [text.rjust(width) for text, width in zip(numbers, (9, 12, 9, 14), strict=True)]
         return "  ".join([step.rjust(10), name.ljust(width), *cells])
 
@@ -264,18 +253,23 @@ def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     from pipeline.train.engine import close_process_group
     from pipeline.use.evaluate import Evaluator
 
-    names = vars(EvaluateRequest(arguments.source))
-    values = {name: value for name, value in vars(arguments).items() if name in names}
-    request = EvaluateRequest(**{**values, "overrides": tuple(arguments.overrides)})
     rank.if_lost = "Its own message says more. Nothing is damaged: start the evaluation again"
     device = dist.own_device(rank.process)
     dist.open_group(rank.process, device, TrainConfig.collective_timeout_s)
     code = EXIT_FINISHED
     try:
-        config = evaluate_config(request)
-        evaluator = Evaluator(request, config, rank.process, device, AgreedStop(rank.stop))
-        report = Report(evaluator)
-        evaluations = evaluator.evaluations(dist.from_first(report.earlier_steps()))
+        source, config, process = arguments.source, evaluate_config(arguments), rank.process
+        run, stop = None if is_model_folder(source) else source, AgreedStop(rank.stop)
+        evaluator = Evaluator(config.eval_data, config.precision, run, process, device, stop)
+        report = Report(source, config, evaluator, process)
+        earlier = report.earlier_steps() if arguments.every else frozenset()
+        evaluations = evaluator.evaluations(
+            source,
+            step=arguments.step,
+            every=arguments.every,
+            passed_over=dist.from_first(earlier),
+            other_data=arguments.data is not None,
+        )
         if rank.process.is_first:
             _show(report, evaluations, as_json=arguments.json)
         else:

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a model folder.
+"""`python -m pipeline export`: a run's newest checkpoint as a model folder.
 
 Before the folder appears under its name, it is read back from disk and its logits are compared with
 those of the trainer's model.
@@ -11,27 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import Manifest, newest_good, read_manifest
-from pipeline.checkpoints.state import read_weights
-from pipeline.checkpoints.table import A_RUN_OR_ITS_COPY, folder_of
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError
-from pipeline.model.architecture import is_model_folder, read_config, tokenizer_path
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import Layout, rows
-from pipeline.runtime.files import read_json_lines
-from pipeline.runtime.run_folder import RunFolder
-from pipeline.train.initial import InitialWeights
 from pipeline.use.folder import (
-    TrainedModel,
-    build_model,
     copy_tokenizer,
     load_model,
     publishing,
-    read_tokenizer,
     write_config,
     write_model,
 )
+from pipeline.use.trained import load_trained, require_full_alpha, tokenizer_folder
 
 LARGEST_DIFFERENCE = 1e-3
 """Largest difference between exported and trained logits that is accepted."""
@@ -41,16 +32,17 @@ _PROBE_LENGTH = 64
 
 @dataclass(frozen=True)
 class ExportReport:
-    """How the comparison went."""
+    """The comparison of the exported model with the trained one."""
 
     max_abs_diff: float
     num_logits: int
 
 
 def export(source: Path, out: Path) -> ExportReport:
-    """Writes the newest good checkpoint of a run, or a copy of a model folder, to `out`.
+    """Write the newest good checkpoint of a run, or a copy of a model folder, to `out`.
 
     Raises:
+        RunFolderError: the source is neither a run, nor its copy, nor a model folder.
         CheckpointError: there is nothing good to export, `out` is not empty, or the exported logits
             differ from the trainer's; nothing is left behind then.
     """
@@ -67,76 +59,11 @@ def export(source: Path, out: Path) -> ExportReport:
     return report
 
 
-def load_trained(source: Path) -> TrainedModel:
-    """Loads a run's newest good checkpoint, at the alpha that its step has, or a model folder.
-
-    Raises:
-        CheckpointError: there is nothing to load.
-    """
-    if is_model_folder(source):
-        return load_model(source)
-    path, _ = _newest(source)
-    model, manifest = load_checkpoint(path)
-    facts = {
-        "step": manifest.step,
-        "data_fingerprint": manifest.fingerprint,
-        "scores": _scores(source, manifest.step),
-        "trained_with": manifest.provenance,
-    }
-    return TrainedModel(model, read_tokenizer(path), facts)
-
-
-def require_full_alpha(trained: TrainedModel, source: Path, why: str) -> None:
-    """Refuses a model in mid-warm-up where only its weights are kept.
-
-    Raises:
-        CheckpointError: its alpha is not 1.
-    """
-    alpha = float(trained.model.encoder.alpha)
-    if alpha != 1.0:
-        raise CheckpointError(
-            f"{source}: alpha is {alpha:.3f}, and {why}, so that it would compute something else: "
-            "train beyond train.alpha_warmup_steps"
-        )
-
-
-def load_checkpoint(path: Path) -> tuple[MaskedLanguageModel, Manifest]:
-    """The model of one checkpoint, in fp32 and evaluation mode, at the checkpoint's alpha.
-
-    Its files are not compared with the manifest.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or do not fit the architecture.
-    """
-    manifest = read_manifest(path)
-    config = read_config(manifest.identity["model"], str(path))
-    model = build_model(config, read_weights(path), str(path))
-    model.encoder.set_alpha(manifest.alpha)
-    return model, manifest
-
-
-def initial_weights(source: Path) -> InitialWeights:
-    """A run's newest good checkpoint, or a model folder, as the start of another run.
-
-    Raises:
-        CheckpointError: there is nothing to load.
-    """
-    trained = load_trained(source)
-    require_full_alpha(trained, source, "a run that starts from it has an alpha of its own")
-    path = tokenizer_path(tokenizer_folder(source))
-    return InitialWeights(trained.model.config, dict(trained.model.state_dict()), path)
-
-
-def tokenizer_folder(source: Path) -> Path:
-    """Where the tokenizer of a run or model folder lies."""
-    return source if is_model_folder(source) else _newest(source)[0]
-
-
 def compare(
     trained: MaskedLanguageModel,
     exported: Callable[[Tensor, Layout, Tensor], Tensor],
 ) -> ExportReport:
-    """Compares logits on random packed sequences, two documents in each.
+    """Compare logits on random packed sequences, two documents in each.
 
     Args:
         trained: the trainer's model.
@@ -163,17 +90,3 @@ def compare(
             f"{LARGEST_DIFFERENCE} is accepted; please report this with the run's resolved.yaml"
         )
     return ExportReport(difference, expected.numel())
-
-
-def _newest(run_dir: Path) -> tuple[Path, Manifest]:
-    path, rejected = newest_good(folder_of(run_dir, f"{A_RUN_OR_ITS_COPY}, or a model folder"))
-    if path is None:
-        raise CheckpointError(f"{run_dir} has no good checkpoint: {'; '.join(rejected)}")
-    return path, read_manifest(path)
-
-
-def _scores(run_dir: Path, step: int) -> dict[str, float]:
-    """Find the last held-out evaluation up to a step; empty if there was none."""
-    records = read_json_lines(RunFolder(run_dir).metrics)
-    found = [record for record in records if record["kind"] == "eval" and record["step"] <= step]
-    return {name: found[-1][name] for name in ("step", "loss", "accuracy")} if found else {}

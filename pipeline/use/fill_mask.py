@@ -7,12 +7,12 @@ import torch
 
 from pipeline.errors import DataError
 from pipeline.model.layout import padded
-from pipeline.use.export import load_trained
+from pipeline.use.trained import load_trained
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token that may stand at a mask."""
+    """A token that may fill a mask."""
 
     token: str
     """With its leading space, if it has one."""
@@ -20,7 +20,7 @@ class Candidate:
 
 
 def fill_mask(source: Path, text: str, *, top: int) -> list[list[Candidate]]:
-    """Predicts each `[MASK]` of a text.
+    """Predict each `[MASK]` of a text.
 
     Args:
         source: run folder, or model folder.
@@ -61,7 +61,7 @@ def fill_mask(source: Path, text: str, *, top: int) -> list[list[Candidate]]:
 
 
 def text_table(masks: list[list[Candidate]]) -> str:
-    """One line a mask."""
+    """Write one line for each mask."""
     return "\n".join(
         f"[MASK] {number}: "
         + "  ".join(f"{candidate.token!r} {candidate.probability:.3f}" for candidate in candidates)

@@ -18,28 +18,33 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.use.export import load_trained, require_full_alpha, tokenizer_folder
 from pipeline.use.folder import build_model, copy_tokenizer, publishing, write_model
+from pipeline.use.trained import load_trained, require_full_alpha, tokenizer_folder
 
-# What doubling relies on, beside the sizes.
+# Doubling is exact only with these values.
 _DOUBLES: dict[str, object] = {
-    "norm": "rmsnorm", "norm_affine": False, "bias": False, "mlm_head": "linear", "pooler": False,
+    "norm": "rmsnorm",
+    "norm_affine": False,
+    "bias": False,
+    "mlm_head": "linear",
+    "pooler": False,
     "embedding_size": None,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class GrowReport:
-    """What was made."""
+    """The larger model, and the size of the smaller one."""
 
     config: ModelConfig
     num_parameters_before: int
     num_parameters: int
 
 
-def grow(source: Path, out: Path, *, width: int, depth: int | None, noise: float, seed: int
-         ) -> GrowReport:  # fmt: skip
-    """Writes a larger model folder.
+def grow(
+    source: Path, out: Path, *, width: int, depth: int | None, noise: float, seed: int
+) -> GrowReport:
+    """Write a larger model folder.
 
     Args:
         source: run or model folder.
@@ -47,7 +52,7 @@ def grow(source: Path, out: Path, *, width: int, depth: int | None, noise: float
         width: 1, 2, 4, ...: factor on hidden size, heads and inner width.
         depth: number of layers, a multiple of what there is; None keeps it.
         noise: standard deviation of what is added to every matrix, as a share of the matrix' own;
-            it tells the doubled units apart, which would otherwise learn the same for ever.
+            without it the doubled units would learn the same for ever.
         seed: of the noise.
 
     Raises:
@@ -69,8 +74,14 @@ def grow(source: Path, out: Path, *, width: int, depth: int | None, noise: float
     if noise:
         weights = _with_noise(weights, noise, seed)
     model = build_model(config, weights, str(source))
-    facts = {"grown_from": {"path": source.name, "model": asdict(trained.model.config),
-                            "noise": noise, "seed": seed}}  # fmt: skip
+    facts = {
+        "grown_from": {
+            "path": source.name,
+            "model": asdict(trained.model.config),
+            "noise": noise,
+            "seed": seed,
+        }
+    }
     with publishing(out) as folder:
         write_model(folder, config, weights, facts)
         copy_tokenizer(tokenizer_folder(source), folder)
@@ -80,13 +91,16 @@ def grow(source: Path, out: Path, *, width: int, depth: int | None, noise: float
 def double_width(
     config: ModelConfig, weights: dict[str, Tensor]
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A model of twice the width with the same logits, up to eps in the first norm.
+    """Double the width; logits stay the same up to eps in the first norm.
 
     Raises:
         ConfigError: the architecture has gains, biases or a head that do not double exactly.
     """
-    wrong = {name: getattr(config, name) for name, value in _DOUBLES.items()
-             if getattr(config, name) != value}  # fmt: skip
+    wrong = {
+        name: getattr(config, name)
+        for name, value in _DOUBLES.items()
+        if getattr(config, name) != value
+    }
     if wrong:
         raise ConfigError(
             "width doubles exactly only with "
@@ -106,10 +120,10 @@ def double_width(
 def stack(
     config: ModelConfig, weights: dict[str, Tensor], depth: int
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A deeper model: all layers in their order, several times.
+    """Repeat all layers, in their order, to make a deeper model.
 
     Raises:
-        ConfigError: `depth` is no multiple of the number of layers.
+        ConfigError: `depth` is not a multiple of the number of layers.
     """
     times, rest = divmod(depth, config.num_layers)
     if rest or times < 1:
@@ -128,7 +142,7 @@ def stack(
 
 
 def _doubled(name: str, weight: Tensor, num_heads: int) -> Tensor:
-    """One matrix of the wider model; the last dimension of a weight is its input."""
+    """Double one matrix; the last dimension of a weight is its input."""
     if name.endswith("residual.gain"):
         return weight
     # Pairs of equal inputs would count twice; the norm behind an embedding forgets its scale, and

@@ -2,10 +2,9 @@
 
 BERT, RoBERTa and RoFormer architectures become transformers' own classes. All others get one
 self-contained `modeling_postnorm.py`, put together from the code that trained the model, so that
-both compute the same by construction; it is loaded with `trust_remote_code=True`. In either case a
-process of its own loads the folder and its logits are compared before it appears.
-
-The model card of an exported folder: what the model is, what it was trained on, how well.
+both compute the same by construction; it is loaded with `trust_remote_code=True`. In either case
+another process loads the folder and its logits are compared before the folder gets its name. The
+model card says what the model is, what it was trained on, and its held-out scores.
 """
 
 import ast
@@ -32,9 +31,10 @@ from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use import names
-from pipeline.use.export import ExportReport, compare, load_trained, require_full_alpha
+from pipeline.use.export import ExportReport, compare
 from pipeline.use.folder import TrainedModel, publishing
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
+from pipeline.use.trained import load_trained, require_full_alpha
 
 _NATIVE_LOADING = """\
 ```python
@@ -54,7 +54,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 
 
 def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_diff: float) -> str:
-    """Markdown with the metadata block that model hubs read.
+    """Write the Markdown with the metadata block that model hubs read.
 
     Args:
         name: of the folder.
@@ -89,10 +89,17 @@ _SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, init, encoder)
 _BASE_PREFIX = "postnorm."
 # What transformers' own classes can express, beside sizes, dropout, eps and activation.
 _NATIVE: dict[str, Any] = {
-    "norm_placement": "post", "norm": "layernorm", "norm_affine": True, "bias": True,
-    "embedding_dropout": "after_norm", "score_residual": "none", "attention_scale": "sqrt",
-    "residual": "plain", "share_layers": False, "mlm_head": "bert",
-}  # fmt: skip
+    "norm_placement": "post",
+    "norm": "layernorm",
+    "norm_affine": True,
+    "bias": True,
+    "embedding_dropout": "after_norm",
+    "score_residual": "none",
+    "attention_scale": "sqrt",
+    "residual": "plain",
+    "share_layers": False,
+    "mlm_head": "bert",
+}
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 _CLASSES = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}
 
@@ -109,7 +116,7 @@ with torch.no_grad():
 
 
 def export_hf(source: Path, out: Path) -> ExportReport:
-    """Writes a run's newest good checkpoint, or a model folder, for transformers.
+    """Write a run's newest good checkpoint, or a model folder, for transformers.
 
     Raises:
         CheckpointError: transformers is not installed, there is nothing good to export, or what
@@ -141,7 +148,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
 
 
 def native_family(config: ModelConfig) -> names.Style | None:
-    """The transformers family that computes exactly this architecture; None if there is none."""
+    """Find the transformers family that computes exactly this architecture; None if none does."""
     values = asdict(config)
     if any(values[name] != value for name, value in _NATIVE.items()):
         return None
@@ -159,7 +166,7 @@ def native_family(config: ModelConfig) -> names.Style | None:
 
 
 def native_config(trained: TrainedModel, family: names.Style) -> dict[str, Any]:
-    """config.json of transformers' own class."""
+    """Write config.json of transformers' own class as plain values."""
     config, tokenizer = trained.model.config, trained.tokenizer
     body = {
         "model_type": family,
@@ -192,7 +199,7 @@ def native_config(trained: TrainedModel, family: names.Style) -> dict[str, Any]:
 
 
 def native_tensors(weights: dict[str, Tensor], family: names.Style) -> dict[str, Tensor]:
-    """Our parameters under transformers' names; those of queries, keys and values apart."""
+    """Rename our parameters as transformers does; queries, keys and values are separate there."""
     written: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         theirs = names.hugging_face(name, family)
@@ -201,7 +208,7 @@ def native_tensors(weights: dict[str, Tensor], family: names.Style) -> dict[str,
 
 
 def modeling_source() -> str:
-    """The self-contained modelling file: this project's model code below one set of imports."""
+    """Put together the modelling file: this project's model code below one set of imports."""
     parts = [inspect.getsource(module) for module in _SOURCES]
     parts.append(Path(__file__).with_name("hf_wrapper.py").read_text(encoding="utf-8"))
     imports, bodies = set(), []
@@ -257,7 +264,7 @@ def _write_own(folder: Path, trained: TrainedModel) -> None:
 
 
 def _transformers_logits(folder: Path, ids: Tensor, layout: Layout, every: Tensor) -> Tensor:
-    """(M, V) logits that a process of its own computes with transformers; one document a row."""
+    """Compute (M, V) logits with transformers in another process, one document a row."""
     with tempfile.TemporaryDirectory() as name:
         probe, out = Path(name, "probe.pt"), Path(name, "logits.pt")
         # transformers packs no documents: each goes into a row of its own.

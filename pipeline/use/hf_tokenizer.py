@@ -55,7 +55,7 @@ def write_hf_tokenizer(
     max_length: int = NO_MAX_LENGTH,
     token_types: bool = True,
 ) -> None:
-    """Writes tokenizer.json and tokenizer_config.json (special_tokens_map.json is history).
+    """Write tokenizer.json and tokenizer_config.json (special_tokens_map.json is history).
 
     Args:
         tokenizer: what the model was trained with.
@@ -87,7 +87,7 @@ def write_hf_tokenizer(
 def _config(
     tokenizer: Tokenizer | FastTokenizer, *, max_length: int, token_types: bool
 ) -> dict[str, Any]:
-    """tokenizer_config.json."""
+    """Make the content of tokenizer_config.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
@@ -102,7 +102,7 @@ def _config(
 
 
 def _merges(definition: Definition) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, in the order of the pieces' scores.
+    """List every way to make a piece of two others, in the order of the pieces' scores.
 
     sentencepiece merges whatever is a piece; as `generate_merges` in huggingface/transformers.
     """
@@ -116,7 +116,7 @@ def _merges(definition: Definition) -> list[tuple[str, str]]:
 
 
 def _break_pattern(charsmap: bytes) -> str:
-    """Regex of the places before a combining character that no rule joins to the one before."""
+    """Write a regex of the places before a combining character that no rule joins to the left."""
     joined = defaultdict(set)
     for left, right in _neighbours(charsmap):
         joined[right].add(left)
@@ -133,14 +133,14 @@ def _break_pattern(charsmap: bytes) -> str:
 
 
 def _ranges(characters: set[int]) -> str:
-    """Code points as the inside of a regex class."""
+    """Write code points as the inside of a regex class."""
     codes = np.array(sorted(characters))
     parts = np.split(codes, np.flatnonzero(np.diff(codes) > 1) + 1)
     return "".join(f"\\x{{{part[0]:x}}}-\\x{{{part[-1]:x}}}" for part in parts)
 
 
 def _neighbours(charsmap: bytes) -> set[tuple[int, int]]:
-    """Code points that stand side by side in what some rule replaces.
+    """Collect code points that stand side by side in what some rule replaces.
 
     Walks the trie, a double array (darts.h in s-yata/darts-clone), all nodes of a depth at once.
     A state is a node's base, the last whole character, the one being read, and its bytes to come.
@@ -173,7 +173,7 @@ def _neighbours(charsmap: bytes) -> set[tuple[int, int]]:
 
 
 def _texts(pieces: list[str]) -> Iterator[str]:
-    """What to compare on: every piece, random rows of them, and what is unlike other text."""
+    """Give the texts to compare on: unusual ones, every piece, and random rows of pieces."""
     pieces = [piece.replace(_SPACE, " ") for piece in pieces]
     yield from _PROBES
     yield from pieces
@@ -188,7 +188,7 @@ def _compare(
     pieces: list[str],
     definition: Definition | None,
 ) -> None:
-    """Loads what was written; its ids must be those of the original but for ties of Unigram."""
+    """Load what was written and compare its ids with the original's, except in Unigram's ties."""
     written = FastTokenizer(path)
     mask = SPECIAL_TOKENS[MASK_ID]
     for number, text in enumerate(_texts(pieces)):
@@ -205,7 +205,7 @@ def _compare(
 
 
 def _is_tie(definition: Definition | None, one: list[int], other: list[int]) -> bool:
-    """Whether Unigram rates two ways to split the same text the same, as for "--" + "-"."""
+    """Say whether Unigram rates two splits of the same text the same, as for "--" + "-"."""
     if definition is None or definition.model_type != "unigram":
         return False
     texts = ["".join(definition.pieces[i] for i in ids) for ids in (one, other)]

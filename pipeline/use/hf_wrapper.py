@@ -49,7 +49,7 @@ class PostnormConfig(PretrainedConfig):
 
 
 def mask_layout(attention_mask: Tensor | None, input_ids: Tensor) -> Layout:
-    """One document in each row; padding may stand on either side of it.
+    """Make a layout of one document in each row; padding may stand on either side of it.
 
     Args:
         attention_mask: (B, S), 1 for tokens and 0 for padding; no padding when None.
@@ -63,13 +63,13 @@ def mask_layout(attention_mask: Tensor | None, input_ids: Tensor) -> Layout:
 
 
 class PostnormPreTrainedModel(PreTrainedModel):
-    """What the models share."""
+    """The part that all models share."""
 
     config_class = PostnormConfig
     base_model_prefix = "postnorm"
 
     def _init_weights(self, module: nn.Module) -> None:
-        """A head made for fine-tuning; the encoder initialises itself."""
+        """Initialise a head made for fine-tuning; the encoder initialises itself."""
         if isinstance(module, nn.Linear) and module is getattr(self, "classifier", None):
             nn.init.normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
@@ -79,17 +79,17 @@ class PostnormModel(PostnormPreTrainedModel):
     """Token ids to hidden states."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Makes the encoder."""
+        """Make the encoder."""
         super().__init__(config)
         self.encoder = Encoder(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
+        """Return the token embedding."""
         return self.encoder.token_embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replaces the token embedding."""
+        """Replace the token embedding."""
         self.encoder.token_embedding = value
 
     def forward(
@@ -101,7 +101,7 @@ class PostnormModel(PostnormPreTrainedModel):
         output_attentions: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPooling:
-        """(B, S) ids to (B, S, D) hidden states."""
+        """Compute (B, S, D) hidden states of (B, S) ids."""
         layout = mask_layout(attention_mask, input_ids)
         trace = Trace(keep_probabilities=bool(output_attentions))
         x_BSD = self.encoder(input_ids, layout, segments=token_type_ids, trace=trace)
@@ -117,13 +117,13 @@ class PostnormForMaskedLM(PostnormPreTrainedModel):
     """The model as it was pre-trained."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Makes encoder and head."""
+        """Make encoder and head."""
         super().__init__(config)
         self.postnorm = MaskedLanguageModel(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embedding, which is the output matrix too."""
+        """Return the token embedding, which is the output matrix too."""
         return self.postnorm.encoder.token_embedding
 
     def forward(
@@ -135,7 +135,7 @@ class PostnormForMaskedLM(PostnormPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> MaskedLMOutput:
-        """(B, S) ids to (B, S, V) logits; labels of -100 are left out of the loss."""
+        """Compute (B, S, V) logits of (B, S) ids; labels of -100 are left out of the loss."""
         layout = mask_layout(attention_mask, input_ids)
         trace = Trace(keep_probabilities=False)
         x_BSD = self.postnorm.encoder(input_ids, layout, segments=token_type_ids, trace=trace)
@@ -151,7 +151,7 @@ class PostnormForSequenceClassification(PostnormPreTrainedModel):
     """A linear classifier, or regression with one label, on the first token."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Makes encoder and classifier."""
+        """Make encoder and classifier."""
         super().__init__(config)
         self.postnorm = PostnormModel(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -166,7 +166,7 @@ class PostnormForSequenceClassification(PostnormPreTrainedModel):
         labels: Tensor | None = None,
         **_: Any,
     ) -> SequenceClassifierOutput:
-        """(B, S) ids to (B, num_labels) logits."""
+        """Compute (B, num_labels) logits of (B, S) ids."""
         x_BSD = self.postnorm(input_ids, attention_mask, token_type_ids).last_hidden_state
         logits = self.classifier(self.dropout(x_BSD[:, 0]))
         loss = None

@@ -29,14 +29,16 @@ _ENCODER = {
     "pooler": "pooler.dense",
 }
 _HEADS = {
-    "bert": {"head_dense": "cls.predictions.transform.dense",
-             "head_norm": "cls.predictions.transform.LayerNorm"},
+    "bert": {
+        "head_dense": "cls.predictions.transform.dense",
+        "head_norm": "cls.predictions.transform.LayerNorm",
+    },
     "roberta": {"head_dense": "lm_head.dense", "head_norm": "lm_head.layer_norm"},
-}  # fmt: skip
+}
 
 
 def hugging_face(name: str, style: Style) -> tuple[str, ...]:
-    """Names in a Hugging Face checkpoint of one of our parameters.
+    """Translate the name of one of our parameters to those in a Hugging Face checkpoint.
 
     Args:
         name: ours, such as `encoder.layers.3.attention.qkv.weight`.
@@ -62,7 +64,9 @@ def hugging_face(name: str, style: Style) -> tuple[str, ...]:
 
 
 def tensorflow(name: str) -> tuple[str, ...]:
-    """Names in a Google or bert4keras TensorFlow checkpoint; all of its families use BERT's.
+    """Translate a name to those in a Google or bert4keras TensorFlow checkpoint.
+
+    All families use BERT's names there.
 
     Kernels of dense layers, named `.../kernel`, are stored as (in, out).
     """
@@ -83,14 +87,14 @@ def _to_tensorflow(name: str) -> str:
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a foreign tensor is no weight of the model: position numbers, optimizer state."""
+    """Say whether a foreign tensor is not a weight: position numbers, optimizer state."""
     return name.endswith(
         (".position_ids", ".embed_positions.weight", "/adam_m", "/adam_v", "/lamb_m", "/lamb_v")
     ) or name.startswith("global_step")
 
 
 def is_sentence_head(name: str) -> bool:
-    """Whether a foreign tensor belongs to BERT's next-sentence head, which has no place here."""
+    """Say whether a foreign tensor belongs to BERT's next-sentence head, which we do not have."""
     return name.startswith(("cls.seq_relationship.", "cls/seq_relationship/"))
 
 

@@ -28,10 +28,31 @@ _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5  # of a block: compression type, masked crc32c of content and type
 _BUNDLE_VERSION = 1
 _DTYPES = [
-    "invalid", "float32", "float64", "int32", "uint8", "int16", "int8", "string", "complex64",
-    "int64", "bool", "qint8", "quint8", "qint32", "bfloat16", "qint16", "quint16", "uint16",
-    "complex128", "float16", "resource", "variant", "uint32", "uint64",
-]  # fmt: skip
+    "invalid",
+    "float32",
+    "float64",
+    "int32",
+    "uint8",
+    "int16",
+    "int8",
+    "string",
+    "complex64",
+    "int64",
+    "bool",
+    "qint8",
+    "quint8",
+    "qint32",
+    "bfloat16",
+    "qint16",
+    "quint16",
+    "uint16",
+    "complex128",
+    "float16",
+    "resource",
+    "variant",
+    "uint32",
+    "uint64",
+]
 _READABLE = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "bool")
 
 
@@ -73,15 +94,15 @@ class TfCheckpoint:
             raise CheckpointError(f"{self._index}: {error}") from None
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """List the names of all tensors, sorted."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; of the whole one where it is partitioned."""
+        """Return the shape of a tensor, or of the whole one where it is partitioned."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Type that `read` returns: the stored one, but float32 for bfloat16."""
+        """Return the type that `read` gives: the stored one, but float32 for bfloat16."""
         stored = self._entry(name).dtype
         if stored not in _READABLE:
             raise CheckpointError(
@@ -91,7 +112,7 @@ class TfCheckpoint:
         return np.dtype("float32" if stored == "bfloat16" else stored)
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """A tensor's values: an own copy of `shape(name)` and `dtype(name)`.
+        """Read a tensor's values into an array of `shape(name)` and `dtype(name)`.
 
         Raises:
             CheckpointError: the name is unknown, the tensor is partitioned or of a dtype that is
@@ -177,7 +198,7 @@ def _last_bytes(path: Path, count: int) -> bytes:
 
 
 def _read_table(table: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a table (format.cc: Footer::DecodeFrom)."""
+    """Read keys and values of a table (format.cc: Footer::DecodeFrom)."""
     footer = table[-_FOOTER_BYTES:]
     if len(footer) < _FOOTER_BYTES or not footer.endswith(_MAGIC):
         raise _damaged(
@@ -190,7 +211,7 @@ def _read_table(table: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(table: bytes, handle: bytes) -> bytes:
-    """The block that a handle (varint offset, varint size) points to (format.cc: ReadBlock)."""
+    """Read the block that a handle (varint offset, varint size) points to (ReadBlock)."""
     offset, at = _varint(handle, 0)
     end = offset + _varint(handle, at)[0]
     limit = len(table) - _FOOTER_BYTES - _TRAILER_BYTES
@@ -208,7 +229,7 @@ def _block(table: bytes, handle: bytes) -> bytes:
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a block (block.cc); at its end are restart points, unused here."""
+    """Read keys and values of a block (block.cc); at its end are restart points, unused here."""
     limit = len(block) - 4 * (int.from_bytes(block[-4:], "little") + 1)
     at, key = 0, b""
     while at < limit:
@@ -221,7 +242,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _read_header(message: bytes) -> int:
-    """Number of data files, from the BundleHeaderProto."""
+    """Read the number of data files from the BundleHeaderProto."""
     numbers, parts = _fields(message)
     num_shards, byte_order = numbers.get(1, 0), numbers.get(2, 0)
     min_reader = _fields(b"".join(parts.get(3, [])))[0].get(2, 0)
@@ -235,7 +256,7 @@ def _read_header(message: bytes) -> int:
 
 
 def _read_entry(message: bytes) -> _Entry:
-    """A BundleEntryProto."""
+    """Read a BundleEntryProto."""
     numbers, parts = _fields(message)
     dims = _fields(b"".join(parts.get(2, [])))[1].get(2, [])
     shape = tuple(_fields(dim)[0].get(1, 0) for dim in dims)
@@ -245,7 +266,7 @@ def _read_entry(message: bytes) -> _Entry:
 
 
 def _fields(message: bytes) -> tuple[dict[int, int], dict[int, list[bytes]]]:
-    """Numbers, and texts or messages, by field (protobuf.dev/programming-guides/encoding)."""
+    """Read numbers, and texts or messages, by field (protobuf.dev/programming-guides/encoding)."""
     numbers: dict[int, int] = {}
     parts: dict[int, list[bytes]] = {}
     at = 0
@@ -266,15 +287,15 @@ def _fields(message: bytes) -> tuple[dict[int, int], dict[int, list[bytes]]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, low ones first, and the position after it."""
+    """Read a number of 7 bits a byte, low ones first, and the position after it."""
     for end in range(at, min(at + 10, len(data))):
         if data[end] < 0x80:
             return sum((data[i] & 0x7F) << 7 * (i - at) for i in range(at, end + 1)), end + 1
-    raise _damaged(f"{data[at : at + 10].hex()!r} at byte {at} is no number of variable length")
+    raise _damaged(f"{data[at : at + 10].hex()!r} at byte {at} is not a number of variable length")
 
 
 def _check_crc32c(what: str, data: bytes, expected: int) -> None:
-    """crc32c.h: masked, so that the crc of bytes that hold a crc stays a good one."""
+    """Compare a masked crc (crc32c.h), so that a crc of bytes that hold a crc stays a good one."""
     crc: int = google_crc32c.value(data)
     if (found := ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) != expected:
         raise _damaged(f"{what} has masked crc32c {found:#010x}, expected {expected:#010x}")

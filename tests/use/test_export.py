@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
-from pipeline.errors import CheckpointError, DataError
+from pipeline.errors import CheckpointError, DataError, RunFolderError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.export import export
@@ -104,7 +104,10 @@ def test_existing_folder_is_not_overwritten(straight_run: Path, tmp_path: Path) 
 
 
 def test_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no good checkpoint: nothing was saved yet"):
+    with pytest.raises(RunFolderError, match=r"not a run folder .* or a model folder\.$"):
+        export(tmp_path, tmp_path / "out")
+    (tmp_path / "attempts.jsonl").write_text("{}\n")
+    with pytest.raises(CheckpointError, match="has no checkpoints yet: "):
         export(tmp_path, tmp_path / "out")
 
 
@@ -168,5 +171,5 @@ def test_commands(straight_run: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, "export", str(tmp_path / "nothing"), str(tmp_path / "x")],
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 2
-    assert "no good checkpoint" in done.stdout
+    assert "nothing does not exist. Pass the run_dir of a started run" in done.stdout
     assert Tokenizer(tmp_path / "out" / "tokenizer.model").vocab_size == 1000

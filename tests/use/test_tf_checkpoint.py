@@ -226,7 +226,7 @@ def test_compressed_block_is_refused(tmp_path: Path) -> None:
         ([(b"", b"\x12\x02\x08\x01")], "has 0 data files"),
         ([(b"", b"\x08\x01\x10\x01")], "byte order 1 .* expected .* 0 .little-endian"),
         ([(b"", b"\x08\x01\x1a\x04\x08\x02\x10\x02")], "reader of version 2, .* at most 1"),
-        ([(b"", b"\x08")], "'' at byte 1 is no number of variable length"),
+        ([(b"", b"\x08")], "'' at byte 1 is not a number of variable length"),
     ],
 )
 def test_header_that_does_not_fit_is_refused(

@@ -1,0 +1,122 @@
+"""RUN/ledger.jsonl: batches that a run did not train on although it could have, and why.
+
+    {"kind": "non_finite", "batch": 41, ...}   a gradient was not finite: no rank took the step
+    {"kind": "rewind", "first_batch": 90, ...} the loss jumped: the run went back and left them out
+
+A run that repeats steps after a kill meets its non-finite batches again and writes them again: the
+last line about a batch counts. Lines about rewinds decide what is trained on; they are written
+before the run goes back. `batches.tsv` has every batch, with its hash.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.errors import DataError
+from pipeline.runtime.files import write_atomic
+from pipeline.runtime.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """A step that was not taken."""
+
+    batch: int
+    """Its number from 0, in `batches.tsv`."""
+    cursor: int
+    """Its first sequence in the run's order."""
+    step: int
+    """The step that it would have been, from 1."""
+    grad_norm: str
+    """Over all ranks: `inf` or `nan`, which JSON has no numbers for."""
+    ranks: dict[str, list[int]]
+    """Ranks whose loss was no number -> [first, stop) of their sequences in the batch.
+
+    Empty if all losses were finite, and a gradient was not.
+    """
+    samples: list[list[int]]
+    """[epoch, sample id] of every sequence of the batch; `pipeline inspect --batch` shows them."""
+    unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewind:
+    """A spike of the loss, and what was done about it."""
+
+    first_batch: int
+    """First batch that is left out."""
+    last_batch: int
+    first_cursor: int
+    """First sequence of the first one."""
+    stop_cursor: int
+    """One past the last sequence of the last one."""
+    high_batches: list[int]
+    """Batches with a loss above the limit."""
+    loss: float
+    """The largest of these steps, nats."""
+    limit: float
+    """The loss above which a step was high."""
+    from_step: int
+    """Steps applied when the run turned round."""
+    to_step: int
+    """Step of the checkpoint that it went back to."""
+    unix_s: float
+
+
+_KINDS: dict[str, type[NonFinite] | type[Rewind]] = {"non_finite": NonFinite, "rewind": Rewind}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run's ledger holds."""
+
+    non_finite: dict[int, NonFinite]
+    """By batch."""
+    rewinds: list[Rewind]
+    """In order."""
+
+    def is_spoiled(self, cursor: int, rewinds: int) -> bool:
+        """Return whether a checkpoint was trained on batches that were left out later.
+
+        Args:
+            cursor: of the checkpoint.
+            rewinds: how many the run had made when it was saved.
+        """
+        return any(cursor > each.first_cursor for each in self.rewinds[rewinds:])
+
+
+def read_ledger(run_dir: Path) -> Ledger:
+    """Read a run's ledger; without a file it is empty.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    ledger, path = Ledger({}, []), RunFolder(run_dir).ledger
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            record = _KINDS[values.pop("kind")](**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {number}: {line[:200]!r}, expected the fields of a record of the "
+                f"kinds {', '.join(_KINDS)} ({error!r}). It decides which batches are left out: "
+                "restore the file from a copy"
+            ) from error
+        if isinstance(record, Rewind):
+            ledger.rewinds.append(record)
+        else:
+            ledger.non_finite[record.batch] = record
+    return ledger
+
+
+def add_to_ledger(run_dir: Path, record: NonFinite | Rewind) -> None:
+    """Add a record and flush it to disk; a kill leaves the file unchanged.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = RunFolder(run_dir).ledger
+    [kind] = [name for name, cls in _KINDS.items() if isinstance(record, cls)]
+    line = json.dumps({"kind": kind, **asdict(record)}) + "\n"
+    write_atomic(path, (path.read_bytes() if path.exists() else b"") + line.encode())
