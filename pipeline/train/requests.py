@@ -49,7 +49,7 @@ class Requests:
     """Looks for requests on this rank; rank 0 looks at the files."""
 
     def __init__(self, signals: StopRequest, run_dir: Path, *, is_first: bool) -> None:
-        """Looks at the files at the first step."""
+        """Look at the files at the first step."""
         self._signals = signals
         self._stop_file, self._save_file = run_dir / STOP_FILE, run_dir / SAVE_FILE
         self._is_first = is_first
@@ -58,7 +58,7 @@ class Requests:
         self._saved_ns: int | None = None
 
     def refuse_if_stopped(self) -> None:
-        """Does not let a run start that a person has stopped. Collective.
+        """Refuse to start a run that a person has stopped. Collective.
 
         Raises:
             StoppedError: there is a STOP file.
@@ -71,14 +71,14 @@ class Requests:
                 )
 
     def ends_before_training(self) -> bool:
-        """Whether any rank has had a signal by now. Collective."""
+        """Tell whether any rank has had a signal by now. Collective."""
         name = agreed_signal(self._signals)
         if name:
             logger.warning("stopped by %s before the first step; nothing is to be saved", name)
         return bool(name)
 
     def own(self) -> Wanted:
-        """What this rank knows of; looks at the files every few seconds."""
+        """Get what this rank knows of; looks at the files every few seconds."""
         now_s = time.monotonic()
         if self._is_first and now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
@@ -87,7 +87,7 @@ class Requests:
         return Wanted(self._signals.requested, self._halt, self._save)
 
     def saved(self) -> None:
-        """Removes the SAVE file, which was honoured."""
+        """Remove the SAVE file, which was honoured."""
         if not self._is_first:
             return
         self._save, self._saved_ns = False, self._modified_ns()
@@ -100,7 +100,7 @@ class Requests:
             )  # fmt: skip
 
     def end(self, wanted: Wanted, step: int) -> int:
-        """Says why the run ends, after its save, and returns the exit code."""
+        """Say why the run ends, after its save, and return the exit code."""
         if wanted.halt:
             logger.warning(
                 "stopped at step %d by %s; saved. Remove the file and start again to continue",
