@@ -40,7 +40,7 @@ from data_prep.run import run as prepare
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
-from pipeline.runtime.files import DONE_FILE, STOP_FILE
+from pipeline.runtime.run_folder import RunFolder
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 _COMMON = (
@@ -97,11 +97,11 @@ class Campaign:
         while done < kills:
             runs += 1
             run_dir = self._folder / f"killed-{runs}"
-            while not (run_dir / DONE_FILE).exists():
+            while not RunFolder(run_dir).done.exists():
                 ranks = self._start(run_dir, *overrides)
                 if done < kills and self._kill(ranks, done):
                     done += 1
-                    if done % 4 == 0 and not (run_dir / DONE_FILE).exists():
+                    if done % 4 == 0 and not RunFolder(run_dir).done.exists():
                         ranks = self._start(run_dir, *overrides)
                         self._request(ranks, _REQUESTS[(done // 4 - 1) % len(_REQUESTS)])
                 else:
@@ -189,7 +189,7 @@ class Campaign:
         reached = self._wait_for_step(ranks, self._saved_before + self._random.randint(2, 6))
         asked_s, code = time.monotonic(), EXIT_PREEMPTED
         if what == "STOP file":
-            (ranks.run_dir / STOP_FILE).touch()
+            RunFolder(ranks.run_dir).stop.touch()
             code = EXIT_STOPPED
         else:
             name, whom = what.split(" to ")
@@ -197,7 +197,7 @@ class Campaign:
         codes = self._wait(ranks, what)
         if codes != [code, code] and reached:
             self.problems.append(f"{what}: codes {codes}, expected {code}:\n{ranks.output[-2000:]}")
-        (ranks.run_dir / STOP_FILE).unlink(missing_ok=True)
+        RunFolder(ranks.run_dir).stop.unlink(missing_ok=True)
         self._note(what, "step", ranks, codes, time.monotonic() - asked_s)
 
     def _end(self, ranks: Ranks, expected: list[int], what: str) -> None:

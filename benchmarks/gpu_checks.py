@@ -132,16 +132,19 @@ def _batch(size: Size, vocab_size: int) -> MicroBatch:
     masked = torch.arange(0, ids.numel(), 7)
     return MicroBatch(
         input_ids=ids, documents=documents.int() + 1, positions=positions,
-        cu_seqlens=torch.from_numpy(document_bounds(documents.int().numpy())), masked_index=masked,
-        targets=torch.randint(5, vocab_size, masked.shape, generator=generator),
-        num_tokens=ids.numel(), unmasked_documents=0, hash=0,
+        cu_seqlens=torch.from_numpy(document_bounds(documents.int().numpy())), segments=None,
+        inputs={
+            "masked_index": masked,
+            "targets": torch.randint(5, vocab_size, masked.shape, generator=generator),
+        },
+        weights={"loss": float(len(masked))}, counts={}, num_tokens=ids.numel(), hash=0,
     )  # fmt: skip
 
 
 def _gradients(model: MaskedLanguageModel, batch: MicroBatch, device: torch.device) -> Tensor:
     """All of a mean loss, in float64 on the CPU."""
-    objective = MaskedLanguageModeling(device)
-    loss = objective(model, batch.to(device)).loss / len(batch.targets)
+    objective = MaskedLanguageModeling()
+    loss = objective(model, batch.to(device))["loss"].total / batch.weights["loss"]
     used = [each for each in model.parameters() if each.requires_grad]
     found = torch.autograd.grad(loss, used, allow_unused=True)
     return torch.cat([each.double().cpu().flatten() for each in found if each is not None])
@@ -158,7 +161,11 @@ def model_parts(size: Size) -> Numbers:
 
         def error(config: PretrainConfig, batch: MicroBatch = batch) -> float:
             torch.manual_seed(0)
-            narrow = make_model(config, size.device).to(size.device, torch.bfloat16).train()
+            narrow = (
+                make_model(config, MaskedLanguageModeling(), size.device)
+                .to(size.device, torch.bfloat16)
+                .train()
+            )
             exact = MaskedLanguageModel(config.model).double().train()
             exact.load_state_dict({k: v.double().cpu() for k, v in narrow.state_dict().items()})
             wanted = _gradients(exact, batch, torch.device("cpu"))
@@ -191,8 +198,13 @@ def training(size: Size) -> Numbers:
         asked = KernelsConfig(attention=kernels, residual_norm=others, loss=others)
         config = _config(size, "realformer_v2-base", asked)
         torch.manual_seed(0)
-        engine = Engine(make_model(config, size.device), config.train, process, size.device)
-        objective = MaskedLanguageModeling(size.device)
+        engine = Engine(
+            make_model(config, MaskedLanguageModeling(), size.device),
+            config.train,
+            process,
+            size.device,
+        )
+        objective = MaskedLanguageModeling()
         batch = _batch(size, config.model.vocab_size or 0)
         steps = [
             engine.train_step([batch], objective, config.train.lr).sums for _ in range(size.steps)

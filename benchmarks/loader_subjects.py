@@ -72,6 +72,7 @@ def ours(spec: Spec, masking: str) -> Pass:
     from pipeline.data.format import read_index
     from pipeline.data.loader import TrainLoader
     from pipeline.data.steps import Share
+    from pipeline.objectives.inputs import train_inputs
 
     index = read_index(spec.dataset)
     ranks = 8 if masking.endswith("8 ranks") else 1
@@ -81,6 +82,7 @@ def ours(spec: Spec, masking: str) -> Pass:
         data=DataConfig(dir=spec.dataset, seq_len=spec.seq_len, check_blocks=check),
         train=TrainConfig(global_batch=spec.batch * _MICRO_BATCHES * ranks, micro_batch=spec.batch),
     )
+    inputs = train_inputs(config.train_data, index)
     counts = sequences_at(index, [spec.seq_len], None)
     sequences = int(counts[spec.seq_len][index.split_blocks("train")].sum())
     step = config.train.global_batch
@@ -88,7 +90,7 @@ def ours(spec: Spec, masking: str) -> Pass:
         raise SystemExit(f"{sequences} sequences make no step of {step}: take a smaller --batch")
 
     def batches() -> Iterator[Any]:
-        loader = TrainLoader(index, config, Share(0, ranks), counts)
+        loader = TrainLoader(index, config.train_data, inputs, Share(0, ranks), counts)
         for cursor in range(0, sequences - step + 1, step):
             yield from loader.step_batches(cursor)
 

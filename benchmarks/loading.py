@@ -39,7 +39,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.packing import pack
 from pipeline.data.reader import BlockReader, read_range
 from pipeline.data.slots import Slots
-from pipeline.data.steps import TrainSteps
+from pipeline.objectives.inputs import train_steps
 from tests.support import reference_packing
 from tests.support.large_index import plausible_counts, write_large_index
 from tests.support.reference_slots import reference_slots
@@ -73,7 +73,7 @@ def _assembly(index: DatasetIndex, seq_len: int) -> dict[str, float]:
         data=DataConfig(dir=str(index.folder), seq_len=seq_len),
         train=TrainConfig(global_batch=num_sequences, micro_batch=num_sequences),
     )
-    steps = TrainSteps(index, config)
+    steps = train_steps(index, config.train_data)
     split, segment = steps.split, steps.order.segments[0]
     of_epoch = int(split.counts[seq_len].sum())
     firsts = range(0, min(of_epoch, 200 * num_sequences), num_sequences)
@@ -137,11 +137,11 @@ from benchmarks.timing import peak_mib
 from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import read_index
-from pipeline.data.steps import TrainSteps
+from pipeline.objectives.inputs import train_steps
 
 before, started = peak_mib(), time.process_time()
 config = PretrainConfig(run_dir="unused", data=DataConfig(dir=sys.argv[1], seq_len=512))
-steps = TrainSteps(read_index(sys.argv[1]), config)
+steps = train_steps(read_index(sys.argv[1]), config.train_data)
 sequences = int(steps.split.counts[512].sum())
 steps.order.segments[0].locate(sequences // 2, 4096)
 print(sequences, time.process_time() - started, peak_mib() - before, before)
@@ -173,10 +173,13 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.format import read_index
 from pipeline.data.steps import Share
 from pipeline.data.workers import Workers
+from pipeline.objectives.inputs import train_inputs
 
 index, seq_len = read_index(sys.argv[1]), int(sys.argv[2])
 config = PretrainConfig(run_dir="unused", data=DataConfig(dir=sys.argv[1], seq_len=seq_len))
-workers = Workers(1, index, config, Share(0, 1), sequences_at(index, [seq_len], None))
+inputs = train_inputs(config.train_data, index)
+counts = sequences_at(index, [seq_len], None)
+workers = Workers(1, index, config.train_data, inputs, Share(0, 1), counts)
 for place, _ in zip(config.batches.batches_from(0), range(100)):
     workers.ask(place.cursor)
     workers.take()

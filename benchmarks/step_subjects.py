@@ -117,7 +117,8 @@ def read_batches(config: PretrainConfig, setting: Setting) -> list[MicroBatch]:
     """The first micro-batches of a run, in pinned memory where there is a GPU."""
     index = read_index(setting.data)
     with_vocabulary(config, index)  # it must be large enough
-    loader = TrainLoader(index, config, Share(0, 1))
+    inputs = MaskedLanguageModeling().train_inputs(config.train_data, index)
+    loader = TrainLoader(index, config.train_data, inputs, Share(0, 1))
     steps = loader.steps_from(0)
     return [next(steps)[0] for _ in range(setting.num_batches)]
 
@@ -135,10 +136,10 @@ class Ours:
         else:
             self.device = init_process_group(process)
         torch.manual_seed(0)
-        model = make_model(config, self.device)
+        self._objective = MaskedLanguageModeling()
+        model = make_model(config, self._objective, self.device)
         self.chosen = choose(config.kernels, config.model, "bf16", self.device)._asdict()
         self.encoder: nn.Module | None = model.encoder
-        self._objective = MaskedLanguageModeling(self.device)
         self._engine = Engine(model, config.train, process, self.device)
 
     def made(self, batch: MicroBatch) -> MicroBatch:
@@ -150,7 +151,7 @@ class Ours:
         mark(DATA)
         mark(FORWARD)
         sums = self._engine.train_step([batch], self._objective, LR).sums
-        return sums.loss / sums.weight
+        return sums["loss"].total / sums["loss"].weight
 
     def end_turn(self) -> None:
         """Forgets the events of the turn's steps."""
@@ -184,7 +185,7 @@ class Peer:
     def made(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Inputs and labels of all tokens, made beforehand."""
         labels = torch.full_like(batch.input_ids, _IGNORED)
-        labels.view(-1)[batch.masked_index] = batch.targets
+        labels.view(-1)[batch.inputs["masked_index"]] = batch.inputs["targets"]
         both = batch.input_ids, labels
         return both if self.device.type == "cpu" else (both[0], labels.pin_memory())
 

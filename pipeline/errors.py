@@ -30,6 +30,10 @@ class DataError(PostnormError):
     """Input text, a shard or an index is missing, damaged or unusable."""
 
 
+class RunFolderError(PostnormError):
+    """A folder that was given as a run's is missing, another kind of folder, or not started."""
+
+
 class CheckpointError(PostnormError):
     """A checkpoint could not be written, or does not fit what it is loaded into."""
 

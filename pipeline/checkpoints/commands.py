@@ -1,4 +1,4 @@
-"""`python -m pipeline checkpoint verify|list|prune|diff`."""
+"""The command `checkpoint verify|list|prune|diff`."""
 
 import argparse
 import fcntl
@@ -16,24 +16,24 @@ from pipeline.checkpoints.retention import REMOVING, Retention, remove, supersed
 from pipeline.checkpoints.table import all_problems, at_step, folder_of, retention_of, rows, table
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
 from pipeline.runtime.cli import Verb, family
-from pipeline.runtime.files import LOCK_FILE
+from pipeline.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to go."""
+    """The checkpoints that a prune removes, and why others are kept."""
 
     rule: Retention
     good: Path
-    """The newest checkpoint that verifies; it stays whatever the rule says."""
+    """The newest checkpoint that verifies; it is kept whatever the rule says."""
     rejected: list[str]
-    """What is wrong with newer ones; they stay, too."""
+    """Problems of newer checkpoints; those are kept as well."""
     removed: list[Path]
-    """Oldest first."""
+    """Checkpoints to remove, oldest first."""
 
 
 def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Plan:
-    """What a run's retention, with these parts of it replaced, would remove.
+    """Find the checkpoints that a run's retention, with these parts of it replaced, would remove.
 
     Raises:
         CheckpointError: there are no checkpoints, none verifies, or no rule is given or recorded.
@@ -56,10 +56,10 @@ def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | N
 
 
 def carry_out(run: Path, paths: list[Path]) -> None:
-    """Removes them, and what a killed removal left.
+    """Remove checkpoints, and the rest of those whose removal was killed.
 
     Raises:
-        BusyError: a process uses the folder.
+        BusyError: a process uses the run folder.
     """
     with _locked(run):
         remove(paths)
@@ -69,7 +69,7 @@ def carry_out(run: Path, paths: list[Path]) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    with (run / LOCK_FILE).open("a") as file:
+    with RunFolder(run).lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,35 +81,35 @@ def _locked(run: Path) -> Iterator[None]:
 
 
 EXIT_DIFFERENT = 1
-"""Of `diff`, as diff(1) has it; trouble is 2."""
+"""Exit code of `checkpoint diff`, like diff(1); an error is 2."""
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     run: Path = arguments.run_dir
     paths = published(folder_of(run)) if arguments.step is None else [at_step(run, arguments.step)]
     num_bad = 0
-    for path, found in all_problems(paths):
-        print(f"{path}: {'BAD' if found else 'good'}")
-        for text in found:
+    for path, problems in all_problems(paths):
+        print(f"{path}: {'BAD' if problems else 'good'}")
+        for text in problems:
             print(f"  {text}")
-        num_bad += bool(found)
+        num_bad += bool(problems)
     print(f"{len(paths) - num_bad} of {len(paths)} checkpoints are good")
     return EXIT_FAILED_DO_NOT_RETRY if num_bad else EXIT_FINISHED
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    found = rows(arguments.run_dir, verify=arguments.verify)
+    listed = rows(arguments.run_dir, verify=arguments.verify)
     if arguments.json:
-        print(json.dumps([_plain(asdict(row)) for row in found]))
+        print(json.dumps([_plain(asdict(row)) for row in listed]))
     else:
-        print("\n".join(table(found)))
+        print("\n".join(table(listed)))
         for path in sorted(folder_of(arguments.run_dir).glob(f"{REJECTED}*")):
             print(f"a probe rejected {path}")
     return EXIT_FINISHED
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Without the table of hashes, but with the size."""
+    """Replace the table of hashes by the total size."""
     manifest = row["manifest"]
     if manifest is not None:
         manifest["bytes"] = sum(entry["bytes"] for entry in manifest.pop("files").values())
@@ -118,30 +118,26 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def _prune(arguments: argparse.Namespace) -> int:
     run: Path = arguments.run_dir
-    found = plan(run, arguments.keep, arguments.keep_every, arguments.keep_best)
-    for text in found.rejected:
+    planned = plan(run, arguments.keep, arguments.keep_every, arguments.keep_best)
+    for text in planned.rejected:
         print(f"stays, though it does not verify: {text}")
-    print(f"stays, the newest that verifies: {found.good}")
-    _show_rule(found)
-    verb = "removed" if arguments.yes else "would be removed"
-    if arguments.yes:
-        carry_out(run, found.removed)
-    for path in found.removed:
-        print(f"{verb}: {path}")
-    if not found.removed:
-        print("nothing to remove")
-    elif not arguments.yes:
-        print("a dry run; --yes removes them")
-    return EXIT_FINISHED
-
-
-def _show_rule(found: Plan) -> None:
-    rule = found.rule
+    print(f"stays, the newest that verifies: {planned.good}")
+    rule = planned.rule
     print(
         f"kept: the newest {rule.keep}"
         + (f", every {rule.keep_every_steps} steps" if rule.keep_every_steps else "")
         + (f", the best {rule.keep_best}" if rule.keep_best else "")
     )
+    verb = "removed" if arguments.yes else "would be removed"
+    if arguments.yes:
+        carry_out(run, planned.removed)
+    for path in planned.removed:
+        print(f"{verb}: {path}")
+    if not planned.removed:
+        print("nothing to remove")
+    elif not arguments.yes:
+        print("a dry run; --yes removes them")
+    return EXIT_FINISHED
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -155,60 +151,53 @@ def _diff(arguments: argparse.Namespace) -> int:
         one, other = (at_step(Path(arguments.one), step) for step in arguments.steps)
     else:
         one, other = resolve(arguments.one), resolve(arguments.other)
-    found = differences(one, other)
+    differing = differences(one, other)
     if arguments.json:
-        print(json.dumps(as_json(found)))
+        print(json.dumps(as_json(differing)))
     else:
-        print("\n".join(difference_text(one, other, found)))
-    return EXIT_FINISHED if found.is_equal else EXIT_DIFFERENT
-
-
-def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
-    )
+        print("\n".join(difference_text(one, other, differing)))
+    return EXIT_FINISHED if differing.is_equal else EXIT_DIFFERENT
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="only this one")
+    _add_run(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step")
 
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
+    _add_run(parser)
     parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare files with their hashes, not only read manifests",
+        "--verify", action="store_true", help="compare files with their hashes as well"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON list")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
 
 
 def _prune_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
-    parser.add_argument("--keep", type=_positive, metavar="N", help="newest; default: the config's")
-    parser.add_argument(
-        "--keep-every",
-        type=_positive,
-        metavar="N",
-        help="those at multiples of N steps; default: the config's",
-    )
-    parser.add_argument(
-        "--keep-best",
-        type=_natural,
-        metavar="N",
-        help="those of lowest held-out loss; default: the config's",
-    )
-    parser.add_argument("--yes", action="store_true", help="remove them; else only say which")
+    _add_run(parser)
+    for name, type_, kept in (
+        ("--keep", _positive, "keep the N newest"),
+        ("--keep-every", _positive, "keep checkpoints at multiples of N steps"),
+        ("--keep-best", _natural, "keep the N with the lowest held-out loss"),
+    ):
+        parser.add_argument(name, type=type_, metavar="N", help=f"{kept}; default: the config's")
+    parser.add_argument("--yes", action="store_true", help="remove them; otherwise only list them")
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP"
     )
-    parser.add_argument("other", metavar="OTHER[/STEP]", nargs="?", help="what it is compared with")
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two of RUN")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with"
+    )
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
+    )
 
 
 def _natural(text: str, least: int = 0) -> int:
@@ -227,28 +216,28 @@ CHECKPOINT = family(
     (
         Verb(
             "verify",
-            "compare every file with its hash; 2 if one is bad",
+            "compare every file with its hash; exit code 2 if one is bad",
             _verify_arguments,
             _verify,
             "verify runs/demo/train --step 1200",
         ),
         Verb(
             "list",
-            "what there is, which a start would resume, and what is kept why",
+            "list checkpoints: which one a start would resume, which ones are kept and why",
             _list_arguments,
             _list,
             "list runs/demo/train --verify",
         ),
         Verb(
             "prune",
-            "remove what the run's retention does not keep",
+            "remove the checkpoints that the run's retention does not keep",
             _prune_arguments,
             _prune,
             "prune runs/demo/train --keep 1 --keep-best 2 --yes",
         ),
         Verb(
             "diff",
-            "which counters, settings and tensors differ; 0 if none does, 1 if one does",
+            "compare counters, settings and tensors; exit code 1 if something differs, else 0",
             _diff_arguments,
             _diff,
             "diff runs/a/1000 runs/b/1000\ndiff runs/a --steps 1000 2000",

@@ -1,4 +1,4 @@
-"""`checkpoint diff`: what differs between two checkpoints, in words."""
+"""`checkpoint diff`: the differences between two checkpoints as text or JSON."""
 
 import math
 import time
@@ -15,31 +15,41 @@ from pipeline.checkpoints.table import at_step, folder_of
 if TYPE_CHECKING:
     from pipeline.checkpoints.state import StateDifferences
 
-# How and when a state was saved does not make it another one.
-_CIRCUMSTANCES = ("world_size", "zero_stage", "created_unix_s", "elapsed_s", "config_sha256",
-                  "held_out_loss", "held_out_step", "contents", "left_out", "rewinds")  # fmt: skip
-# Losses decide about a spike to come.
+# How and when a state was saved does not change the state.
+_CIRCUMSTANCES = (
+    "world_size",
+    "zero_stage",
+    "created_unix_s",
+    "elapsed_s",
+    "config_sha256",
+    "held_out_loss",
+    "held_out_step",
+    "contents",
+    "left_out",
+    "rewinds",
+)
+# Losses are state: the next decision about a spike depends on them.
 _STATE = ("step", "cursor", "skipped", "alpha", "fingerprint", "losses")
 
 
 @dataclass(frozen=True)
 class CheckpointDifferences:
-    """Empty lists: nothing differs."""
+    """The differences between two checkpoints; empty lists where nothing differs."""
 
     manifest: list[str]
-    """Counters and identity."""
+    """Counters and identity that differ."""
     circumstances: list[str]
-    """How, when and with what they were saved; does not count."""
+    """How, when and with what they were saved; these do not make checkpoints different."""
     state: "StateDifferences"
 
     @property
     def is_equal(self) -> bool:
-        """Whether a run would go on from both in the same way."""
+        """Whether a run would continue identically from both."""
         return not (self.manifest or self.state.others or self.state.tensors)
 
 
 def resolve(text: str) -> Path:
-    """A checkpoint by its folder, as RUN/STEP, or as RUN for its newest.
+    """Find the checkpoint that is given as its folder, as RUN/STEP, or as RUN for its newest.
 
     Raises:
         CheckpointError: there is none.
@@ -53,7 +63,7 @@ def resolve(text: str) -> Path:
 
 
 def differences(one: Path, other: Path) -> CheckpointDifferences:
-    """Compares two checkpoints; their hashes are not looked at.
+    """Compare two checkpoints without checking their hashes.
 
     Raises:
         CheckpointError: one cannot be read.
@@ -63,45 +73,49 @@ def differences(one: Path, other: Path) -> CheckpointDifferences:
     a, b = read_manifest(one), read_manifest(other)
     manifest = [*_values(a, b, _STATE), *_tree(a.identity, b.identity, "identity")]
     circumstances = [
-        *_values(a, b, _CIRCUMSTANCES), *_tree(a.provenance, b.provenance, "provenance")
-    ]  # fmt: skip
-    # Four bytes an element; the rest of the files is small.
+        *_values(a, b, _CIRCUMSTANCES),
+        *_tree(a.provenance, b.provenance, "provenance"),
+    ]
     with tqdm(
-        total=a.num_bytes // 4, unit="element", unit_scale=True, desc="diff", disable=None,
+        total=a.num_bytes // 4,  # four bytes an element; the rest of the files is small
+        unit="element",
+        unit_scale=True,
+        desc="diff",
+        disable=None,
         leave=False,
-    ) as progress:  # fmt: skip
+    ) as progress:
         return CheckpointDifferences(
             manifest, circumstances, state_differences(one, other, progress.update)
         )
 
 
-def difference_text(one: Path, other: Path, found: CheckpointDifferences) -> Iterator[str]:
-    """Lines, the sum at the end."""
+def difference_text(one: Path, other: Path, differing: CheckpointDifferences) -> Iterator[str]:
+    """Format the differences as lines, with the verdict last."""
+    state = differing.state
     yield f"a: {one}"
     yield f"b: {other}"
-    yield from (f"({text})" for text in found.circumstances)
-    yield from found.manifest
-    yield from found.state.others
-    if found.state.tensors:
-        width = max(len(each.name) for each in found.state.tensors)
-        yield f"{'parameter':{width}}  {'of it':10}  {'max |a-b|':>10}  {'|a-b| / |a|':>11}"
-        for each in found.state.tensors:
+    yield from (f"({text})" for text in differing.circumstances)
+    yield from differing.manifest
+    yield from state.others
+    if state.tensors:
+        width = max(len(each.name) for each in state.tensors)
+        yield f"{'parameter':{width}}  {'tensor':10}  {'max |a-b|':>10}  {'|a-b| / |a|':>11}"
+        for each in state.tensors:
             sizes = f"{each.max_abs:10.3e}  {each.relative:11.3e}"
             yield f"{each.name:{width}}  {each.kind:10}  {sizes}"
-    differing = len({each.name for each in found.state.tensors})
+    num_equal = state.num_parameters - len({each.name for each in state.tensors})
     yield (
-        f"{found.state.num_parameters - differing} of {found.state.num_parameters} parameters are "
-        f"equal with their optimizer state, bit for bit; "
-        + ("equal" if found.is_equal else "different")
+        f"{num_equal} of {state.num_parameters} parameters are equal with their optimizer state, "
+        f"bit for bit; {'equal' if differing.is_equal else 'different'}"
     )
 
 
-def as_json(found: CheckpointDifferences) -> dict[str, Any]:
-    """Plain values; JSON has no infinity, so it is null."""
-    values = asdict(found)
+def as_json(differing: CheckpointDifferences) -> dict[str, Any]:
+    """Convert the differences to plain values; infinity, which JSON lacks, becomes null."""
+    values = asdict(differing)
     for each in values["state"]["tensors"]:
         each |= {name: None for name in ("max_abs", "relative") if not math.isfinite(each[name])}
-    return {**values, "is_equal": found.is_equal}
+    return {**values, "is_equal": differing.is_equal}
 
 
 def _values(a: Manifest, b: Manifest, names: tuple[str, ...]) -> Iterator[str]:

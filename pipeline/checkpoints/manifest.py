@@ -1,12 +1,12 @@
-"""What a checkpoint consists of, and whether it is whole. Never imports torch.
+"""The files of a checkpoint, and the check that they are complete and undamaged. Without torch.
 
-RUN/checkpoints/step-00000040/state/*          weights and optimizer state: `train.state_files`
-RUN/checkpoints/step-00000040/tokenizer.model  of the dataset, or tokenizer.json
-RUN/checkpoints/step-00000040/index.json       of the dataset: what else it must be resumed on
-RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file, its own
+RUN/checkpoints/step-00000040/state/*          weights and optimizer state: `checkpoints.state`
+RUN/checkpoints/step-00000040/tokenizer.model  the dataset's tokenizer, or tokenizer.json
+RUN/checkpoints/step-00000040/index.json       the dataset's index, which a resume must match
+RUN/checkpoints/step-00000040/manifest.json    counters, identity, sha256 of every file and itself
 RUN/checkpoints/latest                         name of the newest, for people and scripts
-RUN/checkpoints/.saving-*, .removing-*         unfinished, of a process that was killed or works
-RUN/checkpoints/.rejected-*                    a probe found it unusable (`train.probe`)
+RUN/checkpoints/.saving-*, .removing-*         unfinished work of a running or killed process
+RUN/checkpoints/.rejected-*                    found unusable by a probe (`checkpoints.probe`)
 """
 
 import hashlib
@@ -19,8 +19,10 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.runtime.files import sha256_file
+from pipeline.runtime.run_folder import RunFolder
 
-FOLDER = "checkpoints"
+FOLDER = RunFolder(Path()).checkpoints.name
+"""In a run's folder, and in that of copies (`checkpoint.copy_to`)."""
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 PREFIX = "step-"
@@ -35,12 +37,12 @@ CONTENTS = {
     "counters": "updates, global_steps, skipped_steps",
     "dropout": "a function of (seed, cursor, rank): no random state",
 }
-"""What a run's state consists of; a checkpoint of anything else cannot be resumed."""
+"""The parts of a run's state; a checkpoint with other parts cannot be resumed."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, and what it fits."""
+    """Description of a checkpoint: counters, the run that it fits, and its files."""
 
     step: int
     cursor: int
@@ -48,36 +50,36 @@ class Manifest:
     alpha: float
     """The residual's alpha that the next step would use; below 1 in the warm-up."""
     fingerprint: str
-    """Of the dataset."""
+    """Fingerprint of the dataset."""
     identity: dict[str, Any]
-    """Config values that a resumed run must share: see `train.checkpoint.identity`."""
+    """Config values that a resumed run must share: see `resume.identity`."""
     config_sha256: str
     world_size: int
     created_unix_s: float
     provenance: dict[str, str]
     files: dict[str, dict[str, Any]]
     """path below the checkpoint -> {"bytes", "sha256"}."""
-    # Manifests of earlier versions lack what follows.
+    # Manifests of earlier versions lack the following fields.
     elapsed_s: float = 0.0
-    """Time of training as a time budget counts it."""
+    """Training time as a time budget counts it."""
     zero_stage: int | None = None
-    """That saved it; any stage can load it."""
+    """ZeRO stage that saved it; any stage can load it."""
     held_out_loss: float | None = None
-    """Of the newest evaluation, nats."""
+    """Loss of the newest evaluation, in nats."""
     held_out_step: int | None = None
-    """Where that was."""
+    """Step of the newest evaluation."""
     left_out: int = 0
     """Batches left out by `train.skip_batches` and after loss spikes."""
     rewinds: int = 0
     """How often the run had gone back because of a loss spike."""
     losses: dict[str, Any] = field(default_factory=dict)
-    """`train.spikes.LossHistory`: what the next decision about a spike needs."""
+    """`counters.LossHistory`: the losses that the next decision about a spike needs."""
     contents: dict[str, str] | None = None
     """`CONTENTS` of the version that wrote it."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its files, without the manifest."""
+        """Size of its files without the manifest."""
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
     @property
@@ -87,16 +89,16 @@ class Manifest:
 
 
 def signed(body: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with a sha256 of itself: a flipped digit of the cursor must not pass."""
+    """Add a sha256 of the manifest to itself, so that a flipped digit of the cursor is noticed."""
     text = json.dumps(body, sort_keys=True)
     return {**body, _SIGNATURE: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads a checkpoint's manifest.
+    """Read a checkpoint's manifest.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another step than the folder's name says.
+        CheckpointError: it is missing, damaged, or for another step than the folder's name says.
     """
     try:
         body = json.loads((path / MANIFEST_FILE).read_bytes())
@@ -108,17 +110,17 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} has no readable {MANIFEST_FILE}: {error}") from error
     if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
         raise CheckpointError(
-            f"{path}: {MANIFEST_FILE} is that of step {manifest.step}, expected {step_of(path)}"
+            f"{path}: {MANIFEST_FILE} is for step {manifest.step}, expected {step_of(path)}"
         )
     return manifest
 
 
 def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[str]:
-    """All that is wrong with a checkpoint, file by file; nothing if it is good. Not collective.
+    """List everything wrong with a checkpoint, file by file; empty if it is good. Not collective.
 
     Args:
         path: the checkpoint.
-        on_bytes: called with the size of each file that was looked at.
+        on_bytes: called with the size of each file that was checked.
     """
     try:
         manifest = read_manifest(path)
@@ -138,11 +140,11 @@ def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> 
 
 
 def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> None:
-    """Compares all files of a checkpoint with its manifest. Not collective.
+    """Compare all files of a checkpoint with its manifest. Not collective.
 
     Args:
         path: the checkpoint.
-        on_bytes: called with the size of each file that was looked at.
+        on_bytes: called with the size of each file that was checked.
 
     Raises:
         CheckpointError: a file is missing or changed; names the first.
@@ -152,9 +154,9 @@ def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> No
 
 
 def published(folder: Path) -> list[Path]:
-    """Checkpoints in a run's `FOLDER`, newest first, as their names say."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    """List the checkpoints in a run's `FOLDER`, newest first by their names."""
+    paths = [path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def newest_good(
@@ -162,12 +164,12 @@ def newest_good(
     also: Callable[[Path], object] = lambda _: None,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why newer ones do not. Not collective.
+    """Find the newest checkpoint that verifies, and why newer ones do not. Not collective.
 
     Args:
         folder: a run's `FOLDER`.
         also: a further check, which raises CheckpointError.
-        on_bytes: called with the size of each file that was looked at.
+        on_bytes: called with the size of each file that was checked.
     """
     rejected = []
     for path in published(folder):
@@ -182,25 +184,25 @@ def newest_good(
 
 
 def name_of(step: int) -> str:
-    """A checkpoint's folder."""
+    """Return the name of a step's checkpoint."""
     return f"{PREFIX}{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
+    """Return the step that a checkpoint's folder is named after."""
     return int(path.name.removeprefix(PREFIX))
 
 
 def state_file(rank: int, world_size: int) -> str:
-    """Name of a rank's file of state, below a checkpoint."""
+    """Return the name of a rank's state file, relative to the checkpoint."""
     return f"{STATE_FOLDER}/rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def _listing_problems(manifest: Manifest) -> Iterator[str]:
-    """Files of state that the manifest lists but should not, or the other way round."""
+    """List state files that the manifest misses or should not list."""
     listed = {name for name in manifest.files if name.startswith(f"{STATE_FOLDER}/rank-")}
     if not listed and manifest.contents is None:
-        return  # an earlier version wrote it, and is named when it is loaded
+        return  # an earlier version wrote it; loading it says so
     expected = {state_file(rank, manifest.world_size) for rank in range(manifest.world_size)}
     for name in sorted(expected - listed):
         yield f"{MANIFEST_FILE} of {manifest.world_size} ranks does not list {name}"

@@ -1,8 +1,8 @@
-"""Copies of a run's checkpoints in a second place, made while training goes on.
+"""Copies of a run's checkpoints in a second folder, made while training goes on.
 
-COPY_TO/copy_of.json   the run that they are of
+COPY_TO/copy_of.json   the run whose checkpoints these are
 COPY_TO/lock           locked while a process copies
-COPY_TO/checkpoints/   as in the run's folder
+COPY_TO/checkpoints/   the same layout as in the run's folder
 """
 
 import fcntl
@@ -13,6 +13,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from pipeline.checkpoints.background import Task
 from pipeline.checkpoints.manifest import (
     FOLDER,
     LATEST_FILE,
@@ -22,30 +23,24 @@ from pipeline.checkpoints.manifest import (
     step_of,
 )
 from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
-from pipeline.checkpoints.save_job import Task
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.runtime.files import (
-    LOCK_FILE,
-    sha256_file,
-    sync_path,
-    write_atomic,
-    write_json_atomic,
-)
+from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 _OWNER_FILE = "copy_of.json"
 _UNFINISHED = ".copying-"
-_LATER = "tried again at the next save"
+_LATER = "the next save will try again"
 _NICE = 10
 _CHUNK_BYTES = 1 << 22
 
 
 class Mirror:
-    """Keeps a copy of what a run keeps. For rank 0; what fails is a warning, and tried again."""
+    """Copy the checkpoints that a run keeps. Only for rank 0; failures are warnings and retried."""
 
     def __init__(self, run_dir: Path, target: Path, rule: Retention) -> None:
-        """Copies nothing yet.
+        """Check that the folder belongs to this run; nothing is copied yet.
 
         Raises:
             ConfigError: the folder has copies of another run's checkpoints.
@@ -55,24 +50,24 @@ class Mirror:
         self._task: Task[None] | None = None
         self._is_due = False
         self.busy_with: Path | None = None
-        """The checkpoint that is being copied: not to be removed."""
-        owner = target / _OWNER_FILE
-        found = json.loads(owner.read_bytes()) if owner.is_file() else self._owner()
-        if found != self._owner():
+        """The checkpoint that is being copied; it must not be removed."""
+        path = target / _OWNER_FILE
+        owner = json.loads(path.read_bytes()) if path.is_file() else self._owner()
+        if owner != self._owner():
             raise ConfigError(
-                f"checkpoint.copy_to={target} has checkpoints of the run {found.get('run_dir')}, "
+                f"checkpoint.copy_to={target} has checkpoints of the run {owner.get('run_dir')}, "
                 f"not of {self._owner()['run_dir']}; choose a folder for each run, or remove "
-                f"{owner} if that run was moved here"
+                f"{path} if that run was moved here"
             )
 
     def request(self) -> None:
-        """Asks for what is missing there to be copied; at once, or after what is being copied."""
+        """Copy missing checkpoints in the background, after any copy that is already running."""
         self._is_due = True
         if self._task is None or self._task.is_done():
             self._task = Task(self._work)
 
     def finish(self) -> None:
-        """Waits until everything asked for was tried."""
+        """Wait until every requested copy has been tried."""
         while self._task is not None:
             if not self._task.is_done():
                 logger.info("waiting for the copy of checkpoints to %s", self._target)
@@ -80,7 +75,7 @@ class Mirror:
             self._task = Task(self._work) if self._is_due else None
 
     def _work(self) -> None:
-        # On Linux a thread has a priority of its own.
+        # On Linux each thread has its own priority.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while self._is_due:
             self._is_due = False
@@ -93,29 +88,29 @@ class Mirror:
 
     def _copy_missing(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._target / LOCK_FILE).open("w") as lock:
+        with RunFolder(self._target).lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_json_atomic(self._target / _OWNER_FILE, self._owner())
             for prefix in (_UNFINISHED, REMOVING):
                 for path in self._folder.glob(f"{prefix}*"):
                     shutil.rmtree(path)
-            # The newest first; what the run has superseded meanwhile is not worth copying.
+            # The newest first. A checkpoint that the run has removed meanwhile is skipped.
             for path in published(self._source):
                 self.busy_with = path
                 try:
-                    if path.exists() and not self._is_there(path):
+                    if path.exists() and not self._is_copied(path):
                         self._copy(path)
                 except (OSError, CheckpointError) as error:
                     shutil.rmtree(self._unfinished(path), ignore_errors=True)
                     logger.warning(
                         "%s could not be copied to %s: %s; %s", path, self._folder, error, _LATER
                     )
-            there = published(self._folder)
-            if there:
-                remove(superseded(self._folder, self._rule, there[0]))
+            copies = published(self._folder)
+            if copies:
+                remove(superseded(self._folder, self._rule, copies[0]))
 
-    def _is_there(self, path: Path) -> bool:
-        """Whether a copy of it is; one of the same step may be of an attempt that was undone."""
+    def _is_copied(self, path: Path) -> bool:
+        # Not by name alone: a copy of the same step may be from before a rewind.
         copy = self._folder / path.name / MANIFEST_FILE
         return copy.is_file() and copy.read_bytes() == (path / MANIFEST_FILE).read_bytes()
 
@@ -125,7 +120,7 @@ class Mirror:
         for name, entry in read_manifest(path).files.items():
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
             if _copy_file(path / name, unfinished / name) != entry["sha256"]:
-                raise CheckpointError(f"{path / name} is not what its manifest says")
+                raise CheckpointError(f"{path / name} does not match its manifest")
         write_atomic(unfinished / MANIFEST_FILE, (path / MANIFEST_FILE).read_bytes())
         for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
             sync_path(folder)
@@ -144,7 +139,7 @@ class Mirror:
 
 
 def _copy_file(source: Path, target: Path) -> str:
-    """Copies and flushes a file; returns the sha256 of what is there then."""
+    """Copy and flush a file; return the sha256 of the copy."""
     with source.open("rb") as read, target.open("wb") as written:
         shutil.copyfileobj(read, written, _CHUNK_BYTES)
         written.flush()

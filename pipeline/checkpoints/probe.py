@@ -1,31 +1,109 @@
-"""Starts `pipeline.use.probe` on a checkpoint, and takes one that fails out of the way."""
+"""Reads a checkpoint back from the disk in another process, as a later start of the run would.
+
+`python -m pipeline.checkpoints.probe CHECKPOINT` prints one JSON object; exit code 0, or 2 with
+"error" in it. `Probe` starts it as an interpreter of its own, which shares nothing with the run
+that wrote the files, and renames a checkpoint that fails.
+"""
 
 import json
 import logging
+import math
+import os
 import subprocess
+import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.checkpoints.manifest import LATEST_FILE, REJECTED, published
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, RejectedError
+import torch
+
+from pipeline.checkpoints.manifest import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    REJECTED,
+    published,
+    read_manifest,
+    verify,
+)
+from pipeline.checkpoints.state import KINDS, MOMENTS, SavedState
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FINISHED,
+    CheckpointError,
+    PostnormError,
+    RejectedError,
+)
+from pipeline.model.architecture import read_config
+from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import env
-from pipeline.runtime.files import sync_path, write_atomic
+from pipeline.runtime.files import forget_cached, sync_path, write_atomic
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = "pipeline.use.probe"
+_PROGRAM = "pipeline.checkpoints.probe"
+_NICE = 10
+_CHUNK = 1 << 24
+"""Elements looked at in one go: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What the probe has read."""
+
+    num_parameters: int
+    """Elements of the model."""
+    num_bytes: int
+    took_s: float
+
+
+def probe(path: Path) -> ProbeReport:
+    """Read all of a checkpoint from the disk, not from the cache of the process that wrote it.
+
+    Raises:
+        CheckpointError: a hash, a name, a shape or a value is wrong; says which.
+    """
+    started = time.perf_counter()
+    manifest = read_manifest(path)
+    for name in (MANIFEST_FILE, *manifest.files):
+        if (path / name).is_file():
+            forget_cached(path / name)
+    verify(path)
+    saved = SavedState(path)
+    with torch.device("meta"):
+        model = MaskedLanguageModel(read_config(manifest.identity["model"], str(path)))
+    saved.require_shapes({name: tuple(p.shape) for name, p in model.named_parameters()})
+    for name, shape in saved.shapes.items():
+        for kind in KINDS:
+            _require_sound(saved, kind, name, math.prod(shape))
+    elements = sum(math.prod(shape) for shape in saved.shapes.values())
+    return ProbeReport(elements, manifest.num_bytes, time.perf_counter() - started)
+
+
+def _require_sound(saved: SavedState, kind: str, name: str, numel: int) -> None:
+    """Check that every value is finite, and that averages of squares are not negative."""
+    for start in range(0, numel, _CHUNK):
+        values = saved.read(kind, name, start, min(start + _CHUNK, numel))
+        wrong = ~values.isfinite()
+        if kind == MOMENTS[1]:
+            wrong |= values < 0
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise CheckpointError(
+                f"{saved.folder}: element {start + place} of {kind}/{name} is "
+                f"{values[place].item()}"
+            )
 
 
 class Probe:
-    """One look at a checkpoint by another process. To be used by rank 0, from any thread."""
+    """One probe of a checkpoint by another process. To be used by rank 0, from any thread."""
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
+        """Start nothing yet."""
         self._process: subprocess.Popen[str] | None = None
         self._cancelled = False
 
     def run(self, path: Path) -> float | None:
-        """Waits for the verdict.
+        """Start the process and wait for its verdict.
 
         Returns:
             Seconds that it took; None if there is no verdict: the process was cancelled, killed or
@@ -41,8 +119,11 @@ class Probe:
         variables = env.child_environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         self._process = subprocess.Popen(
             [*env.module_command(_PROGRAM), str(path)],
-            env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         if self._cancelled:
             self._process.kill()
         output, complaints = self._process.communicate()
@@ -55,8 +136,11 @@ class Probe:
         if code == EXIT_FINISHED and "num_parameters" in found:
             logger.info(
                 "probe: %s is good: %s parameters and their optimizer state, read by another "
-                "process in %.1f s", path, f"{found['num_parameters']:,}", took_s,
-            )  # fmt: skip
+                "process in %.1f s",
+                path,
+                f"{found['num_parameters']:,}",
+                took_s,
+            )
             return took_s
         if code == EXIT_FAILED_DO_NOT_RETRY and "error" in found:
             raise _rejection(path, str(found["error"]))
@@ -66,14 +150,14 @@ class Probe:
         return None
 
     def cancel(self) -> None:
-        """Ends a process that runs; the checkpoint keeps its name."""
+        """End a process that runs; the checkpoint keeps its name."""
         self._cancelled = True
         if self._process is not None:
             self._process.kill()
 
 
 def _rejection(path: Path, reason: str) -> RejectedError:
-    """Hides a checkpoint from every later start."""
+    """Hide a checkpoint from every later start, and make the error that says so."""
     hidden = path.with_name(f"{REJECTED}{path.name}-{time.time_ns() // 1_000_000}")
     path.rename(hidden)
     earlier = published(path.parent)
@@ -84,8 +168,8 @@ def _rejection(path: Path, reason: str) -> RejectedError:
         latest.unlink(missing_ok=True)
     sync_path(path.parent)
     return RejectedError(
-        f"checkpoint {path.name} was read back and rejected: {reason}. It is {hidden} now, remove "
-        f"it when you have seen enough; {earlier[0] if earlier else 'no checkpoint'} is before it. "
+        f"checkpoint {path.name} was read back and rejected: {reason}. It is {hidden} now: "
+        f"look at it and remove it. {earlier[0] if earlier else 'No checkpoint'} is before it. "
         "Check storage and memory, then start the run again"
     )
 
@@ -96,3 +180,17 @@ def _parsed(output: str) -> dict[str, object]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _main(path: Path) -> int:
+    os.nice(_NICE)
+    try:
+        sys.stdout.write(json.dumps(asdict(probe(path))))
+    except PostnormError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}))
+        return EXIT_FAILED_DO_NOT_RETRY
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))

@@ -1,15 +1,15 @@
-"""What a run resumes from: the newest checkpoint that verifies and fits, whatever `latest` says.
+"""Finds the checkpoint that a run resumes from: the newest that verifies and fits the run.
 
-`saving` writes them, `checkpoints.manifest` has the layout.
+The file `latest` is not consulted. `manifest` describes the layout, `save` writes checkpoints.
 """
 
-import hashlib
 import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.counters import LossHistory, TrainState
 from pipeline.checkpoints.manifest import (
     FOLDER,
     STATE_FOLDER,
@@ -19,27 +19,29 @@ from pipeline.checkpoints.manifest import (
     read_manifest,
 )
 from pipeline.checkpoints.retention import remove
-from pipeline.checkpoints.state import SavedState, state_paths
+from pipeline.checkpoints.state import HasState, SavedState, state_paths
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.difference import dataset_differences, value_differences
 from pipeline.data.format import INDEX_FILE, DatasetIndex
 from pipeline.data.record import Ledger, read_ledger
-from pipeline.errors import CheckpointError, DataError
+from pipeline.errors import CheckpointError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
-from pipeline.train.engine import Engine
-from pipeline.train.spikes import LossHistory
-from pipeline.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-_HOW_DATA_IS_READ = (
-    "dir", "stage_dir", "verify_at_start_gib", "check_blocks", "workers", "prefetch_steps"
-)  # fmt: skip
+_HOW_DATA_IS_READ = {
+    "dir",
+    "stage_dir",
+    "verify_at_start_gib",
+    "check_blocks",
+    "workers",
+    "prefetch_steps",
+}
 
 
 def identity(config: PretrainConfig) -> dict[str, Any]:
-    """Values that decide weights' shapes, order and masks: a run cannot change them half-way.
+    """Return the values that fix weights' shapes, order and masks, which a resume cannot change.
 
     Steps, learning rate, schedules, intervals and paths may change.
     """
@@ -50,32 +52,36 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
         {name: value for name, value in phase.items() if name != "micro_batch"}
         for phase in tree["phases"]
     ]
-    found = {
-        "seed": config.seed, "model": tree["model"], "data": data, "train": train, "phases": phases
-    }  # fmt: skip
-    # As a manifest gives it back: JSON has no tuples.
-    as_read: dict[str, Any] = json.loads(json.dumps(found))
+    values = {
+        "seed": config.seed,
+        "model": tree["model"],
+        "data": data,
+        "train": train,
+        "phases": phases,
+    }
+    # Compared with a manifest's, and JSON turns tuples into lists.
+    as_read: dict[str, Any] = json.loads(json.dumps(values))
     return as_read
 
 
 class CheckpointStore:
-    """Finds and restores the checkpoints of one run. Methods are collective."""
+    """Find and restore the checkpoints of one run. Methods are collective."""
 
     def __init__(self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo) -> None:
-        """Changes nothing."""
+        """Remember what checkpoints must fit; nothing is read yet."""
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
         self._index = index
         self._process = process
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies; None if there is none at all.
+        """Return the newest checkpoint that verifies; None if there are no checkpoints.
 
-        If the run's folder has none, it is that of `checkpoint.copy_to`.
+        If the run's folder has none, copies in `checkpoint.copy_to` are used.
 
         Raises:
-            CheckpointError: checkpoints exist but none verifies, or the newest good one is an
-                earlier version's, or belongs to other data or another model.
+            CheckpointError: checkpoints exist but none verifies, or an earlier version wrote the
+                newest good one, or it belongs to other data or another model.
             DataError: the run's ledger is damaged.
         """
         path = dist.on_first(self._choose, "verifying checkpoints")
@@ -83,8 +89,8 @@ class CheckpointStore:
             self._require_fit(path, read_manifest(path))
         return path
 
-    def load(self, engine: Engine, path: Path) -> TrainState:
-        """Loads what `newest` found.
+    def load(self, engine: HasState, path: Path) -> TrainState:
+        """Load a checkpoint that `newest` returned.
 
         Raises:
             CheckpointError: the engine does not accept it.
@@ -93,10 +99,12 @@ class CheckpointStore:
         manifest = read_manifest(path)
         if manifest.world_size != self._process.world_size:
             logger.info(
-                "%s was saved by %d ranks, this run has %d: data and schedules go on as they would "
-                "have, dropout draws other numbers", path, manifest.world_size,
+                "%s was saved by %d ranks, this run has %d: data and schedules continue unchanged, "
+                "dropout draws other numbers",
+                path,
+                manifest.world_size,
                 self._process.world_size,
-            )  # fmt: skip
+            )
         return TrainState(
             manifest.step,
             manifest.cursor,
@@ -113,7 +121,7 @@ class CheckpointStore:
         folders = [self.folder]
         if self._config.checkpoint.copy_to is not None:
             folders.append(Path(self._config.checkpoint.copy_to) / FOLDER)
-        found: list[str] = []
+        problems: list[str] = []
         ledger = read_ledger(self.folder.parent)
         for folder in folders:
             _remove_spoiled(folder, ledger)
@@ -122,20 +130,20 @@ class CheckpointStore:
             )
             for text in rejected:
                 logger.warning("checkpoint rejected: %s", text)
-            found += rejected
+            problems += rejected
             if good is not None:
                 if folder != self.folder:
                     logger.warning(
                         "%s has no checkpoint that verifies: %s, a copy, is used", self.folder, good
                     )
-                # Before the data is opened: an earlier version's cannot be loaded.
+                # Refuses a checkpoint of an earlier version now, before the data is opened.
                 state_paths(good)
                 return good
-        if found:
+        if problems:
             raise CheckpointError(
-                f"none of the {len(found)} checkpoints in {' and '.join(map(str, folders))} "
-                f"verifies: {'; '.join(found)}. Restore one, or move the folder away to start "
-                "afresh"
+                f"none of the {len(problems)} checkpoints in {' and '.join(map(str, folders))} "
+                f"verifies: {'; '.join(problems)}. Restore one, or move the folder away to start "
+                "from the beginning"
             )
         return None
 
@@ -161,35 +169,23 @@ class CheckpointStore:
 
 
 def _remove_spoiled(folder: Path, ledger: Ledger) -> None:
-    """Removes checkpoints that were trained on batches which the run left out later.
+    """Remove checkpoints that were trained on batches which the run later left out.
 
-    Here and not when that is decided: a run can be killed before it goes back.
+    This is done at a start and not when batches are left out, because a run can be killed between
+    that decision and its way back.
     """
     for path in published(folder):
         try:
             manifest = read_manifest(path)
         except CheckpointError:
-            continue  # nobody loads it
+            continue  # never loaded: `newest_good` rejects it
         if ledger.is_spoiled(manifest.cursor, manifest.rewinds):
-            logger.warning("removing %s: it is from a spike of the loss, see the ledger", path)
+            logger.warning("removing %s: it was trained on a loss spike, see the ledger", path)
             remove([path])
 
 
-def read_tokenizer(index: DatasetIndex) -> bytes:
-    """The file of a dataset's tokenizer.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
-    path = index.folder / index.tokenizer_file
-    data = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:
-        raise DataError(f"tokenizer {path} is missing or damaged; restore it")
-    return data
-
-
 def _require_complete(path: Path) -> None:
-    """Weights and optimizer state of every parameter are there, by the headers of the files.
+    """Check by the files' headers that every parameter has its weights and optimizer state.
 
     Raises:
         CheckpointError: a part is missing; names it.

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, why, and how the others go. Never imports torch."""
+"""Rules for which checkpoints a run keeps, and the removal of the others. Without torch."""
 
 import math
 import shutil
@@ -16,50 +16,50 @@ REMOVING = ".removing-"
 
 @dataclass(frozen=True)
 class Retention:
-    """A rule; what any part of it keeps is kept."""
+    """A rule; a checkpoint is kept if any part of the rule keeps it."""
 
     keep: int
-    """Newest ones."""
+    """Number of newest checkpoints."""
     keep_every_steps: int | None = None
-    """Those at multiples of it."""
+    """Checkpoints at multiples of it are kept."""
     keep_best: int = 0
-    """Those of the lowest held-out loss, among the ones that were evaluated at their own step."""
+    """Number of checkpoints with the lowest held-out loss, measured at their own step."""
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> "Retention":
-        """That of a run."""
+        """Return the rule of a run's config."""
         return cls(config.keep, config.keep_every_steps, config.keep_best)
 
     def reasons(self, losses: dict[int, float | None]) -> dict[int, list[str]]:
-        """Why each checkpoint is kept; an empty list: it is not.
+        """Return why each checkpoint is kept; an empty list if it is not kept.
 
         Args:
-            losses: held-out loss by step; None where there was no evaluation.
+            losses: held-out loss by step; None without an evaluation.
         """
         steps = sorted(losses, reverse=True)
         scored = [(loss, step) for step, loss in losses.items() if loss is not None]
-        # Of equal losses the later step: it has seen more.
+        # Among equal losses the later step is better: it has seen more data.
         ranked = sorted((s for s in scored if math.isfinite(s[0])), key=lambda s: (s[0], -s[1]))
         best = {step: rank for rank, (_, step) in enumerate(ranked[: self.keep_best], 1)}
-        found: dict[int, list[str]] = {step: [] for step in steps}
+        reasons: dict[int, list[str]] = {step: [] for step in steps}
         for place, step in enumerate(steps):
             if place < self.keep:
-                found[step].append("newest" if place == 0 else f"newest {place + 1}")
+                reasons[step].append("newest" if place == 0 else f"newest {place + 1}")
             if self.keep_every_steps and step % self.keep_every_steps == 0:
-                found[step].append(f"every {self.keep_every_steps}")
+                reasons[step].append(f"every {self.keep_every_steps}")
             if step in best:
-                found[step].append("best" if best[step] == 1 else f"best {best[step]}")
-        return found
+                reasons[step].append("best" if best[step] == 1 else f"best {best[step]}")
+        return reasons
 
 
 def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
-    """Checkpoints that a rule does not keep, oldest first.
+    """List the checkpoints that a rule does not keep, oldest first.
 
-    What is newer than the newest one that is known to verify is neither counted nor removed.
+    Checkpoints newer than the newest good one are neither counted nor removed.
 
     Args:
         folder: a run's `FOLDER`.
-        rule: of the run.
+        rule: the run's rule.
         good: the newest checkpoint that verifies.
     """
     paths = {step_of(path): path for path in published(folder)}
@@ -69,7 +69,7 @@ def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes checkpoints so that a kill in between leaves no part that looks like a whole one.
+    """Remove checkpoints; a kill in between leaves nothing that looks like a complete checkpoint.
 
     Raises:
         OSError: one cannot be removed.
@@ -87,4 +87,4 @@ def _loss(path: Path) -> float | None:
     try:
         return read_manifest(path).own_held_out_loss
     except CheckpointError:
-        return None  # damaged: it competes for nothing
+        return None  # a damaged checkpoint is never among the best

@@ -1,17 +1,20 @@
-"""How a run saves: complete and verified checkpoints, or none, while training goes on.
+"""Saves a run's checkpoints while training goes on; a save is published whole or not at all.
 
-A save goes to `.saving-...`. Each rank copies its state to host memory, and a thread of it writes,
-flushes and hashes the files. At the next log line at which all ranks are done, rank 0 looks for
-every file, writes the manifest, and one rename publishes all of it. Then, on a thread of rank 0, a
-probe reads it back if one is due, superseded checkpoints go, and a copy is made.
+A save is written to `.saving-...`. Each rank copies its state to host memory, and a thread writes,
+flushes and hashes the files. At the next log line after all ranks are done, rank 0 checks that
+every file is there, writes the manifest, and publishes the checkpoint with one rename. A thread of
+rank 0 then reads it back (if a probe is due), removes superseded checkpoints and makes a copy.
 """
 
+import hashlib
 import logging
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pipeline.checkpoints.background import Described, HostCopy, RankFiles, Task
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.manifest import (
     CONTENTS,
     FOLDER,
@@ -24,19 +27,16 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.mirror import Mirror
 from pipeline.checkpoints.probe import Probe
-from pipeline.checkpoints.resume import identity, read_tokenizer
+from pipeline.checkpoints.resume import identity
 from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
-from pipeline.checkpoints.save_job import Described, HostCopy, RankFiles, Task
-from pipeline.checkpoints.state import expected_files
+from pipeline.checkpoints.state import HasState, expected_files
 from pipeline.config.load import digest, provenance
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, DatasetIndex
-from pipeline.errors import CheckpointError, PostnormError, RejectedError
+from pipeline.errors import CheckpointError, DataError, PostnormError, RejectedError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sync_path, write_atomic, write_json_atomic
-from pipeline.train.engine import Engine
-from pipeline.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ _UNFINISHED = ".saving-"
 # fp32 master weights and two fp32 averages.
 _BYTES_PER_PARAMETER = 12
 _DEAR = 0.01
-"""Share of the time from which on it pays to save in the background."""
+"""Share of the training time above which saves should run in the background."""
 
 
 @dataclass(frozen=True)
 class SaveNumbers:
-    """What a save cost, or its probe."""
+    """Times that a save or its probe took, for the metrics."""
 
     step: int
     values: dict[str, float]
@@ -60,22 +60,22 @@ class _Writing:
     """A save whose files are being written."""
 
     manifest: Manifest
-    """Still without files."""
+    """Manifest without its list of files."""
     task: Task[Described]
-    """This rank's part."""
+    """Writes this rank's part."""
     period_s: float
-    """Since the save before began."""
+    """Seconds since the previous save began."""
     stall_s: float
-    """Time in which training stood still for it."""
+    """Seconds for which training waited for this save."""
 
 
 class Saver:
-    """Saves the checkpoints of one run, at most one at a time. Methods are collective."""
+    """Save the checkpoints of one run, at most one at a time. Methods are collective."""
 
     def __init__(
         self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo, num_parameters: int
     ) -> None:
-        """Makes the folder and removes what killed processes left behind.
+        """Make the folder and remove what killed processes left behind.
 
         Raises:
             DataError: the dataset's tokenizer is missing or damaged.
@@ -85,7 +85,7 @@ class Saver:
         self._config = config
         self._index = index
         # Read now: the dataset's folder may be replaced while the run goes on.
-        self._tokenizer = read_tokenizer(index)
+        self._tokenizer = _read_tokenizer(index)
         self._process = process
         self._least_bytes = num_parameters * _BYTES_PER_PARAMETER
         self._provenance = provenance()
@@ -93,7 +93,7 @@ class Saver:
         self._host = HostCopy()
         self._writing: _Writing | None = None
         self._tidying_step: int | None = None
-        """Of the checkpoint that rank 0 looks after."""
+        """Step of the checkpoint that rank 0 is probing, or making room for."""
         self._tidying: Task[float | None] | None = None
         self._probe = Probe()
         self._num_saves = 0
@@ -102,10 +102,10 @@ class Saver:
         self._mirror: Mirror | None = None
         dist.on_first(self._prepare, "tidying up")
 
-    def save(self, engine: Engine, state: TrainState, alpha: float) -> None:
-        """Begins a save; without `checkpoint.background`, it is published on return.
+    def save(self, engine: HasState, state: TrainState, alpha: float) -> None:
+        """Begin a save; without `checkpoint.background`, it is published on return.
 
-        Waits for the save before. From here on updates may change the state again.
+        Waits for the previous save. Updates may change the state as soon as this returns.
 
         Raises:
             CheckpointError: this save or the one before failed. Earlier checkpoints are untouched.
@@ -120,9 +120,13 @@ class Saver:
             parts = self._host.take(parts)
         others = {self._index.tokenizer_file: self._tokenizer, INDEX_FILE: self._index.content}
         files = RankFiles(
-            unfinished, self._process.rank, self._process.world_size, parts, counters,
-            others if self._process.is_first else {},
-        )  # fmt: skip
+            folder=unfinished,
+            rank=self._process.rank,
+            world_size=self._process.world_size,
+            parts=parts,
+            counters=counters,
+            others=others if self._process.is_first else {},
+        )
         task, now_s = Task(files.write), time.perf_counter()
         self._writing = _Writing(manifest, task, started - self._began_s, now_s - started)
         self._began_s = started
@@ -130,7 +134,7 @@ class Saver:
             self._publish_if_written(wait=True)
 
     def poll(self) -> None:
-        """Publishes what all ranks have written by now; costs nothing if there is no save.
+        """Publish the save if all ranks have written it; costs nothing without a save.
 
         Raises:
             CheckpointError: a rank could not write, or (RejectedError) a probe failed.
@@ -139,19 +143,19 @@ class Saver:
         self._look_at_tidying(wait=False)
 
     def publish(self) -> None:
-        """Waits until the last save is published.
+        """Wait until the last save is published.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         self._publish_if_written(wait=True)
 
     def finish(self, *, stopping: bool = False) -> None:
-        """Waits until the last save is published, probed and copied.
+        """Wait until the last save is published, probed and copied.
 
         Args:
-            stopping: leave out the probe, and the copy, which the next start makes: there may be
-                no time.
+            stopping: skip the probe and the copy (the next start makes it), because the time before
+                a kill may be short.
 
         Raises:
             CheckpointError: as `poll` does.
@@ -164,7 +168,7 @@ class Saver:
             self._mirror.finish()
 
     def take_numbers(self) -> list[SaveNumbers]:
-        """What saves cost and probes found since the last call; the same on all ranks."""
+        """Return the times of saves and probes since the last call; the same on all ranks."""
         taken, self._numbers = self._numbers, []
         return taken
 
@@ -177,7 +181,7 @@ class Saver:
         target = self._config.checkpoint.copy_to
         if target is not None:
             self._mirror = Mirror(Path(self._config.run_dir), Path(target), self._rule)
-            self._mirror.request()  # what the attempt before did not get to
+            self._mirror.request()  # copies that the previous attempt did not finish
 
     def _manifest(self, state: TrainState, alpha: float) -> Manifest:
         return Manifest(
@@ -214,9 +218,8 @@ class Saver:
         if shutil.disk_usage(self.folder).free < needed:
             raise CheckpointError(
                 f"no space for checkpoint {unfinished.name.removeprefix(_UNFINISHED)}: it needs "
-                f"about {needed / 1e9:.4f} GB, {_free_text(self.folder)}; earlier "
-                "checkpoints are untouched. Free space or set checkpoint.keep lower, then start "
-                "the run again"
+                f"about {needed / 1e9:.4f} GB, {_free_text(self.folder)}; earlier checkpoints are "
+                "untouched. Free space or lower checkpoint.keep, then start the run again"
             )
 
     def _publish_if_written(self, *, wait: bool) -> None:
@@ -226,7 +229,7 @@ class Saver:
         started = time.perf_counter()
         self._look_at_tidying(wait=wait)
         if self._tidying_step is not None:
-            return  # one after the other; so far nothing has waited
+            return  # the probe of the previous checkpoint must end first; no rank has waited yet
         done, error = save.task.is_done(wait=wait), save.task.error
         text = f"rank {self._process.rank}: {error!s}" if error else None
         if error is not None and not isinstance(error, (OSError, PostnormError)):
@@ -249,7 +252,7 @@ class Saver:
             self._tidying = Task(lambda: self._tidy(self.folder / name_of(manifest.step)))
 
     def _give_up(self, save: _Writing, errors: list[str]) -> None:
-        """Raises on all ranks, when none of them writes any more. The disk may be full: make room.
+        """Remove the failed save once no rank writes any more, then raise on all ranks.
 
         Raises:
             CheckpointError: always.
@@ -263,7 +266,7 @@ class Saver:
         raise CheckpointError(
             f"checkpoint {name_of(step)} could not be written to {self.folder}: "
             f"{'; '.join(errors)}; {_free_text(self.folder)}; earlier checkpoints are untouched. "
-            "Free space or set checkpoint.keep lower, then start the run again"
+            "Free space or lower checkpoint.keep, then start the run again"
         )
 
     def _publish(self, manifest: Manifest) -> None:
@@ -273,7 +276,7 @@ class Saver:
             write_json_atomic(unfinished / MANIFEST_FILE, signed(asdict(manifest)))
             for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
                 sync_path(folder)
-            # A damaged checkpoint of the same step, which this run did not resume from.
+            # A checkpoint of the same step can only be a damaged one that was not resumed from.
             remove([final] if final.exists() else [])
             unfinished.rename(final)
             sync_path(self.folder)
@@ -287,27 +290,35 @@ class Saver:
 
     def _report(self, save: _Writing, stall_s: float) -> None:
         share = stall_s / max(save.period_s, stall_s)
-        aside = self._config.checkpoint.background
+        remark = ""
+        if self._config.checkpoint.background:
+            remark = f"; written in {save.task.took_s:.2f} s meanwhile"
+        elif share > _DEAR:
+            remark = "; set checkpoint.background=true"
         logger.info(
-            "saved %s: training stood still for %.2f s, %.2f%% of the time since the save before%s",
-            self.folder / name_of(save.manifest.step), stall_s, 100 * share,
-            f"; written in {save.task.took_s:.2f} s meanwhile" if aside
-            else "; set checkpoint.background=true" if share > _DEAR else "",
-        )  # fmt: skip
+            "saved %s: training waited %.2f s, %.2f%% of the time since the previous save%s",
+            self.folder / name_of(save.manifest.step),
+            stall_s,
+            100 * share,
+            remark,
+        )
         values = {"save_s": stall_s, "save_share": share, "save_written_s": save.task.took_s}
         self._numbers.append(SaveNumbers(save.manifest.step, values))
 
     def _tidy(self, path: Path) -> float | None:
-        """What follows a save, on rank 0; returns what a probe took, if there was one.
+        """Probe a published checkpoint if due, remove superseded ones, request a copy. On rank 0.
+
+        Returns:
+            Seconds that the probe took; None if it was not due or came to no verdict.
 
         Raises:
-            RejectedError: the probe failed.
+            RejectedError: the probe found the checkpoint unusable.
         """
         every, took_s = self._config.checkpoint.probe_every, None
         if every and self._num_saves % every == 0:
             took_s = self._probe.run(path)
             if took_s is None:
-                return None  # not known to be good: what is older may be needed
+                return None  # not known to be good, so older checkpoints may still be needed
         busy = self._mirror.busy_with if self._mirror else None
         remove(old for old in superseded(self.folder, self._rule, path) if old != busy)
         if self._mirror is not None:
@@ -331,7 +342,7 @@ class Saver:
             self._numbers.append(SaveNumbers(step, {"probe_s": took_s}))
 
     def _rejection(self, error: Exception | None) -> RejectedError | None:
-        """What all ranks are to raise of rank 0's errors."""
+        """Return the error of rank 0 that all ranks must raise, if any."""
         if isinstance(error, OSError):
             logger.warning("older checkpoints in %s could not be removed: %s", self.folder, error)
         elif isinstance(error, RejectedError) or error is None:
@@ -342,20 +353,34 @@ class Saver:
 
 
 def _require_files(unfinished: Path, manifest: Manifest) -> None:
-    """Rank 0 sees what all ranks wrote; on several nodes the folder must be shared.
+    """Check that rank 0 sees the files of all ranks; with several nodes the folder must be shared.
 
     Raises:
-        CheckpointError: a file is missing; OSError likewise.
+        CheckpointError: a file is missing or has another size.
+        OSError: a file cannot be looked at.
     """
-    found = {name: (unfinished / name).stat().st_size
-             for name in expected_files(unfinished, manifest.world_size)}  # fmt: skip
+    names = expected_files(unfinished, manifest.world_size)
+    present = {name: (unfinished / name).stat().st_size for name in names}
     described = {name: entry["bytes"] for name, entry in manifest.files.items()}
-    if found != described:
-        differing = sorted(name for name, _ in found.items() ^ described.items())
+    if present != described:
+        differing = sorted({name for name, _ in present.items() ^ described.items()})
         raise CheckpointError(
-            f"{unfinished} is not what the ranks have written: {', '.join(differing)}; run_dir "
+            f"{unfinished} does not match what the ranks wrote: {', '.join(differing)}; run_dir "
             "must be the same folder on all nodes"
         )
+
+
+def _read_tokenizer(index: DatasetIndex) -> bytes:
+    """Read the tokenizer's file of a dataset.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    path = index.folder / index.tokenizer_file
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:
+        raise DataError(f"tokenizer {path} is missing or damaged; restore it")
+    return data
 
 
 def _free_text(folder: Path) -> str:

@@ -1,15 +1,13 @@
-"""Files of optimizer state that any number of ranks can read.
+"""A run's weights and optimizer state as files, which any number of ranks can read and compare.
 
     state/rank-00000-of-00002.safetensors   what rank 0 of 2 held when it saved
 
-A file holds, for each parameter of which its rank had a part, that part of the flattened parameter
-as `master/NAME`, and of Adam's averages as `exp_avg/NAME` and `exp_avg_sq/NAME`, all fp32. A table
-in its header says where in the parameter the part starts, and the parameter's shape. Weights that
-forward passes use are not stored: they are the master weights, rounded.
+A file holds the stretches of flattened parameters that its rank had: of the weights as
+`master/NAME`, of Adam's averages as `exp_avg/NAME` and `exp_avg_sq/NAME`, all fp32. A table in its
+header gives each stretch's start and its parameter's shape. The weights that forward passes use are
+not stored: they are the master weights, rounded.
 
-How DeepSpeed splits parameters is not in these files; so they fit every split.
-
-Where the states of two checkpoints differ, whatever ranks and stages saved them.
+Nothing in these files depends on how DeepSpeed splits parameters, so they fit every split.
 """
 
 import json
@@ -17,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,29 +31,43 @@ _TABLE = "postnorm_state"
 _FORMAT = 1
 
 
+_CHUNK = 1 << 23
+"""Elements compared at once: 32 MiB of each tensor."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """A stretch of one flattened parameter, and what a rank holds of it."""
+    """A stretch of one flattened parameter, with its optimizer state."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     """First element of the stretch in the flattened parameter."""
     tensors: dict[str, Tensor]
-    """By kind, each (elements,) fp32."""
+    """(elements,) fp32 by kind, one of `KINDS`."""
+
+
+class HasState(Protocol):
+    """All that saving and resuming need of a training engine."""
+
+    def state_parts(self) -> tuple[list[Part], dict[str, int]]:
+        """Return this rank's state, as views, and counters that all ranks share. Collective."""
+
+    def load_files(self, folder: Path) -> None:
+        """Load the state of a checkpoint, whatever number of ranks wrote it. Collective."""
 
 
 def write_part(
     folder: Path, rank: int, world_size: int, parts: Iterable[Part], counters: dict[str, int]
 ) -> None:
-    """Writes what one rank holds. Not collective.
+    """Write the state that one rank holds. Not collective.
 
     Args:
         folder: the checkpoint.
-        rank: whose parts these are.
-        world_size: how many ranks write.
-        parts: at most one of each parameter.
+        rank: the rank whose parts these are.
+        world_size: number of ranks that write.
+        parts: at most one for each parameter.
         counters: the same on every rank.
 
     Raises:
@@ -74,31 +86,31 @@ def write_part(
 
 
 def expected_files(folder: Path, world_size: int) -> list[str]:
-    """Names, below a checkpoint, of all its files: those of the ranks first, in rank order.
+    """List the names of a checkpoint's files: those of the ranks first, in rank order.
 
     Raises:
         CheckpointError: the file of a rank is missing.
     """
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     of_ranks = [state_file(rank, world_size) for rank in range(world_size)]
-    missing = [name for name in of_ranks if name not in found]
+    missing = [name for name in of_ranks if name not in names]
     if missing:
         raise CheckpointError(
             f"{folder} has state of {world_size - len(missing)} ranks, expected {world_size}: "
             f"{', '.join(missing)} not found"
         )
-    return of_ranks + sorted(found.difference(of_ranks))
+    return of_ranks + sorted(names.difference(of_ranks))
 
 
 class SavedState:
-    """The state in a checkpoint, whose tensors are read from disk as far as they are asked for."""
+    """The state in a checkpoint; tensors are read from disk only as far as they are needed."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers of all ranks' files and checks that their parts fit together.
+        """Read the headers of all ranks' files and check that their parts fit together.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the parts leave an element of a
-                parameter out, or hold it twice; names the parameter.
+            CheckpointError: a file is missing or damaged, or an element of a parameter is missing
+                or stored twice; names the parameter.
         """
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -110,7 +122,7 @@ class SavedState:
             if which and table["counters"] != self.counters:
                 raise CheckpointError(
                     f"{path} was saved at {table['counters']}, the files before it at "
-                    f"{self.counters}: they are of different steps"
+                    f"{self.counters}: they belong to different steps"
                 )
             self.counters = table["counters"]
             for name, (start, shape) in table["parts"].items():
@@ -120,10 +132,10 @@ class SavedState:
             self._require_whole(name, stretches)
 
     def require_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Checks that these parameters are saved, with these shapes, and no others.
+        """Check that exactly these parameters are saved, with these shapes.
 
         Raises:
-            CheckpointError: they are not; names the first that differs.
+            CheckpointError: a parameter differs; names the first.
         """
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
@@ -133,20 +145,20 @@ class SavedState:
                 )
 
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements `start` to `stop` of a flattened parameter, or of an average of Adam's.
+        """Read elements `start` to `stop` of a flattened parameter or one of Adam's averages.
 
         Returns:
             (stop - start,) fp32, on the CPU.
         """
         stop = math.prod(self.shapes[name]) if stop is None else stop
-        found = torch.empty(stop - start)
+        values = torch.empty(stop - start)
         for stretch in self._stretches[name]:
             first, last = max(start, stretch.start), min(stop, stretch.stop)
             if first < last:
-                found[first - start : last - start] = stretch.file.read(
+                values[first - start : last - start] = stretch.file.read(
                     f"{kind}/{name}", first - stretch.start, last - stretch.start
                 )
-        return found
+        return values
 
     def _add(self, file: SlicedFile, name: str, start: int, shape: tuple[int, ...]) -> None:
         counts = {kind: file.shapes.get(f"{kind}/{name}") for kind in KINDS}
@@ -154,8 +166,8 @@ class SavedState:
         missing = [f"{kind}/{name}" for kind, count in counts.items() if count is None]
         if missing:
             raise CheckpointError(
-                f"{file.path} lacks {', '.join(missing)}: without its optimizer state and weights "
-                f"{name} cannot go on as it would have"
+                f"{file.path} lacks {', '.join(missing)}: {name} needs its weights and optimizer "
+                "state to continue unchanged"
             )
         size = sizes.pop()
         if sizes or size is None or len(size) != 1:
@@ -186,7 +198,7 @@ class _Stretch:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """A checkpoint's fp32 master weights by parameter name, put together from all ranks' files.
+    """Read a checkpoint's fp32 master weights by parameter name, from all ranks' files.
 
     Raises:
         CheckpointError: files are missing, damaged or do not fit together.
@@ -196,17 +208,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def state_paths(folder: Path) -> list[Path]:
-    """The files of a checkpoint's state, in rank order.
+    """List the files of a checkpoint's state, in rank order.
 
     Raises:
-        CheckpointError: there are none, which an earlier version wrote, or not all.
+        CheckpointError: some are missing, or all are because an earlier version wrote it.
     """
     paths = sorted((folder / STATE_FOLDER).glob("rank-*.safetensors"))
     if not paths:
         raise CheckpointError(
-            f"{folder} holds no {state_file(0, 1)} or the like: an earlier version wrote "
-            "it. Export it with that version and start a new run with init_from, or choose another "
-            "run_dir"
+            f"{folder} has no files like {state_file(0, 1)}: an earlier version wrote it. Export "
+            "it with that version and start a new run with init_from, or choose another run_dir"
         )
     world_size = int(paths[0].stem.rpartition("-")[2])
     expected = [folder / state_file(rank, world_size) for rank in range(world_size)]
@@ -230,13 +241,9 @@ def _text(shape: tuple[int, ...] | None) -> str:
     return "none" if shape is None else str(list(shape))
 
 
-_CHUNK = 1 << 23
-"""Elements compared at once: 32 MiB of each."""
-
-
 @dataclass(frozen=True)
 class TensorDifference:
-    """Of one parameter's master weights, or of one of Adam's averages."""
+    """How one parameter's master weights, or one of Adam's averages, differ."""
 
     name: str
     kind: str
@@ -244,33 +251,33 @@ class TensorDifference:
     max_abs: float
     """Largest |a - b|."""
     relative: float
-    """Norm of a - b over the norm of a; infinite if a is zero, or a value is no number."""
+    """Norm of a - b over the norm of a; infinite if a is zero or a value is NaN."""
 
 
 @dataclass(frozen=True)
 class StateDifferences:
-    """All that differs."""
+    """All differences between the states of two checkpoints."""
 
     num_parameters: int
-    """Compared."""
+    """Number of parameters compared."""
     others: list[str]
-    """Counters, and parameters that one lacks or that have another shape."""
+    """Counters that differ, and parameters that one lacks or that have another shape."""
     tensors: list[TensorDifference]
-    """Only those that differ."""
+    """Tensors that differ."""
 
 
 def state_differences(
     one: Path, other: Path, on_elements: Callable[[int], object] = lambda _: None
 ) -> StateDifferences:
-    """Compares two checkpoints bit by bit.
+    """Compare the states of two checkpoints bit by bit, whatever ranks and stages saved them.
 
     Args:
         one: a checkpoint.
-        other: another.
+        other: another checkpoint.
         on_elements: called with the number of elements compared.
 
     Raises:
-        CheckpointError: one is damaged or not whole.
+        CheckpointError: one is damaged or incomplete.
     """
     a, b = SavedState(one), SavedState(other)
     others = [
@@ -284,13 +291,13 @@ def state_differences(
         if a.shapes.get(name) != b.shapes.get(name)
     ]
     shared = [name for name, shape in a.shapes.items() if b.shapes.get(name) == shape]
-    found = [
+    tensors = [
         difference
         for name in shared
         for kind in KINDS
         for difference in _compare(a, b, kind, name, on_elements)
     ]
-    return StateDifferences(len(shared), others, found)
+    return StateDifferences(len(shared), others, tensors)
 
 
 def _compare(
@@ -302,12 +309,12 @@ def _compare(
     for start in range(0, numel, _CHUNK):
         stop = min(start + _CHUNK, numel)
         one, other = (each.read(kind, name, start, stop).double() for each in (a, b))
-        # Not `one - other`: NaN is equal to NaN here, and infinity to infinity.
+        # Not `one - other == 0`: NaN counts as equal to NaN, and infinity to infinity.
         same = (one == other) | (one.isnan() & other.isnan())
         if not same.all():
             differs = True
             difference = (one - other).masked_fill(same, 0.0)
-            # Of a NaN against a number nothing smaller is to be said.
+            # NaN against a number counts as an infinite difference.
             sizes = difference.abs()
             largest = max(largest, sizes.masked_fill(sizes.isnan(), math.inf).max().item())
             of_difference += difference.square().sum().item()

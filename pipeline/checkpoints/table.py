@@ -1,4 +1,4 @@
-"""The checkpoints of a run as rows: what each holds, whether it is good, why it stays."""
+"""The checkpoints of a run as table rows: contents, whether each is good, why it is kept."""
 
 import time
 from collections.abc import Iterator
@@ -8,9 +8,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pipeline.checkpoints.manifest import (
-    FOLDER,
+    PREFIX,
     Manifest,
-    name_of,
     problems,
     published,
     read_manifest,
@@ -20,121 +19,150 @@ from pipeline.checkpoints.retention import Retention
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import CheckpointError
-from pipeline.runtime.files import RESOLVED_FILE
 from pipeline.runtime.log import duration_text
+from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
 
 @dataclass(frozen=True)
 class Row:
-    """One checkpoint. None: not known."""
+    """One checkpoint."""
 
     path: str
     step: int
     manifest: Manifest | None
     """None if it cannot be read."""
     problems: list[str]
-    """What is wrong with it, as far as it was looked at."""
+    """Everything wrong with it; without `is_verified`, from its manifest alone."""
     is_verified: bool
     """Whether all files were compared with their hashes."""
     would_resume: bool
-    """Whether a start would go on from it, as far as that is known without comparing files."""
+    """Whether a start would resume from it, as far as was verified."""
     kept: list[str] | None
-    """Why the run's retention keeps it; empty: it does not."""
+    """Why the run's retention keeps it; empty if it does not, None if the rule is unknown."""
 
 
-def folder_of(run: Path) -> Path:
-    """A run's folder of checkpoints.
+A_RUN_OR_ITS_COPY = f"{A_STARTED_RUN}, or its checkpoint.copy_to"
+
+
+def folder_of(run: Path, expected: str = A_RUN_OR_ITS_COPY) -> Path:
+    """Find a run's folder of checkpoints.
+
+    Args:
+        run: a run folder, or one with copies.
+        expected: what the caller takes, for the message.
 
     Raises:
-        CheckpointError: there is none, or it is empty.
+        RunFolderError: this is neither.
+        CheckpointError: the run has not saved yet.
     """
-    if not published(run / FOLDER):
-        raise CheckpointError(
-            f"{run} has no checkpoints: {run / FOLDER} has no {name_of(0)[:-8]}N; expected the "
-            "run_dir of a config that `python -m pipeline pretrain` has started and that has "
-            "saved, or its checkpoint.copy_to"
-        )
-    return run / FOLDER
+    opened = RunFolder(run)
+    folder = opened.checkpoints
+    if published(folder):
+        return folder
+    if not opened.has_started:
+        raise opened.refusal(expected)
+    raise CheckpointError(
+        f"{run} has no checkpoints yet: {folder} has no {PREFIX}N. Wait for the run's first save "
+        f"(checkpoint.every_steps), or ask for one with `touch {opened.save}`."
+    )
 
 
 def at_step(run: Path, step: int) -> Path:
-    """A checkpoint of a run.
+    """Return the checkpoint of a run at a step.
 
     Raises:
+        RunFolderError: this is not a run.
         CheckpointError: there is none of that step; says which there are.
     """
-    found = {step_of(path): path for path in published(folder_of(run))}
-    if step not in found:
-        steps = ", ".join(map(str, sorted(found)))
+    paths = {step_of(path): path for path in published(folder_of(run))}
+    if step not in paths:
+        steps = ", ".join(map(str, sorted(paths)))
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of {steps}")
-    return found[step]
+    return paths[step]
 
 
 def retention_of(run: Path) -> Retention | None:
     """The rule of a run's config; None if the folder has none, as one of copies."""
-    path = run / RESOLVED_FILE
+    path = RunFolder(run).resolved
     return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
 
 
 def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """Compares the files of checkpoints with their hashes, with a progress bar over bytes."""
+    """Compare the files of checkpoints with their hashes, with a progress bar over bytes."""
     sizes = [manifest.num_bytes for path in paths if (manifest := _manifest(path)[0])]
     with tqdm(
         total=sum(sizes), unit="B", unit_scale=True, desc="verify", disable=None, leave=False
     ) as progress:
         for path in paths:
-            found = list(problems(path, progress.update))
-            yield path, found
+            yield path, list(problems(path, progress.update))
 
 
 def rows(run: Path, *, verify: bool = False) -> list[Row]:
-    """All checkpoints of a run, oldest first.
+    """List all checkpoints of a run, oldest first.
 
     Args:
-        run: a run folder, or one with copies.
-        verify: compare files with their hashes, too; else only manifests are looked at.
+        run: a run folder, or a folder of copies.
+        verify: compare files with their hashes; otherwise only manifests are read.
 
     Raises:
+        RunFolderError: this is not a run.
         CheckpointError: there are none.
     """
     paths = published(folder_of(run))
-    found = {path: _manifest(path) for path in paths}
-    wrong = {path: [text] if text else [] for path, (_, text) in found.items()}
+    manifests = {path: _manifest(path) for path in paths}
+    wrong = {path: [text] if text else [] for path, (_, text) in manifests.items()}
     if verify:
         wrong |= dict(all_problems(paths))
     resumed = next((path for path in paths if not wrong[path]), None)
     rule = retention_of(run)
-    # As `retention.superseded` has it: what is newer than the newest good one is not counted.
+    # Like `retention.superseded`: checkpoints newer than the newest good one are not counted.
     counted = {
-        step_of(path): manifest.own_held_out_loss if (manifest := found[path][0]) else None
+        step_of(path): manifest.own_held_out_loss if (manifest := manifests[path][0]) else None
         for path in paths
         if resumed is not None and step_of(path) <= step_of(resumed)
     }
     reasons = rule.reasons(counted) if rule else {}
     return [
         Row(
-            str(path), step_of(path), found[path][0], wrong[path], verify, path == resumed,
-            reasons.get(step_of(path), ["damaged, newer"]) if rule else None,
+            path=str(path),
+            step=step_of(path),
+            manifest=manifests[path][0],
+            problems=wrong[path],
+            is_verified=verify,
+            would_resume=path == resumed,
+            kept=reasons.get(step_of(path), ["damaged, newer"]) if rule else None,
         )
         for path in reversed(paths)
-    ]  # fmt: skip
+    ]
 
 
-_COLUMNS = ("step", "cursor", "skipped", "alpha", "age", "MB", "ranks", "zero", "held-out",
-            "checked", "resume", "kept")  # fmt: skip
+_COLUMNS = (
+    "step",
+    "cursor",
+    "skipped",
+    "alpha",
+    "age",
+    "MB",
+    "ranks",
+    "zero",
+    "held-out",
+    "checked",
+    "resume",
+    "kept",
+)
 
 
-def table(found: list[Row], now_s: float | None = None) -> Iterator[str]:
-    """Rows as lines, and what is wrong below them."""
+def table(rows: list[Row], now_s: float | None = None) -> Iterator[str]:
+    """Format rows as lines of a table, followed by the problems found."""
     now_s = time.time() if now_s is None else now_s
-    cells = [_COLUMNS, *(tuple(_cells(row, now_s)) for row in found)]
+    cells = [_COLUMNS, *(tuple(_cells(row, now_s)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  ".join(
             text.ljust(width) if name == "kept" else text.rjust(width)
             for name, text, width in zip(_COLUMNS, line, widths, strict=True)
         ).rstrip()
-    yield from (f"bad: {text}" for row in found for text in row.problems)
+    yield from (f"bad: {text}" for row in rows for text in row.problems)
 
 
 def _cells(row: Row, now_s: float) -> Iterator[str]:

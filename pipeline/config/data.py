@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.config.batches import BatchPlan
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError
 
@@ -98,10 +99,24 @@ class DataConfig:
                 "least 1 step), or leave out both for a constant data.mask_prob"
             )
 
-    def mask_ratio(self, step: int) -> float:
-        """Share of tokens to predict after `step` steps: linear, then constant."""
-        if self.mask_prob_end is None or step == 0:
-            return self.mask_prob
-        if step >= self.mask_prob_steps:
-            return self.mask_prob_end
-        return self.mask_prob + (self.mask_prob_end - self.mask_prob) * step / self.mask_prob_steps
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDataConfig:
+    """All that decides which sequences a training step gets; a part of a run's config."""
+
+    seed: int
+    """Of the order."""
+    data: DataConfig
+    batches: BatchPlan
+    """Sizes and lengths of the steps' batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDataConfig:
+    """All that decides which held-out sequences an evaluation gets."""
+
+    data: DataConfig
+    sequences: int
+    """At most so many, of all ranks together."""
+    micro_batch: int
+    """Sequences of a forward pass of one rank."""

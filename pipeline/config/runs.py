@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.config.batches import BatchPlan, PhaseConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.config.train import (
@@ -61,5 +61,19 @@ class PretrainConfig:
             self.phases,
             seq_len=self.data.seq_len,
             global_batch=self.train.global_batch,
+            micro_batch=self.train.micro_batch,
+        )
+
+    @property
+    def train_data(self) -> TrainDataConfig:
+        """What a training loader needs of this config."""
+        return TrainDataConfig(seed=self.seed, data=self.data, batches=self.batches)
+
+    @property
+    def eval_data(self) -> EvalDataConfig:
+        """What a loader of held-out text needs of this config."""
+        return EvalDataConfig(
+            data=self.data,
+            sequences=self.monitor.eval_sequences,
             micro_batch=self.train.micro_batch,
         )

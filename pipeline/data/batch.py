@@ -1,4 +1,4 @@
-"""What the model is given: one micro-batch of packed, masked sequences as tensors."""
+"""A micro-batch of packed sequences as tensors, with the inputs that the objective made."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pipeline.data.dataset import Batch
 
-_SHARED = ("input_ids", "documents", "positions", "masked_index", "targets")
 _MULTIPLE = 64
 
 
@@ -34,41 +33,46 @@ def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B sequences of S slots; M of the slots are to be predicted."""
+    """B sequences of S slots as tensors, and what the objective needs beside them."""
 
     input_ids: Tensor
-    """(B, S) int64, corrupted token ids."""
+    """(B, S) int64, token ids as the model sees them."""
     documents: Tensor
     """(B, S) int32, number of the document piece in the sequence from 1, 0 at padding."""
     positions: Tensor
     """(B, S) int64, position within the piece, 0 at its [CLS]."""
-    masked_index: Tensor
-    """(M,) int64, flat indices b * S + s of the slots to predict."""
-    targets: Tensor
-    """(M,) int64, their original token ids."""
+    segments: Tensor | None
+    """(B, S) int64, segment ids; None: all are 0."""
     cu_seqlens: Tensor
     """(D + 1,) int32, of `document_bounds`."""
+    inputs: dict[str, Tensor]
+    """As `Batch.inputs`."""
+    weights: dict[str, float]
+    """As `Batch.weights`; on the host."""
+    counts: dict[str, int]
+    """As `Batch.counts`; on the host."""
     num_tokens: int
-    """Slots that are no padding."""
-    unmasked_documents: int
-    """Pieces with text of which no slot is to be predicted."""
+    """Slots that are not padding."""
     hash: int
     """See `Batch.hash`."""
 
     @classmethod
     def of(cls, batch: Batch, *, pin: bool = False) -> "MicroBatch":
         """Tensors that share the arrays' memory, or copies that a GPU can fetch by itself."""
-        tensors = {
-            name: torch.from_numpy(array).pin_memory() if pin else torch.from_numpy(array)
-            for name, array in (
-                *((name, getattr(batch, name)) for name in _SHARED),
-                ("cu_seqlens", document_bounds(batch.documents)),
-            )
-        }
+
+        def tensor(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).pin_memory() if pin else torch.from_numpy(array)
+
         return cls(
-            **tensors,
+            input_ids=tensor(batch.input_ids),
+            documents=tensor(batch.documents),
+            positions=tensor(batch.positions),
+            segments=None if batch.segments is None else tensor(batch.segments),
+            cu_seqlens=tensor(document_bounds(batch.documents)),
+            inputs={name: tensor(array) for name, array in batch.inputs.items()},
+            weights=batch.weights,
+            counts=batch.counts,
             num_tokens=batch.num_tokens,
-            unmasked_documents=batch.unmasked_documents,
             hash=batch.hash,
         )
 
@@ -79,4 +83,5 @@ class MicroBatch:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return replace(self, **moved)
+        inputs = {name: each.to(device, non_blocking=True) for name, each in self.inputs.items()}
+        return replace(self, inputs=inputs, **moved)

@@ -37,7 +37,7 @@ def sequence_hashes(
     masked_index: npt.NDArray[np.int64],
     targets: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.uint64]:
-    """Hashes sequences.
+    """Hash sequences.
 
     Args:
         places: (B,) place of each sequence in the step's global batch, from 0.
@@ -72,7 +72,7 @@ def sequence_hashes(
 
 @inlined
 def _mixed(word: np.uint64) -> np.uint64:
-    """splitmix64's finaliser; one to one."""
+    """Apply splitmix64's finaliser, which is one to one."""
     word = (word ^ (word >> _SHIFT_A)) * _MULTIPLY_A
     word = (word ^ (word >> _SHIFT_B)) * _MULTIPLY_B
     mixed: np.uint64 = word ^ (word >> _SHIFT_C)

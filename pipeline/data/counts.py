@@ -40,12 +40,12 @@ class Counts(NamedTuple):
 def sequences_at(
     index: DatasetIndex, seq_lens: Iterable[int], run_dir: str | Path | None
 ) -> dict[int, Ints]:
-    """Numbers of packed sequences for several lengths, by length; see `packing_counts`."""
+    """Count packed sequences for several lengths, by length; see `packing_counts`."""
     return {length: packing_counts(index, length, run_dir).sequences for length in seq_lens}
 
 
 def packing_counts(index: DatasetIndex, seq_len: int, run_dir: str | Path | None) -> Counts:
-    """What the blocks of a dataset make at a length.
+    """Count the sequences and pieces that the blocks of a dataset make at a length.
 
     Args:
         index: of the dataset.
@@ -72,7 +72,7 @@ def packing_counts(index: DatasetIndex, seq_len: int, run_dir: str | Path | None
 
 
 def _read(path: Path, index: DatasetIndex, seq_len: int) -> Counts:
-    """Reads kept numbers; ValueError and others if they are damaged or of something else."""
+    """Read stored counts; raise ValueError and others if they are damaged or for other data."""
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
         made_for = str(arrays["made_for"])
         counts = Counts(arrays["sequences_per_block"], arrays["pieces_per_block"])
@@ -102,7 +102,7 @@ def _read(path: Path, index: DatasetIndex, seq_len: int) -> Counts:
 
 
 def _count(index: DatasetIndex, seq_len: int) -> Counts:
-    """Packs every block; that and reading run without the interpreter's lock."""
+    """Pack every block; packing and reading release the interpreter's lock."""
     reader = BlockReader(index)
     total = len(index.blocks)
     logger.info("counting the sequences of %d in %s blocks, once for this dataset",
@@ -132,7 +132,7 @@ def _count(index: DatasetIndex, seq_len: int) -> Counts:
 
 
 def _keep(counts: Counts, paths: list[Path], index: DatasetIndex, seq_len: int) -> None:
-    """Writes the numbers where that can be done; they are counted again where it cannot."""
+    """Store the counts in the first writable folder; without one, the next start counts again."""
     buffer = io.BytesIO()
     np.savez(
         buffer, made_for=_made_for(index, seq_len),

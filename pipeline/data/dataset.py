@@ -1,52 +1,65 @@
-"""Packed, masked sequences of one split: the place where pure functions meet shards."""
+"""Packed sequences of one split: the place where pure functions meet shards."""
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
-from pipeline.data.batch_hash import sequence_hashes
 from pipeline.data.format import DatasetIndex
-from pipeline.data.masking import Sequences, mask_tokens
 from pipeline.data.order import Ints, Locations
 from pipeline.data.packing import Packing, pack
-from pipeline.data.random import Purpose
 from pipeline.data.reader import Block, BlockReader
 from pipeline.data.slots import Slots, lay_out
 from pipeline.errors import DataError
 
 
-class Masks(NamedTuple):
-    """What decides which tokens are masked, besides the sequences."""
-
-    seed: int
-    purpose: Purpose
-    ratio: float
-    """Share of tokens to predict."""
-
-
 class Batch(NamedTuple):
-    """B packed, masked sequences of S slots as arrays; M of the slots are to be predicted."""
+    """A micro-batch as arrays: B sequences of S slots, and the inputs that the objective made."""
 
     input_ids: npt.NDArray[np.int64]
-    """(B, S) corrupted token ids."""
+    """(B, S) token ids as the model sees them."""
     documents: npt.NDArray[np.int32]
     """(B, S) number of the document piece in the sequence from 1, 0 at padding."""
     positions: npt.NDArray[np.int64]
     """(B, S) position within the piece, 0 at its [CLS]."""
-    masked_index: npt.NDArray[np.int64]
-    """(M,) rising flat indices b * S + s of the slots to predict."""
-    targets: npt.NDArray[np.int64]
-    """(M,) their original token ids."""
+    segments: npt.NDArray[np.int64] | None
+    """(B, S) segment ids; None: all are 0."""
+    inputs: dict[str, npt.NDArray[Any]]
+    """What the objective needs beside the slots, by its own names."""
+    weights: dict[str, float]
+    """Divisor of each of the objective's losses: how many targets this micro-batch has."""
+    counts: dict[str, int]
+    """What the objective wants to see in the log, as sums."""
     num_tokens: int
-    """Slots that are no padding."""
-    unmasked_documents: int
-    """Pieces with text of which no slot is to be predicted."""
+    """Slots that are not padding."""
     hash: int
     """Below 2^64; those of the parts of a step's batch add up to that of the whole."""
+
+
+class Inputs(Protocol):
+    """Makes the model's inputs from slots: the part of an objective that runs in data workers.
+
+    An implementation is picklable and imports no torch.
+    """
+
+    def __call__(
+        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
+    ) -> list[Batch]:
+        """Corrupts sequences and cuts them into micro-batches; a pure function.
+
+        Args:
+            slots: of the sequences; only read.
+            locations: of the same.
+            number: of the step's batch in the run, from 0, skipped ones included.
+            micro_batch: sequences of a micro-batch; the last one may have fewer.
+            first_place: place of the first sequence in the step's batch, for the hash.
+        """
+
+    def without_targets(self, batch: Batch) -> Batch:
+        """The same slots with nothing to predict, so that the batch adds 0 to every sum."""
 
 
 class PackedSplit:
@@ -64,7 +77,7 @@ class PackedSplit:
         Args:
             index: of the dataset.
             split: "train" or "eval".
-            config: of the masks.
+            config: how blocks are checked and kept.
             counts: length -> (b,) sequences of each block of the whole dataset.
 
         Raises:
@@ -90,7 +103,7 @@ class PackedSplit:
     def slots(
         self, locations: Locations, seq_len: int, leftovers: Mapping[int, Packing] | None = None
     ) -> Slots:
-        """Lays out sequences, not masked yet.
+        """Lays out sequences as they are in the dataset, before an objective corrupts them.
 
         Args:
             locations: the sequences.
@@ -113,65 +126,6 @@ class PackedSplit:
             block = self.block(position)
             lay_out(slots, rows, block, packing, locations.sequences[rows], self._vocabulary)
         return slots
-
-    def masked(
-        self,
-        slots: Slots,
-        locations: Locations,
-        masks: Masks,
-        *,
-        micro_batch: int,
-        first_place: int = 0,
-    ) -> list[Batch]:
-        """Masks sequences and cuts them into batches.
-
-        Args:
-            slots: of the sequences; only read.
-            locations: of the same.
-            masks: what is masked.
-            micro_batch: sequences of a batch; the last one may have fewer.
-            first_place: of the first sequence in the step's batch, for the hash.
-        """
-        sequences = Sequences(
-            slots.tokens,
-            slots.word_starts,
-            maskable=slots.maskable,
-            documents=slots.documents,
-            sample_ids=locations.sample_ids,
-            epochs=locations.epochs,
-        )
-        corrupted, selected, unmasked_documents = mask_tokens(
-            sequences, config=self._config, vocabulary=self._vocabulary,
-            key=(masks.seed, masks.purpose), ratio=masks.ratio,
-        )  # fmt: skip
-        masked_index = np.flatnonzero(selected)
-        targets = slots.tokens.reshape(-1)[masked_index]
-        num_sequences, seq_len = corrupted.shape
-        hashes = sequence_hashes(
-            np.arange(first_place, first_place + num_sequences), locations.sample_ids,
-            locations.epochs, corrupted, slots.documents, masked_index, targets,
-        )  # fmt: skip
-        # All at once until here: a call costs more than a short sequence.
-        firsts = np.arange(0, num_sequences, micro_batch)
-        masked_stops = np.searchsorted(masked_index, (firsts + micro_batch) * seq_len).tolist()
-        batches, masked_first = [], 0
-        for first, masked_stop in zip(firsts.tolist(), masked_stops, strict=True):
-            rows, masked = slice(first, first + micro_batch), slice(masked_first, masked_stop)
-            documents = slots.documents[rows]
-            batches.append(
-                Batch(
-                    input_ids=corrupted[rows],
-                    documents=documents,
-                    positions=slots.positions[rows],
-                    masked_index=masked_index[masked] - first * seq_len,
-                    targets=targets[masked],
-                    num_tokens=int(np.count_nonzero(documents)),
-                    unmasked_documents=int(unmasked_documents[rows].sum()),
-                    hash=int(hashes[rows].sum()),
-                )
-            )
-            masked_first = masked_stop
-        return batches
 
     def _block(self, position: int) -> Block:
         """Reads a block of the split; the last ones are kept."""

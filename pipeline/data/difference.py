@@ -25,7 +25,7 @@ _LONG_NAMES = {"blocks_sha256": "table of blocks (index.npz), though no shard ch
 
 
 def dataset_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Compares the parsed `index.json` of a checkpoint with that of the data there is now.
+    """Compare the parsed `index.json` of a checkpoint with that of the data there is now.
 
     Args:
         old: the checkpoint's.
@@ -53,7 +53,7 @@ def dataset_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def value_differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    """Compares two trees of plain values; a text for each value that differs, by its dotted name.
+    """Compare two trees of plain values; a text for each value that differs, by its dotted name.
 
     Of lists only the first entry that differs is told, of a sha256 the first 12 digits.
     """
@@ -71,7 +71,7 @@ def value_differences(old: dict[str, Any], new: dict[str, Any], path: str = "") 
 
 
 def _form_differences(old: dict[str, Any], new: dict[str, Any], *, is_same_data: bool) -> list[str]:
-    """Older indexes tell less than newer ones."""
+    """Compare the formats: older indexes hold less than newer ones."""
     if old["format_version"] == new["format_version"] and old.keys() == new.keys():
         return []
     forms = [
@@ -91,7 +91,7 @@ def _form_differences(old: dict[str, Any], new: dict[str, Any], *, is_same_data:
 def _list_differences(
     what: str, key: str, old: list[dict[str, Any]], new: list[dict[str, Any]]
 ) -> list[str]:
-    """Compares lists of entries that have a name each, which stands under `key`."""
+    """Compare lists of entries that have a name each, which stands under `key`."""
     before = {entry[key]: entry for entry in old}
     after = {entry[key]: entry for entry in new}
     both = [name for name in before if name in after]

@@ -55,7 +55,7 @@ _BLOCK_FIELDS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """Smallest unsigned type that holds every token id."""
+    """Return the smallest unsigned type that holds every token id."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
@@ -125,7 +125,7 @@ class Blocks:
 
     @classmethod
     def from_rows(cls, rows: list[dict[str, Any]]) -> "Blocks":
-        """Stacks per-block values; hashes may be given as hex text."""
+        """Stack per-block values; hash may be given as hex text."""
         columns = {}
         for name, (dtype, shape) in _BLOCK_FIELDS.items():
             values = [_from_hex(row[name]) for row in rows]
@@ -133,7 +133,7 @@ class Blocks:
         return cls(**columns)
 
     def digest(self) -> str:
-        """sha256 of all values, little-endian; that of the .npz changes with numpy's version."""
+        """Hash all values, little-endian; a hash of the .npz would change with numpy."""
         hasher = hashlib.sha256()
         for name, (dtype, _) in _BLOCK_FIELDS.items():
             values = np.ascontiguousarray(vars(self)[name], dtype=np.dtype(dtype).newbyteorder("<"))
@@ -174,22 +174,22 @@ class DatasetIndex:
         return self.vocabulary.size
 
     def split_blocks(self, split: str) -> npt.NDArray[np.int64]:
-        """Rows of the blocks of one split."""
+        """Return the rows of one split's blocks."""
         of_split = np.array([shard.split == split for shard in self.shards], dtype=bool)
         return np.flatnonzero(of_split[self.blocks.shard])
 
     def block_key(self, block: int) -> str:
-        """Name of a block, which its members' names start with."""
+        """Return the name of a block, with which its members' names start."""
         shard = int(self.blocks.shard[block])
         first = int(np.searchsorted(self.blocks.shard, shard))
         return self.shards[shard].keys[block - first]
 
     def shard_path(self, shard: int) -> Path:
-        """The tar of a shard, by its row in `shards`."""
+        """Return the tar of a shard, by its row in `shards`."""
         return self.shard_root / self.shards[shard].file
 
     def where(self, block: int, member: int | None = None) -> str:
-        """Shard and member in words, for error messages."""
+        """Describe shard and member for error messages."""
         file = self.shard_path(int(self.blocks.shard[block]))
         name = self.block_key(block)
         return f"shard {file}, member {name}.{MEMBERS[member] if member is not None else '*'}"
@@ -206,7 +206,7 @@ def index_bytes(
     blocks: Blocks,
     sources: tuple[Sequence[Source], Sequence[int]],
 ) -> bytes:
-    """Content of `index.json`; the fingerprint in it is the sha256 of all the rest.
+    """Return the content of `index.json`; its fingerprint is the sha256 of all the rest.
 
     `sources` are all sources, and the number of each block's.
     """
@@ -231,7 +231,7 @@ def index_bytes(
 
 
 def read_index(folder: str | Path) -> DatasetIndex:
-    """Reads and checks `index.json` and `index.npz`.
+    """Read and check `index.json` and `index.npz`.
 
     Raises:
         DataError: the folder has no complete index, or the index does not match its own hashes.

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def kernel(function: F, **options: str) -> F:
-    """Compiles a function of scalars, arrays and tuples at its first call, for each set of types.
+    """Compile a function of scalars, arrays and tuples at its first call, for each set of types.
 
     It runs without the interpreter's lock, so threads that call it run at once. An index out of
     range is not noticed: callers check what comes from files.
@@ -26,5 +26,5 @@ def kernel(function: F, **options: str) -> F:
 
 
 def inlined(function: F) -> F:
-    """The same, put into the loops that call it, which then compute several at once."""
+    """Compile a function into the loops that call it, which then compute several values at once."""
     return kernel(function, inline="always")

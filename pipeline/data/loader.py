@@ -3,24 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import EvalDataConfig, TrainDataConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.counts import sequences_at
-from pipeline.data.dataset import Batch, Masks, PackedSplit
+from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints, Locations
-from pipeline.data.random import Purpose
 from pipeline.data.steps import Share, TrainSteps
 from pipeline.data.workers import Workers
-
-EVAL_MASK_SEED = 0
-"""Not the run's seed: the evaluation masks are the same for every run."""
 
 
 class TrainLoader:
@@ -29,7 +24,8 @@ class TrainLoader:
     def __init__(
         self,
         index: DatasetIndex,
-        config: PretrainConfig,
+        config: TrainDataConfig,
+        inputs: Inputs,
         share: Share,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
@@ -41,19 +37,23 @@ class TrainLoader:
         config.batches.require_split(share.world_size)
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None)
-        self.steps = TrainSteps(index, config, counts)
+        self.steps = TrainSteps(index, config, inputs, counts)
         self._share = share
         self._prefetched = max(config.data.prefetch_steps, config.data.workers)
-        self._start_workers = partial(
-            Workers, config.data.workers, index, config, share, counts
-        ) if config.data.workers else None  # fmt: skip
+        self._start_workers: Callable[[], Workers] | None = None
+        if config.data.workers:
+            self._start_workers = partial(
+                Workers, config.data.workers, index, config, inputs, share, counts
+            )
 
     def step_batches(self, cursor: int) -> list[MicroBatch]:
         """This rank's micro-batches of the step that starts at `cursor` sequences."""
         return [MicroBatch.of(batch) for batch in self.steps.micro_batches(cursor, self._share)]
 
     def steps_from(self, cursor: int) -> Iterator[list[MicroBatch]]:
-        """Endless steps, made ahead. How far ahead, and by whom, is nobody's state.
+        """Endless steps, made ahead.
+
+        How far ahead, and by which worker, is not part of the resumable state.
 
         Raises:
             PostnormError: a step cannot be made; those before it were given.
@@ -87,17 +87,17 @@ def _tensors(make: Callable[[], list[Batch]]) -> list[MicroBatch]:
 
 
 class EvalLoader:
-    """This rank's share of the held-out sequences, with fixed masks, one source after another.
+    """This rank's share of the held-out sequences, the same each time, one source after another.
 
-    They are of the config's unit and selection at `mask_prob`, whatever the ratio is in training.
-    Where there are more than `monitor.eval_sequences`, each source gives its first ones in
-    proportion to its size, one at least.
+    Where there are more than `sequences`, each source gives its first ones in proportion to its
+    size, one at least.
     """
 
     def __init__(
         self,
         index: DatasetIndex,
-        config: PretrainConfig,
+        config: EvalDataConfig,
+        inputs: Inputs,
         share: Share,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class EvalLoader:
         """Names; those without held-out text, too."""
         of_block = self.split.counts[self._seq_len]
         source_of_block = index.block_source[self.split.rows].astype(np.int64)
-        blocks = _first_blocks(of_block, source_of_block, config.monitor.eval_sequences)
+        blocks = _first_blocks(of_block, source_of_block, config.sequences)
         numbers = np.arange(int(of_block.sum()))
         first_ids = np.cumsum(of_block) - of_block
         ids = np.concatenate([numbers[first_ids[b] : first_ids[b] + n] for b, n in blocks])
@@ -120,8 +120,8 @@ class EvalLoader:
         )
         self._source = source_of_block[of_id]
         self._share = share
-        self._masks = Masks(EVAL_MASK_SEED, Purpose.EVAL_MASK, config.data.mask_prob)
-        self._micro_batch = config.train.micro_batch
+        self._inputs = inputs
+        self._micro_batch = config.micro_batch
 
     @property
     def num_sequences(self) -> int:
@@ -147,24 +147,23 @@ class EvalLoader:
             rows = np.flatnonzero(self._source == source)
             for at in range(0, len(rows), size):
                 mine = rows[at : at + size][rank::world_size]
-                batch = self._made(mine if len(mine) else rows[:1])
-                if not len(mine):
-                    batch = replace(
-                        batch, masked_index=batch.masked_index[:0], targets=batch.targets[:0]
-                    )
-                yield source, batch
+                if len(mine):
+                    batch = self._made(mine)
+                else:
+                    batch = self._inputs.without_targets(self._made(rows[:1]))
+                yield source, MicroBatch.of(batch)
 
     def spread(self, count: int) -> MicroBatch:
         """At most `count` of all ranks' sequences, evenly spaced: the same on every rank."""
         total = len(self._source)
         count = min(count, total)
-        return self._made(np.arange(count) * total // count)
+        return MicroBatch.of(self._made(np.arange(count) * total // count))
 
-    def _made(self, rows: Ints) -> MicroBatch:
+    def _made(self, rows: Ints) -> Batch:
         locations = Locations._make(array[rows] for array in self._all)
         slots = self.split.slots(locations, self._seq_len)
-        [batch] = self.split.masked(slots, locations, self._masks, micro_batch=len(rows))
-        return MicroBatch.of(batch)
+        [batch] = self._inputs(slots, locations, 0, micro_batch=len(rows), first_place=0)
+        return batch
 
 
 def _first_blocks(counts: Ints, source_of_block: Ints, limit: int) -> list[tuple[int, int]]:

@@ -121,7 +121,7 @@ class _Words(NamedTuple):
 def philox_words(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Philox4x32-10 of one counter and key, all below 2^32; see `pipeline.data.random`."""
+    """Draw Philox4x32-10 for one counter and key, all below 2^32; see `pipeline.data.random`."""
     for _ in range(10):
         product_a = _MULTIPLY_A * c0
         product_b = _MULTIPLY_B * c2
@@ -144,7 +144,7 @@ def mask_batch(
     selected: npt.NDArray[np.bool_],
     unmasked: npt.NDArray[np.int64],
 ) -> None:
-    """Masks `corrupted`, a copy of the tokens, and marks `selected`, all false before.
+    """Mask `corrupted`, a copy of the tokens, and mark `selected`, all false before.
 
     Fills `unmasked`, (B,), with the numbers of documents that have a maskable token but none
     selected.
@@ -201,7 +201,7 @@ def mask_batch(
 def _find_words(
     starts: npt.NDArray[np.bool_], maskable: npt.NDArray[np.bool_], by_token: bool, words: _Words
 ) -> int:
-    """Fills `first` and `before`; returns the number of words."""
+    """Fill `first` and `before`; return the number of words."""
     slots = len(starts)
     count, seen = 0, 0
     for slot in range(slots):
@@ -217,7 +217,7 @@ def _find_words(
 
 @kernel
 def _choose_each(words: _Words, count: int, select_below: np.uint64) -> int:
-    """Each word by its own draw; lists the chosen ones and returns their number."""
+    """Choose each word by its own draw; list the chosen ones and return their number."""
     chosen = 0
     for word in range(count):
         # Written for every word and kept where it is chosen: a branch would be guessed wrong.
@@ -232,7 +232,7 @@ def _choose_each(words: _Words, count: int, select_below: np.uint64) -> int:
 
 @kernel
 def _list_chosen(words: _Words, count: int) -> int:
-    """Lists the words that have a source and returns their number."""
+    """List the words that have a source and return their number."""
     chosen = 0
     for word in range(count):
         words.chosen[chosen] = word
@@ -248,7 +248,7 @@ def _choose_by_budget(
     rule: Rule,
     ranked: npt.NDArray[np.uint64],
 ) -> int:
-    """Words by rank of their draws, each with the span that it starts, while they fit.
+    """Choose words by rank of their draws, each with the span that it starts, while they fit.
 
     Lists the chosen ones and returns their number.
     """
@@ -282,7 +282,7 @@ def _take_span(
     documents: npt.NDArray[np.int32],
     longer_from: npt.NDArray[np.uint64],
 ) -> int:
-    """Chooses the span that starts at a word, as far as it fits; returns the budget then left."""
+    """Choose the span that starts at a word, as far as it fits; return the budget then left."""
     stop = start + 1
     for limit in longer_from:
         stop += np.uint64(words.length[start]) >= limit
@@ -306,7 +306,7 @@ def _every_document_is_masked(
     documents: npt.NDArray[np.int32],
     is_masked: npt.NDArray[np.bool_],
 ) -> bool:
-    """Whether documents 1, 2, ... up to the highest number have a chosen word; says no too often.
+    """Return whether surely all documents 1, 2, ... have a chosen word; False if that is not clear.
 
     Nearly always all have: this is less work than to walk along all words.
     """
@@ -328,7 +328,7 @@ def _every_document_is_masked(
 def _settle_documents(
     words: _Words, count: int, documents: npt.NDArray[np.int32], at_least_one: bool
 ) -> int:
-    """Finds documents without a chosen word; chooses their least draw or counts them."""
+    """Find documents without a chosen word; choose their least draw or counts them."""
     unmasked = 0
     stop = 0
     while stop < count:
@@ -370,7 +370,7 @@ def mask_tokens(
     key: tuple[int, Purpose],
     ratio: float | None = None,
 ) -> Masked:
-    """Corrupts a batch.
+    """Corrupt a batch.
 
     Args:
         batch: packed sequences.
@@ -410,13 +410,13 @@ def _rule(config: DataConfig, vocabulary: Vocabulary, ratio: float) -> Rule:
 
 
 def _share(share: float) -> np.uint64:
-    """The least number of 32 bits that is not below the share; exact, since 2^32 only scales."""
+    """Return the smallest 32-bit number not below the share; exact, since 2^32 only scales."""
     threshold: np.uint64 = np.uint64(math.ceil(share * 2**32))
     return threshold
 
 
 def _longer_from() -> npt.NDArray[np.uint64]:
-    """Draws from which on a span has at least 2, 3, ... words: P(length <= n), in units of 2^-32.
+    """Return the draws from which a span has at least 2, 3, ... words: P(length <= n) * 2^32.
 
     P(length <= n) = (1 - 0.8^n) / (1 - 0.8^10), here as a ratio of whole numbers.
     """

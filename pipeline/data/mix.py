@@ -37,7 +37,7 @@ class Mix:
     """Interleaving of sources: a pure function of position."""
 
     def __init__(self, weighted: Sequence[Fraction]) -> None:
-        """Takes each source's weight times its number of sequences; all above 0."""
+        """Take each source's weight times its number of sequences; all above 0."""
         total = sum(weighted)
         shares = [max(1, int(amount / total * (1 << _SHARE_BITS))) for amount in weighted]
         # One source is told from all behind it, rounded to whole sequences, then the next from what
@@ -48,7 +48,7 @@ class Mix:
                       for k in range(len(shares))]  # fmt: skip
 
     def counts(self, position: int) -> list[int]:
-        """How many of the sequences before a position are of each source."""
+        """Count the sequences of each source before a position."""
         counts = [0] * len(self._shares)
         for source, left in zip(self._ranked, self._left, strict=True):
             # position * share / left, to the nearest whole number.
@@ -57,7 +57,7 @@ class Mix:
         return counts
 
     def parts(self, first: int, count: int) -> list[Part]:
-        """The sources' parts of positions first .. first + count - 1, all sources in order."""
+        """Divide positions first .. first + count - 1 among the sources, in their order."""
         before = self.counts(first)
         places: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in self._shares]
         for at in range(0, count, _STRETCH):
@@ -70,7 +70,7 @@ class Mix:
         ]
 
     def _places(self, first: int, count: int) -> list[Ints]:
-        """Places of each source's sequences in a short stretch."""
+        """Return the places of each source's sequences in a short stretch."""
         found = [np.empty(0, np.int64)] * len(self._shares)
         places = np.arange(count)
         for source, left in zip(self._ranked, self._left, strict=True):
@@ -84,7 +84,7 @@ class Mix:
         return found
 
     def position(self, source: int, number: int) -> int:
-        """Position of a source's sequence of a number, 0 for its first."""
+        """Return the position of a source's sequence by its number, 0 for the first."""
         low, high = number, (number + 4) * self._left[0] // self._shares[source]
         while low < high:
             middle = (low + high) // 2
@@ -96,7 +96,7 @@ class Mix:
 
 
 def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fraction]:
-    """Weight of each source of a dataset, as the decimal number that was written.
+    """Return the weight of each source of a dataset, as the decimal number that was written.
 
     Raises:
         ConfigError: the mix names a source that there is not, or one twice, or leaves none.

@@ -37,12 +37,12 @@ class Locations(NamedTuple):
     """Whether the sequence is of what was left of a window when the length changed."""
 
     def rows(self, first: int, stop: int | None = None) -> "Locations":
-        """Those of a range; None: to the end."""
+        """Return the rows of a range, to the end if `stop` is None."""
         return Locations._make(array[first:stop] for array in self)
 
 
 def joined(parts: list[Locations]) -> Locations:
-    """One after another."""
+    """Concatenate locations."""
     return Locations._make(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 
@@ -82,7 +82,7 @@ class Order:
         segment: int = 0,
         start: Start | None = None,
     ) -> None:
-        """Keeps the counts; permutations are drawn when first needed.
+        """Keep the counts; permutations are drawn when first needed.
 
         Args:
             material: all blocks of the source; at least one sequence.
@@ -110,7 +110,7 @@ class Order:
         """Sequences of the first epoch that stand before the first whole window."""
 
     def locate(self, first: int, count: int) -> Locations:
-        """The sequences of positions first .. first + count - 1."""
+        """Find the sequences at positions first .. first + count - 1."""
         parts = []
         while count > 0:
             epoch, window, offset = self._place(first)
@@ -120,7 +120,7 @@ class Order:
         return joined(parts) if parts else NO_LOCATIONS
 
     def rest_of_window(self, position: int) -> tuple[Start, Locations]:
-        """What comes at a position: what is left of a window, and the start after that."""
+        """Return the start after a position's window, and the rest of that window."""
         epoch, window, offset = self._place(position)
         if window == _LEFTOVER:
             return Start(epoch, self._start.window), self._window(epoch, window).rows(offset)
@@ -129,12 +129,12 @@ class Order:
         return Start(epoch, window + 1), self._window(epoch, window).rows(offset)
 
     def epochs(self, position: int) -> float:
-        """How often the source was seen before a position."""
+        """Return how many times the source was seen before a position."""
         sequences = position - self._num_left + self._skipped
         return self._start.epoch + sequences / self.num_sequences
 
     def positions(self, block: int, sequence: int, *, leftover: bool) -> Iterator[int]:
-        """Positions of a sequence, rising; endless but for leftovers.
+        """Yield the positions of a sequence, rising; endless except for leftovers.
 
         Args:
             block: position in the split's list.
@@ -161,7 +161,7 @@ class Order:
         yield from (first + found).tolist()
 
     def _place(self, position: int) -> tuple[int, int, int]:
-        """Epoch, window and offset in it."""
+        """Return the epoch, window and offset in it of a position."""
         if position < self._num_left:
             return self._start.epoch, _LEFTOVER, position
         epoch, offset = divmod(position - self._num_left + self._skipped, self.num_sequences)
@@ -171,7 +171,7 @@ class Order:
         return epoch, window, offset - (int(ends[window - 1]) if window else 0)
 
     def _first_position(self, epoch: int, window: int) -> int:
-        """Position of a window's first sequence."""
+        """Return the position of a window's first sequence."""
         if window == _LEFTOVER:
             return 0
         _, ends = self._epoch_windows(epoch)
@@ -179,7 +179,7 @@ class Order:
         return self._num_left - self._skipped + before + (int(ends[window - 1]) if window else 0)
 
     def _epoch_windows_uncached(self, epoch: int) -> tuple[Ints, Ints]:
-        """Blocks in this epoch's order, and the end offset of each window in sequences."""
+        """Return the blocks in this epoch's order, and the end of each window in sequences."""
         blocks = permutation(
             len(self._material.counts), seed=self._seed, purpose=Purpose.BLOCK_ORDER, epoch=epoch,
             stream=self._source,
@@ -188,7 +188,7 @@ class Order:
         return blocks, np.cumsum(np.add.reduceat(self._material.counts[blocks], firsts))
 
     def _window_uncached(self, epoch: int, window: int) -> Locations:
-        """All sequences of a window in their order."""
+        """Return all sequences of a window in their order."""
         left = window == _LEFTOVER
         if left:
             assert self._start.leftover is not None

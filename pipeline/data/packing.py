@@ -40,13 +40,13 @@ class Packing:
         return len(self.sequence_ends)
 
     def pieces(self, sequence: int) -> range:
-        """Rows of the pieces of one sequence."""
+        """Return the rows of one sequence's pieces."""
         begin = int(self.sequence_ends[sequence - 1]) if sequence else 0
         return range(begin, int(self.sequence_ends[sequence]))
 
 
 def pack(doc_ends: Ints, seq_len: int) -> Packing:
-    """Packs documents by best fit, longest piece first.
+    """Pack documents by best fit, longest piece first.
 
     Among the sequences with the least room that is enough, the one that got there last is taken.
 
@@ -59,7 +59,7 @@ def pack(doc_ends: Ints, seq_len: int) -> Packing:
 
 
 def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
-    """Packs what stands in some sequences of a block anew, for another length.
+    """Pack the pieces of some sequences of a block again, for another length.
 
     Pieces of a document that follow one another are put together again before.
 
@@ -78,7 +78,7 @@ def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
 
 
 def _pack_ranges(starts: Ints, stops: Ints, docs: Ints, seq_len: int) -> Packing:
-    """Packs ranges of tokens, each of one document."""
+    """Pack ranges of tokens, each of one document."""
     ranges = (_for_compiler(starts), _for_compiler(stops), _for_compiler(docs))
     start, stop, doc = _split(ranges, seq_len - SPECIALS_PER_PIECE)
     need = stop - start + SPECIALS_PER_PIECE
@@ -89,7 +89,7 @@ def _pack_ranges(starts: Ints, stops: Ints, docs: Ints, seq_len: int) -> Packing
 
 
 def _for_compiler(array: Ints) -> Ints:
-    """The array as one type for the compiler, wherever it comes from."""
+    """Make the array one type for the compiler, wherever it comes from."""
     array = np.ascontiguousarray(array).view()
     array.flags.writeable = False
     return array
@@ -97,7 +97,7 @@ def _for_compiler(array: Ints) -> Ints:
 
 @kernel
 def _split(ranges: tuple[Ints, Ints, Ints], longest: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts ranges into pieces of at most `longest` tokens: start, stop and document of each."""
+    """Cut ranges into pieces of at most `longest` tokens: start, stop and document of each."""
     starts, stops, docs = ranges
     num_pieces = 0
     for row in range(len(starts)):
@@ -119,7 +119,7 @@ def _split(ranges: tuple[Ints, Ints, Ints], longest: int) -> tuple[Ints, Ints, I
 
 @kernel
 def _longest_first(need: Ints, seq_len: int) -> Ints:
-    """Order of the pieces by falling number of slots, equal ones as they come; counting sort."""
+    """Sort the pieces by falling number of slots, stably; a counting sort."""
     place = np.zeros(seq_len + 1, np.int64)
     for slots in need:
         place[slots] += 1
@@ -135,7 +135,7 @@ def _longest_first(need: Ints, seq_len: int) -> Ints:
 
 @kernel
 def _best_fit(need: Ints, by_length: Ints, seq_len: int) -> tuple[Ints, int]:
-    """Sequence of each piece, and the number of sequences."""
+    """Return the sequence of each piece, and the number of sequences."""
     sequence_of = np.empty(len(need), np.int64)
     # Sequences with k free slots are a stack: its top is top[k], what lies below s is below[s].
     top = np.full(seq_len + 1, -1, np.int64)
@@ -164,7 +164,7 @@ def _best_fit(need: Ints, by_length: Ints, seq_len: int) -> tuple[Ints, int]:
 
 @kernel
 def _first_set_bit(words: Ints, first: int) -> int:
-    """Number of the first bit set from bit `first` on, -1 if there is none."""
+    """Return the number of the first bit set from bit `first` on, -1 if there is none."""
     at = first // _WORD
     word = words[at] >> (first % _WORD) << (first % _WORD)
     while not word:
@@ -181,7 +181,7 @@ def _first_set_bit(words: Ints, first: int) -> int:
 
 @kernel
 def _grouped(sequence_of: Ints, by_length: Ints, num_sequences: int) -> tuple[Ints, Ints]:
-    """Pieces sequence by sequence, in the order they were put there, and each one's end."""
+    """Group the pieces by sequence, in the order of their placing, with each sequence's end."""
     ends = np.zeros(num_sequences, np.int64)
     for sequence in sequence_of:
         ends[sequence] += 1

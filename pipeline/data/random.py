@@ -37,7 +37,7 @@ def philox(
     counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
     key: tuple[int, int],
 ) -> tuple[Words, Words, Words, Words]:
-    """Draws four 32-bit words for every counter.
+    """Draw four 32-bit words for every counter.
 
     Args:
         counter: four words below 2^32, scalars or arrays that broadcast to one shape.
@@ -65,14 +65,14 @@ def philox(
 
 
 def uniform(words: Words) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), each a 32-bit word over 2^32."""
+    """Return numbers in [0, 1), each a 32-bit word over 2^32."""
     return words.astype(np.float64) * 2.0**-32
 
 
 def permutation(
     size: int, *, seed: int, purpose: Purpose, epoch: int, window: int = 0, stream: int = 0
 ) -> npt.NDArray[np.int64]:
-    """A random order of 0 .. size - 1, a pure function of its arguments.
+    """Return a random order of 0 .. size - 1, a pure function of its arguments.
 
     Sorting by 64-bit random keys; equal keys (one in 2^64 per pair) keep their order.
     """

@@ -38,7 +38,7 @@ PAUSES_S = (0.5, 2.0, 8.0, 30.0)
 def read_range(
     path: Path, offset: int, length: int, what: Callable[[], str]
 ) -> npt.NDArray[np.uint8]:
-    """Reads bytes of a file; tries again when the storage fails for a moment.
+    """Read bytes of a file; tries again when the storage fails for a moment.
 
     Args:
         path: the file.
@@ -112,7 +112,7 @@ class Block:
     meta_json: bytes
 
     def word_starts(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Whether each of tokens[start:stop] starts a word; (stop - start,) bool."""
+        """Return whether each of tokens[start:stop] starts a word; (stop - start,) bool."""
         first_byte = start // 8
         bits = np.unpackbits(self.word_bits[first_byte : (stop + 7) // 8])
         return bits[start - 8 * first_byte : stop - 8 * first_byte].astype(bool)
@@ -136,7 +136,7 @@ class BlockReader:
         shards: Iterable[int] | None = None,
         check_blocks: Literal["first_touch", "never"] = "first_touch",
     ) -> None:
-        """Looks at the shards, without reading any.
+        """Check that all shards exist with the right size, without reading them.
 
         Args:
             index: of the dataset.
@@ -155,7 +155,7 @@ class BlockReader:
             self._check_size(shard)
 
     def block(self, row: int) -> Block:
-        """Reads one block, all of it; callers keep what they need again.
+        """Read all of one block; callers keep what they need again.
 
         Raises:
             DataError: the block's bytes are not those that were written; names shard and member.
@@ -185,7 +185,7 @@ class BlockReader:
         return Block(tokens, docs, words, self._payload(row, 3, data).tobytes())
 
     def doc_ends(self, row: int) -> npt.NDArray[np.int64]:
-        """End offsets of a block's documents alone, without reading (or hashing) its tokens.
+        """Read the end offsets of a block's documents, without reading (or hashing) its tokens.
 
         Raises:
             DataError: this member is not as it was written.
@@ -195,7 +195,7 @@ class BlockReader:
         return self._array(row, member, self._read_member(row, member))
 
     def meta_json(self, row: int) -> bytes:
-        """A block's meta.json alone: source and document ids.
+        """Read a block's meta.json alone: source and document ids.
 
         Raises:
             DataError: this member is not as it was written.
@@ -204,7 +204,7 @@ class BlockReader:
         return self._read_member(row, MEMBERS.index("meta.json")).tobytes()
 
     def check(self, row: int) -> None:
-        """Compares a block's bytes with the index.
+        """Compare a block's bytes with the index.
 
         Raises:
             DataError: they differ; names shard and member.
@@ -213,13 +213,13 @@ class BlockReader:
         self._check(row, self._block_bytes(row))
 
     def check_all(self, rows: Iterable[int]) -> None:
-        """Checks many blocks now, so that damage shows before training starts."""
+        """Check many blocks now, so that damage shows before training starts."""
         for row in rows:
             self.check(row)
             self._checked.add(row)
 
     def check_end(self, shard: int) -> None:
-        """Checks what follows a shard's last block; done by itself when it is first touched.
+        """Check the end of a shard after its last block; done when a shard is first touched.
 
         Raises:
             DataError: it is not the zeros that end a tar.
@@ -237,7 +237,7 @@ class BlockReader:
             )
 
     def _read_member(self, row: int, member: int) -> Bytes:
-        """Reads and checks one member, not its block."""
+        """Read and check one member without the rest of its block."""
         blocks = self.index.blocks
         start, length = blocks.member_offset[row, member], blocks.member_length[row, member]
         shard = int(blocks.shard[row])
@@ -318,13 +318,13 @@ class BlockReader:
         return f"{text}; all members are there, its end is not as written; {self._mend}"
 
     def _payload(self, row: int, member: int, data: Bytes) -> Bytes:
-        """A member's part of the bytes of its block."""
+        """Return the bytes of a member from those of its block."""
         blocks = self.index.blocks
         start = int(blocks.member_offset[row, member] - blocks.offset[row])
         return data[start : start + int(blocks.member_length[row, member])]
 
     def _array(self, row: int, member: int, data: Bytes) -> npt.NDArray[Any]:
-        """A view of a .npy member; format: numpy.lib.format version 1.0."""
+        """View a .npy member as an array; format: numpy.lib.format version 1.0."""
         header = io.BytesIO(data[:_NPY_HEADER_BYTES].tobytes())
         dtype = (
             token_dtype(self.index.vocab_size) if member == 0 else (np.int64, np.uint8)[member - 1]
@@ -341,7 +341,7 @@ class BlockReader:
 
 
 def refuse_unlisted(index: DatasetIndex) -> None:
-    """Looks for tars beside the shards that the index does not list, and that nobody reads.
+    """Refuse tars beside the shards that the index does not list, because nobody would read them.
 
     Raises:
         DataError: there are some.

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from pipeline.data.jit import kernel
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
+from pipeline.runtime.run_folder import RunFolder
 
-BATCHES_FILE = "batches.tsv"
 HEADER = b"batch\tcursor\tsequences\tseq_len\tstep\thash\n"
 _SKIPPED = -1
 _SKIPPED_WORD = tuple(b"skipped")
@@ -57,7 +57,7 @@ class BatchRecord(NamedTuple):
 
 
 def read_batches(run_dir: Path) -> list[BatchRecord]:
-    """All batches of a run in order, skipped ones too. Not collective.
+    """Read all batches of a run in order, including skipped ones. Not collective.
 
     While a run repeats what an earlier attempt did, the file has that attempt's lines to its end.
     A last line that is not complete is left out.
@@ -65,7 +65,7 @@ def read_batches(run_dir: Path) -> list[BatchRecord]:
     Raises:
         DataError: the file is missing or damaged.
     """
-    path = run_dir / BATCHES_FILE
+    path = RunFolder(run_dir).batches
     if not path.is_file():
         raise DataError(
             f"{path} is missing; runs have it from their first start with a version that logs "
@@ -93,7 +93,7 @@ class Lines(NamedTuple):
 
 
 def parse(path: Path, text: bytes) -> Lines:
-    """Reads and checks the complete lines.
+    """Read and check the complete lines.
 
     Raises:
         DataError: names the first line that is wrong.
@@ -126,7 +126,7 @@ def _read_lines(
     hashes: npt.NDArray[np.uint64],
     ends: npt.NDArray[np.int64],
 ) -> int:
-    """Reads lines from `at` on that follow each other; returns how many there are.
+    """Read lines from `at` on that follow each other; return how many there are.
 
     Every line that is asked for ends in a newline, which stops each of the loops.
     """
@@ -175,7 +175,7 @@ def _read_lines(
 
 
 def line_of(record: BatchRecord) -> bytes:
-    """A record as a line of the file."""
+    """Format a record as a line of the file."""
     step = "skipped" if record.step is None else record.step
     return (
         f"{record.batch}\t{record.cursor}\t{record.sequences}\t{record.seq_len}\t{step}\t"
@@ -184,7 +184,7 @@ def line_of(record: BatchRecord) -> bytes:
 
 
 def record_of(line: bytes) -> BatchRecord:
-    """The record of a line that was checked."""
+    """Parse a line that was checked."""
     *numbers, step, digest = line.split()
     batch, cursor, sequences, seq_len = map(int, numbers)
     made = None if step == b"skipped" else int(step)
@@ -192,14 +192,11 @@ def record_of(line: bytes) -> BatchRecord:
 
 
 def how_to_mend(path: Path) -> str:
-    """What to do about a damaged file, for messages."""
+    """Return the advice about a damaged file, for messages."""
     return (
         f"Restore {path} from a copy; or move it away, then the run goes on with a new one and "
         "does not compare with earlier attempts"
     )
-
-
-LEDGER_FILE = "ledger.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +258,7 @@ class Ledger:
     """In order."""
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
-        """Whether a checkpoint was trained on batches that were left out later.
+        """Return whether a checkpoint was trained on batches that were left out later.
 
         Args:
             cursor: of the checkpoint.
@@ -271,12 +268,12 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Reads what there is; no file is an empty ledger.
+    """Read a run's ledger; without a file it is empty.
 
     Raises:
         DataError: a line is damaged.
     """
-    ledger, path = Ledger({}, []), run_dir / LEDGER_FILE
+    ledger, path = Ledger({}, []), RunFolder(run_dir).ledger
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -296,12 +293,12 @@ def read_ledger(run_dir: Path) -> Ledger:
 
 
 def add_to_ledger(run_dir: Path, record: NonFinite | Rewind) -> None:
-    """Adds a record, on the disk when this returns; a kill leaves the file as it was.
+    """Add a record and flush it to disk; a kill leaves the file unchanged.
 
     Raises:
         OSError: the file cannot be written.
     """
-    path = run_dir / LEDGER_FILE
+    path = RunFolder(run_dir).ledger
     [kind] = [name for name, cls in _KINDS.items() if isinstance(record, cls)]
     line = json.dumps({"kind": kind, **asdict(record)}) + "\n"
     write_atomic(path, (path.read_bytes() if path.exists() else b"") + line.encode())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.mix import Mix, weights
@@ -51,7 +51,7 @@ class Segment:
     """By block: what was left of windows when the segment began."""
 
     def locate(self, first: int, count: int) -> Locations:
-        """The sequences of `count` places of the run from `first` on."""
+        """Find the sequences at `count` places of the run from `first` on."""
         parts = self.mix.parts(first - self.first, count)
         if len(parts) == 1:
             return self.orders[0].locate(parts[0].first, count)
@@ -66,8 +66,8 @@ class Segment:
 class RunOrder:
     """All places of a run, from the first to as far as anyone asks."""
 
-    def __init__(self, index: DatasetIndex, config: PretrainConfig, split: PackedSplit) -> None:
-        """Finds the segments; of those that begin within a window, reads its documents' ends.
+    def __init__(self, index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> None:
+        """Find the segments; of those that begin within a window, reads its documents' ends.
 
         Args:
             index: of the dataset.
@@ -91,11 +91,11 @@ class RunOrder:
                 self.segments.append(self._segment(place.cursor, place.seq_len))
 
     def segment(self, place: int) -> Segment:
-        """The segment of a place of the run."""
+        """Return the segment of a place of the run."""
         return next(found for found in reversed(self.segments) if found.first <= place)
 
     def epochs(self, cursor: int) -> dict[str, float]:
-        """How often each group was seen by the sequences before a cursor."""
+        """Return how many times each group was seen before a cursor."""
         segment = self.segment(max(0, cursor - 1))
         counts = segment.mix.counts(cursor - segment.first)
         return {
@@ -104,7 +104,7 @@ class RunOrder:
         }
 
     def places(self, block: int, pieces: range, stop: int) -> Iterator[int]:
-        """Places before `stop` at which some tokens of a block are seen, in rising order.
+        """Yield the places before `stop` at which some tokens of a block are seen, in rising order.
 
         Args:
             block: position in the split's list.
@@ -154,7 +154,7 @@ class RunOrder:
         return Segment(first, seq_len, Mix(amounts), orders, leftovers)
 
     def _starts(self, first: int, seq_len: int) -> tuple[list[Start], dict[int, Packing]]:
-        """Where each group goes on when the length changes, and what is left of its window."""
+        """Find where each group continues when the length changes, and the rest of its window."""
         before = self.segments[-1]
         next_id = (2 * len(self.segments) - 1) << _ID_BITS
         starts: list[Start] = []
@@ -185,7 +185,7 @@ class RunOrder:
         return repack(packing, rest.sequences[mine], seq_len)
 
 
-def _groups(index: DatasetIndex, config: PretrainConfig, split: PackedSplit) -> list[Group]:
+def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> list[Group]:
     given = weights(index.sources, config.data.mix)
     of_block = index.block_source[split.rows]
     present = [k for k, weight in enumerate(given) if weight and (of_block == k).any()]
@@ -206,7 +206,7 @@ def _tokens(index: DatasetIndex, split: PackedSplit, group: Group) -> int:
 
 
 def _sequences_with(packing: Packing, tokens: range) -> list[int]:
-    """Sequences of a block that hold any of some tokens."""
+    """Return the sequences of a block that hold any of some tokens."""
     pieces = np.flatnonzero(
         (packing.piece_start < tokens.stop) & (packing.piece_stop > tokens.start)
     )

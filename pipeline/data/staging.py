@@ -41,7 +41,7 @@ _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 def stage(
     index: DatasetIndex, stage_dir: str | Path, get_on: Callable[[], None] = lambda: None
 ) -> DatasetIndex:
-    """Copies what is missing of all shards (a run reads both splits), together with other ranks.
+    """Copy what is missing of all shards (a run reads both splits), together with other ranks.
 
     Args:
         index: of the dataset.
@@ -106,7 +106,7 @@ class _Staging:
         return [shard for shard, size in sizes if size != self.index.shards[shard].num_bytes]
 
     def _copy(self, shard: int, *, wait: bool = False) -> bool:
-        """Copies a shard unless another process does or did, and says whether it was copied."""
+        """Copy a shard unless another process does or did, and say whether it was copied."""
         path = self.staged.shard_path(shard)
         part = _part(path)
         with self._locked(part, wait=wait) as file:
@@ -127,7 +127,7 @@ class _Staging:
         return True
 
     def _fill(self, file: IO[bytes], shard: int) -> None:
-        """Copies a shard into an open file and compares its hash; OSError is the writing's."""
+        """Copy a shard into an open file and compare its hash; OSError is the writing's."""
         info = self.index.shards[shard]
         file.truncate(0)
         hasher = hashlib.sha256()
@@ -157,7 +157,7 @@ class _Staging:
 
     @contextmanager
     def _locked(self, part: Path, *, wait: bool) -> Iterator[IO[bytes] | None]:
-        """Opens a part, created if need be and not truncated; None if it is another's, or was."""
+        """Open a part, created if need be and not truncated; None if it is another's, or was."""
         try:
             file = part.open("ab", buffering=0)
         except OSError as error:
@@ -174,7 +174,7 @@ class _Staging:
             yield file if _is_at(file, part) else None
 
     def _bytes_there(self) -> int:
-        """Complete shards and what others write; a part is asked for first, it may be renamed."""
+        """Add up complete shards and parts; a part is looked at first, as it may be renamed."""
         total = 0
         for shard, info in enumerate(self.index.shards):
             path = self.staged.shard_path(shard)
@@ -220,7 +220,7 @@ class _Staging:
 
     @contextmanager
     def _progress(self, total: int) -> Iterator[None]:
-        """Logs what the whole node has done, also while this process waits for another."""
+        """Log what the whole node has done, also while this process waits for another."""
         ended = threading.Event()
         before, started = self._bytes_there(), time.monotonic()
 
@@ -245,7 +245,7 @@ def _part(path: Path) -> Path:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is the one that a path names now."""
+    """Return whether a path still names this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -253,7 +253,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file; None if there is none, or none that can be looked at."""
+    """Return the size of a file; None if it is missing or cannot be looked at."""
     try:
         return path.stat().st_size
     except OSError:

@@ -9,12 +9,11 @@ without it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import TrainDataConfig
 from pipeline.data.counts import sequences_at
-from pipeline.data.dataset import Batch, Masks, PackedSplit
+from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
-from pipeline.data.random import Purpose
 from pipeline.data.run_order import RunOrder
 
 
@@ -32,14 +31,16 @@ class TrainSteps:
     def __init__(
         self,
         index: DatasetIndex,
-        config: PretrainConfig,
+        config: TrainDataConfig,
+        inputs: Inputs,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
         """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail.
 
         Args:
             index: of the dataset.
-            config: of the run.
+            config: of the order and the batches.
+            inputs: makes the model's inputs from sequences.
             counts: `sequences_at` of every length of the run; by default it is asked.
         """
         if counts is None:
@@ -47,22 +48,16 @@ class TrainSteps:
         self.plan = config.batches
         self.split = PackedSplit(index, "train", config.data, counts)
         self.order = RunOrder(index, config, self.split)
-        self._seed = config.seed
-        self._mask_ratio = config.data.mask_ratio
+        self._inputs = inputs
 
     def micro_batches(self, cursor: int, share: Share) -> list[Batch]:
-        """A rank's micro-batches of the step that starts at a cursor.
-
-        The mask ratio is that of the batch's number, skipped ones included: batches are made ahead,
-        when nobody knows yet which steps will be skipped.
-        """
+        """A rank's micro-batches of the step that starts at a cursor."""
         place = self.plan.at(cursor)
         segment = self.order.segment(cursor)
-        masks = Masks(self._seed, Purpose.MASK, self._mask_ratio(place.number))
         per_rank = place.size // share.world_size
         first = share.rank * per_rank
         locations = segment.locate(cursor + first, per_rank)
         slots = self.split.slots(locations, segment.seq_len, segment.leftovers)
-        return self.split.masked(
-            slots, locations, masks, micro_batch=place.micro_batch, first_place=first
+        return self._inputs(
+            slots, locations, place.number, micro_batch=place.micro_batch, first_place=first
         )

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
-from pipeline.config.runs import PretrainConfig
-from pipeline.data.dataset import Batch
+from pipeline.config.data import TrainDataConfig
+from pipeline.data.dataset import Batch, Inputs
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
 from pipeline.data.steps import Share, TrainSteps
@@ -41,7 +41,8 @@ class Workers:
         self,
         number: int,
         index: DatasetIndex,
-        config: PretrainConfig,
+        config: TrainDataConfig,
+        inputs: Inputs,
         share: Share,
         counts: Mapping[int, Ints],
     ) -> None:
@@ -57,7 +58,7 @@ class Workers:
             for worker in range(number):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, index, config, share, counts),
+                    target=_serve, args=(theirs, index, config, inputs, share, counts),
                     name=f"data worker {worker} of rank {share.rank}",
                 )  # fmt: skip
                 process.start()
@@ -127,7 +128,8 @@ def _how_it_ended(code: int | None) -> str:
 def _serve(
     pipe: Connection,
     index: DatasetIndex,
-    config: PretrainConfig,
+    config: TrainDataConfig,
+    inputs: Inputs,
     share: Share,
     counts: Mapping[int, Ints],
 ) -> None:
@@ -139,7 +141,7 @@ def _serve(
             answer: list[Batch] | PostnormError | str
             try:
                 if steps is None:
-                    steps = TrainSteps(index, config, counts)
+                    steps = TrainSteps(index, config, inputs, counts)
                 answer = steps.micro_batches(cursor, share)
             except PostnormError as error:
                 answer = error

@@ -36,7 +36,7 @@ def _coverage(arguments: argparse.Namespace) -> int:
     from pipeline.inspect.coverage import coverage, coverage_text
 
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
-    report = coverage(config)
+    report = coverage(config.train_data, config.train.num_steps)
     if arguments.json:
         print(json.dumps(asdict(report)))
     else:
@@ -69,8 +69,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from pipeline.inspect.find import find_text, skipped_text
-    from pipeline.inspect.opened import open_run
+    from pipeline.inspect.run import find_text, open_run, skipped_text
     from pipeline.inspect.step import Ranks, step_text
 
     run = open_run(arguments.run_dir, arguments.overrides)

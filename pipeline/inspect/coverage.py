@@ -1,8 +1,8 @@
 """`python -m pipeline coverage CONFIG`: what a planned run will see, before it is started.
 
-One pass of the mix is walked through with the code that training uses, and how often each token is
-seen is counted. A pass is over when every source was seen as often as its weight says: one of
-weight 1 once; one of weight 2.5 twice, and half of it once more.
+The code that training uses walks through one pass of the mix, and counts how often each token is
+seen. A pass is over when every source was seen as often as its weight says: a source of weight 1
+once; a source of weight 2.5 twice, and half of it once more.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from pipeline.config.runs import PretrainConfig
+from pipeline.config.data import TrainDataConfig
 from pipeline.data.counts import Counts, packing_counts
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.order import Ints
@@ -20,6 +20,7 @@ from pipeline.data.packing import Packing
 from pipeline.data.run_order import Segment
 from pipeline.data.steps import TrainSteps
 from pipeline.errors import DataError
+from pipeline.objectives.inputs import train_steps
 
 Times = npt.NDArray[np.uint16]
 
@@ -36,15 +37,15 @@ class SourceCoverage:
     documents: int
     tokens: int
     pass_epochs: float
-    """Times that a pass sees it."""
+    """How often a pass sees the source."""
     least: int
-    """In the whole ones of these: how often the token seen least is seen."""
+    """How often the token seen least is seen in the pass's whole epochs."""
     most: int
-    """And the token seen most."""
+    """How often the token seen most is seen in the pass's whole epochs."""
     most_in_rest: int
-    """In what is begun of one more: how often the token seen most is seen."""
+    """How often the token seen most is seen in the pass's last, begun epoch."""
     epochs_of_run: float
-    """Times that the planned run sees it."""
+    """How often the planned run sees the source."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class StretchCoverage:
     global_batch: int
     seq_len: int
     fill: float
-    """Share of slots that are no padding, over the training split."""
+    """Share of slots that are not padding, over the training split."""
     tokens_per_step: float
-    """Slots of a step that are no padding, on average."""
+    """Slots of a step that are not padding, on average."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The report."""
+    """What a pass and the planned run see."""
 
     sources: tuple[SourceCoverage, ...]
     stretches: tuple[StretchCoverage, ...]
@@ -80,8 +81,12 @@ class Coverage:
         )
 
 
-def coverage(config: PretrainConfig) -> Coverage:
-    """Walks through a pass of a run's data and lays out its steps.
+def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
+    """Walk through a pass of a run's data and lay out its steps.
+
+    Args:
+        config: of the run.
+        num_steps: steps that are planned.
 
     Raises:
         ConfigError: the config does not fit the dataset.
@@ -89,12 +94,11 @@ def coverage(config: PretrainConfig) -> Coverage:
     """
     index = read_index(config.data.dir)
     counts = {length: packing_counts(index, length, None) for length in config.batches.seq_lens}
-    steps = TrainSteps(index, config, {length: each.sequences for length, each in counts.items()})
+    steps = train_steps(index, config, {length: each.sequences for length, each in counts.items()})
     stop = _pass_end(steps)
-    plan, num_steps = config.batches, config.train.num_steps
     return Coverage(
-        sources=tuple(_sources(steps, stop, plan.number(num_steps).cursor)),
-        stretches=tuple(_stretches(config, index, steps, counts)),
+        sources=tuple(_sources(steps, stop, config.batches.number(num_steps).cursor)),
+        stretches=tuple(_stretches(num_steps, index, steps, counts)),
         pass_sequences=stop,
         pass_steps=_steps_before(steps, stop),
         num_steps=num_steps,
@@ -102,7 +106,7 @@ def coverage(config: PretrainConfig) -> Coverage:
 
 
 def _pass_end(steps: TrainSteps) -> int:
-    """The place before which every group is seen at least as often as its weight says."""
+    """Find the place before which every group is seen at least as often as its weight says."""
 
     def is_before(place: int) -> bool:
         epochs = steps.order.epochs(place)
@@ -123,7 +127,7 @@ def _steps_before(steps: TrainSteps, place: int) -> float:
 
 
 def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCoverage]:
-    """Walks through the places before `stop`."""
+    """Walk through the places before `stop`."""
     in_pass, in_run = steps.order.epochs(stop), steps.order.epochs(run_stop)
     whole_epochs = np.zeros(len(steps.split.rows), np.int64)
     for group in steps.order.groups:
@@ -146,7 +150,7 @@ def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCove
 
 
 def _times_seen(steps: TrainSteps, stop: int, whole_epochs: Ints) -> tuple[Ints, Ints]:
-    """How often the tokens of blocks are seen before a place.
+    """Count how often the tokens of blocks are seen before a place.
 
     Args:
         steps: of the run.
@@ -185,7 +189,7 @@ def _times_seen(steps: TrainSteps, stop: int, whole_epochs: Ints) -> tuple[Ints,
 
 
 class _TokenTimes:
-    """How often the tokens of blocks are seen; by token only where a block's tokens differ."""
+    """How often the tokens of blocks are seen, by token only where a block's tokens differ."""
 
     def __init__(self, steps: TrainSteps) -> None:
         self._split = steps.split
@@ -193,7 +197,7 @@ class _TokenTimes:
         self._in_part: dict[int, Ints] = {}
 
     def add(self, segment: Segment, times: Times, left: dict[int, Times]) -> None:
-        """Adds how often the sequences of all blocks, and those of leftovers, are seen."""
+        """Add how often the sequences of all blocks, and those of leftovers, are seen."""
         ends = np.cumsum(self._split.counts[segment.seq_len])
         for block, of_block in enumerate(np.split(times, ends[:-1])):
             if (of_block == of_block[0]).all():
@@ -214,7 +218,7 @@ class _TokenTimes:
         self._in_part[block] = before + np.cumsum(rises)[:-1]
 
     def least_and_most(self) -> Ints:
-        """(b, 2) of any token of each block."""
+        """Return (b, 2): the least and the most that any token of each block is seen."""
         found = np.stack((self._whole, self._whole), axis=1)
         for block, times in self._in_part.items():
             found[block] += times.min(), times.max()
@@ -222,10 +226,10 @@ class _TokenTimes:
 
 
 def _stretches(
-    config: PretrainConfig, index: DatasetIndex, steps: TrainSteps, counts: dict[int, Counts]
+    num_steps: int, index: DatasetIndex, steps: TrainSteps, counts: dict[int, Counts]
 ) -> Iterator[StretchCoverage]:
-    firsts = [place for place in steps.plan.stretches if place.number < config.train.num_steps]
-    ends = [*(place.number for place in firsts[1:]), config.train.num_steps]
+    firsts = [place for place in steps.plan.stretches if place.number < num_steps]
+    ends = [*(place.number for place in firsts[1:]), num_steps]
     rows = steps.split.rows
     tokens = int(index.blocks.num_tokens[rows].sum())
     for place, end in zip(firsts, ends, strict=True):
@@ -243,7 +247,7 @@ def _stretches(
 
 
 def coverage_text(found: Coverage) -> Iterator[str]:
-    """The report as tables.
+    """Write the report as tables.
 
     Raises:
         DataError: tokens are lost or repeated, after the tables.
@@ -274,7 +278,7 @@ def coverage_text(found: Coverage) -> Iterator[str]:
     )
     if not found.is_exact:
         raise DataError(
-            "an epoch has not every token once: an error of ours, or the kept numbers of sequences "
+            "an epoch does not have every token once: a bug, or the cached numbers of sequences "
             "are of other data; delete packing-*.npz in the dataset's folder and try again"
         )
     yield "every token of every document is seen once in each epoch of its source"

@@ -1,7 +1,4 @@
-"""How a run is doing, from the files of its folder alone: while it runs, and after it ended.
-
-A run's status as lines for a terminal.
-"""
+"""`python -m pipeline status RUN`: how a run is doing, from the files of its folder alone."""
 
 import math
 import shutil
@@ -13,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import FOLDER, Manifest, published, read_manifest
+from pipeline.checkpoints.manifest import Manifest, published, read_manifest
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import budget_left_s
 from pipeline.config.train import TrainConfig
 from pipeline.data.record import read_ledger
 from pipeline.errors import (
@@ -24,21 +22,10 @@ from pipeline.errors import (
     EXIT_PREEMPTED,
     EXIT_STOPPED,
     CheckpointError,
-    DataError,
 )
-from pipeline.runtime.files import (
-    ATTEMPTS_FILE,
-    DONE_FILE,
-    EXIT_FOLDER,
-    HANGS_FOLDER,
-    METRICS_FILE,
-    RESOLVED_FILE,
-    STOP_FILE,
-    is_locked,
-    read_json_lines,
-)
+from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.log import duration_text
-from pipeline.train.schedule import budget_left_s
+from pipeline.runtime.run_folder import RunFolder
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 _SLOW_DATA = 0.05
@@ -47,11 +34,12 @@ _SILENT_INTERVALS = 10
 _LEAST_SILENCE_S = 60.0
 """Evaluations and saves of a small run take longer than ten of its log intervals."""
 _LEAST_FREE = 0.02
+_BAR = 40
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the run."""
+    """One start of the run, and how it ended."""
 
     attempt: int
     unix_s: float
@@ -62,12 +50,12 @@ class Start:
     state: str
     """`running`, `finished`, `stopped`, `failed` or `killed`."""
     end: str
-    """The same in words, with the ranks that differ."""
+    """The state in words, with the ranks that differ."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest one that was published. It is not verified here."""
+    """The newest published checkpoint. It is not verified here."""
 
     step: int
     age_s: float
@@ -75,55 +63,50 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """None: not known, or not yet."""
+    """How a run is doing; None: not known, or not yet."""
 
     state: str
-    """Of the newest start."""
+    """State of the newest start."""
     step: int
     num_steps: int
     loss: float | None
-    """Of the last log line."""
+    """Loss of the last log line."""
     held_out_loss: float | None
     held_out_step: int | None
     tokens: int | None
     """Trained on, repeated steps counted once."""
     tokens_per_s: float | None
-    """Of the last log line: of the steps, without evaluations and saves."""
+    """Speed in the last log line, without evaluations and saves."""
     eta_s: float | None
-    """At the pace of the last log lines, with what stood between them, or less: until the end of
-    the run's time budget."""
+    """At the pace of the last log lines, evaluations and saves included; less where the run's time
+    budget ends earlier."""
     idle_s: float | None
-    """Since the last log line."""
+    """Time since the last log line."""
     checkpoint: Checkpoint | None
     starts: list[Start]
     warnings: list[str]
 
 
 def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
-    """Reads a run folder; changes nothing.
+    """Read a run folder; nothing in it is changed.
 
     Args:
         folder: of the run.
         now_s: Unix time that ages are counted from; by default this moment.
 
     Raises:
-        DataError: the folder holds no run that was started.
+        RunFolderError: the folder is not that of a started run.
     """
     now_s = time.time() if now_s is None else now_s
-    attempts = read_json_lines(folder / ATTEMPTS_FILE)
-    if not attempts:
-        raise DataError(
-            f"{folder} is no run folder: it has no {ATTEMPTS_FILE} with a start; expected the "
-            "run_dir of a config that `python -m pipeline pretrain` has started (what a start "
-            "that failed early said is in its logs/)"
-        )
-    config = load(PretrainConfig, folder / RESOLVED_FILE).config
-    lines = _valid_lines(folder, attempts)
+    run = RunFolder.started(folder)
+    attempts = read_json_lines(run.attempts)
+    config = load(PretrainConfig, run.resolved).config
+    lines = _valid_lines(run, attempts)
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "eval"]
     recent = [line for line in train if line["attempt"] == train[-1]["attempt"]][-20:]
     step_s = _pace(recent)
-    manifest = _newest_manifest(folder)
+    manifest = _newest_manifest(run)
     silence_s = _LEAST_SILENCE_S
     if step_s:
         interval_s = step_s * config.monitor.log_every_steps
@@ -131,14 +114,14 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     last_sign_s = max([attempts[-1]["unix_s"], *(line.get("unix_s", 0.0) for line in lines[-1:])])
     idle_s = now_s - last_sign_s
     is_here = attempts[-1]["host"] == socket.gethostname()
-    is_alive = is_locked(folder) or (not is_here and idle_s < silence_s)
-    starts = _starts(folder, attempts, is_alive=is_alive)
-    state = FINISHED if (folder / DONE_FILE).exists() else starts[-1].state
+    is_alive = run.is_locked() or (not is_here and idle_s < silence_s)
+    starts = _starts(run, attempts, is_alive=is_alive)
+    state = FINISHED if run.done.exists() else starts[-1].state
     step = max([line["step"] for line in train], default=attempts[-1]["resumed_from_step"] or 0)
-    warnings = _warnings(lines, manifest, folder)
+    warnings = _warnings(lines, manifest, run)
     if state == RUNNING and idle_s > silence_s:
-        warnings.insert(0, f"no progress for {idle_s:,.0f} s, more than {_SILENT_INTERVALS} log "
-                           f"intervals: look at {folder}/logs")  # fmt: skip
+        silence = f"{idle_s:,.0f} s, more than {_SILENT_INTERVALS} log intervals"
+        warnings.insert(0, f"no progress for {silence}: look at {run.logs}")
     return RunStatus(
         state=state,
         step=step,
@@ -156,12 +139,12 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     )
 
 
-def _valid_lines(folder: Path, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; those of steps that a later start computed again are left out."""
+def _valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl without those of steps that a later start computed again."""
     resumed = {line["attempt"]: line["resumed_from_step"] for line in attempts}
     kept: list[dict[str, Any]] = []
     attempt = None
-    for line in read_json_lines(folder / METRICS_FILE):
+    for line in read_json_lines(run.metrics):
         if line["attempt"] != attempt:
             attempt = line["attempt"]
             from_step = resumed.get(attempt)
@@ -178,7 +161,7 @@ def _tokens(train: list[dict[str, Any]]) -> int | None:
 
 
 def _pace(lines: list[dict[str, Any]]) -> float | None:
-    """Seconds a step between log lines of one start, with evaluations and saves."""
+    """Compute the seconds a step between log lines of one start, evaluations and saves included."""
     timed = [(line["step"], line["unix_s"]) for line in lines if "unix_s" in line]
     if len(timed) < 2 or timed[-1][0] == timed[0][0]:
         return None
@@ -194,13 +177,13 @@ def _eta_s(
     return None if left_s == math.inf else left_s
 
 
-def _starts(folder: Path, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:
-    """How each start ended, by the exit codes written between it and the next."""
+def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:
+    """Tell how each start ended, by the exit codes written between it and the next."""
     ends = [*(line["unix_s"] for line in attempts[1:]), math.inf]
     went_back = [*(line.get("rewound", False) for line in attempts[1:]), False]
     found = []
     for line, next_s, rewound in zip(attempts, ends, went_back, strict=True):
-        codes = _exit_codes(folder / EXIT_FOLDER / line["job"], line["unix_s"], next_s)
+        codes = _exit_codes(run.exits(line["job"]), line["unix_s"], next_s)
         state, end = _end_of(codes, line["world_size"])
         if next_s == math.inf and is_alive and len(codes) < line["world_size"]:
             state, end = RUNNING, RUNNING
@@ -208,10 +191,16 @@ def _starts(folder: Path, attempts: list[dict[str, Any]], *, is_alive: bool) -> 
             state, end = STOPPED, "went back after a loss spike"
         found.append(
             Start(
-                line["attempt"], line["unix_s"], line["resumed_from_step"], line["world_size"],
-                line["host"], line["job"], state, end,
+                attempt=line["attempt"],
+                unix_s=line["unix_s"],
+                resumed_from_step=line["resumed_from_step"],
+                world_size=line["world_size"],
+                host=line["host"],
+                job=line["job"],
+                state=state,
+                end=end,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -231,14 +220,14 @@ def _end_of(codes: list[int], world_size: int) -> tuple[str, str]:
     if missing == 0 and set(codes) == {EXIT_FINISHED}:
         return FINISHED, "finished"
     if EXIT_STOPPED in codes:
-        return STOPPED, f"stopped by the {STOP_FILE} file{also}"
+        return STOPPED, f"stopped by the STOP file{also}"
     if missing == 0 and set(codes) == {EXIT_PREEMPTED}:
         return STOPPED, "stopped on request, saved"
     return FAILED, f"failed, trying again may help{also}"
 
 
-def _newest_manifest(folder: Path) -> Manifest | None:
-    for path in published(folder / FOLDER):
+def _newest_manifest(run: RunFolder) -> Manifest | None:
+    for path in published(run.checkpoints):
         try:
             return read_manifest(path)
         except CheckpointError:
@@ -246,7 +235,7 @@ def _newest_manifest(folder: Path) -> Manifest | None:
     return None
 
 
-def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Path) -> list[str]:
+def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFolder) -> list[str]:
     train = [line for line in lines if line["kind"] == "train"][-_RECENT_LINES:]
     skips = [line for line in lines if line["kind"] == "skip"]
     found = []
@@ -259,11 +248,11 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Pa
     if skips:
         found.append(
             f"{skips[-1]['total']:.0f} steps were skipped, their gradient was not finite, the last "
-            f"after step {skips[-1]['step']}: `python -m pipeline inspect {folder} --skip` shows "
+            f"after step {skips[-1]['step']}: `python -m pipeline inspect {run.path} --skip` shows "
             "the batches"
         )
-    found += _of_ranks(lines, folder)
-    rewinds = read_ledger(folder).rewinds
+    found += _rank_warnings(lines, run)
+    rewinds = read_ledger(run.path).rewinds
     if rewinds:
         found.append(
             f"the loss jumped {len(rewinds)} times, the last up to {rewinds[-1].loss:.4f}: the run "
@@ -272,9 +261,9 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Pa
         )
     if any(line["loss"] is None for line in train):
         found.append("a loss is NaN in the last log lines: see skipped steps; lower train.lr")
-    if (folder / STOP_FILE).exists():
-        found.append(f"{folder / STOP_FILE} exists: the run does not start before it is removed")
-    space = shutil.disk_usage(folder)
+    if run.stop.exists():
+        found.append(f"{run.stop} exists: the run does not start before it is removed")
+    space = shutil.disk_usage(run.path)
     needed = manifest.num_bytes if manifest else 0
     if space.free < 2 * needed or space.free < _LEAST_FREE * space.total:
         found.append(
@@ -284,8 +273,8 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, folder: Pa
     return found
 
 
-def _of_ranks(lines: list[dict[str, Any]], folder: Path) -> list[str]:
-    """The newest rank that was slow, and the newest that hung."""
+def _rank_warnings(lines: list[dict[str, Any]], run: RunFolder) -> list[str]:
+    """Name the rank that was slow last, and the one that hung last."""
     found = []
     slow = [line for line in lines if line["kind"] == "straggler"]
     if slow:
@@ -293,18 +282,15 @@ def _of_ranks(lines: list[dict[str, Any]], folder: Path) -> list[str]:
             f"rank {slow[-1]['rank']:.0f} needed {slow[-1]['factor']:.2f} times as long as the "
             f"other ranks at step {slow[-1]['step']}: the log says on which host"
         )
-    hangs = sorted((folder / HANGS_FOLDER).glob("*.txt"), key=lambda path: path.stat().st_mtime)
+    hangs = sorted(run.hangs.glob("*.txt"), key=lambda path: path.stat().st_mtime)
     if hangs:
         with hangs[-1].open(encoding="utf-8") as file:
             found.append(f"{file.readline().strip()}: {len(hangs)} files in {hangs[-1].parent}")
     return found
 
 
-_BAR = 40
-
-
 def status_text(folder: Path, status: RunStatus) -> Iterator[str]:
-    """Lines, the most important first."""
+    """Write the status as lines for a terminal, the most important first."""
     share = status.step / status.num_steps
     filled = int(share * _BAR)
     yield f"{folder}: {status.state}"
@@ -329,8 +315,9 @@ def status_text(folder: Path, status: RunStatus) -> Iterator[str]:
     )
     for start in status.starts:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.unix_s))
-        begin = "from scratch" if start.resumed_from_step is None else (
-            f"from step {start.resumed_from_step:,}")  # fmt: skip
+        begin = "from scratch"
+        if start.resumed_from_step is not None:
+            begin = f"from step {start.resumed_from_step:,}"
         yield (
             f"start {start.attempt:<5} {when}  {begin}, {start.world_size} ranks, job {start.job} "
             f"on {start.host}: {start.end}"

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from pipeline.config.batches import BatchPlace
+from pipeline.config.schedule import mask_ratio
 from pipeline.data.dataset import Batch
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
 from pipeline.data.steps import Share
 from pipeline.errors import DataError
-from pipeline.inspect.opened import OpenedRun
+from pipeline.inspect.run import OpenedRun
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Piece:
 
     document_id: str
     first_token: int
-    """Of the document's tokens, the first that is here."""
+    """The first of the document's tokens that is here."""
     stop_token: int
     num_document_tokens: int
     slots: tuple[int, int]
@@ -33,7 +34,7 @@ class Sequence:
     """A sequence of a step."""
 
     place: int
-    """In the step's batch."""
+    """Position in the step's batch."""
     sample_id: int
     epoch: int
     source: str
@@ -50,14 +51,14 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which part of a step is asked for: all of it, or that of a rank."""
+    """Which part of a step is shown: all of it, or a rank's."""
 
     rank: int | None
     world_size: int | None
 
 
 def step_text(run: OpenedRun, place: BatchPlace, ranks: Ranks, *, as_json: bool) -> Iterator[str]:
-    """Lines about a step: a head and its sequences with their text, or one JSON object a sequence.
+    """Describe a step: a head and its sequences with their text, or one JSON object a sequence.
 
     Raises:
         DataError: there is no such rank, or a shard is damaged.
@@ -72,7 +73,7 @@ def step_text(run: OpenedRun, place: BatchPlace, ranks: Ranks, *, as_json: bool)
 
 
 def _share(run: OpenedRun, place: BatchPlace, ranks: Ranks) -> range:
-    """Places of the step that are asked for."""
+    """Find the places of the step that are asked for."""
     if ranks.rank is None:
         return range(place.size)
     world_size = ranks.world_size or run.world_size
@@ -93,7 +94,7 @@ def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterat
     yield (
         f"batch {place.number} of {run.folder}: sequences {place.cursor:,} to "
         f"{place.cursor + place.size - 1:,} of the run, {place.size} x {place.seq_len} slots, mask "
-        f"ratio {run.config.data.mask_ratio(place.number):g}"
+        f"ratio {mask_ratio(place.number, run.config.data):g}"
     )
     epochs = run.steps.order.epochs(place.cursor)
     yield "epochs before it: " + ", ".join(f"{name} {value:.4f}" for name, value in epochs.items())
@@ -101,9 +102,9 @@ def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterat
         yield f"hash {found:016x}; the run has not logged this batch"
     else:
         outcome = f"step {record.step}" if record.step is not None else "a skipped step"
-        equal = "as the run logged it" if record.hash == found else (
-            f"BUT THE RUN LOGGED {record.hash:016x}: it was trained on something else"
-        )  # fmt: skip
+        equal = "as the run logged it"
+        if record.hash != found:
+            equal = f"BUT THE RUN LOGGED {record.hash:016x}: it was trained on something else"
         yield f"hash {found:016x}, {equal}, in {outcome}"
     if len(share) < place.size:
         yield f"the rank's part: places {share.start} to {share.stop - 1}"
@@ -133,7 +134,7 @@ def _sequence(
     block, of_index = split.block(position), int(split.rows[position])
     seq_len = batch.input_ids.shape[1]
     first = row * seq_len
-    mine = slice(*np.searchsorted(batch.masked_index, (first, first + seq_len)).tolist())
+    mine = slice(*np.searchsorted(batch.inputs["masked_index"], (first, first + seq_len)).tolist())
     pieces, slot = [], 0
     for piece in packing.pieces(int(one.sequences[0])):
         document = int(packing.piece_doc[piece])
@@ -160,8 +161,8 @@ def _sequence(
         block=index.block_key(of_index),
         pieces=tuple(pieces),
         input_ids=tuple(batch.input_ids[row][:slot].tolist()),
-        masked=tuple((batch.masked_index[mine] - first).tolist()),
-        targets=tuple(batch.targets[mine].tolist()),
+        masked=tuple((batch.inputs["masked_index"][mine] - first).tolist()),
+        targets=tuple(batch.inputs["targets"][mine].tolist()),
     )
 
 
@@ -186,7 +187,7 @@ def _as_text(run: OpenedRun, sequence: Sequence, place: BatchPlace) -> str:
 
 
 def _marked(run: OpenedRun, sequence: Sequence, piece: Piece) -> str:
-    """A piece's text; what is to be predicted stands as {original -> what the model sees}."""
+    """Write a piece's text; masked tokens stand as {original -> what the model sees}."""
     originals = dict(zip(sequence.masked, sequence.targets, strict=True))
     parts, slot, stop = [], piece.slots[0] + 1, piece.slots[1] - 1
     while slot < stop:
@@ -206,6 +207,6 @@ def _marked(run: OpenedRun, sequence: Sequence, piece: Piece) -> str:
 
 
 def _text(run: OpenedRun, ids: list[int]) -> str:
-    """Text of tokens; decoding drops a space at its beginning, which is put back."""
+    """Decode tokens; decoding drops a space at their beginning, which is put back."""
     text = run.tokenizer.decode(ids)
     return f" {text}" if run.tokenizer.piece(ids[0]).startswith(" ") else text

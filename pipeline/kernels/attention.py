@@ -1,13 +1,8 @@
-"""Attention, without and with scores carried from layer to layer, in plain PyTorch.
+"""Attention in PyTorch: over rows with or without carried scores, and by torch's flash kernel.
 
-Shapes: B sequences, N heads, S slots of each, H head size. A mask broadcasts to (B, N, S, S) and is
-true where query (row) may see key (column); a row that allows nothing gives NaN.
-
-Attention without carried scores over documents end to end, by torch's flash kernel.
-
-A mask over rows keeps torch from its flash kernels and computes what it then throws away; lengths
-of documents do neither. `torch.nn.attention.varlen` is the public way to the same kernel, but has
-no dropout.
+Letters: B sequences, N heads, S slots of a sequence, T tokens end to end, H head size. A mask
+broadcasts to (B, N, S, S) and is true where a query (row) may see a key (column); a row that allows
+nothing gives NaN.
 """
 
 import torch
@@ -18,7 +13,7 @@ from torch import Tensor
 def attention(
     q_BNSH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, allowed: Tensor, dropout: float
 ) -> Tensor:
-    """softmax(q k^T) v over the allowed keys; the queries are scaled already.
+    """Compute softmax(q k^T) v over the allowed keys; the queries are scaled already.
 
     Args:
         q_BNSH: (B, N, S, H) queries.
@@ -36,9 +31,9 @@ def attention(
 
 
 def raw_scores(q_BNSH: Tensor, k_BNSH: Tensor, carry_BNSS: Tensor | None) -> Tensor:
-    """S_l = q k^T + S_(l-1), unmasked, (B, N, S, S).
+    """Compute S_l = q k^T + S_(l-1), unmasked, (B, N, S, S).
 
-    fp32 at least: it is a sum over all layers. Handed on with its gradient.
+    At least fp32, because it is a sum over all layers. It is passed on with its gradient.
 
     Source: He et al. 2020 (arXiv 2012.11747), section 3; google-research
     `realformer/realformer.py`, residual_attention_layer.
@@ -54,11 +49,11 @@ def raw_scores(q_BNSH: Tensor, k_BNSH: Tensor, carry_BNSS: Tensor | None) -> Ten
 
 
 def probabilities(scores_BNSS: Tensor, allowed: Tensor, num_summed: int) -> Tensor:
-    """softmax over the allowed keys, in the scores' dtype.
+    """Compute the softmax over the allowed keys, in the scores' dtype.
 
     Args:
         scores_BNSS: (B, N, S, S) from `raw_scores`.
-        allowed: bool mask, laid on here and never carried.
+        allowed: bool mask, applied here and never carried.
         num_summed: scores are divided by this: 1 for the sum, l + 1 in layer l for the running
             mean. The carry itself stays a sum.
     """
@@ -67,7 +62,7 @@ def probabilities(scores_BNSS: Tensor, allowed: Tensor, num_summed: int) -> Tens
 
 
 def weighted_values(share_BNSS: Tensor, v_BNSH: Tensor, dropout: float) -> Tensor:
-    """Attention probabilities, some dropped, times values; (B, N, S, H) in v's dtype."""
+    """Multiply probabilities, some of them dropped, by values; (B, N, S, H) in v's dtype."""
     share_BNSS = F.dropout(share_BNSS.to(v_BNSH.dtype), dropout, training=dropout > 0)
     return torch.matmul(share_BNSS, v_BNSH)
 
@@ -80,7 +75,7 @@ def flash_attention(
     longest: int,
     dropout: float,
 ) -> Tensor:
-    """softmax(q k^T) v within documents, dropout on the softmax; the queries are scaled already.
+    """Compute softmax(q k^T) v within documents, dropout on it; queries are scaled already.
 
     Source of the algorithm: Dao 2023 (arXiv 2307.08691).
 
@@ -96,10 +91,19 @@ def flash_attention(
     Returns:
         (T, N, H) in q's dtype.
     """
+    # A mask over rows would keep torch from its flash kernels, and would compute scores only to
+    # discard them. `torch.nn.attention.varlen`, the public way to this kernel, has no dropout.
     out_TNH, *_ = torch.ops.aten._flash_attention_forward(
-        q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, longest, longest, dropout,
+        q_TNH,
+        k_TNH,
+        v_TNH,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        dropout,
         False,  # not causal
         False,  # no matrix of probabilities for debugging
         scale=1.0,
-    )  # fmt: skip
+    )
     return out_TNH  # type: ignore[no-any-return]

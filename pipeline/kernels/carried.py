@@ -1,14 +1,14 @@
 """Attention by carried scores as one operator of torch, computed by Triton.
 
-What it computes is what `raw_scores`, `probabilities` and `weighted_values` of `attention` do; no
-matrix of probabilities is kept. Scores of narrow inputs are kept in 16 bits: the scores in fp16,
-cut off at its ends, since the 8 bits of bf16 lose more than bf16 matrix products do; their gradient
-in bf16, since in fp16 it underflows. Autograd casts a gradient to its tensor's dtype, so the tensor
-that carries fp16 scores is labelled bf16. Only `scores_of` may read it; to add its gradients is
-right, for they are bf16.
+It computes what `raw_scores`, `probabilities` and `weighted_values` of `attention` do, but keeps no
+matrix of probabilities. Scores of narrow inputs are kept in 16 bits. The scores themselves are
+fp16, clipped to its range: the 8 bits of bf16 would lose more than bf16 matrix products do. Their
+gradient is bf16, because it underflows in fp16. Autograd casts a gradient to its tensor's dtype, so
+the tensor with fp16 scores is labelled bf16. Only `scores_of` may read it; adding its gradients is
+right, because they are bf16.
 
 Letters: T tokens end to end, N heads, H head size, W slots of a row of scores; see
-`carried_kernels`, which is loaded when something is computed, and Triton with it.
+`carried_triton`, which is imported, with Triton, when something is computed.
 """
 
 from typing import Any
@@ -34,31 +34,30 @@ def carried_attention(
     num_summed: int = 1,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """softmax((scale q k^T + carry) / num_summed) v, dropout on the softmax.
+    """Compute softmax((scale q k^T + carry) / num_summed) v, with dropout on the softmax.
 
-    Queries and keys are turned and scaled by a kernel of their own, since keys are read more often
-    than once; their gradients turn back where they are written, in the one tensor that the linear
-    layer before wants.
+    A separate kernel turns and scales queries and keys, because keys are read more than once. Their
+    gradients are turned back as they are written into the one tensor of the linear layer before.
 
     Source: He et al. 2020 (arXiv 2012.11747), section 3.
 
     Args:
         qkv_T3NH: bf16 or fp32 queries, keys and values.
         carry_NTW: scores of the layer below, as this function gave them; None in the first layer.
-        windows: who sees whom, the same in all layers.
-        scale: of q k^T.
+        windows: the tokens that each token sees, the same in all layers.
+        scale: factor of q k^T.
         angles: cosines and sines of rotary positions, (T, H / 2) fp32; None without.
-        token_scale: (T,), of queries; None without.
+        token_scale: (T,) factors of queries; None without.
         num_summed: as in `probabilities`: l + 1 in layer l for the running mean, 1 for the sum.
         dropout: probability of dropping a probability.
 
     Returns:
         (T, N, H) in the dtype of qkv, 0 for a query that sees nothing; and the scores (N, T, W),
-        where column c of a token is the c-th token of its window. Scores and their gradient mean
-        something only where a query sees a key. Where the inputs are bf16, their bf16 is a label.
+        where column c of a token is the c-th token of its window. Scores and their gradient are
+        defined only where a query sees a key. With bf16 inputs, the scores' bf16 is a label.
 
     Raises:
-        ConfigError: the dtype or the head size is none that there are kernels for.
+        ConfigError: there is no kernel for the dtype or the head size.
     """
     _require(qkv_T3NH.dtype, qkv_T3NH.shape[-1])
     # Drawn by torch, so that a checkpointed layer draws the same again.
@@ -68,13 +67,13 @@ def carried_attention(
     cos, sin = (None, None) if angles is None else angles
     out_TNH, scores_NTW, _, _ = _forward(
         qkv_T3NH, carry_NTW, windows.spans, windows.bounds, cos, sin, token_scale, seed,
-        windows.longest, scale, 1.0 / num_summed, dropout, qkv_T3NH.dtype != torch.float32,
+        windows.longest, scale, 1.0 / num_summed, dropout, qkv_T3NH.dtype != torch.float32
     )  # fmt: skip
     return out_TNH, scores_NTW
 
 
 def scores_of(carry_NTW: Tensor) -> Tensor:
-    """The values that carried scores have, (N, T, W) fp16 or fp32; without a gradient."""
+    """Return the values of carried scores, (N, T, W) fp16 or fp32, without a gradient."""
     carry_NTW = carry_NTW.detach()
     return carry_NTW.view(_STORED) if carry_NTW.dtype == _LABEL else carry_NTW
 
@@ -107,9 +106,15 @@ def _forward(
     if turns:
         launches.turn_launch(turning).run()
     tensors = {
-        **_parts(qkv, turned), "carry": _stored(carry), "scores": _stored(scores), "out": out,
-        "lse": lse, "spans": spans, "bounds": bounds, "seed": seed,
-    }  # fmt: skip
+        **_parts(qkv, turned),
+        "carry": _stored(carry),
+        "scores": _stored(scores),
+        "out": out,
+        "lse": lse,
+        "spans": spans,
+        "bounds": bounds,
+        "seed": seed,
+    }
     numbers = launches.Numbers(longest, scale, temperature, dropout)
     launches.forward(tensors, numbers).run()
     return out, scores, lse, turned
@@ -137,12 +142,24 @@ def _backward(
     d_qkv, d_carry = _empty_gradients(qkv, scores)
     dq, dk, dv = d_qkv.unbind(1)
     tensors = {
-        **_parts(qkv.contiguous(), turned), "scores": _stored(scores), "out": out, "lse": lse,
-        "carry": scores if has_carry else None, "d_out": d_out.contiguous(),
+        **_parts(qkv.contiguous(), turned),
+        "scores": _stored(scores),
+        "out": out,
+        "lse": lse,
+        "carry": scores if has_carry else None,
+        "d_out": d_out.contiguous(),
         "d_scores": None if d_scores is None else d_scores.contiguous(),
-        "dq": dq, "dk": dk, "dv": dv, "d_carry": d_carry, "spans": spans, "bounds": bounds,
-        "cos": cos, "sin": sin, "token_scale": token_scale, "seed": seed,
-    }  # fmt: skip
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+        "d_carry": d_carry,
+        "spans": spans,
+        "bounds": bounds,
+        "cos": cos,
+        "sin": sin,
+        "token_scale": token_scale,
+        "seed": seed,
+    }
     numbers = launches.Numbers(longest, scale, temperature, dropout)
     for launch in launches.backward(tensors, numbers, launches.capability_of(qkv.device)):
         launch.run()
@@ -163,7 +180,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     qkv, carry, *given = inputs
     spans, bounds, cos, sin, token_scale, seed, longest, scale, temperature, dropout, _ = given
     out, scores, lse, turned = output
-    # Nobody reads the last layer's scores: no gradient of zeros is made for them.
+    # The last layer's scores are not read, so no gradient of zeros is made for them.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, turned)
     ctx.save_for_backward(qkv, turned, scores, out, lse, spans, bounds, cos, sin, token_scale, seed)
@@ -187,12 +204,12 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _stored(scores: Tensor | None) -> Tensor | None:
-    """What is under the label."""
+    """Return scores under the dtype that their bits have."""
     return None if scores is None else scores_of(scores)
 
 
 def _parts(qkv: Tensor, turned: Tensor) -> dict[str, Tensor]:
-    """Queries, keys and values, each (T, N, H), where they lie."""
+    """Return views of queries, keys and values, each (T, N, H)."""
     q, k, v = qkv.unbind(1)
     if turned.numel():
         q, k = turned.unbind(1)
@@ -213,6 +230,6 @@ def _empty_results(
 
 
 def _empty_gradients(qkv: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    # A first layer's is used where a second pass reads it, which depends on the GPU.
+    # A first layer's is needed only where a second pass reads it, which depends on the GPU.
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     return d_qkv, torch.empty_like(scores)

@@ -1,24 +1,22 @@
-"""Triton kernels of attention by carried scores: S = scale q k^T + S of the layer below.
+"""Triton kernels of attention by carried scores, S = scale q k^T + S of the layer below.
 
-Letters: T tokens end to end, N heads, H head size (32, 64 or 128), W slots of a row of scores. A
-window is a range of tokens that see nothing outside of it; its scores are (N, T, W), where column c
-of a token is the c-th token of its window. `spans` (T, 4) int32 has for each token the keys that it
-sees, from and up to, and the queries that see it. Scores are defined where a query sees a key;
-elsewhere they are anything, NaN included, and so is their gradient.
+Letters: T tokens end to end, N heads, H head size (32, 64 or 128), W slots of a row of scores.
 
-All are stored rounded before the softmax reads them, so that backward, which reads what is stored,
-is the gradient of what was computed. What is masked is masked after a whole tile was loaded: a mask
-on the load would split it into accesses of 2 bytes.
+A window is a range of tokens that see nothing outside it. Its scores are (N, T, W): column c of a
+token is the c-th token of its window. `spans` (T, 4) int32 holds the keys that each token sees,
+first and one past the last, and likewise the queries that see it. Scores are defined where a query
+sees a key; elsewhere they and their gradient may be anything, including NaN.
 
-Triton kernels that turn queries and keys by their positions: rotary, pairs (0, 1), (2, 3), ...
+Scores are stored rounded before the softmax reads them, so that backward, which reads the stored
+ones, is the gradient of what was computed. Masks apply after a whole tile was loaded: a mask on the
+load would split it into accesses of 2 bytes.
 
-Letters: T tokens, N heads, H head size. `cos` and `sin` are (T, H / 2) fp32, one angle for each
-pair, as `pipeline.model.layers.rotary_tables` makes them. `token_scale` (T,) scales queries.
+`turn_kernel` turns queries and keys by rotary positions, coordinates (0, 1), (2, 3), ... together.
+Its tables `cos` and `sin`, (T, H / 2) fp32, are those of `pipeline.model.layers.rotary_tables`;
+`token_scale` (T,) scales queries.
 
-Which kernels compute attention by carried scores, with which tiles: all that is launched.
-
-Letters as in `carried_kernels`. A launch is data, so that the same can be compiled ahead of time
-for a GPU that is not there.
+The functions after the kernels choose which of them to launch, with which tiles. A launch is data,
+so that it can be compiled ahead of time for a GPU that is not there.
 """
 
 import math
@@ -33,10 +31,12 @@ from torch import Tensor
 from pipeline.kernels.choose import WINDOW_LIMIT
 from pipeline.kernels.common_triton import INTERPRETED, RANDOM_VALUES, Launch, is_kept, narrow
 
+FP16_MAX = tl.constexpr(65504.0)
+
 
 @triton.jit
 def load_angles(cos, sin, row, real, H: tl.constexpr):
-    """(rows, H / 2) of both tables; no turn where not real."""
+    """Load (rows, H / 2) of both tables; the angle 0 where not real."""
     at = row[:, None] * (H // 2) + tl.arange(0, H // 2)[None, :]
     cosine = tl.load(cos + at, mask=real[:, None], other=1.0)
     return cosine, tl.load(sin + at, mask=real[:, None], other=0.0)
@@ -44,7 +44,7 @@ def load_angles(cos, sin, row, real, H: tl.constexpr):
 
 @triton.jit
 def turn(x_RH, cosine, sine):
-    """Turns the pairs of (rows, H) fp32 values; by -sine it turns back."""
+    """Turn the pairs of (rows, H) fp32 values; with -sine, turn them back."""
     even, odd = tl.split(tl.reshape(x_RH, [x_RH.shape[0], x_RH.shape[1] // 2, 2]))
     turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
     return tl.reshape(turned, [x_RH.shape[0], x_RH.shape[1]])
@@ -56,7 +56,7 @@ def turn_kernel(
     TURNS: tl.constexpr, SCALES: tl.constexpr, H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(T, 3, N, H) queries, keys and values to (T, 2, N, H) queries and keys, turned, scaled."""
+    """Turn and scale queries and keys of (T, 3, N, H) into (T, 2, N, H)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = row < num_tokens
     wide_row = row.to(tl.int64)[:, None] * num_heads
@@ -76,9 +76,6 @@ def turn_kernel(
         tl.store(turned + (2 * wide_row + part) * H + column, x_RH, mask=real[:, None])
 
 
-FP16_MAX = tl.constexpr(65504.0)
-
-
 @triton.jit
 def _dot(a, b):
     if INTERPRETED:
@@ -88,14 +85,14 @@ def _dot(a, b):
 
 @triton.jit
 def _load_rows(base, row, head, token_stride, head_stride, real, H: tl.constexpr):
-    """(rows, H) of a (T, N, H) tensor; 0 where not real."""
+    """Load (rows, H) of a (T, N, H) tensor; 0 where not real."""
     offset = row.to(tl.int64)[:, None] * token_stride + head * head_stride
     return tl.load(base + offset + tl.arange(0, H)[None, :], mask=real[:, None], other=0.0)
 
 
 @triton.jit
 def _store_rows(base, row, head, token_stride, value, real, H: tl.constexpr):
-    """(rows, H) of a (T, N, H) tensor whose heads lie side by side."""
+    """Store (rows, H) of a (T, N, H) tensor whose heads lie side by side."""
     offset = row.to(tl.int64)[:, None] * token_stride + head * H
     value = narrow(value, base.dtype.element_ty)
     tl.store(base + offset + tl.arange(0, H)[None, :], value, mask=real[:, None])
@@ -105,7 +102,7 @@ def _store_rows(base, row, head, token_stride, value, real, H: tl.constexpr):
 def _store_gradient(
     base, row, head, num_heads, value, real, cos, sin, TURNS: tl.constexpr, H: tl.constexpr
 ):
-    """(rows, H) of queries' or keys' gradient, as it was before they were turned."""
+    """Turn (rows, H) of queries' or keys' gradient back, and store it."""
     if TURNS:
         cosine, sine = load_angles(cos, sin, row, real, H)
         value = turn(value, cosine, -sine)
@@ -114,7 +111,7 @@ def _store_gradient(
 
 @triton.jit
 def _scaled_queries(value, token_scale, row, real, scale, SCALES: tl.constexpr):
-    """(rows, H) times what `turn_kernel` and the product scaled them by."""
+    """Multiply (rows, H) by the factors of `turn_kernel` and of the product."""
     value *= scale
     if SCALES:
         value *= tl.load(token_scale + row, mask=real, other=0.0).to(tl.float32)[:, None]
@@ -128,7 +125,7 @@ def _score_offsets(row, column, head, num_tokens, width):
 
 @triton.jit
 def _load_spans(spans, token, real, SIDE: tl.constexpr):
-    """From and up to; both 0 where not real."""
+    """Load the first key (or query) and one past the last; both 0 where not real."""
     first = tl.load(spans + token * 4 + SIDE, mask=real, other=0)
     stop = tl.load(spans + token * 4 + SIDE + 1, mask=real, other=0)
     return first, stop
@@ -136,7 +133,7 @@ def _load_spans(spans, token, real, SIDE: tl.constexpr):
 
 @triton.jit
 def _common_range(first, stop, window_start, window_stop, STEP: tl.constexpr):
-    """Offsets in the window, in whole steps, between which all spans lie; empty if they are."""
+    """Return offsets in the window, in whole steps, between which all spans lie."""
     some = first < stop
     lowest = tl.min(tl.where(some, first, window_stop), axis=0) - window_start
     highest = tl.max(tl.where(some, stop, window_start), axis=0) - window_start
@@ -151,7 +148,7 @@ def forward_kernel(
     HAS_CARRY: tl.constexpr, DROPS: tl.constexpr,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Softmax as it goes along (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
+    """Compute the softmax online (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
 
     One program for a block of queries of one head. `lse` (N, T) fp32 is the binary logarithm of the
     softmax's denominator, +inf for a query that sees nothing, whose output is 0.
@@ -203,7 +200,7 @@ def forward_kernel(
 
 @triton.jit
 def delta_kernel(out, d_out, delta, num_tokens, num_heads, H: tl.constexpr, BLOCK: tl.constexpr):
-    """(N, T) fp32 sums of out * d_out over H: what the softmax's gradient subtracts."""
+    """Fill (N, T) fp32 sums of out * d_out over H, which the softmax's gradient subtracts."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = number < num_tokens * num_heads
     at = number[:, None] * H + tl.arange(0, H)[None, :]
@@ -215,7 +212,7 @@ def delta_kernel(out, d_out, delta, num_tokens, num_heads, H: tl.constexpr, BLOC
 
 @triton.jit
 def _probabilities(scores, at, seen, real, logarithm, log2_temperature):
-    """The softmax once more, from stored scores; 0 where not seen."""
+    """Compute the softmax again from stored scores; 0 where not seen."""
     s_QK = tl.load(scores + at, mask=real[:, None], other=0.0).to(tl.float32)
     return tl.exp2(tl.where(seen, s_QK * log2_temperature - logarithm[:, None], float("-inf")))
 
@@ -224,7 +221,7 @@ def _probabilities(scores, at, seen, real, logarithm, log2_temperature):
 def _through_softmax(
     p_QK, dp_QK, delta, d_scores, at, seen, real, temperature, HAS_D: tl.constexpr
 ):
-    """Gradient of the scores: that of this layer's softmax, and what the layer above hands down."""
+    """Add the gradient through this layer's softmax and the one that the layer above hands down."""
     ds_QK = p_QK * (dp_QK - delta[:, None]) * temperature
     if HAS_D:
         above_QK = tl.load(d_scores + at, mask=real[:, None], other=0.0).to(tl.float32)
@@ -241,7 +238,7 @@ def backward_window_kernel(
     TURNS: tl.constexpr, SCALES: tl.constexpr,
     H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one head of a window of at most BLOCK tokens, in one program."""
+    """Compute all gradients of one head of a window of at most BLOCK tokens, in one program."""
     head = tl.program_id(0) % num_heads
     window = tl.program_id(0) // num_heads
     start, end = tl.load(bounds + window), tl.load(bounds + window + 1)
@@ -285,7 +282,7 @@ def backward_keys_kernel(
     keep_scale, HAS_D: tl.constexpr, DROPS: tl.constexpr, TURNS: tl.constexpr,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys, their values and their column of scores."""
+    """Compute gradients of a block of keys, their values and their column of scores."""
     block = tl.program_id(0) % num_blocks
     head = (tl.program_id(0) // num_blocks) % num_heads
     window = tl.program_id(0) // num_blocks // num_heads
@@ -336,7 +333,7 @@ def backward_queries_kernel(
     TURNS: tl.constexpr, SCALES: tl.constexpr,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of queries, from that of the scores which `backward_keys_kernel` left.
+    """Compute the gradient of a block of queries from the scores' by `backward_keys_kernel`.
 
     A second pass instead of atomic additions: the same bits each time.
     """
@@ -364,25 +361,25 @@ def backward_queries_kernel(
 
 
 Tensors = Mapping[str, Tensor | None]
-"""By the names that the kernels give them."""
+"""Arguments of kernels by their names there."""
 _LOG2_E = math.log2(math.e)
 
 
 class Numbers(NamedTuple):
-    """What is not a tensor."""
+    """Arguments of a layer that are not tensors."""
 
     longest: int
     """Tokens of the longest window, or more."""
     scale: float
-    """Of q k^T."""
+    """Factor of q k^T."""
     temperature: float
     """The softmax is over scores times this."""
     dropout: float
-    """Probability of dropping a probability."""
+    """Probability of dropping an attention probability."""
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time, and with what."""
+    """Queries and keys that a program works on at a time, and its warps and stages."""
 
     queries: int
     keys: int
@@ -391,7 +388,7 @@ class Tile(NamedTuple):
 
 
 def turn_launch(tensors: Tensors) -> Launch:
-    """Fills `turned`.
+    """Fill `turned`.
 
     Args:
         tensors: `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
@@ -404,7 +401,7 @@ def turn_launch(tensors: Tensors) -> Launch:
 
 
 def forward(tensors: Tensors, numbers: Numbers) -> Launch:
-    """Fills `scores`, `out` and `lse`.
+    """Fill `scores`, `out` and `lse`.
 
     Args:
         tensors: `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, and
@@ -418,12 +415,12 @@ def forward(tensors: Tensors, numbers: Numbers) -> Launch:
 
 
 def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) -> Iterator[Launch]:
-    """Fills `dq`, `dk`, `dv` and `d_carry`, one launch after another.
+    """Fill `dq`, `dk`, `dv` and `d_carry`, one launch after another.
 
     Args:
-        tensors: those of `forward` and of `turn`, of whose `carry` only counts whether there is
-            one, with `d_out`, `d_scores` or None, `dq`, `dk`, `dv`, which are parts of one
-            (T, 3, N, H), and `d_carry`, which in a first layer that `takes_window` stays as it is.
+        tensors: those of `forward` and of `turn_launch`, where `carry` only tells whether there is
+            one; `d_out`; `d_scores` or None; `dq`, `dk`, `dv`, which are parts of one (T, 3, N, H);
+            and `d_carry`, which stays unchanged in a first layer that `takes_window`.
         numbers: of the layer.
         capability: compute capability of the GPU.
     """
@@ -454,14 +451,14 @@ def backward(tensors: Tensors, numbers: Numbers, capability: tuple[int, int]) ->
 
 
 def takes_window(width: int, head_size: int, dropout: float, capability: tuple[int, int]) -> bool:
-    """Whether backward takes a window in one program: where its registers suffice."""
+    """Return whether backward computes a window in one program: where its registers suffice."""
     if head_size == 128 or width > WINDOW_LIMIT:
         return False
     return width <= 64 or (dropout == 0 and _is_hopper(capability))
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; the interpreter goes Hopper's way."""
+    """Return the compute capability of a GPU; the interpreter takes Hopper's kernels."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -473,11 +470,11 @@ def _of_turn(tensors: Tensors) -> dict[str, bool]:
 
 
 def _is_hopper(capability: tuple[int, int]) -> bool:
-    """Whether matrix instructions take operands from shared memory, 64 rows or more at a time."""
+    """Return whether matrix instructions read 64 rows or more from shared memory at a time."""
     return capability[0] in (9, 10)
 
 
-# Without spilled registers for bf16 on sm_80 and sm_90, with and without dropout.
+# These tiles spill no registers for bf16 on sm_80 and sm_90, with and without dropout.
 def _forward_tile(width: int, head_size: int) -> Tile:
     if head_size == 128:
         return Tile(128, min(width, 32), 8, 2)
@@ -499,10 +496,14 @@ def _queries_tile(width: int, head_size: int) -> Tile:
 
 
 def _by_blocks(
-    kernel: Any, tensors: Tensors, numbers: Numbers, constants: dict[str, Any], tile: Tile,
+    kernel: Any,
+    tensors: Tensors,
+    numbers: Numbers,
+    constants: dict[str, Any],
+    tile: Tile,
     block: int,
-) -> Launch:  # fmt: skip
-    """A program for each head and block of a window, as many as the longest window has."""
+) -> Launch:
+    """Launch a program for each head and block of a window, as many as the longest window has."""
     num_blocks = -(-numbers.longest // block)
     programs = num_blocks * _shape(tensors, "lse")[0] * (_shape(tensors, "bounds")[0] - 1)
     constants = constants | {"BLOCK_Q": tile.queries, "BLOCK_K": tile.keys}
@@ -510,10 +511,16 @@ def _by_blocks(
 
 
 def _launch(
-    kernel: Any, tensors: Tensors, numbers: Numbers, constants: dict[str, Any], programs: int,
-    warps: int, stages: int, num_blocks: int = 1,
-) -> Launch:  # fmt: skip
-    """Gives a kernel what it names."""
+    kernel: Any,
+    tensors: Tensors,
+    numbers: Numbers,
+    constants: dict[str, Any],
+    programs: int,
+    warps: int,
+    stages: int,
+    num_blocks: int = 1,
+) -> Launch:
+    """Pass a kernel the arguments that it names."""
     num_heads, num_tokens = _shape(tensors, "lse")
     known: dict[str, Any] = {
         **tensors,

@@ -1,6 +1,6 @@
-"""The one place that decides which implementations compute a step.
+"""Decides which implementations compute a step, and holds the sizes that fused kernels take.
 
-What tokens see, as the fused kernels want to know it, and the sizes that they take.
+Importable without torch: plans of runs ask, too.
 """
 
 from __future__ import annotations
@@ -14,44 +14,41 @@ from pipeline.config.train import Implementation, KernelsConfig
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor  # what a model costs is reckoned without torch
+    import torch
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 HEAD_SIZES = (32, 64, 128)
+"""Head sizes of the kernels of attention by carried scores."""
 WINDOW_LIMIT = 128
 """Longest window that is one tile."""
+OLDEST_GPU = (8, 0)
+"""Least compute capability; earlier GPUs have no bf16 matrix instructions."""
+NORM_MULTIPLE = 8
+"""Divides the hidden sizes of the fused residual and norm: 16 bytes of bf16."""
+NORM_LIMIT = 4096
+"""Largest hidden size of the fused residual and norm."""
+_FLASH_LIMIT = 256
 
 
 class Windows(NamedTuple):
-    """Which tokens see which: each an interval of its window."""
+    """The tokens that each token sees: an interval of its window."""
 
     spans: Tensor
-    """(T, 4) int32: keys that a token sees, from and up to, and queries that see it, from and up
-    to. Both are inside its window; equal numbers are none."""
+    """(T, 4) int32: first and one past the last key that a token sees, then the same of the queries
+    that see it. Both lie inside its window; equal numbers are an empty interval."""
     bounds: Tensor
-    """(B + 1,) int32: 0, then the end of each window, the last of them T; none is empty."""
+    """(B + 1,) int32: 0, then the end of each window, the last of them T; no window is empty."""
     longest: int
     """Tokens of the longest window, or more."""
 
 
 def padded_width(longest: int) -> int:
-    """W: whole tiles, so that no tile of scores needs a mask on its columns."""
+    """Return W, a whole number of tiles, so that no tile of scores needs a mask on its columns."""
     if longest > WINDOW_LIMIT:
         return -(-longest // WINDOW_LIMIT) * WINDOW_LIMIT
     return next(width for width in (16, 32, 64, WINDOW_LIMIT) if longest <= width)
-
-
-if TYPE_CHECKING:
-    import torch  # plans ask, too, and need none
-
-logger = logging.getLogger(__name__)
-
-_FLASH_LIMIT = 256
-OLDEST_GPU = (8, 0)
-"""Compute capability; before it there are no bf16 matrix instructions."""
-NORM_MULTIPLE = 8
-"""Of which the fused residual and norm takes any hidden size: 16 bytes of bf16."""
-NORM_LIMIT = 4096
-"""The largest of them."""
 
 
 class Choice(NamedTuple):
@@ -68,14 +65,14 @@ REFERENCE = Choice()
 def choose(
     asked: KernelsConfig, model: ModelConfig, precision: str, device: torch.device
 ) -> Choice:
-    """Decides and logs it.
+    """Decide which parts fused kernels compute, and log it.
 
     Args:
-        asked: what the user wants.
+        asked: the user's choice.
         model: the architecture.
-        precision: `bf16`, or `fp32`, for which the kernels are right and not fast: `auto` leaves
-            it to PyTorch.
-        device: where it runs.
+        precision: `bf16` or `fp32`. The kernels are correct but slow in fp32, so `auto` then means
+            PyTorch.
+        device: the device that trains.
 
     Raises:
         ConfigError: fused kernels are asked for and cannot run.
@@ -92,7 +89,7 @@ def choose(
 
 
 def expected_on_gpu(asked: KernelsConfig, model: ModelConfig, precision: str) -> Choice:
-    """What `choose` decides on a GPU that runs all kernels: for plans; needs no torch."""
+    """Return what `choose` decides on a GPU that runs all kernels; for plans, without torch."""
     attention, norm = _for_attention(model, precision), _for_residual_norm(model)
     return Choice(
         attention=_is_fused(asked.attention, attention, precision),
@@ -102,13 +99,13 @@ def expected_on_gpu(asked: KernelsConfig, model: ModelConfig, precision: str) ->
 
 
 def require_residual_norm(model: ModelConfig) -> None:
-    """Checks that the fused residual and norm is for a model.
+    """Check that the fused residual and norm fits a model.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not.
     """
     if obstacle := _for_residual_norm(model):
-        raise ConfigError(f"no fused residual and norm: {obstacle}")
+        raise ConfigError(f"no fused residual and norm for this model: {obstacle}")
 
 
 def _is_fused(asked: Implementation, obstacle: str | None, precision: str) -> bool:
@@ -128,7 +125,7 @@ def _takes(part: str, asked: Implementation, obstacle: str | None, precision: st
 
 
 def _for_attention(model: ModelConfig, precision: str) -> str | None:
-    """Why there is no fused attention on any device, None if there is."""
+    """Return why no device has fused attention for this model; None if one has."""
     if model.score_residual == "none":
         if precision == "fp32":
             return "train.precision=fp32, flash attention takes bf16"
@@ -196,7 +193,7 @@ def _for_gpu(device: torch.device) -> str | None:
 
 
 def _is_interpreted() -> bool:
-    """For tests: in the interpreter kernels run on a CPU."""
+    """Return whether Triton interprets kernels on the CPU, as in tests."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

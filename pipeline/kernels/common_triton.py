@@ -1,11 +1,4 @@
-"""What Triton's interpreter does to bf16, and how kernels are right in it all the same.
-
-Dropout inside Triton kernels: what it keeps is a function of a seed and a place alone.
-
-A launch of a Triton kernel as data, so that it can be compiled ahead of time for any GPU.
-
-The least that Triton can be asked to do, to find out whether it can.
-"""
+"""Parts that all Triton kernels share: rounding, dropout, launches as data, and a first test."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +8,12 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""The interpreter multiplies bf16 matrices as if their bits were whole numbers."""
+"""Whether kernels run in the interpreter, which multiplies the bits of bf16 as whole numbers."""
 
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Rounds fp32 to the nearest, which the interpreter does not do for bf16: it cuts bits off."""
+    """Round fp32 to nearest, in the interpreter too, which truncates to bf16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -29,17 +22,18 @@ def narrow(x, dtype: tl.constexpr):
 
 
 PHILOX_ROUNDS = tl.constexpr(7)
-"""Fewest that pass BigCrush: Salmon et al. 2011, "Parallel random numbers", table 2."""
+"""Fewest rounds that pass BigCrush: Salmon et al. 2011, "Parallel random numbers", table 2."""
 RANDOM_VALUES = 1 << 24
-"""Parts to which a probability of dropping is rounded: the `threshold` of `is_kept`."""
+"""A dropout probability times this, rounded, is the `threshold` of `is_kept`."""
 
 
 @triton.jit
 def is_kept(seed, row, column, head, threshold):
-    """(rows, columns): which values dropout keeps, the same whatever the tile.
+    """Return which of (rows, columns) values dropout keeps, the same for every tiling.
 
-    Philox for each row, and from there a Weyl sequence through the finaliser of MurmurHash3, keyed:
-    Philox for each element holds so much at a time that registers spill.
+    A value is kept or dropped by (seed, row, column, head) alone. Each row starts with Philox and
+    goes on with a keyed Weyl sequence through MurmurHash3's finaliser, because Philox for each
+    element needs so many registers that they spill.
     """
     zero = tl.zeros_like(row)
     start, key, _, _ = tl.philox(tl.load(seed), row, zero + head, zero, zero, PHILOX_ROUNDS)
@@ -52,19 +46,19 @@ def is_kept(seed, row, column, head, threshold):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel with everything it gets."""
+    """One kernel with its arguments, as data: it can be compiled ahead of time for any GPU."""
 
     kernel: Any
     num_programs: int
     arguments: dict[str, Any]
     """Tensors and numbers by name."""
     constants: dict[str, Any]
-    """Compiled in."""
+    """Compile-time constants by name."""
     warps: int
     stages: int
 
     def run(self) -> None:
-        """Starts it on the current stream."""
+        """Start the kernel on the current stream."""
         self.kernel[(self.num_programs,)](
             **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
         )
@@ -76,13 +70,12 @@ def _answer(out):
 
 
 def try_triton(device: torch.device) -> None:
-    """Compiles and runs a kernel that stores a number.
+    """Compile and run the smallest kernel, one that stores a number, to see whether Triton works.
 
     Raises:
-        Exception: whatever Triton fails with: no C compiler, no headers of Python, a driver that is
-            too old.
+        Exception: any error of Triton: no C compiler, no headers of Python, too old a driver.
     """
     out = torch.zeros(1, dtype=torch.int32, device=device)
     _answer[(1,)](out)
     if out.item() != 42:
-        raise RuntimeError(f"a kernel was to store 42 and stored {out.item()}")
+        raise RuntimeError(f"a kernel stored {out.item()}, expected 42")

@@ -1,11 +1,11 @@
 """Cross-entropy over a vocabulary, without the logits of all rows, forward or backward.
 
-A chunk of rows at a time: the logits, the losses, the gradient in the logits' place, and what comes
-of it for inputs and weights. So the gradients are there when the forward pass ends, from three
-matrix products and no recomputation, and backward scales them. Liger's fused linear cross-entropy
-(`src/liger_kernel/ops/fused_linear_cross_entropy.py`) is made like this.
+For a chunk of rows at a time it computes the logits, the losses, the gradient in the place of the
+logits, and from it the gradients of inputs and weights. So the gradients exist when the forward
+pass ends, from three matrix products without recomputation, and backward only scales them. Liger's
+fused linear cross-entropy (`src/liger_kernel/ops/fused_linear_cross_entropy.py`) works like this.
 
-Letters: M rows, R those of a chunk, E width, V vocabulary.
+Letters: M rows, R rows of a chunk, E width, V vocabulary.
 """
 
 from typing import Any
@@ -16,30 +16,29 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 
 LOGITS_BYTES = 256 * 2**20
-"""Budget of a chunk's logits. Plain PyTorch has a copy of them in fp32 beside it."""
+"""Budget for the logits of a chunk. Plain PyTorch has a copy of them in fp32 as well."""
 
 
 def vocabulary_loss(
     x_ME: Tensor, weight_VE: Tensor, bias_V: Tensor | None, targets_M: Tensor, *, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of softmax(x W^T + b), and how often the likeliest is the target.
+    """Sum the cross-entropies of softmax(x W^T + b), and count rows whose likeliest is the target.
 
-    The logits are rounded to the dtype of the inputs; all that follows is in the wider of it and
-    fp32. Between forward and backward pass autograd keeps the gradients of x, W and b in their own
-    dtypes, and nothing else. A logit of -inf has probability 0; NaN, inf, or -inf for a target,
-    make the loss NaN or inf.
+    The logits are rounded to the dtype of the inputs; everything after them is at least fp32. From
+    forward to backward autograd keeps only the gradients of x, W and b, in their own dtypes. A
+    logit of -inf has probability 0; NaN, inf, or -inf for a target make the loss NaN or inf.
 
     Args:
         x_ME: inputs of the output layer; M may be 0.
-        weight_VE: of the same dtype.
-        bias_V: of the same dtype.
-        targets_M: int64, each below V. One that is not is an error in plain PyTorch (on a GPU an
-            assertion that ends the process) and NaN, in loss and gradients, in the fused kernel.
-        fused: cross-entropy and gradient by our kernel; by plain PyTorch otherwise.
+        weight_VE: weights of the same dtype.
+        bias_V: bias of the same dtype.
+        targets_M: int64, each below V. A larger one is an error in plain PyTorch (on a GPU an
+            assertion that ends the process), and makes loss and gradients NaN in the fused kernel.
+        fused: whether our kernel computes cross-entropy and gradient, instead of plain PyTorch.
 
     Returns:
-        Two 0-dimensional tensors of the wider dtype: the sum, nats, and a number without gradient.
-        Of several largest logits the first is the likeliest.
+        Two 0-dimensional tensors of at least fp32: the sum in nats, and a count without gradient.
+        Among equal largest logits the first counts as the likeliest.
 
     Raises:
         ConfigError: `fused`, and the dtype is neither bf16 nor fp32.
@@ -49,7 +48,7 @@ def vocabulary_loss(
             f"the fused kernel takes bf16 and fp32, this is {x_ME.dtype}; set "
             "kernels.loss=reference"
         )
-    # In an autograd.Function it is always off.
+    # Asked here, because it is always off inside an autograd.Function.
     differentiates = torch.is_grad_enabled()
     loss, correct = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
         x_ME, weight_VE, bias_V, targets_M, fused, differentiates
@@ -58,7 +57,7 @@ def vocabulary_loss(
 
 
 def rows_of_chunk(num_rows: int, row_bytes: int) -> int:
-    """Rows of a chunk: chunks are as few as the budget allows, and equal but for the last."""
+    """Return the rows of a chunk: as few chunks as fit the budget, equal except for the last."""
     most = max(1, LOGITS_BYTES // row_bytes)
     num_chunks = max(1, -(-num_rows // most))
     return max(1, -(-num_rows // num_chunks))
@@ -67,9 +66,14 @@ def rows_of_chunk(num_rows: int, row_bytes: int) -> int:
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, fused: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        fused: bool,
         differentiates: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         needed = [differentiates and each for each in ctx.needs_input_grad[:3]]
         losses, hits, *gradients = _by_chunks(x, weight, bias, targets.contiguous(), fused, needed)
         ctx.save_for_backward(*gradients)
@@ -79,7 +83,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # torch's once_differentiable says nothing where the gradient is one term among others.
+        # torch's once_differentiable is silent if the gradient is one term among others.
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "gradients of vocabulary_loss are constants: they cannot be differentiated again; "
@@ -95,16 +99,21 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _by_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, fused: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    fused: bool,
     needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Losses (M,), hits (M,), and the gradients of the losses' sum that are needed."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute losses (M,), hits (M,), and those gradients of the losses' sum that are needed."""
     wide = torch.promote_types(x.dtype, torch.float32)
     step = rows_of_chunk(len(x), len(weight) * x.itemsize)
     logits, losses, hits = (
-        x.new_empty(step, len(weight)), x.new_empty(len(x), dtype=wide),
+        x.new_empty(step, len(weight)),
         x.new_empty(len(x), dtype=wide),
-    )  # fmt: skip
+        x.new_empty(len(x), dtype=wide),
+    )
     d_x = torch.empty_like(x) if needed[0] else None
     d_weight: Tensor | None = None
     d_bias = x.new_zeros(len(weight), dtype=wide) if needed[2] else None
@@ -121,7 +130,7 @@ def _by_chunks(
             torch.mm(rows, weight, out=d_x[chunk])
         if needed[1]:
             product = rows.t() @ x[chunk]
-            # The sum is wide, or each chunk would round it; one chunk is no sum.
+            # At least fp32, or each chunk would round the sum; a single chunk needs no sum.
             d_weight = product if d_weight is None else d_weight.to(wide).add_(product)
         if d_bias is not None:
             d_bias += rows.sum(0, dtype=wide)
@@ -141,7 +150,7 @@ def _by_kernel(
 def _by_torch(
     logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor, differentiates: bool
 ) -> None:
-    """As the kernel; wide logits are overwritten in any case."""
+    """Do what the kernel does; overwrite wide logits in any case."""
     wide, index = logits.to(losses.dtype), targets[:, None]
     most, best = wide.max(-1, keepdim=True)
     picked = wide.gather(-1, index)

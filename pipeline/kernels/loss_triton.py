@@ -1,7 +1,7 @@
 """Triton kernel of cross-entropy over rows of logits, and its gradient in their place.
 
-V is the vocabulary. A program has one row and goes through it by blocks, twice: once for the
-softmax's denominator and the most likely token, once for the gradient.
+V is the vocabulary. A program takes one row and passes over its blocks twice: first for the
+softmax's denominator and the likeliest token, then for the gradient.
 """
 
 import triton
@@ -12,7 +12,7 @@ from pipeline.kernels.common_triton import Launch, narrow
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""The least finite number: unlike -inf, it may be subtracted from -inf."""
+"""The smallest finite number: unlike -inf, it may be subtracted from -inf."""
 _BLOCK, _WARPS = 2048, 8
 
 
@@ -21,12 +21,12 @@ def cross_entropy_kernel(
     logits, targets, losses, hits,
     V: tl.constexpr, BLOCK: tl.constexpr, DIFFERENTIATES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax as it goes along (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
+    """Compute the softmax online (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3).
 
-    Each lane has a maximum and a sum of its own until the row ends, so that blocks need no exchange
-    between warps; one of the two exponentials of the algorithm is always exp(0).
+    Each lane keeps its own maximum and sum until the row ends, so that blocks need no exchange
+    between warps. One of the algorithm's two exponentials is always exp(0) and is left out.
     """
-    # Rows times V passes 2^31.
+    # 64 bits, because rows times V may exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     target = tl.load(targets + row)
@@ -47,7 +47,7 @@ def cross_entropy_kernel(
         most = tl.where(is_more, value, most)
     highest = tl.max(most, axis=0)
     denominator = tl.sum(total * tl.exp2((most - highest) * LOG2_E), axis=0)
-    # A target that is no token makes loss and gradient NaN.
+    # A target that is not a token makes loss and gradient NaN.
     denominator = tl.where(real, denominator, float("nan"))
     likeliest = tl.min(tl.where(most == highest, best, V), axis=0)
     tl.store(losses + row, tl.log(denominator) + (highest - picked))
@@ -66,18 +66,18 @@ def cross_entropy_kernel(
 def cross_entropy(
     logits_RV: Tensor, targets_R: Tensor, losses_R: Tensor, hits_R: Tensor, differentiates: bool
 ) -> Launch:
-    """Fills `losses` and `hits`, and puts the gradient in the place of the logits.
+    """Fill `losses` and `hits`, and puts the gradient in the place of the logits.
 
     Args:
         logits_RV: contiguous bf16 or fp32.
         targets_R: contiguous int64.
-        losses_R: contiguous fp32, of each row.
+        losses_R: contiguous fp32, filled with each row's loss.
         hits_R: contiguous fp32, 1 where the first of the largest logits is the target's, else 0.
         differentiates: whether the gradient of the losses' sum is wanted.
     """
     num_rows, size = logits_RV.shape
     arguments = {"logits": logits_RV, "targets": targets_R, "losses": losses_R, "hits": hits_R}
-    # V is compiled in: a run has one, and blocks are then known to be aligned where it allows.
+    # A run has one V; as a constant it lets the compiler know where blocks are aligned.
     block = min(_BLOCK, triton.next_power_of_2(size))
     constants = {"V": size, "BLOCK": block, "DIFFERENTIATES": differentiates}
     return Launch(cross_entropy_kernel, num_rows, arguments, constants, _WARPS, 1)

@@ -1,9 +1,9 @@
 """Residual, alpha, dropout and RMSNorm without a gain in one pass, as one operator of torch.
 
-It computes what `Residual`, `RMSNorm` and the pass at alpha 0 of `pipeline.model.layers` do in
-plain PyTorch, in fp32 inside, and rounds once. For the backward pass it keeps its own output, which
-the next layer keeps anyway, and 4 bytes a token; plain PyTorch keeps an fp32 copy of the sum and
-dropout's mask. Letters: D hidden size. Triton is loaded when something is computed.
+It computes in fp32 what `Residual`, `RMSNorm` and the pass at alpha 0 of `pipeline.model.layers` do
+in plain PyTorch, and rounds once. Backward needs the operator's own output, which the next layer
+keeps anyway, and 4 bytes a token; plain PyTorch keeps an fp32 copy of the sum and dropout's mask.
+Triton is imported when something is computed. Letters: D hidden size.
 """
 
 from typing import Any
@@ -20,17 +20,17 @@ _REFERENCE = "or set kernels.residual_norm=reference"
 def residual_norm(
     x: Tensor, update: Tensor, alpha: Tensor | None, *, keep: float, dropout: float, eps: float
 ) -> Tensor:
-    """joined / sqrt(mean(joined^2) + eps), joined = keep * x + alpha * Dropout(update).
+    """Compute joined / sqrt(mean(joined^2) + eps), joined = keep * x + alpha * Dropout(update).
 
-    Where alpha is 0 the result is x, to the bit, and so is its gradient. NaN and infinity of an
-    input are seen in the result, also where dropout drops them, as in PyTorch.
+    At alpha 0 the result is x, bit for bit, and so is its gradient. NaN and infinity of an input
+    reach the result even where dropout drops them, as in PyTorch.
 
     Sources: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4; alpha, Su 2020
     (kexue.fm/archives/8620).
 
     Args:
         x: (..., D) bf16 or fp32.
-        update: of a sub-layer; shape and dtype of x.
+        update: output of a sub-layer; shape and dtype of x.
         alpha: 0-dimensional fp32, read by the kernel; None is 1. It gets no gradient.
         keep: factor of x.
         dropout: probability of dropping a value of the update; 0 in evaluation.
@@ -40,7 +40,7 @@ def residual_norm(
         (..., D) in x's dtype.
 
     Raises:
-        ConfigError: no kernel is for such a dtype, shape or size, or alpha wants a gradient.
+        ConfigError: there is no kernel for the dtype, shape or size, or alpha needs a gradient.
     """
     _require(x, update, alpha)
     # Drawn by torch, so that a checkpointed layer draws the same again.
@@ -84,49 +84,78 @@ def _require(x: Tensor, update: Tensor, alpha: Tensor | None) -> None:
 
 @torch.library.custom_op("postnorm::residual_norm", mutates_args=())
 def _forward(
-    x: Tensor, update: Tensor, alpha: Tensor | None, seed: Tensor | None, keep: float,
-    dropout: float, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    update: Tensor,
+    alpha: Tensor | None,
+    seed: Tensor | None,
+    keep: float,
+    dropout: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     from pipeline.kernels import norm_triton as kernels
 
     y, rstd = _empty_results(x)
     tensors = {
-        "x": x.contiguous(), "update": update.contiguous(), "alpha": alpha, "seed": seed, "y": y,
+        "x": x.contiguous(),
+        "update": update.contiguous(),
+        "alpha": alpha,
+        "seed": seed,
+        "y": y,
         "rstd": rstd,
-    }  # fmt: skip
+    }
     kernels.forward(tensors, keep, eps, dropout).run()
     return y, rstd
 
 
 @_forward.register_fake
 def _(
-    x: Tensor, update: Tensor, alpha: Tensor | None, seed: Tensor | None, keep: float,
-    dropout: float, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    update: Tensor,
+    alpha: Tensor | None,
+    seed: Tensor | None,
+    keep: float,
+    dropout: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     return _empty_results(x)
 
 
 @torch.library.custom_op("postnorm::residual_norm_backward", mutates_args=())
 def _backward(
-    y: Tensor, rstd: Tensor, d_y: Tensor, alpha: Tensor | None, seed: Tensor | None, keep: float,
+    y: Tensor,
+    rstd: Tensor,
+    d_y: Tensor,
+    alpha: Tensor | None,
+    seed: Tensor | None,
+    keep: float,
     dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     from pipeline.kernels import norm_triton as kernels
 
     d_x, d_update = _empty_gradients(y)
     tensors = {
-        "y": y, "rstd": rstd, "d_y": d_y.contiguous(), "alpha": alpha, "seed": seed, "d_x": d_x,
+        "y": y,
+        "rstd": rstd,
+        "d_y": d_y.contiguous(),
+        "alpha": alpha,
+        "seed": seed,
+        "d_x": d_x,
         "d_update": d_update,
-    }  # fmt: skip
+    }
     kernels.backward(tensors, keep, dropout).run()
     return d_x, d_update
 
 
 @_backward.register_fake
 def _(
-    y: Tensor, rstd: Tensor, d_y: Tensor, alpha: Tensor | None, seed: Tensor | None, keep: float,
+    y: Tensor,
+    rstd: Tensor,
+    d_y: Tensor,
+    alpha: Tensor | None,
+    seed: Tensor | None,
+    keep: float,
     dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     return _empty_gradients(y)
 
 

@@ -1,9 +1,8 @@
 """Triton kernels of residual, alpha, dropout and RMSNorm in one pass, and how they are launched.
 
 Letters: T tokens end to end, D hidden size. A program takes whole rows of D values, so that each
-value is read once and written once; D need not be a power of two, its block is the next one, and
-what is beyond D is masked. D is compiled in: that it is a multiple of 8 is what makes accesses of
-16 bytes of masked ones.
+value is read once and written once. Its block is the next power of two, masked beyond D. D is a
+compile-time constant: only because it is a known multiple of 8 are masked accesses 16 bytes wide.
 """
 
 from collections.abc import Mapping
@@ -15,14 +14,14 @@ from torch import Tensor
 from pipeline.kernels.common_triton import RANDOM_VALUES, Launch, is_kept, narrow
 
 Tensors = Mapping[str, Tensor | None]
-"""By the names that the kernels give them; of (T, D) but for `rstd` (T,), `alpha` and `seed`."""
+"""Arguments by their names in the kernels; (T, D) except `rstd` (T,), `alpha` and `seed`."""
 _BLOCK = 2048
-"""Values of a program, unless a row has more."""
+"""Values that a program takes, unless a row has more."""
 
 
 @triton.jit
 def _places(num_tokens, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows and columns of a program, where they lie, and which of them are there."""
+    """Return rows and columns of a program, their offsets, and which of them exist."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     real = (row < num_tokens)[:, None] & (column < D)[None, :]
@@ -32,7 +31,7 @@ def _places(num_tokens, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 @triton.jit
 def _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA: tl.constexpr,
             DROPS: tl.constexpr):  # fmt: skip
-    """Of the update: alpha, and dropout's 0 or 1 / (1 - p). A factor, so that NaN stays NaN."""
+    """Return the update's factor: alpha times dropout's 0 or 1 / (1 - p). NaN stays NaN."""
     factor = tl.full([1, 1], 1.0, tl.float32)
     if HAS_ALPHA:
         factor *= tl.load(alpha)
@@ -48,7 +47,7 @@ def residual_norm_kernel(
     HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Fills `y`, and `rstd` fp32: 1 / sqrt(mean of squares + eps)."""
+    """Fill `y`, and `rstd` fp32: 1 / sqrt(mean of squares + eps)."""
     row, column, at, real = _places(num_tokens, D, ROWS, WIDTH)
     x_TD = tl.load(x + at, mask=real, other=0.0)
     update_TD = tl.load(update + at, mask=real, other=0.0).to(tl.float32)
@@ -68,7 +67,7 @@ def residual_norm_backward_kernel(
     HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Fills `d_x` and `d_update`.
+    """Fill `d_x` and `d_update`.
 
     With r = rstd and y = r joined, dr / djoined_k = -r^3 joined_k / D. So the gradient of joined is
     r d_y - r^3 joined mean(d_y joined) = r (d_y - y mean(d_y y)): exact for any eps.
@@ -84,7 +83,7 @@ def residual_norm_backward_kernel(
     d_x_TD = narrow(d_joined_TD * keep, d_x.dtype.element_ty)
     d_update_TD = d_joined_TD * factor
     if HAS_ALPHA:
-        # Then y was x, whatever the norm would have been, infinite or not.
+        # At alpha 0 y was x, even if the norm would have been infinite.
         passes = tl.load(alpha) == 0.0
         d_x_TD = tl.where(passes, given_TD, d_x_TD)
         d_update_TD = tl.where(passes, 0.0, d_update_TD)
@@ -93,26 +92,29 @@ def residual_norm_backward_kernel(
 
 
 def forward(tensors: Tensors, keep: float, eps: float, dropout: float) -> Launch:
-    """Fills `y` and `rstd`.
+    """Fill `y` and `rstd`.
 
     Args:
-        tensors: `x`, `update`, `alpha` or None, `seed`, None without dropout, `y` and `rstd`.
+        tensors: `x`, `update`, `alpha` or None, `seed` (None without dropout), `y` and `rstd`.
         keep: factor of `x`.
-        eps: of the norm.
+        eps: added to the mean square.
         dropout: probability of dropping a value of the update.
     """
     return _launch(residual_norm_kernel, tensors, "x", {"keep": keep, "eps": eps}, dropout)
 
 
 def backward(tensors: Tensors, keep: float, dropout: float) -> Launch:
-    """Fills `d_x` and `d_update` from `y`, `rstd`, `d_y`, and `alpha` and `seed` of forward."""
+    """Fill `d_x` and `d_update` from `y`, `rstd`, `d_y`, and `alpha` and `seed` of forward."""
     return _launch(residual_norm_backward_kernel, tensors, "y", {"keep": keep}, dropout)
 
 
 def _launch(
-    kernel: triton.JITFunction, tensors: Tensors, like: str, numbers: dict[str, float],
+    kernel: triton.JITFunction,
+    tensors: Tensors,
+    like: str,
+    numbers: dict[str, float],
     dropout: float,
-) -> Launch:  # fmt: skip
+) -> Launch:
     rows = tensors[like]
     assert rows is not None
     size = rows.shape[-1]
@@ -127,8 +129,11 @@ def _launch(
         "keep_scale": 1.0 / (1.0 - dropout),
     }
     constants = {
-        "HAS_ALPHA": tensors["alpha"] is not None, "DROPS": dropout > 0,
-        "D": size, "ROWS": block_rows, "WIDTH": width,
-    }  # fmt: skip
+        "HAS_ALPHA": tensors["alpha"] is not None,
+        "DROPS": dropout > 0,
+        "D": size,
+        "ROWS": block_rows,
+        "WIDTH": width,
+    }
     programs = -(-num_tokens // block_rows)
     return Launch(kernel, programs, arguments, constants, 8 if width > _BLOCK else 4, 1)

@@ -23,7 +23,7 @@ class CompiledLayer:
     """`run_layer`, compiled when it is first called, and for another mode when that comes."""
 
     def __init__(self) -> None:
-        """Compiles nothing yet."""
+        """Prepare the compilation, which happens at the first call."""
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         self._run = torch.compile(run_layer, fullgraph=True)
 
@@ -35,7 +35,7 @@ class CompiledLayer:
         carry_BNSS: Tensor | None,
         index: int,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Layer.forward`."""
+        """Run a layer; see `Layer.forward`."""
         inputs = [x, *shared.layout, *(shared.tables or ()), shared.query_scale]
         for each in inputs:
             if isinstance(each, Tensor):
@@ -46,7 +46,7 @@ class CompiledLayer:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Checks that there is what torch.compile needs on a device, before minutes are spent.
+    """Check early that a device has everything that torch.compile needs.
 
     Raises:
         ConfigError: there is no C++ compiler, or no Triton for a GPU.

@@ -24,7 +24,7 @@ _SEED = _INT64
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
-    """Number of parameters by group, and their `total`; groups that a model lacks are 0.
+    """Count parameters by group, and their `total`; groups that a model lacks are 0.
 
     The output matrix of the MLM head is the token embedding and is counted there.
     """
@@ -85,7 +85,7 @@ def flops_per_token(
     masked_share: float = 0.15,
     document_len: float | None = None,
 ) -> Flops:
-    """FLOPs per token: matrix multiplications only, 2 a multiply-add; looking up rows is free.
+    """Count FLOPs per token: matrix multiplications only, 2 a multiply-add; lookups are free.
 
     Shared layers cost what layers of their own cost. The pooler has no part in MLM. What a fused
     kernel computes a second time in its backward pass is not counted.
@@ -110,7 +110,7 @@ def flops_per_token(
 
 
 def state_bytes(config: ModelConfig, num_ranks: int) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state on one rank of a bf16 run, and their `total`.
+    """Count bytes of weights, gradients and optimizer state on a rank of a bf16 run, with `total`.
 
     Source: `pipeline/train/engine.py`, which makes DeepSpeed take its BF16_Optimizer (ZeRO stage 1,
     bf16 weights, fp32 accumulation). Although it divides the optimizer's state, every rank sums the
@@ -139,7 +139,7 @@ def activation_bytes(
     checkpoint_layers: int | None = None,
     fused: Choice = REFERENCE,
 ) -> dict[str, int]:
-    """Bytes that autograd keeps from one forward pass and its loss to the backward pass, by group.
+    """Count bytes that autograd keeps between a forward pass with its loss and backward, by group.
 
     Each storage counts once, as long as any part of it is kept: values, which are a view of the
     product of queries, keys and values, keep all three. Parameters are not counted. Tokens lie in
@@ -198,7 +198,7 @@ def activation_bytes(
 
 
 def fused_parts(config: ModelConfig, fused: Choice) -> tuple[str, ...]:
-    """What of `fused` changes the bytes of a model's activations, in words."""
+    """Name the fused parts that change the bytes of a model's activations."""
     parts = {
         "carried scores": fused.attention and config.score_residual != "none",
         "residuals and norms": fused.residual_norm,
@@ -225,7 +225,7 @@ class _Kept:
         return ids + self._dropout(self.tokens * width) + self.norm(self.tokens, width) + projected
 
     def shared_by_layers(self) -> int:
-        """Rotary tables, the queries' scale, and windows for fused kernels, made once."""
+        """Count rotary tables, the queries' scale, and windows for fused kernels, made once."""
         tables = self.config.head_size * _FP32 if self.config.positions == "rotary" else 0
         scale = self.value if self.config.attention_scale == "entropy_invariant" else 0
         bounds = self.tokens // self.seq_len + 1
@@ -233,7 +233,7 @@ class _Kept:
         return self.tokens * (tables + scale) + windows
 
     def group_inputs(self, num_groups: int) -> int:
-        """Hidden states, and the carried scores of all groups but the first."""
+        """Count hidden states, and the carried scores of all groups but the first."""
         hidden = self.tokens * self.config.hidden_size * self.value
         carries = self.config.score_residual != "none"
         scores = self.tokens * self.seq_len * self.config.num_heads * _FP32 if carries else 0
@@ -242,7 +242,7 @@ class _Kept:
         return num_groups * hidden + (num_groups - 1) * scores
 
     def attention(self) -> int:
-        """Inputs of both linear layers, queries, keys and values; no scores."""
+        """Count inputs of both linear layers, queries, keys and values, without scores."""
         config, one = self.config, self.tokens * self.config.hidden_size * self.value
         # The product of all three, kept by the values; queries that were scaled; keys that turned.
         qkv = 5 if config.positions == "rotary" else 4
@@ -256,7 +256,7 @@ class _Kept:
         return (2 + qkv) * one
 
     def scores(self) -> int:
-        """Carried scores of one layer. What backward reads is the softmax in fp32, the same in the
+        """Count one layer's carried scores. Backward reads the softmax in fp32, the same in the
         values' dtype after dropout, dropout's mask, the mask; or fused, the scores and a seed.
         """
         if self.config.score_residual == "none":
@@ -273,11 +273,11 @@ class _Kept:
         return self.fused.attention and self.config.score_residual != "none"
 
     def _fused_scores(self) -> int:
-        """Of one layer, in 16 bits or fp32."""
+        """Count one layer's scores in 16 bits or fp32."""
         return self.config.num_heads * self.tokens * padded_width(self.seq_len) * self.value
 
     def _fused_qkv(self) -> int:
-        """The product of all three; queries and keys again where they are turned or scaled."""
+        """Count queries, keys and values; queries and keys again if they are turned or scaled."""
         config = self.config
         again = config.positions == "rotary" or config.attention_scale == "entropy_invariant"
         return 5 if again else 3
@@ -290,7 +290,7 @@ class _Kept:
         return self.tokens * (config.hidden_size + inner) * self.value
 
     def residuals_and_norms(self, layers: int) -> float:
-        """Of all sub-layers, and the last norm."""
+        """Count residuals and norms of all sub-layers, and the last norm."""
         config, size = self.config, self.tokens * self.config.hidden_size
         if self.fused.residual_norm:
             # The last output is the input of no linear layer that counts it.
@@ -302,7 +302,7 @@ class _Kept:
         return 2 * layers * (self._dropout(size) + gained + norm) + last
 
     def norm(self, rows: float, width: int) -> float:
-        """Without its output."""
+        """Count a norm without its output."""
         if self.config.norm == "layernorm":
             return rows * (width * self.value + 2 * _FP32)
         gained = width * self.value if self.config.norm_affine else 0
@@ -321,7 +321,7 @@ class _Kept:
         return index + dense + activation + self.norm(masked, width)
 
     def loss(self, masked: float) -> float:
-        """Gradients of the output layer's inputs, weights and bias; see `vocabulary_loss`."""
+        """Count gradients of the output layer's inputs, weights and bias; see `vocabulary_loss`."""
         config, size = self.config, _vocabulary(self.config)
         bias = size if config.mlm_head == "bert" and config.bias else 0
         return ((masked + size) * config.embedding_width + bias) * self.value
@@ -378,7 +378,7 @@ KNOWN = {
 
 
 def limits(name: str) -> DeviceLimits | None:
-    """Those of a device by its name, such as `NVIDIA H100 80GB HBM3`; None: not known.
+    """Return the limits of a device by its name, such as `NVIDIA H100 80GB HBM3`; None if unknown.
 
     `GH200` and the like are other devices, and a MIG slice is a part of one.
     """

@@ -59,7 +59,7 @@ def read_plan(
     num_ranks: int = 1,
     document_len: int | None = None,
 ) -> Plan:
-    """Reads a model's file, or the config of a run, which also has lengths and batches.
+    """Read a model's file, or the config of a run, which also has lengths and batches.
 
     Args:
         path: YAML file; a run's if one of its top-level keys is a `PretrainConfig`'s.
@@ -92,7 +92,7 @@ def read_plan(
 
 
 def describe(plan: Plan) -> str:
-    """The table: one column, or one for each of `VOCABULARIES` where the config names none."""
+    """Format the table: one column, or one for each of `VOCABULARIES` if the config names none."""
     given = plan.config.vocab_size
     sizes = VOCABULARIES if given is None else (given,)
     configs = [replace(plan.config, vocab_size=size) for size in sizes]
@@ -116,7 +116,7 @@ def describe(plan: Plan) -> str:
 
 
 def _is_run(path: Path, parents: tuple[Path, ...]) -> bool:
-    """Looks into the files that `from:` names where the keys beside it say nothing."""
+    """Look into the files that `from:` names if the keys beside it do not decide."""
     tree = strict_yaml.read_file(path).plain()
     if not isinstance(tree, dict) or path.resolve() in parents:
         return False
@@ -214,7 +214,7 @@ def _num_keys(plan: Plan) -> int:
 
 
 def _rows(columns: list[dict[str, int]], unit: float, decimals: int) -> list[str]:
-    """A row for each group that some column has."""
+    """Format a row for each group that some column has."""
     return [
         _row(f"  {name}", _grouped([column[name] / unit for column in columns], decimals))
         for name in columns[0]

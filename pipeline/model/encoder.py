@@ -35,7 +35,11 @@ LayerRunner = Callable[
 
 
 class Encoder(nn.Module):
-    """Token ids to hidden states."""
+    """Token ids to hidden states.
+
+    Attributes:
+        alpha: 0-dimensional fp32 buffer, the scale of the residual branches; see `set_alpha`.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         """Makes an encoder and initialises it from torch's random state.
@@ -61,10 +65,30 @@ class Encoder(nn.Module):
         if config.pooler:
             self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
         initialise(self, config)
+        # Not part of a checkpoint: alpha follows from the step. On the CPU whatever the default
+        # device is: a model made on "meta" gets its weights later, but nobody gives it an alpha.
+        self.alpha: Tensor
+        self.register_buffer("alpha", torch.ones((), device="cpu"), persistent=False)
         self._group_size: int | None = None
         self._runner: LayerRunner = run_layer
         self._fuses = False
         self._fuses_norms = False
+
+    def set_alpha(self, value: float) -> None:
+        """Sets the scale of the residual branches for the passes that follow.
+
+        Source: Su 2020, kexue.fm/archives/8620; 1 after the warm-up and wherever none was trained.
+        """
+        # In place: compiled layers have the tensor as an input, a new one would be a new graph.
+        self.alpha.fill_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Encoder":
+        # `.to(bfloat16)` casts buffers, too; 8 bits cannot hold the alpha of a long warm-up.
+        wide = self.alpha
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.alpha.dtype != torch.float32:
+            self.alpha = wide.to(self.alpha.device)
+        return self
 
     def checkpoint_activations(self, group_size: int) -> None:
         """From now on, training passes keep the inputs of groups of layers and not what is inside.
@@ -105,7 +129,6 @@ class Encoder(nn.Module):
         layout: Layout,
         *,
         segments: Tensor | None = None,
-        alpha: Tensor | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
         """Encodes a batch.
@@ -114,7 +137,6 @@ class Encoder(nn.Module):
             input_ids: (B, S) or (T,) int64, as the layout has it.
             layout: made by `pipeline.model.layout`.
             segments: as input_ids: segment ids; all 0 when None.
-            alpha: 0-dimensional fp32, scale of the residual branches; 1 when None.
             trace: is filled.
 
         Returns:
@@ -124,7 +146,7 @@ class Encoder(nn.Module):
         traces_probabilities = trace is not None and trace.keep_probabilities
         needed = layout.cu_seqlens if self.config.score_residual == "none" else layout.spans
         shared = SharedInputs(
-            layout, self._tables(layout, x), self._query_scale(layout, x), alpha, trace,
+            layout, self._tables(layout, x), self._query_scale(layout, x), self.alpha, trace,
             self._fuses and needed is not None and not traces_probabilities,
             self._fuses_norms,
         )  # fmt: skip
@@ -191,7 +213,17 @@ class Encoder(nn.Module):
         return (scale * num_keys.log() / math.log(512))[..., None, None].to(x.dtype)
 
 
-class MaskedLanguageModel(nn.Module):
+class EncoderModel(nn.Module):
+    """An encoder with heads: what an objective trains."""
+
+    encoder: Encoder
+
+    def fuse_loss(self) -> None:
+        """From now on, losses over the vocabulary are computed by the fused kernel."""
+        raise NotImplementedError
+
+
+class MaskedLanguageModel(EncoderModel):
     """Encoder with an MLM head whose output matrix is the token embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -222,7 +254,6 @@ class MaskedLanguageModel(nn.Module):
         input_ids: Tensor,
         layout: Layout,
         masked_index: Tensor,
-        alpha: Tensor | None = None,
         segments: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -232,7 +263,6 @@ class MaskedLanguageModel(nn.Module):
             input_ids: as in `Encoder.forward`.
             layout: as in `Encoder.forward`.
             masked_index: (M,) int64 numbers of tokens, b * S + s in rows.
-            alpha: as in `Encoder.forward`.
             segments: as in `Encoder.forward`.
             targets: (M,) int64 original token ids.
 
@@ -240,7 +270,7 @@ class MaskedLanguageModel(nn.Module):
             With targets, the sum of losses and the number of hits, as `vocabulary_loss`, which
             makes no (M, V) tensor either. Without, logits (M, V) in the parameters' dtype.
         """
-        x = self.encoder(input_ids, layout, alpha=alpha, segments=segments)
+        x = self.encoder(input_ids, layout, segments=segments)
         x_MD = x.reshape(-1, self.config.hidden_size)[masked_index]
         if targets is None:
             return self.head(x_MD)

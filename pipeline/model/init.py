@@ -25,7 +25,7 @@ _BERT_STD = 0.02
 
 
 def initialise(module: nn.Module, config: ModelConfig) -> None:
-    """Initialises all embeddings and linear layers below `module`, in place.
+    """Initialise all embeddings and linear layers below `module`, in place.
 
     Norms and ReZero's gains start as they are made: gain 1, shift 0, and 0.
     """
@@ -39,7 +39,7 @@ def initialise(module: nn.Module, config: ModelConfig) -> None:
 
 
 def _parts(name: str, weight: Tensor, config: ModelConfig) -> list[tuple[Tensor, float]]:
-    """Matrices that are stored as one, each with DeepNorm's gain."""
+    """Return the matrices that are stored as one, each with DeepNorm's gain."""
     beta = (8 * config.num_layers) ** -0.25
     if name.endswith("attention.qkv"):
         return list(zip(weight.chunk(3), (1.0, 1.0, beta), strict=True))
@@ -50,7 +50,7 @@ def _parts(name: str, weight: Tensor, config: ModelConfig) -> list[tuple[Tensor,
 
 
 def _std(matrix: Tensor, gain: float, config: ModelConfig, is_embedding: bool) -> float:
-    """Standard deviation of the normal before it is cut."""
+    """Return the standard deviation of the normal before it is cut."""
     fan_out, fan_in = matrix.shape
     if config.init == "bert":
         return _BERT_STD

@@ -79,7 +79,8 @@ class SharedInputs(NamedTuple):
     layout: Layout
     tables: tuple[Tensor, Tensor] | None
     query_scale: Tensor | float
-    alpha: Tensor | None
+    alpha: Tensor
+    """0-dimensional fp32, of the encoder."""
     trace: Trace | None
     fused: bool
     """Whether fused kernels compute attention."""
@@ -245,14 +246,13 @@ class Residual(nn.Module):
         self.gain = nn.Parameter(torch.zeros(1)) if config.residual == "rezero" else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, update: Tensor, alpha: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, update: Tensor, alpha: Tensor) -> Tensor:
         """keep * x + alpha * gain * Dropout(update), (..., D)."""
         update = self.dropout(update)
         if self.gain is not None:
             update = self.gain * update
-        if alpha is not None:
-            # A 0-dimensional fp32 tensor does not change the dtype of bf16 activations.
-            update = alpha * update
+        # A 0-dimensional fp32 tensor does not change the dtype of bf16 activations.
+        update = alpha * update
         return (x if self.keep == 1.0 else self.keep * x) + update
 
 
@@ -296,8 +296,6 @@ def _join_and_norm(
             x, update, shared.alpha, keep=residual.keep, dropout=dropout, eps=norm.eps
         )
     normed = norm(residual(x, update, shared.alpha))
-    if shared.alpha is None:
-        return normed  # type: ignore[no-any-return]
     return torch.where(shared.alpha == 0, x, normed)
 
 

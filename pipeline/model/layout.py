@@ -32,18 +32,18 @@ class Layout(NamedTuple):
     documents of its own; None where documents are not all that is seen."""
 
     def windows(self) -> Windows | None:
-        """The same for fused kernels, which see tokens where they lie; None if they cannot."""
+        """Return who sees whom, for fused kernels; None if they cannot take the layout."""
         if self.spans is None or self.bounds is None:
             return None
         return Windows(self.spans, self.bounds, self.allowed.shape[-1])
 
     def num_keys(self) -> Tensor:
-        """Number of tokens that each token sees, itself among them; shaped as `positions`."""
+        """Count the tokens that each token sees, itself included; shaped like `positions`."""
         counts = self.allowed.sum(-1)[:, 0].expand(-1, self.allowed.shape[-1])
         return counts if self.slots is None else counts.flatten()[self.slots]
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """(B, S, N, H) or (T, N, H) tokens to (B, N, S, H); empty slots are 0."""
+        """Rearrange (B, S, N, H) or (T, N, H) tokens to (B, N, S, H); empty slots are 0."""
         if self.slots is not None:
             num_rows, length = self.allowed.shape[0], self.allowed.shape[-1]
             empty = x.new_zeros(num_rows * length, *x.shape[1:])
@@ -51,13 +51,13 @@ class Layout(NamedTuple):
         return x.transpose(1, 2)
 
     def from_rows(self, x_BNSH: Tensor) -> Tensor:
-        """(B, N, S, H) to (B, S, N * H) or (T, N * H) tokens."""
+        """Rearrange (B, N, S, H) to (B, S, N * H) or (T, N * H) tokens."""
         x = x_BNSH.transpose(1, 2).flatten(2)
         return x if self.slots is None else x.flatten(0, 1)[self.slots]
 
 
 def rows(documents: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None) -> Layout:
-    """Several documents in each row; tokens see the tokens with their own number only.
+    """Lay out several documents in each row; tokens see only tokens with their own number.
 
     Args:
         documents: (B, S) integers, equal ones side by side. Padding has a number of its own, and
@@ -80,7 +80,7 @@ def rows(documents: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None)
 
 
 def padded(lengths: Tensor, num_slots: int) -> Layout:
-    """One document in each row, its padding at the end; padding sees the document, too.
+    """Lay out one document in each row, padded at the end; padding sees the document, too.
 
     Args:
         lengths: (B,) integers >= 1.
@@ -99,7 +99,7 @@ def padded(lengths: Tensor, num_slots: int) -> Layout:
 
 
 def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
-    """Documents end to end, without padding. No host synchronisation.
+    """Lay out documents end to end, without padding. No host synchronisation.
 
     Args:
         cu_seqlens: (B + 1,) integers: 0, then the end of each document; none is empty.
@@ -117,5 +117,5 @@ def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
 
 
 def _equal_bounds(slots: Tensor) -> Tensor:
-    """(B + 1,) int32 of windows that are the rows of (B, S) slots."""
+    """Return the (B + 1,) int32 bounds of windows that are the rows of (B, S) slots."""
     return torch.cat((slots[:, 0], slots[-1, -1:] + 1))

@@ -32,19 +32,17 @@ def attention_statistics(
     input_ids: Tensor,
     layout: Layout,
     real: Tensor,
-    alpha: Tensor | None = None,
 ) -> AttentionStatistics:
-    """Runs the encoder once, as it stands, and looks at its attention.
+    """Run the encoder once, at the alpha that it has, and measure its attention.
 
     Args:
         encoder: in evaluation mode if dropout is not wanted in hidden states.
         input_ids: as in `Encoder.forward`.
         layout: as in `Encoder.forward`.
         real: as input_ids, bool: tokens that are no padding.
-        alpha: as in `Encoder.forward`.
     """
     trace = Trace()
-    encoder(input_ids, layout, alpha=alpha, trace=trace)
+    encoder(input_ids, layout, trace=trace)
     real_BNS = layout.to_rows(real[..., None, None].float())[..., 0]
     shares = [share.float() for share in trace.probabilities]
     none = torch.zeros(0, encoder.config.num_heads, device=input_ids.device)
@@ -56,17 +54,17 @@ def attention_statistics(
 
 
 def entropy_of(share_BNSS: Tensor) -> Tensor:
-    """(B, N, S) entropies, in nats, of (B, N, S, S) attention probabilities."""
+    """Compute (B, N, S) entropies, in nats, of (B, N, S, S) attention probabilities."""
     terms_BNSS: Tensor = torch.special.xlogy(share_BNSS, share_BNSS)
     return -terms_BNSS.sum(-1)
 
 
 def divergence_of(first_BNSS: Tensor, second_BNSS: Tensor) -> Tensor:
-    """(B, N, S) Jensen-Shannon divergences, in nats, of two (B, N, S, S) attentions."""
+    """Compute (B, N, S) Jensen-Shannon divergences, in nats, of two (B, N, S, S) attentions."""
     middle_BNSS = (first_BNSS + second_BNSS) / 2
     return entropy_of(middle_BNSS) - (entropy_of(first_BNSS) + entropy_of(second_BNSS)) / 2
 
 
 def _mean(value_BNS: Tensor, weight_BNS: Tensor) -> Tensor:
-    """(N,) weighted means over sequences and slots."""
+    """Compute (N,) weighted means over sequences and slots."""
     return (value_BNS * weight_BNS).sum((0, 2)) / weight_BNS.sum((0, 2))

@@ -1,48 +1,53 @@
-"""Masked language modelling: losses as sums, divided once, over the whole global batch."""
+"""Masked language modelling (Devlin et al. 2019, arXiv 1810.04805, section 3.1)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from pipeline.config.data import EvalDataConfig, TrainDataConfig
+from pipeline.config.model import ModelConfig
 from pipeline.data.batch import MicroBatch
+from pipeline.data.dataset import Inputs
+from pipeline.data.format import DatasetIndex
+from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """0-dimensional fp32 tensors over M masked positions; add freely, divide at the end.
-
-    Loss and correct are fp64 where the model is.
-    """
-
-    loss: Tensor
-    """Sum of the cross-entropies, nats."""
-    correct: Tensor
-    """Number of positions where the most likely token is right."""
-    weight: Tensor
-    """M."""
+from pipeline.objectives import inputs
+from pipeline.objectives.base import Sum, Sums
 
 
 class MaskedLanguageModeling:
-    """The pre-training objective, with the residual's alpha of the current step."""
+    """`loss`: cross-entropy of the masked tokens in nats; `accuracy`: share predicted right.
 
-    def __init__(self, device: torch.device) -> None:
-        """Starts with alpha = 1."""
-        # A tensor on the device: a Python number would be compiled into the graph.
-        self.alpha = torch.ones((), device=device)
-        """0-dimensional fp32: the scale of the residual branches."""
+    The weight of both is the number of masked tokens.
+    """
 
-    def set_alpha(self, alpha: float) -> None:
-        """Sets the scale of the residual branches for the passes that follow."""
-        self.alpha.fill_(alpha)
+    losses: ClassVar[Mapping[str, float]] = {"loss": 1.0}
+    targets: ClassVar[str] = "masked"
 
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> LossSums:
-        """Runs the model on a micro-batch that lies on its device."""
+    def make_model(self, config: ModelConfig) -> MaskedLanguageModel:
+        """An encoder with an MLM head."""
+        return MaskedLanguageModel(config)
+
+    def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
+        """Masks that follow from the run's seed."""
+        return inputs.train_inputs(config, index)
+
+    def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
+        """Masks that are the same for every run."""
+        return inputs.eval_inputs(config, index)
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
+        """Sums over the masked positions of a micro-batch."""
         layout = rows(batch.documents, batch.positions, batch.cu_seqlens)
         # In the model's forward pass, where ZeRO stage 3 has the weights together.
         loss, correct = model(
-            batch.input_ids, layout, batch.masked_index, self.alpha, targets=batch.targets
+            batch.input_ids,
+            layout,
+            batch.inputs["masked_index"],
+            segments=batch.segments,
+            targets=batch.inputs["targets"],
         )
-        count = torch.full((), len(batch.targets), dtype=torch.float32, device=loss.device)
-        return LossSums(loss, correct, count)
+        count = torch.full((), batch.weights["loss"], dtype=torch.float32, device=loss.device)
+        return {"loss": Sum(loss, count), "accuracy": Sum(correct, count)}

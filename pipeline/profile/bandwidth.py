@@ -73,7 +73,7 @@ class _Recorder:
         self._timeout_s = timeout_s
 
     def write(self, error: str = "") -> None:
-        """Leaves the record; the timer is stopped."""
+        """Write the record and stop the timer."""
         self._timer.cancel()
         self.report.error = error
         if self._writes:
@@ -81,7 +81,7 @@ class _Recorder:
             write_json_atomic(self._folder / name, asdict(self.report))
 
     def _end(self) -> None:
-        """Ends the process: a collective that hangs cannot be left."""
+        """End the process, because a collective that hangs cannot be left."""
         text = f"no answer within {self._timeout_s:g} s while {self.phase}"
         logger.error("error: %s: %s", self.report.node, text)
         self.write("" if self.waits_for_others else text)
@@ -91,7 +91,7 @@ class _Recorder:
 def measure_bandwidth(
     process: ProcessInfo, folder: Path, *, nodes: Sequence[str], megabytes: float, timeout_s: float
 ) -> int:
-    """Measures between pairs of nodes and between all, and writes this node's record.
+    """Measure between pairs of nodes and between all, and write this node's record.
 
     Args:
         process: this rank.
@@ -127,7 +127,7 @@ def measure_bandwidth(
 
 
 def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until: float) -> Store:
-    """Waits until every rank is here."""
+    """Wait until every rank is here."""
     recorder.phase = "waiting for rank 0"
     host, port = env.master_address()
     if not process.is_first:
@@ -155,7 +155,7 @@ def _meet(process: ProcessInfo, nodes: Sequence[str], recorder: _Recorder, until
 
 
 def _reach(host: str, port: int, until: float) -> None:
-    """Waits until rank 0 listens; the store's own wait ends in a page of C++."""
+    """Wait until rank 0 listens; the store's own wait ends in a page of C++."""
     while True:
         try:
             socket.create_connection(
@@ -173,7 +173,7 @@ def _reach(host: str, port: int, until: float) -> None:
 
 
 def _nodes_of(ranks: Sequence[int], nodes: Sequence[str], world_size: int) -> list[str]:
-    """Nodes of some ranks, if the nodes are known."""
+    """Return the nodes of some ranks, if the nodes are known."""
     if not nodes or world_size % len(nodes):
         return []
     per_node = world_size // len(nodes)
@@ -215,7 +215,7 @@ def _measure_all(
 
 
 def _wait_for_all(process: ProcessInfo, store: Store, key: str) -> None:
-    """Until all ranks have come here; the timer bounds it."""
+    """Wait until all ranks have come here; the timer bounds it."""
     store.add(key, 1)
     try:
         while store.add(key, 0) < process.world_size:
@@ -225,7 +225,7 @@ def _wait_for_all(process: ProcessInfo, store: Store, key: str) -> None:
 
 
 def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Rounds of pairs that do not touch, so that every node meets both of its neighbours.
+    """Round of pairs that do not touch, so that every node meets both of its neighbours.
 
     Two rounds for an even number of nodes, three for an odd one, one for two nodes, none for one.
     """
@@ -238,7 +238,7 @@ def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
-    """Times all-reduces over the open process group.
+    """Time all-reduces over the open process group.
 
     Args:
         num_ranks: of the group.
@@ -262,7 +262,7 @@ def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
 
 
 def bus_bandwidth(num_ranks: int, num_bytes: int, seconds: float) -> float:
-    """Bytes/s of an all-reduce as nccl-tests reports them.
+    """Compute the bytes/s of an all-reduce as nccl-tests reports them.
 
     Args:
         num_ranks: that take part.

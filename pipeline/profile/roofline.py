@@ -23,7 +23,7 @@ class Work:
         return Work(self.flops * times, self.num_bytes * times)
 
     def least_s(self, device: str) -> float | None:
-        """Seconds at the limits of a device, by its name; None: they are not known."""
+        """Return the seconds at the limits of a device, by its name; None if they are unknown."""
         known = limits(device)
         if known is None or known.bandwidth is None:
             return None
@@ -33,7 +33,7 @@ class Work:
 def attention_work(
     tokens: int, pairs: float, num_heads: int, head_size: int, *, carries: bool, longest: int
 ) -> Work:
-    """Of one layer's forward and backward pass in bf16, rotary and projections not included.
+    """Return one layer's work forward and backward in bf16, without rotary and projections.
 
     FLOPs are those of the formula, as in `cost.py`: 4 P N H forward, twice as many backward; what
     fused kernels compute a second time is not counted. Bytes: queries, keys, values and output are

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import schedule
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.format import read_index
@@ -24,7 +25,6 @@ from pipeline.profile.timeline import ATTENTION, CATEGORIES, GEMM, Timeline, rea
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, mark
-from pipeline.train import schedule
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
@@ -57,7 +57,7 @@ def profile_run(
     config: PretrainConfig, process: ProcessInfo, *, steps: int, warm_up: int,
     trace_file: Path | None = None,
 ) -> Profile:  # fmt: skip
-    """Trains for a few steps from random weights, with the run's loader, and keeps nothing.
+    """Profile a few steps from random weights with the run's loader, and keep nothing.
 
     Nothing is read from or written to `run_dir`. Collective.
 
@@ -78,11 +78,14 @@ def profile_run(
     with tempfile.TemporaryDirectory() as folder:
         # The numbers of sequences are kept there if the dataset's folder cannot be written.
         config = replace(config, run_dir=folder)
-        model = make_model(config, device)
-        loader, _ = open_data(config, index, Share(process.rank, process.world_size))
+        objective = MaskedLanguageModeling()
+        model = make_model(config, objective, device)
+        share = Share(process.rank, process.world_size)
+        loader, _ = open_data(config, index, objective, share)
         engine = Engine(model, config.train, process, device)
-        objective = MaskedLanguageModeling(device)
-        objective.set_alpha(schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps))
+        model.encoder.set_alpha(
+            schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps)
+        )
         seen: list[list[MicroBatch]] = []
         batches = loader.steps_from(0)
 
@@ -105,7 +108,7 @@ def profile_run(
 
 
 def profiled(step: Callable[[], None], count: int, trace_file: Path | None = None) -> Timeline:
-    """Runs steps under torch's profiler and divides their time.
+    """Run steps under torch's profiler and divide their time.
 
     Args:
         step: sets its marks; `DATA` or `FORWARD` first.
@@ -132,7 +135,7 @@ def profiled(step: Callable[[], None], count: int, trace_file: Path | None = Non
 
 @contextmanager
 def head_marked(encoder: nn.Module) -> Iterator[None]:
-    """Marks the head and the loss: from the encoder's output to its gradient.
+    """Mark the head and the loss: from the encoder's output to its gradient.
 
     Args:
         encoder: gives a tensor, or an object whose first element is one.
@@ -152,7 +155,7 @@ def head_marked(encoder: nn.Module) -> Iterator[None]:
 
 
 def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, Work]:
-    """What the GEMMs and the attention of the encoder have to do over micro-batches, in bf16.
+    """Return the work of the encoder's GEMMs and attention over micro-batches, in bf16.
 
     GEMMs work on padding, too; the bytes they move are not counted.
     """
@@ -171,7 +174,7 @@ def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, W
 def roofline(
     config: PretrainConfig, batches: list[MicroBatch], timeline: Timeline, device: str
 ) -> dict[str, float]:
-    """Least time over time taken; empty where the device's limits are not known, or in fp32."""
+    """Divide the least time by the time taken; empty in fp32 or for an unknown device."""
     if config.train.precision != "bf16":
         return {}
     found = {}
@@ -209,7 +212,7 @@ def _profile(
 
 
 def profile_text(profile: Profile) -> str:
-    """The table for people."""
+    """Format a profile as a table."""
     has_limits = limits(profile.device) is not None
     lines = [
         f"{profile.device}, {profile.num_ranks} ranks, {profile.steps} steps: "
@@ -230,7 +233,7 @@ def profile_text(profile: Profile) -> str:
 def _untraced(
     step: Callable[[], None], count: int, seen: list[list[MicroBatch]]
 ) -> tuple[float, float]:
-    """Milliseconds of steps, and tokens of this rank in them, all together."""
+    """Return the milliseconds of all steps without the profiler, and this rank's tokens in them."""
     on_gpu = torch.cuda.is_available()
     dist.barrier()
     _wait(on_gpu)

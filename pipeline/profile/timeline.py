@@ -39,7 +39,7 @@ _BY_NAME = tuple(
         (
             ATTENTION,
             r"flash|fmha|sdpa|attention|attn|softmax"
-            # Ours: pipeline/kernels/carried_triton.py and turn_kernels.py.
+            # Kernels of pipeline/kernels/carried_triton.py.
             r"|^(forward|delta|turn|backward_(window|keys|queries))_kernel|triton_tem_\w*bmm",
         ),
         # On a CPU compiled code is one event: what torch.compile fuses is no product.
@@ -67,7 +67,7 @@ _BY_OPERATOR = {
 
 
 def category(name: str, phase: str = "", operator: str = "") -> str:
-    """One of `CATEGORIES`, `OTHER` for what is not known.
+    """Return one of `CATEGORIES`; `OTHER` for an unknown name.
 
     Args:
         name: of a GPU's kernel or copy, or of an operator that a CPU runs.
@@ -112,7 +112,7 @@ class Timeline:
 
 
 def read_timeline(trace: dict[str, Any]) -> Timeline:
-    """Divides the time between the marks `BEGIN` and `END`.
+    """Divide the time between the marks `BEGIN` and `END`.
 
     With a GPU, a moment belongs to what ran there; of several at once communication counts last,
     so that it has what is not hidden behind computing. Without one it belongs to the innermost
@@ -155,7 +155,7 @@ class _Phases:
         self.marks = marks
 
     def at(self, moments: list[float]) -> list[str]:
-        """For each moment of a list in any order."""
+        """Return the phase at each moment of a list in any order."""
         found, number = [""] * len(moments), -1
         for index in sorted(range(len(moments)), key=moments.__getitem__):
             while number + 1 < len(self.marks) and self.marks[number + 1][0] <= moments[index]:
@@ -164,7 +164,7 @@ class _Phases:
         return found
 
     def waiting(self, begin: float, end: float) -> Iterator[tuple[float, float]]:
-        """Stretches in which the host waited for data."""
+        """Yield the stretches in which the host waited for data."""
         ends = [ts for ts, _ in self.marks[1:]] + [end]
         for (start, phase), stop in zip(self.marks, ends, strict=True):
             if phase == DATA and stop > begin and start < end:
@@ -172,7 +172,7 @@ class _Phases:
 
 
 def _device_spans(events: list[dict[str, Any]], phases: _Phases) -> Iterator[Span]:
-    """Kernels and copies; a kernel belongs to the phase in which it was launched."""
+    """Yield kernels and copies; a kernel belongs to the phase in which it was launched."""
     launched = {
         event["args"]["correlation"]: float(event["ts"])
         for event in events
@@ -193,7 +193,7 @@ def _device_spans(events: list[dict[str, Any]], phases: _Phases) -> Iterator[Spa
 
 
 def _host_spans(operators: list[dict[str, Any]], phases: _Phases) -> Iterator[Span]:
-    """Operators without the operators inside them; unknown ones are what is around them."""
+    """Yield operators without those inside them; unknown ones count to those around them."""
     operators.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
     kinds = phases.at([float(event["ts"]) for event in operators])
     around: list[tuple[float, str, str]] = []  # stop, category, name
@@ -220,7 +220,7 @@ def _host_spans(operators: list[dict[str, Any]], phases: _Phases) -> Iterator[Sp
 
 
 def _divide(spans: list[Span], begin: float, end: float, phases: _Phases) -> dict[str, float]:
-    """Milliseconds of each category, each moment once."""
+    """Return the milliseconds of each category, counting each moment once."""
     last = {COMMUNICATION: 1, OTHER: 2, DATA_WAIT: 3, IDLE: 4}
     rows = [(s.start, s.stop, last.get(s.category, 0), s.category) for s in spans]
     rows += [

@@ -3,7 +3,6 @@
 A file that grows by whole records, whatever fails in between.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,26 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.run_folder import record_exit as record_exit
 
-RESOLVED_FILE = "resolved.yaml"
-"""In a run's folder: its config in full."""
-ATTEMPTS_FILE = "attempts.jsonl"
-"""In a run's folder: one line for each start."""
-METRICS_FILE = "metrics.jsonl"
-"""In a run's folder: one line for each time that numbers were logged."""
-DONE_FILE = "done.json"
-"""In a run's folder: there when the run is finished."""
-LOCK_FILE = "lock"
-"""In a run's folder: locked while the run's first rank lives."""
-EXIT_FOLDER = "exit"
-"""In a run's folder: `JOB/rank-NNNNN`, the exit code of each rank."""
-HANGS_FOLDER = "hangs"
-"""In a run's folder: stacks of ranks that the watchdog ended."""
-STOP_FILE = "STOP"
-"""In a run's folder, put there by a person: the run is saved and ends, and does not start."""
-SAVE_FILE = "SAVE"
-"""In a run's folder, put there by a person: the run is saved, then the file is removed."""
+# For `launch`, until it takes them from RunFolder.
+ATTEMPTS_FILE = RunFolder(Path()).attempts.name
+DONE_FILE = RunFolder(Path()).done.name
+EXIT_FOLDER = RunFolder(Path()).exits("").name
+RESOLVED_FILE = RunFolder(Path()).resolved.name
+STOP_FILE = RunFolder(Path()).stop.name
 _CHUNK_BYTES = 1 << 22
 _ABANDONED_AFTER_S = 3600
 
@@ -110,16 +98,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def record_exit(run_dir: Path, process: ProcessInfo, code: int) -> None:
-    """Leaves this rank's exit code in `run_dir/exit/JOB/rank-NNNNN`.
-
-    Job scripts read it, because srun hides the code of a rank behind those it then kills.
-    """
-    folder = run_dir / EXIT_FOLDER / process.job
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank-{process.rank:05d}").write_text(f"{code}\n")
-
-
 def sync_path(path: Path) -> None:
     """Flushes a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -139,15 +117,8 @@ def forget_cached(path: Path) -> None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process holds a run's lock. It is held here for a moment: starts wait longer."""
-    try:
-        with (run_dir / LOCK_FILE).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    """Whether a process trains a run."""
+    return RunFolder(run_dir).is_locked()
 
 
 def sha256_file(path: Path) -> str:

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from pipeline.runtime.run_folder import RunFolder
+
 _OURS = ("pipeline", "data_prep", "launch", "__main__")
 _FORMAT = "%(asctime)s rank %(rank)s %(levelname)s %(name)s: %(message)s"
 
@@ -25,7 +27,7 @@ def to_run(run_dir: Path, rank: int) -> None:
 
     Files are appended to, so that the attempts of a requeued job follow each other.
     """
-    path = log_path(run_dir, rank)
+    path = RunFolder(run_dir).log(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     file_handler = logging.FileHandler(path, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
@@ -40,7 +42,7 @@ def to_run(run_dir: Path, rank: int) -> None:
 
 def log_path(run_dir: Path, rank: int) -> Path:
     """The log of a rank."""
-    return run_dir / "logs" / f"rank-{rank:05d}.log"
+    return RunFolder(run_dir).log(rank)
 
 
 def duration_text(seconds: float) -> str:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from pipeline.errors import EXIT_FAILED_RETRY, LostRankError, PostnormError
 from pipeline.runtime import log, stop
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import record_exit
+from pipeline.runtime.run_folder import record_exit
 from pipeline.runtime.stop import StopRequest
 
 T = TypeVar("T")

@@ -21,8 +21,7 @@ from typing import IO
 
 from pipeline.errors import EXIT_FAILED_RETRY
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import HANGS_FOLDER, record_exit
-from pipeline.runtime.log import log_path
+from pipeline.runtime.run_folder import RunFolder, record_exit
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[
     """
     ended = threading.Event()
     beat("starting")
-    with log_path(run_dir, process.rank).open("ab") as rank_log:
+    with RunFolder(run_dir).log(process.rank).open("ab") as rank_log:
         thread = threading.Thread(
             target=_watch, args=(ended, run_dir, process, timeout_s, rank_log), name="watchdog",
             daemon=True,
@@ -129,7 +128,7 @@ def _leave_record(
 def _write_stacks(run_dir: Path, process: ProcessInfo, text: str) -> Path:
     now = time.gmtime()
     name = f"rank-{process.rank:05d}-{time.strftime('%Y%m%d-%H%M%S', now)}-{os.getpid()}.txt"
-    path = run_dir / HANGS_FOLDER / name
+    path = RunFolder(run_dir).hangs / name
     path.parent.mkdir(exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         file.write(

@@ -50,7 +50,7 @@ class FastTokenizer:
     """The five above and all others that the file marks as special."""
 
     def __init__(self, path: Path) -> None:
-        """Loads a tokenizer.json.
+        """Load a tokenizer.json.
 
         Raises:
             DataError: the file is missing or no tokenizer.json, or its vocabulary has no CLS, SEP
@@ -80,11 +80,11 @@ class FastTokenizer:
         self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without specials; special tokens written in it are plain text."""
+        """Encode a text without adding specials; special tokens written in it are plain text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_with_masks(self, text: str) -> list[int]:
-        """Token ids of a text in which each mask stands for one masked token.
+        """Encode a text in which each mask stands for one masked token.
 
         A mask is written `[MASK]`, or as the vocabulary calls it (`<mask>`).
         """
@@ -92,11 +92,11 @@ class FastTokenizer:
         return list(self._finds_masks.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids; special tokens appear by name."""
+        """Decode token ids; special tokens appear by name."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def piece(self, token: int) -> str:
-        """One token as readable text, its leading space kept as such.
+        """Return one token as readable text, with its leading space.
 
         WordPiece has no space in its pieces: there a piece that continues a word starts with `##`.
         A part of a character in byte-level BPE is U+FFFD; an id that no token has is empty.
@@ -109,16 +109,16 @@ class FastTokenizer:
         return text.replace(_SPACE, " ")
 
     def normalise(self, text: str) -> str:
-        """The text as the vocabulary's pieces are searched in it."""
+        """Return the text in the form in which the vocabulary's pieces are searched."""
         normalizer = self._tokenizer.normalizer
         return str(normalizer.normalize_str(text)) if normalizer else text
 
     def pieces(self) -> list[str | None]:
-        """All tokens as the file spells them, by id; None where there is no token."""
+        """Return all tokens by id as the file spells them; None where an id has no token."""
         return [self._tokenizer.id_to_token(token) for token in range(self.vocab_size)]
 
     def to_json(self) -> str:
-        """Content of a tokenizer.json that loads as this tokenizer."""
+        """Return a tokenizer.json that loads as this tokenizer."""
         return self._tokenizer.to_str()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class FastTokenizer:
 
 
 def _role_names(vocabulary: dict[str, int], special: set[str], path: Path) -> dict[str, str]:
-    """Token of each role, as far as there is one: a special token rather than an ordinary one."""
+    """Return the token of each role, if any; a special token rather than an ordinary one."""
     found = {}
     for role, name in _BERT.items():
         usual = [name, _ROBERTA[role]]
@@ -162,7 +162,7 @@ class ForeignSplitterError(DataError):
 
 
 def refuse_foreign_splitter(tokenizer_class: str, folder: Path) -> None:
-    """Checks the class that tokenizer_config.json names.
+    """Check the class that tokenizer_config.json names.
 
     Raises:
         ForeignSplitterError: it splits words with another program.
@@ -177,7 +177,7 @@ def refuse_foreign_splitter(tokenizer_class: str, folder: Path) -> None:
 
 
 def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> str | None:
-    """Content of a tokenizer.json for the vocabulary of a Hugging Face or TensorFlow model folder.
+    """Build a tokenizer.json for the vocabulary of a Hugging Face or TensorFlow model folder.
 
     A tokenizer.json is taken as it is; a vocab.txt makes BERT's WordPiece, a vocab.json with a
     merges.txt RoBERTa's byte-level BPE, both set up as by BertTokenizer and RobertaTokenizer in
@@ -226,19 +226,19 @@ class BertOptions:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "BertOptions":
-        """Those that a tokenizer_config.json has; it may have many other keys."""
+        """Read the options in a tokenizer_config.json, which may have many other keys."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in config.items() if name in names})
 
 
 def split_lines(content: str) -> list[str]:
-    """Pieces of a vocab.txt, by id; U+2028 is one in Google's Chinese vocabulary."""
+    """Return the pieces of a vocab.txt by id; U+2028 is a piece in Google's Chinese vocabulary."""
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     return lines if lines[-1] else lines[:-1]
 
 
 def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> tokenizers.Tokenizer:
-    """BERT's tokenizer (google-research/bert, tokenization.py).
+    """Build BERT's tokenizer (google-research/bert, tokenization.py).
 
     Args:
         pieces: by token id.
@@ -265,7 +265,7 @@ def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> token
 
 
 def _byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """RoBERTa's tokenizer (fairseq, gpt2_bpe.py)."""
+    """Build RoBERTa's tokenizer (fairseq, gpt2_bpe.py)."""
     path = folder / "vocab.json"
     vocabulary, merges = models.BPE.read_file(str(path), str(folder / "merges.txt"))
     names = _present(_ROBERTA, vocabulary, path)
@@ -286,7 +286,7 @@ def _byte_level_bpe(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenize
 
 
 def _present(names: dict[str, str], vocabulary: dict[str, int], path: Path) -> dict[str, str]:
-    """Those special tokens that a vocabulary has; all but padding must be there."""
+    """Return the special tokens that a vocabulary has; all but padding are required."""
     missing = [name for role, name in names.items() if name not in vocabulary and role != "pad"]
     if missing:
         raise DataError(f"vocabulary {path} has no {', '.join(missing)}; it is no masked model's")
@@ -294,7 +294,7 @@ def _present(names: dict[str, str], vocabulary: dict[str, int], path: Path) -> d
 
 
 def _template(cls: str, sep: str, vocabulary: dict[str, int]) -> processors.TemplateProcessing:
-    """[CLS] A [SEP] in segment 0, then B [SEP] in segment 1."""
+    """Return the template [CLS] A [SEP] in segment 0, then B [SEP] in segment 1."""
     return processors.TemplateProcessing(
         single=f"{cls}:0 $A:0 {sep}:0",
         pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
@@ -305,7 +305,7 @@ def _template(cls: str, sep: str, vocabulary: dict[str, int]) -> processors.Temp
 def build_from_sentencepiece(
     definition: Definition, *, breaks: str, merges: list[tuple[str, str]]
 ) -> str:
-    """Content of a tokenizer.json that splits text as a sentencepiece model does.
+    """Build a tokenizer.json that splits text as a sentencepiece model does.
 
     Args:
         definition: the model.
@@ -338,7 +338,7 @@ def build_from_sentencepiece(
 
 
 def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
-    """sentencepiece's normalisation (normalizer.cc), but that a leading space stays.
+    """Build sentencepiece's normalisation (normalizer.cc), except that a leading space stays.
 
     Its rules replace the longest match, of several characters too. `Precompiled` of tokenizers
     takes the shortest match in a grapheme of up to 5 bytes and drops the rest of it, and composes
@@ -364,7 +364,7 @@ def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
 
 
 def _unigram(definition: Definition) -> models.Unigram:
-    """Unigram, in which the text "<0x41>" is no byte: that scores less than six characters."""
+    """Build a Unigram in which the text "<0x41>" is not a byte: it scores below six letters."""
     rows = list(zip(definition.pieces, definition.scores, definition.in_text, strict=True))
     unreachable = 6 * min(score for _, score, in_text in rows if in_text) - 1
     vocabulary = [(piece, score if in_text else unreachable) for piece, score, in_text in rows]

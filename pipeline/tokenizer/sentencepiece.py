@@ -60,13 +60,13 @@ class Spelling(Protocol):
     """How the tokens of one document spell its text, for finding the words in it."""
 
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
-        """The text, and the offset of each token in it; see `Tokenizer.surface`."""
+        """Return the text, and the offset of each token in it; see `Tokenizer.surface`."""
 
     def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """Whether each token starts in the middle of a character; (n,) bool."""
+        """Return whether each token starts in the middle of a character; (n,) bool."""
 
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """Whether each token starts a word, as far as the tokens tell; (n,) bool."""
+        """Return whether each token starts a word, as far as the tokens tell; (n,) bool."""
 
 
 class Tokenizer:
@@ -80,7 +80,7 @@ class Tokenizer:
     special_ids: frozenset[int] = frozenset(range(NUM_SPECIAL))
 
     def __init__(self, path: Path) -> None:
-        """Loads a model.
+        """Load a model.
 
         Raises:
             DataError: the file is missing, no sentencepiece model, or has other special tokens.
@@ -100,11 +100,11 @@ class Tokenizer:
         self._starts, self._ends, self._continues = self._word_tables()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without specials; special tokens written in it are plain text."""
+        """Encode a text without adding specials; special tokens written in it are plain text."""
         return list(self._processor.EncodeAsIds(text))
 
     def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
-        """Token ids of a text, as `encode`, and how they spell it; for much text.
+        """Encode a text like `encode` and return how the tokens spell it; fast enough for a corpus.
 
         Normalised text, which is nearly all that data preparation has, is not normalised once more,
         and its spelling needs no look at the pieces: twice as fast as `encode` and `surface`.
@@ -123,7 +123,7 @@ class Tokenizer:
         return _PlainText(self._processor.serialized_model_proto())
 
     def encode_with_masks(self, text: str) -> list[int]:
-        """Token ids of a text in which each `[MASK]` stands for one masked token."""
+        """Encode a text in which each `[MASK]` stands for one masked token."""
         first, *others = text.split(SPECIAL_TOKENS[MASK_ID])
         ids = self.encode(first)
         for part in others:
@@ -134,7 +134,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids; special tokens appear by name."""
+        """Decode token ids; special tokens appear by name."""
         parts, plain = [], list[int]()
         for token in [*ids, None]:
             if token is not None and token >= len(SPECIAL_TOKENS):
@@ -148,7 +148,7 @@ class Tokenizer:
         return " ".join(parts)
 
     def normalise(self, text: str) -> str:
-        """The text that `decode` gives back."""
+        """Return the text that `decode` gives back."""
         return str(self._processor.Normalize(text)).replace(_SPACE, " ")
 
     @property
@@ -162,11 +162,11 @@ class Tokenizer:
         return np.array([self._processor.IsByte(token) for token in range(self.vocab_size)])
 
     def piece(self, token: int) -> str:
-        """One token as readable text, its leading space kept as such."""
+        """Return one token as readable text, with its leading space."""
         return str(self._processor.IdToPiece(token)).replace(_SPACE, " ")
 
     def definition(self) -> Definition:
-        """The model taken apart.
+        """Read the model's pieces, scores and rules.
 
         Raises:
             DataError: the model was not trained with the settings of `train`.
@@ -197,7 +197,7 @@ class Tokenizer:
         )
 
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
-        """The normalised text that tokens spell, and where in it each token starts.
+        """Return the normalised text that tokens spell, and where in it each token starts.
 
         Args:
             ids: (n,) tokens of whole characters, without specials.
@@ -212,7 +212,7 @@ class Tokenizer:
         return text, ends - num_chars[ids]
 
     def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """Whether each token is a byte in the middle of a character; (n,) bool."""
+        """Return whether each token is a byte in the middle of a character; (n,) bool."""
         return np.asarray(self._continues[ids])
 
     @cached_property
@@ -228,7 +228,7 @@ class Tokenizer:
         return pieces, np.array(starts, dtype=np.int64)
 
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """Whether each token of a document starts a word; (n,) bool.
+        """Return whether each token of a document starts a word; (n,) bool.
 
         A word starts at the document's begin, at a space, at and after punctuation, and at every
         Chinese, Japanese or Korean character that starts a piece.
@@ -242,7 +242,7 @@ class Tokenizer:
         return starts
 
     def _word_tables(self) -> tuple[npt.NDArray[np.bool_], ...]:
-        """By token id: starts a word by itself; ends one; continues a character's bytes."""
+        """Return by token id: starts a word by itself; ends one; continues a character's bytes."""
         starts, ends, continues = (np.zeros(self.vocab_size, dtype=bool) for _ in range(3))
         for token in range(self.vocab_size):
             piece = self._processor.IdToPiece(token)
@@ -292,7 +292,7 @@ class _PlainText:
         self._usable = rules.get("\n") == " "
 
     def flat(self, text: str) -> str | None:
-        """The normalised text, with spaces as such; None if rules other than for \\n matter."""
+        """Return the normalised text with plain spaces; None if rules other than for \\n matter."""
         text = _SPACES.sub(" ", text.replace("\n", " ")).strip(" ")
         codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         return text if self._usable and not self._changed.take(codes).any() else None
@@ -305,7 +305,7 @@ class _PlainText:
 def train(
     sentences: Iterator[str], *, vocab_size: int, model_type: str, character_coverage: float
 ) -> bytes:
-    """Trains a model and returns its file's content, the same for the same text and settings.
+    """Train a model and return its file's content, the same for the same text and settings.
 
     Args:
         sentences: training text.
@@ -353,7 +353,7 @@ def train(
 
 
 def _protobuf_fields(message: bytes) -> dict[int, Any]:
-    """Fields of a protobuf message by number, the last of a repeated one: int or bytes.
+    """Parse a protobuf message into int or bytes by field number, the last of a repeated field.
 
     The package protobuf would be one more dependency, for the few fields without an accessor.
     """
@@ -382,7 +382,7 @@ def _protobuf_fields(message: bytes) -> dict[int, Any]:
 
 
 def _stands_alone(character: str) -> bool:
-    """Whether a character is a word of its own: CJK, kana, hangul, punctuation, symbol."""
+    """Return whether a character is a word of its own: CJK, kana, hangul, punctuation, symbol."""
     code = ord(character)
     if 0x2E80 <= code <= 0x9FFF or 0xAC00 <= code <= 0xD7AF or 0x20000 <= code <= 0x3FFFF:
         return True

@@ -29,12 +29,12 @@ class WordPieceTokenizer(FastTokenizer):
     """A tokenizer.json that `build` wrote."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids: words between spaces; special tokens appear by name."""
+        """Decode token ids into words between spaces; special tokens appear by name."""
         # Not the file's decoder: its clean-up makes "don't" of "do not".
         return " ".join(self.piece(token) for token in ids).replace(f" {CONTINUES}", "")
 
     def spell(self, text: str) -> tuple[list[int], Spelling]:
-        """Token ids of a text, as `encode`, and how they spell it."""
+        """Encode a text like `encode` and return how the tokens spell it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         offsets = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
         return encoding.ids, _Spelling(text, offsets, self._continues)
@@ -91,16 +91,16 @@ class _Spelling:
         self._text, self._offsets, self._continues = text, offsets, continues
 
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
-        """The text, and (n,) offsets of the document's tokens in it."""
+        """Return the text, and (n,) offsets of the document's tokens in it."""
         assert len(ids) == len(self._offsets), "these are the ids of another document"
         return self._text, self._offsets
 
     def continues(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """(n,) False: no token starts in the middle of a character."""
+        """Return (n,) False: no token starts in the middle of a character."""
         return np.zeros(len(ids), dtype=bool)
 
     def word_starts(self, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """(n,) True where a piece is not marked as continuing a word."""
+        """Return (n,) True where a piece is not marked as continuing a word."""
         return np.asarray(~self._continues[ids])
 
 
@@ -108,7 +108,7 @@ DatasetTokenizer = Tokenizer | WordPieceTokenizer
 
 
 def load_tokenizer(path: Path) -> DatasetTokenizer:
-    """Loads a dataset's tokenizer: tokenizer.json is WordPiece, all else sentencepiece.
+    """Load a dataset's tokenizer: tokenizer.json is WordPiece, all else sentencepiece.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -117,7 +117,7 @@ def load_tokenizer(path: Path) -> DatasetTokenizer:
 
 
 def build(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
-    """Content of the tokenizer.json of a dataset.
+    """Build the tokenizer.json of a dataset.
 
     Args:
         pieces: by token id.
@@ -145,7 +145,7 @@ def build(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
 
 
 def read_vocab_txt(content: bytes, path: Path) -> list[str]:
-    """Pieces of a vocab.txt, by id.
+    """Read the pieces of a vocab.txt, by id.
 
     Raises:
         DataError: it has a byte-order mark, is no UTF-8, or has an empty line.
@@ -176,7 +176,7 @@ def read_vocab_txt(content: bytes, path: Path) -> list[str]:
 
 
 def read_tokenizer_json(content: str, path: Path) -> tuple[list[str], BertOptions]:
-    """Pieces by id, and options, of a tokenizer.json that is BERT's.
+    """Read pieces by id, and options, from a tokenizer.json of BERT's kind.
 
     Raises:
         DataError: it does anything else than BERT's tokenizer.
@@ -218,7 +218,7 @@ def read_tokenizer_json(content: str, path: Path) -> tuple[list[str], BertOption
 
 
 def difference_of_ids(one: FastTokenizer, other: FastTokenizer) -> str:
-    """Where two vocabularies give an id to different pieces; empty if they agree.
+    """Describe where two vocabularies give an id to different pieces; empty if they agree.
 
     White space around a piece does not count, as some programs drop it (and no text has such one).
     """

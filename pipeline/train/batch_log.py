@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.record import (
-    BATCHES_FILE,
     HEADER,
     BatchRecord,
     how_to_mend,
@@ -28,6 +27,7 @@ from pipeline.data.record import (
 from pipeline.errors import DataError, StorageError
 from pipeline.runtime import dist
 from pipeline.runtime.files import write_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class BatchLog:
     """Writer of one attempt. Every rank has one; rank 0 reads and writes the file."""
 
     def __init__(self, run_dir: Path, cursor: int, is_first: bool) -> None:
-        """Opens the file, or starts one. Collective.
+        """Open the file, or starts one. Collective.
 
         Args:
             run_dir: folder of the run.
@@ -47,7 +47,7 @@ class BatchLog:
             DataError: the file is damaged, or does not reach to the cursor.
             StorageError: it cannot be read or written.
         """
-        self._path = run_dir / BATCHES_FILE
+        self._path = RunFolder(run_dir).batches
         self._is_first = is_first
         self._pending: list[BatchRecord] = []
         self._end = len(HEADER)
@@ -65,7 +65,7 @@ class BatchLog:
                 ) from error
 
     def add(self, record: BatchRecord) -> None:
-        """Takes a batch with this rank's part of its hash. No synchronisation."""
+        """Add a batch with this rank's part of its hash. No synchronisation."""
         if self._pending:
             last = self._pending[-1]
             assert record.batch == last.batch + 1, (record, last)
@@ -73,7 +73,7 @@ class BatchLog:
         self._pending.append(record)
 
     def flush(self) -> None:
-        """Compares and writes what was added since the last call, to the disk. Collective.
+        """Compare and flush to disk the batches added since the last call. Collective.
 
         To be called before each save too: a file that ends before a checkpoint's cursor is taken
         for damaged.
@@ -128,7 +128,7 @@ class BatchLog:
         self._earlier.extend(text[self._end : ends[-1]].splitlines(keepends=True))
 
     def _write(self, records: list[BatchRecord]) -> None:
-        """Compares, then appends what is not there already."""
+        """Compare lines with those of earlier attempts, then append new ones."""
         lines = [line_of(record) for record in records]
         old = [self._earlier[i] for i in range(min(len(lines), len(self._earlier)))]
         for record, line in zip(records, old, strict=False):

@@ -12,13 +12,15 @@ from typing import IO
 
 import torch
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import alpha, is_over
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.record import BATCHES_FILE, LEDGER_FILE, Rewind, read_batches, read_ledger
+from pipeline.data.record import Rewind, read_batches, read_ledger
 from pipeline.data.steps import Share
 from pipeline.errors import (
     EXIT_FINISHED,
@@ -29,32 +31,23 @@ from pipeline.errors import (
 )
 from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel
+from pipeline.objectives.base import Objective
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log, watchdog
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.files import (
-    ATTEMPTS_FILE,
-    DONE_FILE,
-    HANGS_FOLDER,
-    LOCK_FILE,
-    RESOLVED_FILE,
-    write_atomic,
-    write_json_atomic,
-)
+from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.data import open_data
-from pipeline.train.deepspeed import DEEPSPEED_FILE, deepspeed_config
+from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
-from pipeline.train.faults import Rescue
+from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Parts, train
 from pipeline.train.requests import Requests
-from pipeline.train.schedule import alpha, is_over
 from pipeline.train.sinks import Sinks
-from pipeline.train.spikes import LeftOut, trained_in_spite
-from pipeline.train.state import TrainState
 from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -87,8 +80,8 @@ def pretrain(
     log.to_run(run_dir, process.rank)
     rank.if_lost = (
         f"Collectives wait for train.collective_timeout_s={config.train.collective_timeout_s:g}; "
-        f"its log in {run_dir}/logs and {run_dir}/{HANGS_FOLDER} say more. The run continues from "
-        "its newest checkpoint when it is started again"
+        f"its log in {RunFolder(run_dir).logs} and {RunFolder(run_dir).hangs} say more. The run "
+        "continues from its newest checkpoint when it is started again"
     )
     requests = Requests(rank.stop, run_dir, is_first=process.is_first)
     hang_timeout_s = config.train.hang_timeout_s
@@ -114,14 +107,14 @@ def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConf
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
-def make_model(config: PretrainConfig, device: torch.device) -> MaskedLanguageModel:
+def make_model(config: PretrainConfig, objective: Objective, device: torch.device) -> EncoderModel:
     """The model of a run, on the CPU, with what computes it on `device`; `model.vocab_size` is set.
 
     Raises:
         ConfigError: what the config asks for cannot run on the device.
     """
     torch.manual_seed(config.seed)
-    model = MaskedLanguageModel(config.model)
+    model = objective.make_model(config.model)
     if config.train.activation_checkpoint_layers is not None:
         model.encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
     chosen = choose(config.kernels, config.model, config.train.precision, device)
@@ -147,7 +140,8 @@ def _run(
 ) -> int:
     requests.refuse_if_stopped()
     run_dir = Path(config.run_dir)
-    model = make_model(config, device)
+    objective = MaskedLanguageModeling()
+    model = make_model(config, objective, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     store = CheckpointStore(config, index, process)
     # Before the data is opened, which may take minutes: it may be another run's.
@@ -156,7 +150,7 @@ def _run(
         return EXIT_PREEMPTED
     saver = Saver(config, index, process, num_parameters)
     share = Share(process.rank, process.world_size)
-    train_loader, eval_loader = open_data(config, index, share)
+    train_loader, eval_loader = open_data(config, index, objective, share)
     if requests.ends_before_training():
         return EXIT_PREEMPTED
     if initial is not None and resumed_from is None:
@@ -173,7 +167,7 @@ def _run(
         index=index,
         model=model,
         engine=Engine(model, config.train, process, device),
-        objective=MaskedLanguageModeling(device),
+        objective=objective,
         train_loader=train_loader,
         eval_loader=eval_loader,
         store=store,
@@ -193,9 +187,9 @@ class _Opened:
     config: PretrainConfig
     process: ProcessInfo
     index: DatasetIndex
-    model: MaskedLanguageModel
+    model: EncoderModel
     engine: Engine
-    objective: MaskedLanguageModeling
+    objective: Objective
     train_loader: TrainLoader
     eval_loader: EvalLoader
     store: CheckpointStore
@@ -213,8 +207,8 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
     logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from scratch")
     if resumed_from is None and process.is_first:
         # What an attempt without a checkpoint did is gone; its config may have been another one.
-        (run_dir / BATCHES_FILE).unlink(missing_ok=True)
-        (run_dir / LEDGER_FILE).unlink(missing_ok=True)
+        RunFolder(run_dir).batches.unlink(missing_ok=True)
+        RunFolder(run_dir).ledger.unlink(missing_ok=True)
     rewinds = dist.on_first(lambda: _rewinds(run_dir, state), "reading the ledger")
     state.rewinds = len(rewinds)
     batch_log = BatchLog(run_dir, state.cursor, process.is_first)
@@ -223,8 +217,8 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
     sinks = None
     if process.is_first:
         if not is_over(state.step, config.train, state.elapsed_s):
-            (run_dir / DONE_FILE).unlink(missing_ok=True)  # the run was made longer
-        write_atomic(run_dir / RESOLVED_FILE, resolved_text(config).encode())
+            RunFolder(run_dir).done.unlink(missing_ok=True)  # the run was made longer
+        write_atomic(RunFolder(run_dir).resolved, resolved_text(config).encode())
         _write_deepspeed_config(config, process)
         attempt = _record_attempt(
             run_dir, process, opened.index.fingerprint, resumed_step, rewound=rewound
@@ -238,6 +232,7 @@ def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> in
         config=config,
         process=process,
         engine=engine,
+        encoder=opened.model.encoder,
         objective=opened.objective,
         train_loader=opened.train_loader,
         saver=opened.saver,
@@ -264,7 +259,7 @@ def _rewinds(run_dir: Path, state: TrainState) -> list[Rewind]:
     found = read_ledger(run_dir).rewinds
     if len(found) < state.rewinds:
         raise DataError(
-            f"{run_dir / LEDGER_FILE} has {len(found)} rewinds, the checkpoint of step "
+            f"{RunFolder(run_dir).ledger} has {len(found)} rewinds, the checkpoint of step "
             f"{state.step} was saved after {state.rewinds}: which batches are left out is not "
             "known; restore the file from a copy"
         )
@@ -284,7 +279,8 @@ def _warn_of_trained(config: PretrainConfig, state: TrainState) -> None:
 
 def _finish(config: PretrainConfig, state: TrainState) -> None:
     """Marks the run as done, on rank 0."""
-    write_json_atomic(Path(config.run_dir) / DONE_FILE, {"step": state.step, "unix_s": time.time()})
+    done = RunFolder(Path(config.run_dir)).done
+    write_json_atomic(done, {"step": state.step, "unix_s": time.time()})
     logger.info("finished at step %d", state.step)
     reached = alpha(state.step, config.train.alpha_warmup_steps)
     if reached < 1:
@@ -296,7 +292,7 @@ def _finish(config: PretrainConfig, state: TrainState) -> None:
 
 
 def _write_deepspeed_config(config: PretrainConfig, process: ProcessInfo) -> None:
-    path = Path(config.run_dir) / DEEPSPEED_FILE
+    path = RunFolder(Path(config.run_dir)).deepspeed
     if config.train.zero_stage == 0:
         path.unlink(missing_ok=True)
     else:
@@ -312,7 +308,7 @@ def _record_attempt(
     rewound: bool,
 ) -> int:
     """Adds a line to attempts.jsonl and returns this attempt's number, 1 for the first."""
-    path = run_dir / ATTEMPTS_FILE
+    path = RunFolder(run_dir).attempts
     attempt = 1 + (path.read_text().count("\n") if path.exists() else 0)
     record = {
         "attempt": attempt,
@@ -336,7 +332,7 @@ def _exclusive(run_dir: Path, process: ProcessInfo) -> Iterator[None]:
     if not process.is_first:
         yield
         return
-    with (run_dir / LOCK_FILE).open("w") as file:
+    with RunFolder(run_dir).lock.open("w") as file:
         _lock(file, run_dir)
         yield
 

@@ -10,13 +10,14 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
 from pipeline.data.staging import stage
 from pipeline.data.steps import Share
+from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, env, watchdog
 
 
 def open_data(
-    config: PretrainConfig, index: DatasetIndex, share: Share
+    config: PretrainConfig, index: DatasetIndex, objective: Objective, share: Share
 ) -> tuple[TrainLoader, EvalLoader]:
-    """Opens and checks the dataset. Collective.
+    """Open and check the dataset. Collective.
 
     Raises:
         PostnormError: on all ranks, if one finds damage.
@@ -24,10 +25,11 @@ def open_data(
     index = _where_shards_are_read(config, index, share)
     counts = _counts(config, index)
     watchdog.beat("opening the data")
+    train, held_out = config.train_data, config.eval_data
     with dist.together():
         loaders = (
-            TrainLoader(index, config, share, counts),
-            EvalLoader(index, config, share, counts),
+            TrainLoader(index, train, objective.train_inputs(train, index), share, counts),
+            EvalLoader(index, held_out, objective.eval_inputs(held_out, index), share, counts),
         )
         total_bytes = sum(shard.num_bytes for shard in index.shards)
         if total_bytes <= config.data.verify_at_start_gib * 2**30:
@@ -39,7 +41,7 @@ def open_data(
 def _where_shards_are_read(
     config: PretrainConfig, index: DatasetIndex, share: Share
 ) -> DatasetIndex:
-    """Copies the shards to this node, if asked to. Collective."""
+    """Copy the shards to this node if the config asks for it. Collective."""
     staging = config.data.stage_dir is not None
     with dist.together(range(share.world_size if staging else 0), "staging shards"):
         if share.rank == 0:
@@ -51,7 +53,7 @@ def _where_shards_are_read(
 
 
 def _counts(config: PretrainConfig, index: DatasetIndex) -> dict[int, npt.NDArray[np.int64]]:
-    """Sequences of every block at every length; only the first rank reads or counts. Collective."""
+    """Count the sequences of every block at every length; only rank 0 reads. Collective."""
     return dist.on_first(
         lambda: sequences_at(index, config.batches.seq_lens, config.run_dir), "counting sequences"
     )

@@ -10,7 +10,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.checkpoints.state import MASTER, MOMENTS, Part, SavedState, write_part
+from pipeline.checkpoints.state import MASTER, MOMENTS, Part, SavedState
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.objectives.mlm import LossSums
+from pipeline.objectives.base import Objective, Sums, add_up, detached
 from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.marks import UPDATE, mark
@@ -32,14 +32,12 @@ from pipeline.train.optimizer import Lamb, TensorSlice, make_optimizer, matrix_s
 from pipeline.train.replicated import Replicated
 from pipeline.train.timing import OwnTime
 
-Objective = Callable[[nn.Module, MicroBatch], LossSums]
-
 
 @dataclass(frozen=True)
 class StepResult:
     """What an optimizer step did."""
 
-    sums: LossSums
+    sums: Sums
     """This rank's part of the batch, on the device."""
     applied: bool
     """False if the gradient was not finite on some rank: then no rank changed its weights."""
@@ -157,9 +155,9 @@ class Engine:
     ) -> StepResult:
         """Forward, backward and one update over this rank's micro-batches of one step. Collective.
 
-        The loss is the sum over all masked tokens of the global batch, over their number: the split
-        into ranks and micro-batches does not change it. How many they are, and their sizes and
-        lengths, may differ from step to step.
+        Each of the objective's losses is a sum over the global batch divided by its weight there:
+        the split into ranks and micro-batches does not change it. How many micro-batches there are,
+        and their sizes and lengths, may differ from step to step.
 
         Args:
             batches: at least one.
@@ -171,12 +169,16 @@ class Engine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._engine.train()
-        count = sum(len(batch.targets) for batch in batches)
+        names = list(objective.losses)
+        weights = [sum(batch.weights[name] for batch in batches) for name in names]
         watchdog.beat("first collective of the step")
-        summed = dist.sum_over_ranks(torch.tensor([float(count), *notes], device=self.device))
-        noted = _Fetched(summed[1:])
-        # DeepSpeed averages over ranks; this undoes it.
-        scale = self.world_size / summed[0].clamp(min=1.0)
+        summed = dist.sum_over_ranks(torch.tensor([*weights, *notes], device=self.device))
+        noted = _Fetched(summed[len(names) :])
+        # DeepSpeed averages over ranks; the world size undoes it.
+        scales = {
+            name: factor * self.world_size / weight.clamp(min=1.0)
+            for (name, factor), weight in zip(objective.losses.items(), summed, strict=False)
+        }
         watchdog.beat("forward and backward")
         stage = self._engine.zero_optimization_stage()
         if stage < 3:  # which gathers weights in the forward pass
@@ -186,8 +188,9 @@ class Engine:
             sums = objective(self._engine, batch.to(self.device))
             if stage == 2:  # which adds gradients over the ranks in the backward pass
                 self.own_time.end()
-            self._engine.backward(sums.loss * scale)
-            parts.append(LossSums(sums.loss.detach(), sums.correct, sums.weight))
+            terms = [sums[name].total * scale for name, scale in scales.items()]
+            self._engine.backward(torch.stack(terms).sum() if len(terms) > 1 else terms[0])
+            parts.append(detached(sums))
         self.own_time.end()
         watchdog.beat("gradient collectives and update")
         mark(UPDATE)
@@ -195,7 +198,7 @@ class Engine:
         # DeepSpeed has compared the norm with infinity on the host by now: no further sync.
         norm = self._engine.get_global_grad_norm()
         return StepResult(
-            _sum(parts), bool(self._engine.was_step_applied()), float(norm), noted.values()
+            add_up(parts), bool(self._engine.was_step_applied()), float(norm), noted.values()
         )
 
     def state_parts(self) -> tuple[list[Part], dict[str, int]]:
@@ -213,16 +216,6 @@ class Engine:
             for each in self._own_slices()
         ]
         return parts, counters
-
-    def save_files(self, folder: Path) -> None:
-        """Writes `state_parts`, for `load_files`. Collective.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        parts, counters = self.state_parts()
-        write_part(folder, self._rank, self.world_size, parts, counters)
-        dist.barrier()
 
     def load_files(self, folder: Path) -> None:
         """Reads `state_parts` as any number of ranks wrote them, at any ZeRO stage. Collective.
@@ -345,14 +338,6 @@ class _Fetched:
         if self._arrived is not None:
             self._arrived.synchronize()
         return tuple(self._host.tolist())
-
-
-def _sum(parts: list[LossSums]) -> LossSums:
-    return LossSums(
-        loss=torch.stack([part.loss for part in parts]).sum(),
-        correct=torch.stack([part.correct for part in parts]).sum(),
-        weight=torch.stack([part.weight for part in parts]).sum(),
-    )
 
 
 def _import_deepspeed() -> Any:

@@ -10,20 +10,23 @@ from torch import Tensor, nn
 from pipeline.data.batch import MicroBatch
 from pipeline.data.loader import EvalLoader
 from pipeline.errors import DataError
+from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, watchdog
-from pipeline.train.engine import Objective
 
 
 @dataclass(frozen=True)
 class Score:
-    """Means over masked tokens."""
+    """Means over targets, such as masked tokens."""
 
-    loss: float
-    """Cross-entropy, nats."""
-    accuracy: float
-    """Share predicted right."""
-    num_masked: int
-    """Masked tokens looked at."""
+    means: dict[str, float]
+    """The objective's sums, each over its weight; `loss` is what is minimised."""
+    counts: dict[str, int]
+    """Targets looked at, as `num_masked`."""
+
+    @property
+    def loss(self) -> float:
+        """What is minimised, nats."""
+        return self.means["loss"]
 
     @property
     def perplexity(self) -> float:
@@ -36,28 +39,28 @@ class Score:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What an evaluation found."""
+    """The scores of an evaluation."""
 
     total: Score
     by_source: dict[str, Score]
     """Of the sources that have held-out text."""
 
     def values(self) -> dict[str, float]:
-        """As named numbers; those of sources only where there are several."""
+        """Return named numbers; numbers of sources only if there are several."""
         scores = {"": self.total}
         if len(self.by_source) > 1:
             scores |= {f"_{name}": score for name, score in self.by_source.items()}
         return {
             f"{field}{suffix}": float(value)
             for suffix, score in scores.items()
-            for field, value in vars(score).items()
+            for field, value in (score.means | score.counts).items()
         }
 
 
 def evaluate(
     model: nn.Module, device: torch.device, objective: Objective, loader: EvalLoader
 ) -> EvalResult:
-    """Evaluates a model at the objective's alpha, without dropout. Collective.
+    """Evaluate a model at the alpha that it has, without dropout. Collective.
 
     Args:
         model: as `Engine.model`, or any other that `objective` can call.
@@ -66,7 +69,7 @@ def evaluate(
         loader: of this rank's share.
     """
     sums = own_sums(model, device, objective, loader.batches(), len(loader.sources))
-    return combine(sums, loader.sources)
+    return combine(sums, objective, loader.sources)
 
 
 def own_sums(
@@ -75,39 +78,58 @@ def own_sums(
     objective: Objective,
     batches: Iterable[tuple[int, MicroBatch]],
     num_sources: int,
-) -> Tensor:
-    """What this rank adds to an evaluation. Not collective, if the model is not divided.
+) -> dict[str, Tensor]:
+    """Sum this rank's part of an evaluation. Not collective unless the model is divided.
 
     Returns:
-        (num_sources, 3) fp64 on the device: loss, correct and weight, as in `LossSums`.
+        By name of the objective's sums, (num_sources, 2) fp64 on the device: totals and weights.
     """
-    sums = torch.zeros(num_sources, 3, dtype=torch.float64, device=device)
+    sums: dict[str, Tensor] = {}
     model.eval()
     with torch.no_grad():
         for source, batch in batches:
             watchdog.beat("evaluating")
-            part = objective(model, batch.to(device))
-            sums[source] += torch.stack((part.loss, part.correct, part.weight)).double()
+            for name, part in objective(model, batch.to(device)).items():
+                if name not in sums:
+                    sums[name] = torch.zeros(num_sources, 2, dtype=torch.float64, device=device)
+                sums[name][source] += torch.stack((part.total, part.weight)).double()
     return sums
 
 
-def combine(sums: Tensor, sources: Sequence[str]) -> EvalResult:
-    """The result of all ranks' `own_sums`, which are overwritten. Collective.
+def combine(sums: dict[str, Tensor], objective: Objective, sources: Sequence[str]) -> EvalResult:
+    """Add up the `own_sums` of all ranks. Collective.
 
     Raises:
         DataError: nothing was to be predicted.
     """
-    rows = dist.sum_over_ranks(sums).tolist()  # sync
-    if not any(row[2] for row in rows):
+    names = list(sums)
+    summed = dist.sum_over_ranks(torch.stack(list(sums.values()), dim=1)).tolist()  # sync
+    by_source = {
+        source: {name: (total, weight) for name, (total, weight) in zip(names, rows, strict=True)}
+        for source, rows in zip(sources, summed, strict=True)
+    }
+    first = next(iter(objective.losses))
+    found = {source: each for source, each in by_source.items() if each[first][1]}
+    if not found:
         raise DataError(
             "the held-out text is so short that none of its tokens is masked; prepare the data "
             "with a larger shards.eval_fraction, or evaluate more sequences"
         )
+    whole = {
+        name: (
+            sum(each[name][0] for each in found.values()),
+            sum(each[name][1] for each in found.values()),
+        )
+        for name in names
+    }
     return EvalResult(
-        _score(*map(sum, zip(*rows, strict=True))),
-        {name: _score(*row) for name, row in zip(sources, rows, strict=True) if row[2]},
+        _score(whole, objective),
+        {source: _score(each, objective) for source, each in found.items()},
     )
 
 
-def _score(loss: float, correct: float, weight: float) -> Score:
-    return Score(loss / weight, correct / weight, int(weight))
+def _score(sums: dict[str, tuple[float, float]], objective: Objective) -> Score:
+    means = {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+    loss = sum(factor * means[name] for name, factor in objective.losses.items())
+    weight = sums[next(iter(objective.losses))][1]
+    return Score({**means, "loss": loss}, {f"num_{objective.targets}": int(weight)})

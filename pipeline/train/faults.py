@@ -1,29 +1,34 @@
-"""What a run does about steps that must not be taken, and about a loss that jumps."""
+"""Reactions to faults of training: skipped steps, loss spikes, and batches that are left out.
+
+Every decision is a function of numbers that are the same on all ranks. Spikes are looked for at
+multiples of `monitor.log_every_steps` only, and `counters.LossHistory` is saved with every
+checkpoint, so a run that was killed decides like one that was not.
+"""
 
 import logging
 import math
 import time
 from pathlib import Path
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
 from pipeline.checkpoints.save import Saver
 from pipeline.config.batches import BatchPlace
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.record import NonFinite, Rewind, add_to_ledger, read_ledger
+from pipeline.data.record import BatchRecord, NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.data.run_order import RunOrder
 from pipeline.errors import CheckpointError, StorageError, TrainingError
 from pipeline.runtime import dist
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.metrics import Interval
-from pipeline.train.state import TrainState
 from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 
 class Rescue:
-    """Decides together: all ranks call, and all ranks do the same."""
+    """Decide what to do about skipped steps and loss spikes. All ranks call it and agree."""
 
     def __init__(
         self,
@@ -33,7 +38,7 @@ class Rescue:
         saver: Saver,
         watch: Watch,
     ) -> None:
-        """Nothing was seen yet."""
+        """Remember where decisions are recorded."""
         self._config = config
         self._run_dir = Path(config.run_dir)
         self._order = order
@@ -43,32 +48,38 @@ class Rescue:
         self._warned = False
 
     def report_skip(self, state: TrainState, result: StepResult, place: BatchPlace) -> None:
-        """Records a step that no rank took. Collective.
+        """Record a step that was skipped on all ranks. Collective.
 
         Args:
-            state: behind the step.
-            result: of the step, on this rank.
-            place: its batch.
+            state: the state after the step.
+            result: this rank's result of the step.
+            place: the step's batch.
 
         Raises:
-            TrainingError: it was one too many in a row.
+            TrainingError: too many steps in a row were skipped.
             StorageError: the ledger cannot be written.
         """
-        is_finite = dist.gather(math.isfinite(float(result.sums.loss)))
+        own = all(math.isfinite(float(each.total)) for each in result.sums.values())
+        is_finite = dist.gather(own)
         each = place.size // len(is_finite)
         ranks = {
             str(rank): [rank * each, (rank + 1) * each]
-            for rank, finite in enumerate(is_finite) if not finite
-        }  # fmt: skip
+            for rank, finite in enumerate(is_finite)
+            if not finite
+        }
+        losses = f"the loss is NaN or infinite on rank {', '.join(ranks)}"
         logger.warning(
             "step %d skipped on all ranks: gradient norm %s, %s; sequences %d to %d are not "
-            "trained on, schedules stand still",
-            state.step + 1, result.grad_norm,
-            f"the loss is no number on rank {', '.join(ranks)}" if ranks else "losses are finite",
-            place.cursor, state.cursor - 1,
-        )  # fmt: skip
+            "trained on, schedules do not advance",
+            state.step + 1,
+            result.grad_norm,
+            losses if ranks else "losses are finite",
+            place.cursor,
+            state.cursor - 1,
+        )
         self._watch.skipped(state)
         places = self._order.segment(place.cursor).locate(place.cursor, place.size)
+        samples = zip(places.epochs, places.sample_ids, strict=True)
         self._record(
             NonFinite(
                 batch=place.number,
@@ -76,30 +87,29 @@ class Rescue:
                 step=state.step + 1,
                 grad_norm=str(result.grad_norm),
                 ranks=ranks,
-                samples=[[int(e), int(s)] for e, s in zip(
-                    places.epochs, places.sample_ids, strict=True)],
+                samples=[[int(epoch), int(sample)] for epoch, sample in samples],
                 unix_s=time.time(),
             )
-        )  # fmt: skip
+        )
         limit = self._config.train.max_skipped_in_a_row
         if state.skipped_in_a_row >= limit:
             self._batch_log.flush()
             self._saver.finish()
             raise TrainingError(
                 f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
-                "newest checkpoint is from before; lower train.lr, or lengthen the warm-ups"
+                "newest checkpoint is from before them; lower train.lr or lengthen the warm-ups"
             )
 
     def must_go_back(self, state: TrainState, interval: Interval, *, decide: bool) -> bool:
-        """Follows the losses; on a spike, prepares the way back. Collective.
+        """Follow the losses and return whether the run must rewind because of a spike. Collective.
 
         Args:
-            state: behind the interval's last step; takes the interval's losses.
-            interval: over all ranks.
-            decide: whether this is a step in which spikes are looked for.
+            state: the state after the interval's last step; gets the interval's losses.
+            interval: numbers over all ranks.
+            decide: whether spikes are looked for at this step.
 
         Raises:
-            TrainingError: there is no way back, or it was gone too often.
+            TrainingError: there is no checkpoint to go back to, or the run went back too often.
             StorageError: the ledger cannot be written.
         """
         config = self._config.spikes
@@ -121,12 +131,12 @@ class Rescue:
             return False
         plan = self._config.batches
         start = plan.number(max(0, first - config.skip_before_steps))
-        # A save in flight makes room by removing what may be wanted.
+        # A save in flight may be about to remove the checkpoint that is needed now.
         self._saver.finish()
         to_step = dist.on_first(
             lambda: self._step_before(start.cursor, text), "looking for a checkpoint to go back to"
         )
-        # What was in flight is trained on, too: a batch log without holes.
+        # Includes all batches up to here, so that the batch log has no holes.
         last = plan.at(state.cursor).number - 1
         record = Rewind(
             first_batch=start.number,
@@ -143,12 +153,15 @@ class Rescue:
         self._record(record)
         logger.warning(
             "%s; back to the checkpoint of step %d, batches %d to %d are left out from now on",
-            text, to_step, start.number, last,
-        )  # fmt: skip
+            text,
+            to_step,
+            start.number,
+            last,
+        )
         return True
 
     def _step_before(self, cursor: int, text: str) -> int:
-        """Step of the newest good checkpoint that did not see sequences from `cursor` on."""
+        """Find the newest good checkpoint from before `cursor` and return its step."""
         rewinds = read_ledger(self._run_dir).rewinds
         for path in published(self._run_dir / FOLDER):
             try:
@@ -163,8 +176,8 @@ class Rescue:
             if times >= self._config.spikes.max_rewinds:
                 raise TrainingError(
                     f"{text}; the run went back to step {manifest.step} {times} times before "
-                    "(spikes.max_rewinds), whatever batches were left out: it is not the data. "
-                    "Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false"
+                    "(spikes.max_rewinds) and left out other batches each time, so the data is not "
+                    "the cause. Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false"
                 )
             return manifest.step
         raise TrainingError(
@@ -174,15 +187,44 @@ class Rescue:
         )
 
     def _record(self, record: NonFinite | Rewind) -> None:
-        """Writes to the ledger on rank 0; it is there when this returns. Collective."""
+        """Write a record to the ledger on rank 0 before any rank continues. Collective."""
 
         def write() -> None:
             try:
                 add_to_ledger(self._run_dir, record)
             except OSError as error:
                 raise StorageError(
-                    f"the ledger of {self._run_dir} cannot be written: {error}; it is as it was. "
+                    f"the ledger of {self._run_dir} cannot be written: {error}; it is unchanged. "
                     "Free space, then start the run again"
                 ) from error
 
         dist.on_first(write, "writing the ledger")
+
+
+def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before: int) -> list[int]:
+    """List batches of `train.skip_batches` that the run was already trained on.
+
+    Args:
+        config: the run's config.
+        records: the batches that the run has logged.
+        before: number of the run's next batch.
+    """
+    skipped = LeftOut(config, [])
+    return [
+        record.batch
+        for record in records
+        if record.batch < before and record.step is not None and record.batch in skipped
+    ]
+
+
+class LeftOut:
+    """Batches that are not trained on: those of `train.skip_batches`, and those of rewinds."""
+
+    def __init__(self, config: PretrainConfig, rewinds: list[Rewind]) -> None:
+        """Join the ranges of batches of both."""
+        self._ranges = [range(each.first, each.last + 1) for each in config.train.skip_batches]
+        self._ranges += [range(each.first_batch, each.last_batch + 1) for each in rewinds]
+
+    def __contains__(self, batch: int) -> bool:
+        """Return whether a batch, given by its number, is left out."""
+        return any(batch in each for each in self._ranges)

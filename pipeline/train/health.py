@@ -58,7 +58,7 @@ class PlateauDoctor:
         )
 
     def look(self, loss: float, last: LastStep) -> str | None:
-        """What to tell, in Markdown; once, when the rule first holds.
+        """Return the warning in Markdown when the rule first holds; None at all other times.
 
         Args:
             loss: of the interval that ends with the last step.
@@ -97,7 +97,7 @@ class PlateauDoctor:
         )
 
     def _start(self, alpha: float) -> list[str]:
-        """Alpha, and the initialisation where it is one that deep models fail with."""
+        """Describe alpha, and the initialisation if deep models fail with it."""
         model, steps = self._config.model, self._config.train.alpha_warmup_steps
         pace = f"from 0 to 1 in {steps:,} steps" if steps else "1 from the start"
         advice = (
@@ -122,7 +122,7 @@ def _by_layer(layers: dict[str, GroupNorms]) -> str:
 
 
 def _duplicates(dataset: Path) -> str:
-    """What the dataset's report says of duplicates."""
+    """Describe the duplicates that the dataset's report counts."""
     path = dataset / _REPORT_FILE
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
@@ -164,7 +164,7 @@ class Stragglers:
     def look(
         self, wait_s: npt.NDArray[np.float64], compute_s: npt.NDArray[np.float64], step_s: float
     ) -> list[tuple[int, float, str]]:
-        """Ranks of which it is time to tell, with their factor and what to tell.
+        """Return the ranks to warn about, each with its factor and the text of the warning.
 
         Told once, until the rank has been as fast as the others for an interval.
 

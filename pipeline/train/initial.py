@@ -4,13 +4,12 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
-from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.files import sha256_file
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.wordpiece import difference_of_ids
@@ -35,9 +34,9 @@ _FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init"}
 
 
 def start_from(
-    model: MaskedLanguageModel, initial: InitialWeights, config: PretrainConfig, index: DatasetIndex
+    model: nn.Module, initial: InitialWeights, config: PretrainConfig, index: DatasetIndex
 ) -> None:
-    """Loads initial weights.
+    """Check and load the weights that a new run starts from.
 
     Raises:
         ConfigError: they are of another architecture, or of another tokenizer's ids.
@@ -63,7 +62,7 @@ def start_from(
 
 
 def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
-    """How a model's tokenizer differs from a dataset's.
+    """Describe how a model's tokenizer differs from a dataset's.
 
     Args:
         theirs: file of the model's; None if it has none.

@@ -29,7 +29,7 @@ class GroupNorms:
 
 
 def group_of(parameter: str) -> str:
-    """`embeddings`, `layer_00` and so on, or `head` (what stands behind the last layer)."""
+    """Return `embeddings`, `layer_00` and so on, or `head` for all after the last layer."""
     layer = _LAYER.match(parameter)
     if layer:
         return f"layer_{int(layer[1]):02d}"
@@ -40,7 +40,7 @@ class LayerNorms:
     """Measures the update after `measure`, at the cost of a copy of this rank's master weights."""
 
     def __init__(self, engine: Engine, grad_clip: float) -> None:
-        """Hooks into the optimizer; without partitions there is nothing to see and no group."""
+        """Hook into the optimizer; without partitions there are no groups."""
         partitions = engine.partitions()
         # Within DeepSpeed's engine.
         names = {
@@ -58,16 +58,16 @@ class LayerNorms:
             engine.optimizer.register_step_post_hook(self._after_step)
 
     def measure(self) -> None:
-        """Asks for the next update that is applied."""
+        """Measure the next update that is applied."""
         self.sums.zero_()
         self._wanted = True
 
     def done(self) -> None:
-        """Ends what `measure` began, once the step is taken."""
+        """End a measurement after the step."""
         self._wanted = False
 
     def norms(self, sums: list[list[float]], grad_norm: float) -> dict[str, GroupNorms]:
-        """By group, from `sums` added over the ranks and the global norm before clipping."""
+        """Compute norms by group from `sums` over all ranks and the global norm before clipping."""
         # DeepSpeed scales the gradient by this where the norm is above the limit.
         clipped = max(1.0, (grad_norm + 1e-6) / self._grad_clip) if self._grad_clip else 1.0
         return {
@@ -76,7 +76,7 @@ class LayerNorms:
         }
 
     def _group_spans(self, places: dict[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """(group, start, stop) of a partition; neighbours of one group are one span."""
+        """List (group, start, stop) of a partition, with neighbours of one group joined."""
         parts = sorted((*place, self.groups.index(group_of(n))) for n, place in places.items())
         spans = []
         for group, of_group in groupby(parts, key=lambda part: part[2]):

@@ -5,24 +5,25 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.save import Saver
+from pipeline.config import schedule
 from pipeline.config.batches import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.loader import TrainLoader
 from pipeline.data.record import BatchRecord
 from pipeline.errors import EXIT_FINISHED
-from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.model.encoder import Encoder
+from pipeline.objectives.base import Objective
 from pipeline.runtime import watchdog
 from pipeline.runtime.env import ProcessInfo
-from pipeline.train import schedule
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import Engine
-from pipeline.train.faults import Rescue
+from pipeline.train.faults import LeftOut, Rescue
 from pipeline.train.metrics import Interval, Meter
 from pipeline.train.requests import Requests, Wanted
-from pipeline.train.spikes import LeftOut
-from pipeline.train.state import Clock, TrainState
+from pipeline.train.timing import Clock
 from pipeline.train.watch import StepNumbers, Watch
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class Parts:
     config: PretrainConfig
     process: ProcessInfo
     engine: Engine
-    objective: MaskedLanguageModeling
+    encoder: Encoder
+    objective: Objective
     train_loader: TrainLoader
     saver: Saver
     batch_log: BatchLog
@@ -60,9 +62,10 @@ def train(parts: Parts, state: TrainState) -> int | None:
     """
     config, engine = parts.config.train, parts.engine
     intervals = parts.config.monitor
-    meter = Meter(engine, parts.process, config.grad_clip)
+    meter = Meter(engine, parts.process, parts.objective, config.grad_clip)
     clock = Clock(state.elapsed_s)
     if state.step == 0:
+        _set_alpha(parts, state)
         parts.watch.evaluate(state)
     steps = parts.train_loader.steps_from(state.cursor)
     while not schedule.is_over(state.step, config, state.elapsed_s):
@@ -80,9 +83,8 @@ def train(parts: Parts, state: TrainState) -> int | None:
         batches = next(steps)
         meter.have_data(measure_layers=log)
 
-        alpha = schedule.alpha(state.step, config.alpha_warmup_steps)
+        alpha = _set_alpha(parts, state)
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
-        parts.objective.set_alpha(alpha)
         _seed_dropout(parts, state)
         result = engine.train_step(batches, parts.objective, lr, parts.requests.own())
         wanted = Wanted(*map(bool, result.notes))
@@ -101,6 +103,7 @@ def train(parts: Parts, state: TrainState) -> int | None:
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
         if state.step % intervals.eval_every_steps == 0 or last:
+            _set_alpha(parts, state)  # that of the next step, as a checkpoint here has it
             parts.watch.evaluate(state)
         if save or last or wanted.saves:
             _save(parts, state)
@@ -112,6 +115,13 @@ def train(parts: Parts, state: TrainState) -> int | None:
             return parts.requests.end(wanted, state.step)
     _finish_saves(parts, stopping=False)
     return EXIT_FINISHED
+
+
+def _set_alpha(parts: Parts, state: TrainState) -> float:
+    """Gives the encoder the alpha of the step after `state`; nobody else sets it in training."""
+    alpha = schedule.alpha(state.step, parts.config.train.alpha_warmup_steps)
+    parts.encoder.set_alpha(alpha)
+    return alpha
 
 
 def _seed_dropout(parts: Parts, state: TrainState) -> None:

@@ -1,6 +1,7 @@
 """Sums between two log lines: kept on the device, added over ranks once per line."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.data.batch import MicroBatch
-from pipeline.objectives.mlm import LossSums
+from pipeline.objectives.base import Objective, Sums
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine, StepResult
@@ -26,22 +27,22 @@ class Interval:
     """
 
     losses: list[tuple[int, float]]
-    """(batch, mean cross-entropy of masked tokens) of each applied step."""
+    """(batch, minimised loss) of each applied step."""
     loss: float
-    """Mean cross-entropy of masked tokens, nats; NaN if no step was applied."""
-    accuracy: float
-    """Share of masked tokens predicted right."""
+    """The minimised loss over all steps; NaN if no step was applied."""
+    means: dict[str, float]
+    """The objective's sums, each over its weight; NaN where the weight is 0."""
+    weights: dict[str, float]
+    """By loss: what it was divided by, such as the number of masked tokens; skipped steps too."""
+    counts: dict[str, int]
+    """What the objective counts."""
     elapsed_s: float
     """Time of the steps on this rank."""
     num_tokens: int
     """Slots that are no padding."""
     num_slots: int
-    num_masked: int
-    """Tokens to predict."""
     squared_lengths: int
     """Sum of n^2 over all pieces of documents of n tokens: pairs that attention looks at."""
-    unmasked_documents: int
-    """Pieces of documents of which nothing was to be predicted."""
     data_wait: float
     """Share of the time in which ranks waited for data, their mean."""
     wait_s: npt.NDArray[np.float64]
@@ -61,18 +62,23 @@ class Interval:
 class Meter:
     """Adds up one rank's steps."""
 
-    def __init__(self, engine: Engine, process: ProcessInfo, grad_clip: float) -> None:
+    def __init__(
+        self, engine: Engine, process: ProcessInfo, objective: Objective, grad_clip: float
+    ) -> None:
         """Starts the first interval."""
         self._device = engine.device
         self._own_time = engine.own_time
         self._process = process
+        self._losses = objective.losses
         self._layers = LayerNorms(engine, grad_clip)
         self._reset()
 
     def _reset(self) -> None:
         self._sums: list[torch.Tensor] = []
         self._batches: list[int] = []
-        self._tokens = self._slots = self._masked = self._squares = self._unmasked_documents = 0
+        self._tokens = self._slots = self._squares = 0
+        self._weights = Counter[str]()
+        self._counts = Counter[str]()
         self._wait_s = 0.0
         self._step_s: list[float] = []
 
@@ -88,7 +94,7 @@ class Meter:
             self._layers.measure()
 
     def end_step(self, result: StepResult, number: int, batches: list[MicroBatch]) -> None:
-        """Counts a step; the loss of a skipped one is no number and is left out.
+        """Counts a step; the loss of a skipped one is NaN or infinite and is left out.
 
         Args:
             result: of the step.
@@ -99,10 +105,12 @@ class Meter:
         self._step_s.append(time.perf_counter() - self._began_s)
         self._tokens += sum(batch.num_tokens for batch in batches)
         self._slots += sum(batch.input_ids.numel() for batch in batches)
-        self._masked += sum(len(batch.targets) for batch in batches)
         # n^2 is the sum of 2p + 1 over the positions p of a piece; padding has position 0.
         self._squares += sum(2 * int(batch.positions.sum()) + batch.num_tokens for batch in batches)
-        self._unmasked_documents += sum(batch.unmasked_documents for batch in batches)
+        for batch in batches:
+            self._weights.update(batch.weights)
+            self._counts.update(batch.counts)
+        self._names = list(result.sums)
         if result.applied:
             self._sums.append(_stacked(result.sums))
             self._batches.append(number)
@@ -116,9 +124,14 @@ class Meter:
         """
         elapsed_s = sum(self._step_s)
         own = [
-            self._tokens, self._slots, self._masked, self._squares, self._unmasked_documents,
-            self._wait_s / elapsed_s, clock_s,
-        ]  # fmt: skip
+            float(self._tokens),
+            float(self._slots),
+            float(self._squares),
+            *self._weights.values(),
+            *map(float, self._counts.values()),
+            self._wait_s / elapsed_s,
+            clock_s,
+        ]
         steps = len(self._step_s)
         work = [self._wait_s / steps, self._own_time.take_s() / steps]
         # A row a rank, zeros but for its own: their sum has everyone's.
@@ -131,29 +144,35 @@ class Meter:
         on_device = [*self._sums, self._layers.sums.flatten()]
         vector = torch.cat((*on_device, host.to(self._device)))
         values = dist.sum_over_ranks(vector).cpu()  # sync
-        sizes = [3 * len(self._sums), self._layers.sums.numel(), len(own), rows.numel()]
+        names = self._names
+        sizes = [
+            2 * len(names) * len(self._sums),
+            self._layers.sums.numel(),
+            len(own),
+            rows.numel(),
+        ]
         sums, squares, own_sums, table = torch.split(values, sizes)
-        of_steps = sums.view(-1, 3)
-        loss, correct, weight = of_steps.sum(0).tolist()
-        losses = (of_steps[:, 0] / of_steps[:, 2]).tolist()
-        batches = self._batches
-        tokens, slots, masked, squared, unmasked, wait, clock = own_sums.tolist()
+        of_steps = sums.view(len(self._sums), len(names), 2)
+        whole = dict(zip(names, of_steps.sum(0).tolist(), strict=True))
+        tokens, slots, squared, *more, wait, clock = own_sums.tolist()
         by_rank = table.view(rows.shape).numpy()
         most = dict(zip(_PEAKS, by_rank.max(0)[: len(_PEAKS)].tolist(), strict=True))
         layers: dict[str, GroupNorms] = {}
         if self._layers_measured:
             layers = self._layers.norms(squares.view(self._layers.sums.shape).tolist(), grad_norm)
-        self._reset()
-        return Interval(
-            losses=list(zip(batches, losses, strict=True)),
-            loss=loss / weight if weight else float("nan"),
-            accuracy=correct / weight if weight else float("nan"),
+        interval = Interval(
+            losses=[
+                (batch, self._minimised(dict(zip(names, step, strict=True))))
+                for batch, step in zip(self._batches, of_steps.tolist(), strict=True)
+            ],
+            loss=self._minimised(whole),
+            means={name: _mean(*pair) for name, pair in whole.items()},
+            weights=dict(zip(self._weights, more, strict=False)),
+            counts=dict(zip(self._counts, map(int, more[len(self._weights) :]), strict=True)),
             elapsed_s=elapsed_s,
             num_tokens=int(tokens),
             num_slots=int(slots),
-            num_masked=int(masked),
             squared_lengths=int(squared),
-            unmasked_documents=int(unmasked),
             data_wait=wait / self._process.world_size,
             wait_s=by_rank[:, len(_PEAKS)],
             compute_s=by_rank[:, len(_PEAKS) + 1],
@@ -162,7 +181,19 @@ class Meter:
             peak_gb={name: size for name, size in most.items() if size},
             layers=layers,
         )
+        self._reset()
+        return interval
+
+    def _minimised(self, sums: dict[str, tuple[float, float]]) -> float:
+        """What a step minimises, of sums over all ranks."""
+        return sum(factor * _mean(*sums[name]) for name, factor in self._losses.items())
 
 
-def _stacked(sums: LossSums) -> torch.Tensor:
-    return torch.stack((sums.loss, sums.correct, sums.weight)).detach().double()
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else float("nan")
+
+
+def _stacked(sums: Sums) -> torch.Tensor:
+    """(2 * sums,) fp64 totals and weights by turns."""
+    pairs = [torch.stack((each.total, each.weight)).detach().double() for each in sums.values()]
+    return torch.cat(pairs)

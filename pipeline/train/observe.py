@@ -16,10 +16,9 @@ from torch import Tensor
 from pipeline.data.batch import MicroBatch
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel
 from pipeline.model.layout import rows
 from pipeline.model.statistics import AttentionStatistics, attention_statistics
-from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.tokenizer.wordpiece import load_tokenizer
 
 _NUM_EXAMPLES = 5
@@ -53,49 +52,43 @@ class Observer:
     """Looks at fixed sequences."""
 
     def __init__(
-        self, model: MaskedLanguageModel, objective: MaskedLanguageModeling, loader: EvalLoader,
-        index: DatasetIndex, device: torch.device,
-    ) -> None:  # fmt: skip
-        """Takes the sequences: their number is bounded by the memory that attention needs."""
+        self, model: EncoderModel, loader: EvalLoader, index: DatasetIndex, device: torch.device
+    ) -> None:
+        """Take the sequences; the memory that attention needs limits their number."""
         self._model = model
         self._device = device
-        self._objective = objective
         self._tokenizer = load_tokenizer(index.folder / index.tokenizer_file)
         vocabulary = index.vocabulary
         self._no_answer = [*vocabulary.special]
         self._vocab_size = vocabulary.size
         self._examples = loader.spread(_NUM_EXAMPLES)
-        config = model.config
+        config = model.encoder.config
         length = self._examples.input_ids.shape[1]
         each = config.num_layers * config.num_heads * length * length
         self._attention = loader.spread(min(8, max(1, _MOST_PROBABILITIES // each)))
 
     def attention(self) -> AttentionStatistics:
-        """Entropies and divergences, at the alpha that is set."""
+        """Measure the entropies and divergences of attention at the model's alpha."""
         batch = self._attention.to(self._device)
         layout = rows(batch.documents, batch.positions)
-        return attention_statistics(
-            self._model.eval().encoder, batch.input_ids, layout, batch.documents > 0,
-            self._objective.alpha,
-        )  # fmt: skip
+        encoder = self._model.eval().encoder
+        return attention_statistics(encoder, batch.input_ids, layout, batch.documents > 0)
 
     @torch.no_grad()
     def examples(self) -> list[Example]:
-        """What the model fills in; one example a sequence that has a mask."""
+        """Fill in the masks; one example for each sequence that has a mask."""
         batch = self._examples
         on_device = batch.to(self._device)
         model = self._model.eval()
         layout = rows(on_device.documents, on_device.positions)
-        logits: Tensor = model(
-            on_device.input_ids, layout, on_device.masked_index, self._objective.alpha
-        )
+        logits: Tensor = model(on_device.input_ids, layout, on_device.inputs["masked_index"])
         logits = logits.float()
         # Specials are never a target in training, nor are rows beyond the vocabulary.
         logits[:, self._no_answer] = float("-inf")
         logits[:, self._vocab_size :] = float("-inf")
         best = logits.softmax(-1).topk(min(_TOP, self._vocab_size - len(self._no_answer)))
         shares, tokens = best.values.cpu().numpy(), best.indices.cpu().numpy()
-        row_of_mask = batch.masked_index.numpy() // batch.input_ids.shape[1]
+        row_of_mask = batch.inputs["masked_index"].numpy() // batch.input_ids.shape[1]
         return [
             self._example(batch, np.flatnonzero(row_of_mask == row), shares, tokens)
             for row in np.unique(row_of_mask).tolist()
@@ -105,10 +98,10 @@ class Observer:
         self, batch: MicroBatch, masks: npt.NDArray[np.int64],
         shares: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64],
     ) -> Example:  # fmt: skip
-        """The text around the first of a sequence's masks, within its document."""
-        given, at = batch.input_ids.flatten().numpy(), batch.masked_index.numpy()
+        """Show the text around the first of a sequence's masks, within its document."""
+        given, at = batch.input_ids.flatten().numpy(), batch.inputs["masked_index"].numpy()
         original = given.copy()
-        original[at] = batch.targets.numpy()
+        original[at] = batch.inputs["targets"].numpy()
         first = int(at[masks[0]])
         width = batch.input_ids.shape[1]
         documents = batch.documents.flatten().numpy()
@@ -137,7 +130,7 @@ class Observer:
 
 
 def examples_text(examples: list[Example]) -> str:
-    """As Markdown: the original, the input, and a line a mask."""
+    """Format examples as Markdown: the original, the input, and a line for each mask."""
     blocks = []
     for example in examples:
         lines = [f"    original: {_one_line(example.original)}",
@@ -166,7 +159,7 @@ _NO_NUMBER = (160, 160, 160)
 
 
 def heat_map(values: npt.NDArray[np.floating], low: float, high: float) -> npt.NDArray[np.uint8]:
-    """Draws (rows, columns) numbers, first row on top.
+    """Draw (rows, columns) numbers, first row on top.
 
     Args:
         values: those out of range have the colour of the limit; what is no number is grey.

@@ -37,12 +37,12 @@ class TensorSlice:
     """First element in the partition."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The stretch's part of a tensor that is laid out as the partition; a view."""
+        """View the stretch in a tensor that is laid out like the partition."""
         return tensor.narrow(0, self.offset, self.numel)
 
 
 def share_of_rank(slices: Iterable[TensorSlice], rank: int, world_size: int) -> list[TensorSlice]:
-    """What a rank answers for where all ranks hold the same: an equal part of each partition."""
+    """Return a rank's share of slices that all ranks hold: an equal part of each partition."""
     found = []
     for each in slices:
         size = each.partition.numel()
@@ -78,7 +78,7 @@ class Lamb(torch.optim.Optimizer):
         eps: float,
         bias_correction: bool,
     ) -> None:
-        """Takes groups with `params`, `weight_decay` and `adapts`."""
+        """Take groups with `params`, `weight_decay` and `adapts`."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._bias_correction = bias_correction
         self._index: dict[str, int] = {}
@@ -90,7 +90,7 @@ class Lamb(torch.optim.Optimizer):
         slices: list[TensorSlice],
         sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> None:
-        """Says what the tensors of the groups are pieces of; before the first step.
+        """Set which matrices the groups' tensors are pieces of; call it before the first step.
 
         Args:
             names: of all that has a ratio of its own, in the same order on all ranks.
@@ -105,7 +105,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates every tensor that has a gradient. Collective, without host synchronisation.
+        """Update every tensor that has a gradient. Collective, without host synchronisation.
 
         One sum over the ranks a call; DeepSpeed calls this once a step, or once for each group.
         """
@@ -132,7 +132,7 @@ class Lamb(torch.optim.Optimizer):
                 )
 
     def _direction(self, flat: Tensor, group: dict[str, Any]) -> Tensor:
-        """Takes the gradient into the averages; returns u, shaped as `flat`."""
+        """Update the averages with the gradient, and return u, shaped like `flat`."""
         state = self.state[flat]
         if not state:
             state["step"] = torch.zeros(())
@@ -152,7 +152,7 @@ class Lamb(torch.optim.Optimizer):
         return torch.div(mean, root, out=root).add_(flat, alpha=group["weight_decay"])
 
     def _trust_ratios(self, updates: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """|w| / |u| of every matrix, (names,) float32; 1 for those that are not in this call."""
+        """Compute |w| / |u| of every matrix, (names,) float32; 1 for matrices not in this call."""
         [device] = {flat.device for group in self.param_groups for flat in group["params"]}
         squares = torch.zeros(2, len(self._index), dtype=torch.float64, device=device)
         for flat, update in updates:
@@ -169,7 +169,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Over all parameters of a model, in the groups of `decay_groups`; logs their sizes."""
+    """Make the optimizer of all parameters, in the groups of `decay_groups`; log their sizes."""
     groups = decay_groups(model, config.weight_decay)
     for group in groups:
         size = sum(parameter.numel() for parameter in group["params"])
@@ -193,7 +193,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 def matrix_slices(
     model: nn.Module, shapes: dict[str, tuple[int, ...]], slices: list[TensorSlice]
 ) -> tuple[list[str], list[TensorSlice]]:
-    """Cuts pieces of parameters into pieces of the matrices that are stored as one parameter.
+    """Cut pieces of parameters into pieces of the matrices that are stored as one parameter.
 
     Args:
         model: its modules name such parameters, and their numbers of matrices, in `stacked`.
@@ -220,7 +220,7 @@ def matrix_slices(
 
 
 def _cut(piece: TensorSlice, size: int) -> list[TensorSlice]:
-    """Cuts a piece at multiples of `size` elements of its parameter."""
+    """Cut a piece at multiples of `size` elements of its parameter."""
     end = piece.start + piece.numel
     starts = [piece.start, *range((piece.start // size + 1) * size, end, size)]
     return [
@@ -233,12 +233,12 @@ def _cut(piece: TensorSlice, size: int) -> list[TensorSlice]:
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether a parameter decays and has a trust ratio: no bias, gain or shift."""
+    """Return whether a parameter decays and has a trust ratio, unlike biases, gains and shifts."""
     return parameter.ndim >= 2
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices decay; biases and the gains and shifts of norms do not.
+    """Group the parameters: matrices decay; biases and the gains and shifts of norms do not.
 
     Source: google-research/bert `optimization.py`, exclude_from_weight_decay.
     """

@@ -26,7 +26,7 @@ class Replicated(nn.Module):
         num_ranks: int,
         device: torch.device,
     ) -> None:
-        """Takes rank 0's weights on every rank; the optimizer then updates flat master weights."""
+        """Copy rank 0's weights to every rank; the optimizer then updates flat master weights."""
         super().__init__()
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.module = model.to(device, dtype)
@@ -38,20 +38,20 @@ class Replicated(nn.Module):
         self._groups = [_Group(group) for group in optimizer.param_groups]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Run the model."""
         return self.module(*args, **kwargs)
 
     def zero_optimization_stage(self) -> int:
-        """0."""
+        """Return 0, the stage."""
         return 0
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of this rank, in fp32."""
+        """Add the gradients of this rank, in fp32."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes the mean of the gradients over the ranks, clips it, and updates. Collective.
+        """Average the gradients over the ranks, clip them, and update. Collective.
 
         If it is not finite, nothing changes, on no rank: all ranks look at the same mean.
         """
@@ -75,21 +75,21 @@ class Replicated(nn.Module):
             group.sums.zero_()
 
     def get_global_grad_norm(self) -> float:
-        """Of the last step, before clipping; infinite if it was skipped."""
+        """Return the norm of the last step before clipping; infinite if it was skipped."""
         return self._norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last step changed the weights."""
+        """Return whether the last step changed the weights."""
         return self._applied
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """Gives forward passes the master weights anew."""
+        """Copy the master weights, rounded, into the weights of forward passes."""
         for group in self._groups:
             group.weights.copy_(group.master)
 
     def slices(self, shapes: dict[str, tuple[int, ...]]) -> list[TensorSlice]:
-        """All parameters, whole."""
+        """Return a slice for each whole parameter."""
         return [
             TensorSlice(name, shapes[name], 0, parameter.numel(), group.master, offset)
             for name, parameter in self.module.named_parameters()

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED, StoppedError
 from pipeline.runtime import dist
-from pipeline.runtime.files import SAVE_FILE, STOP_FILE
 from pipeline.runtime.rank import agreed_signal
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,10 @@ class Requests:
     """Looks for requests on this rank; rank 0 looks at the files."""
 
     def __init__(self, signals: StopRequest, run_dir: Path, *, is_first: bool) -> None:
-        """Look at the files at the first step."""
+        """Prepare to look at the files, from the first step on."""
         self._signals = signals
-        self._stop_file, self._save_file = run_dir / STOP_FILE, run_dir / SAVE_FILE
+        run = RunFolder(run_dir)
+        self._stop_file, self._save_file = run.stop, run.save
         self._is_first = is_first
         self._looked_s = float("-inf")
         self._halt = self._save = False
@@ -71,14 +72,14 @@ class Requests:
                 )
 
     def ends_before_training(self) -> bool:
-        """Tell whether any rank has had a signal by now. Collective."""
+        """Return whether any rank has had a signal by now. Collective."""
         name = agreed_signal(self._signals)
         if name:
             logger.warning("stopped by %s before the first step; nothing is to be saved", name)
         return bool(name)
 
     def own(self) -> Wanted:
-        """Get what this rank knows of; looks at the files every few seconds."""
+        """Return the wishes that this rank knows of; look at the files every few seconds."""
         now_s = time.monotonic()
         if self._is_first and now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
@@ -87,7 +88,7 @@ class Requests:
         return Wanted(self._signals.requested, self._halt, self._save)
 
     def saved(self) -> None:
-        """Remove the SAVE file, which was honoured."""
+        """Remove the SAVE file after the save that it asked for."""
         if not self._is_first:
             return
         self._save, self._saved_ns = False, self._modified_ns()
@@ -100,7 +101,7 @@ class Requests:
             )  # fmt: skip
 
     def end(self, wanted: Wanted, step: int) -> int:
-        """Say why the run ends, after its save, and return the exit code."""
+        """Log why the run ends after its save, and return the exit code."""
         if wanted.halt:
             logger.warning(
                 "stopped at step %d by %s; saved. Remove the file and start again to continue",

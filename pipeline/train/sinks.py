@@ -21,12 +21,14 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
-from pipeline.runtime.files import METRICS_FILE, AppendedFile
+from pipeline.runtime.files import AppendedFile
 from pipeline.runtime.log import duration_text
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-TENSORBOARD_FOLDER = "tensorboard"
+_SHORT = {"accuracy": "acc"}
+
 _TELL_EVERY_S = 600.0
 
 
@@ -40,19 +42,19 @@ class Sinks:
         metrics.jsonl, told apart by "attempt"; TensorBoard shows the later ones.
         """
         self._attempt = attempt
-        self._lines = _Lossy(run_dir / METRICS_FILE)
+        self._lines = _Lossy(RunFolder(run_dir).metrics)
         # As torch's SummaryWriter names it; TensorBoard reads the files in this order.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         purge_step = 0 if resumed_step is None else resumed_step + 1
         beginning = _event(file_version="brain.Event:2") + _event(
             session_log=SessionLog(status=SessionLog.START), step=purge_step
         )
-        self._events = _Lossy(run_dir / TENSORBOARD_FOLDER / name, beginning)
+        self._events = _Lossy(RunFolder(run_dir).tensorboard / name, beginning)
 
     def write(
         self, step: int, kind: str, values: dict[str, float], section: str | None = None
     ) -> None:
-        """Records named numbers of a step.
+        """Record named numbers of a step.
 
         Args:
             step: applied optimizer steps.
@@ -69,15 +71,15 @@ class Sinks:
         self._show(step, *scalars)
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
-        """Shows a text in TensorBoard."""
+        """Show a text in TensorBoard."""
         self._show(step, summary.text(name, markdown))
 
     def write_image(self, step: int, name: str, pixels: npt.NDArray[np.uint8]) -> None:
-        """Shows an image of (height, width, 3) in TensorBoard."""
+        """Show an image of (height, width, 3) in TensorBoard."""
         self._show(step, summary.image(name, pixels, dataformats="HWC"))
 
     def write_settings(self, settings: dict[str, bool | str | float]) -> None:
-        """Lists the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
+        """List the run in TensorBoard's table of hyperparameters, beside its held-out loss."""
         # SummaryWriter.add_hparams would open a second folder, a run of its own.
         self._show(0, *summary.hparams(settings, {"eval/loss": 0.0}))
 
@@ -85,7 +87,7 @@ class Sinks:
         self._events.append(b"".join(_event(summary=each, step=step) for each in summaries))
 
     def close(self) -> None:
-        """Says what was lost."""
+        """Warn about lost records and close the files."""
         self._lines.tell()
         self._events.tell()
 
@@ -117,7 +119,7 @@ class _Lossy:
             self._told_s = float("-inf")
 
     def tell(self) -> None:
-        """Warns if there is something lost that was not told."""
+        """Warn about records lost since the last warning."""
         if self._lost > self._told_of:
             logger.warning(
                 "%s cannot be written: %s; %d records are lost so far, training goes on. Free "
@@ -128,19 +130,29 @@ class _Lossy:
 
 
 def _event(**content: Any) -> bytes:
-    """A record of an event file."""
+    """Frame data as a record of an event file."""
     buffer = io.BytesIO()
     event = Event(wall_time=time.time(), **content)
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()
 
 
-def console_line(step: int, num_steps: int, values: dict[str, float], eta_s: float) -> str:
-    """One line for people."""
+def console_line(
+    step: int, num_steps: int, means: dict[str, float], values: dict[str, float], eta_s: float
+) -> str:
+    """One line for people; `means` are the objective's, `values` all numbers of the line."""
     return (
-        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['loss']:.4f}  "
-        f"acc {values['accuracy']:.3f}  lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
+        f"step {step:>{len(str(num_steps))}}/{num_steps}  {means_text(values['loss'], means)}  "
+        f"lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
         f"norm {values['grad_norm']:.2f}  {values['tokens_per_s']:,.0f} tok/s  "
         f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
         f"ETA {duration_text(eta_s)}"
     )
+
+
+def means_text(loss: float, means: dict[str, float]) -> str:
+    """The minimised loss, then the objective's other means, such as `loss 3.1204  acc 0.421`."""
+    others = [
+        f"{_SHORT.get(name, name)} {mean:.3f}" for name, mean in means.items() if name != "loss"
+    ]
+    return "  ".join([f"loss {loss:.4f}", *others])

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.save import SaveNumbers
+from pipeline.config import schedule
 from pipeline.config.batches import BatchPlace
 from pipeline.config.load import resolved_text
 from pipeline.config.runs import PretrainConfig
@@ -16,17 +18,15 @@ from pipeline.config.schema import walk
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.model.cost import flops_per_token, limits
-from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.model.encoder import EncoderModel
+from pipeline.objectives.base import Objective
 from pipeline.runtime import dist
-from pipeline.train import schedule
 from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
 from pipeline.train.health import LastStep, PlateauDoctor, Stragglers
 from pipeline.train.metrics import Interval
 from pipeline.train.observe import Observer, examples_text, heat_map
-from pipeline.train.sinks import Sinks, console_line
-from pipeline.train.state import TrainState
+from pipeline.train.sinks import Sinks, console_line, means_text
 from pipeline.train.timing import device_name
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class Watch:
         self,
         config: PretrainConfig,
         index: DatasetIndex,
-        model: MaskedLanguageModel,
+        model: EncoderModel,
         engine: Engine,
-        objective: MaskedLanguageModeling,
+        objective: Objective,
         train_loader: TrainLoader,
         eval_loader: EvalLoader,
         sinks: Sinks | None,
@@ -61,7 +61,7 @@ class Watch:
         self._order = train_loader.steps.order
         self._eval_loader = eval_loader
         self._sinks = sinks
-        self._observer = Observer(model, objective, eval_loader, index, engine.device)
+        self._observer = Observer(model, eval_loader, index, engine.device)
         self._doctor = PlateauDoctor(config, index.unigram_entropy_nats)
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
@@ -92,7 +92,7 @@ class Watch:
             self._eta.left_s(state.step, num_steps),
             max(0.0, schedule.budget_left_s(self._config.train, state.elapsed_s)),
         )
-        logger.info("%s", console_line(state.step, num_steps, values, left_s))
+        logger.info("%s", console_line(state.step, num_steps, interval.means, values, left_s))
         self._tell_stragglers(state, interval)
         tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
         advice = self._doctor.look(
@@ -124,21 +124,18 @@ class Watch:
                 self._sinks.write(numbers.step, "save", numbers.values, section="train")
 
     def evaluate(self, state: TrainState) -> None:
-        """Evaluates held-out text at the alpha the next step trains with. Collective.
+        """Evaluates held-out text at the model's alpha. Collective.
 
         The loss goes into `state` too, for checkpoints.
         """
-        alpha = schedule.alpha(state.step, self._config.train.alpha_warmup_steps)
-        self._objective.set_alpha(alpha)
         result = evaluate(
             self._engine.model, self._engine.device, self._objective, self._eval_loader
         )
         total = result.total
         state.held_out_loss, state.held_out_step = total.loss, state.step
-        logger.info(
-            "step %d  held-out loss %.4f  acc %.3f  over %s masked tokens",
-            state.step, total.loss, total.accuracy, f"{total.num_masked:,}",
-        )  # fmt: skip
+        counts = ", ".join(f"{count:,} {name}" for name, count in total.counts.items())
+        scores = means_text(total.loss, total.means)
+        logger.info("step %d  held-out %s  (%s)", state.step, scores, counts)
         statistics = self._observer.attention()
         examples = self._observer.examples()
         if not self._sinks:
@@ -157,14 +154,14 @@ class Watch:
     ) -> dict[str, float]:
         """All numbers of a log line."""
         values = {
+            **interval.means,
             "loss": interval.loss,
-            "accuracy": interval.accuracy,
             "lr": step.lr,
             "alpha": step.alpha,
             "grad_norm": step.grad_norm,
             "tokens_per_s": interval.num_tokens / interval.elapsed_s,
             "fill": interval.num_tokens / interval.num_slots,
-            "unmasked_documents": float(interval.unmasked_documents),
+            **{name: float(count) for name, count in interval.counts.items()},
             "data_wait": interval.data_wait,
             "skipped_steps": float(state.skipped),
             "left_out_batches": float(state.left_out),
@@ -189,13 +186,14 @@ class Watch:
 
     def _speed(self, interval: Interval) -> dict[str, float]:
         """Rates of all ranks, the model's FLOP/s of one, and seconds a step."""
-        flops = model_flops(self._config, interval)
+        targets = interval.weights[next(iter(self._objective.losses))]
+        flops = model_flops(self._config, interval, targets)
         per_device = flops / interval.elapsed_s / self._engine.world_size
         own_s = interval.wait_s + interval.compute_s
         values = {
             "tokens": float(interval.num_tokens),
             "slots_per_s": interval.num_slots / interval.elapsed_s,
-            "masked_per_s": interval.num_masked / interval.elapsed_s,
+            f"{self._objective.targets}_per_s": targets / interval.elapsed_s,
             "model_tflops_per_device": per_device / 1e12,
             "step_s_median": float(np.median(interval.step_s)),
             "step_s_p95": float(np.quantile(interval.step_s, 0.95)),
@@ -207,16 +205,16 @@ class Watch:
         return values | ({"mfu": per_device / self._peak_flops} if self._peak_flops else {})
 
 
-def model_flops(config: PretrainConfig, interval: Interval) -> float:
+def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> float:
     """FLOPs that the interval's real tokens need, forward and backward, padding left out.
 
     Attention counts the squares of the lengths of the pieces that were seen, whatever the kernel
-    goes through; the head counts the tokens that were masked.
+    goes through; the head counts the `targets` tokens that it predicts.
     """
     each = flops_per_token(
         config.model,
         max(config.batches.seq_lens),
-        interval.num_masked / interval.num_tokens,
+        targets / interval.num_tokens,
         interval.squared_lengths / interval.num_tokens,
     )
     return each.total * interval.num_tokens

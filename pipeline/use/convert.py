@@ -18,19 +18,13 @@ from torch import Tensor
 from pipeline.config import strict_yaml
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.architecture import TOKENIZERS_FILE, is_model_folder, read_config
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import tensors
 from pipeline.runtime.files import sha256_file, write_atomic
 from pipeline.tokenizer.fast import ForeignSplitterError, build_tokenizer_json
 from pipeline.use import names
-from pipeline.use.folder import (
-    TOKENIZERS_FILE,
-    build_model,
-    is_model_folder,
-    publishing,
-    read_config,
-    write_model,
-)
+from pipeline.use.folder import build_model, publishing, write_model
 from pipeline.use.tf_checkpoint import TfCheckpoint
 
 Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]

@@ -38,7 +38,7 @@ class TextEncoder:
             CheckpointError: there is no model, or it has no tokenizer.
             ConfigError: `max_length` is more than the model has positions for.
         """
-        trained, _ = load_trained(source)
+        trained = load_trained(source)
         self._encoder = trained.model.encoder
         self._tokenizer = trained.require_tokenizer()
         self._pooling = pooling

@@ -1,35 +1,259 @@
-"""`python -m pipeline evaluate`."""
+"""`python -m pipeline evaluate`: what to evaluate, as a small config, and its table or JSON."""
 
 import argparse
 import json
 import logging
+import math
+import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED
+from pipeline.config.data import DataConfig, EvalDataConfig
+from pipeline.config.load import build, load, provenance
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.schema import param, section
+from pipeline.config.train import TrainConfig
+from pipeline.errors import (
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    CheckpointError,
+    ConfigError,
+)
+from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.runtime import env
 from pipeline.runtime.cli import Verb
+from pipeline.runtime.files import AppendedFile, read_json_lines
 from pipeline.runtime.rank import AgreedStop, Rank, Stopped, run_as_rank
+from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pipeline.use.evaluate import Evaluation
-    from pipeline.use.evaluate_report import Report
+    from pipeline.train.evaluate import Score
+    from pipeline.use.evaluate import Evaluation, Evaluator
 
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Held-out loss and accuracy of a run's checkpoint or of a model folder, on one process or on many
-ranks. Text, masks and precision are those of the run: with --sequences as monitor.eval_sequences
-the numbers are its own. The run may go on meanwhile. Of a run, each result is also a line of
-RUN/evaluations.jsonl."""
+ranks. Text, masks and precision are the run's: with --sequences set to monitor.eval_sequences the
+numbers are those that the run logged. The run may go on training meanwhile. Each result of a run is
+also appended to RUN/evaluations.jsonl."""
+MASK_FIELDS = (
+    "masking",
+    "mask_selection",
+    "mask_prob",
+    "at_least_one",
+    "replace_mask_prob",
+    "replace_random_prob",
+)
+"""Fields of `DataConfig` that decide what is predicted."""
+_SEQ_LEN = 512
+_ALL = 2**62
+
+
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """The command line. None: the run's value, or a default for a model folder."""
+
+    source: Path
+    """Run folder or model folder."""
+    step: int | None = None
+    """Step of the checkpoint; None: the newest good one."""
+    every: bool = False
+    """Every kept checkpoint."""
+    data: Path | None = None
+    """Folder of the dataset; a model folder does not know one."""
+    sequences: int | None = None
+    """At most so many; None: all held-out text."""
+    seq_len: int | None = None
+    micro_batch: int | None = None
+    precision: str | None = None
+    """bf16 or fp32."""
+    overrides: tuple[str, ...] = ()
+    """Masks, such as `data.mask_prob=0.15`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """All that the numbers depend on besides the model."""
+
+    data: DataConfig = section(DataConfig, "dataset, packing and masking")
+    sequences: int = param(_ALL, "at most so many, of all ranks", unit="sequences", ge=1)
+    micro_batch: int = param(
+        TrainConfig.micro_batch, "of a forward pass of one rank", unit="sequences", ge=1
+    )
+    precision: Literal["bf16", "fp32"] = param("fp32", "of the weights and of all passes")
+
+    @property
+    def eval_data(self) -> EvalDataConfig:
+        """What a loader of held-out text needs of this config."""
+        return EvalDataConfig(
+            data=self.data, sequences=self.sequences, micro_batch=self.micro_batch
+        )
+
+
+def evaluate_config(request: EvaluateRequest) -> EvaluateConfig:
+    """Fill in what the command line leaves open: the run's values, or defaults.
+
+    Raises:
+        ConfigError: a value is out of range, or an override is not about masks.
+        RunFolderError: the source is not a started run.
+        CheckpointError: the request does not fit a model folder.
+    """
+    known = {f"data.{name}" for name in MASK_FIELDS}
+    for text in request.overrides:
+        if text.partition("=")[0].strip() not in known:
+            raise ConfigError(
+                f"override {text!r}: an evaluation takes only {', '.join(sorted(known))}; for "
+                "dataset, length and batch see --help"
+            )
+    source, values = request.source, dict[str, Any]()
+    if is_model_folder(source):
+        _require_one_model_with_data(request)
+        model, _ = read_architecture(source)
+        # fp32 is also what fill-mask and encode use.
+        longest = min(_SEQ_LEN, model.longest_document or _SEQ_LEN)
+        values["data"] = {"dir": str(request.data), "seq_len": longest}
+        origin = source
+    else:
+        origin = RunFolder.started(source, f"{A_STARTED_RUN}, or a model folder").resolved
+        run = load(PretrainConfig, origin).config
+        values["data"], model = asdict(run.data), run.model
+        values |= {"micro_batch": run.train.micro_batch, "precision": run.train.precision}
+    config = build(EvaluateConfig, values, str(origin), [*request.overrides, *_options(request)])
+    limit = model.longest_document
+    if limit is not None and config.data.seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} is longer than the {limit} learned positions of "
+            f"the model; give --seq-len {limit} or less"
+        )
+    return config
+
+
+def _require_one_model_with_data(request: EvaluateRequest) -> None:
+    source = request.source
+    if request.step is not None or request.every:
+        raise CheckpointError(f"{source} is a model folder, of one model; leave out --step, --all")
+    if request.data is None:
+        raise CheckpointError(
+            f"{source} is a model folder, which does not know its dataset; give its folder with "
+            "--data"
+        )
+
+
+def _options(request: EvaluateRequest) -> Iterator[str]:
+    """Write options as overrides, so that their ranges are checked as in a config."""
+    if request.data is not None:
+        yield f"data.dir={json.dumps(str(request.data))}"
+    if request.seq_len is not None:
+        yield f"data.seq_len={request.seq_len}"
+    for name in ("sequences", "micro_batch", "precision"):
+        if getattr(request, name) is not None:
+            yield f"{name}={getattr(request, name)}"
+
+
+class Report:
+    """What rank 0 prints, and the lines of RUN/evaluations.jsonl."""
+
+    def __init__(self, evaluator: "Evaluator") -> None:
+        """Look at the source; nothing is read or written yet."""
+        self._evaluator = evaluator
+        self._provenance = provenance()
+        source = evaluator.request.source
+        self._path = None if is_model_folder(source) else RunFolder(source).evaluations
+
+    def earlier_steps(self) -> frozenset[int]:
+        """Find the steps that `--all` need not evaluate again.
+
+        This SLURM job has evaluated them before it was preempted and started again.
+        """
+        request, process = self._evaluator.request, self._evaluator.process
+        if self._path is None or not request.every or process.job == "local":
+            return frozenset()
+        job = process.job.partition(".")[0]
+        steps = frozenset(
+            record["step"]
+            for record in read_json_lines(self._path)
+            if record["job"].partition(".")[0] == job
+            and record["setting"] == self._evaluator.setting
+        )
+        if process.is_first and steps:
+            shown = ", ".join(map(str, sorted(steps)))
+            logger.info("job %s has evaluated steps %s before, see %s", job, shown, self._path)
+        return steps
+
+    def record(self, found: "Evaluation") -> dict[str, Any]:
+        """Collect all that is known of an evaluation, in plain values."""
+        evaluator = self._evaluator
+        sources = {name: _numbers(score) for name, score in found.result.by_source.items()}
+        return {
+            "step": found.step,
+            "model": str(found.path),
+            **_numbers(found.result.total),
+            "sources": sources,
+            "alpha": found.alpha,
+            "setting": evaluator.setting,
+            "micro_batch": evaluator.config.micro_batch,
+            "world_size": evaluator.process.world_size,
+            "unix_s": time.time(),
+            "host": evaluator.process.host,
+            "job": evaluator.process.job,
+            **self._provenance,
+        }
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a line to the run's file; a model folder has none.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._path is not None:
+            AppendedFile(self._path).append((json.dumps(record) + "\n").encode(), end=b"\n")
+
+    def head(self) -> list[str]:
+        """Describe the setting, above the first line of the table."""
+        setting = self._evaluator.setting
+        about = (
+            f"{self._evaluator.request.source}: {setting['sequences']:,} held-out sequences of "
+            f"{setting['seq_len']} from {setting['data']}, {setting['precision']}"
+        )
+        names = ("step", "source", "loss", "perplexity", "accuracy", "masked tokens")
+        return [about, self._line(*names)]
+
+    def lines(self, found: "Evaluation") -> Iterator[str]:
+        """Show one evaluation: all sources together, then each where there are several."""
+        scores = {"all": found.result.total}
+        if len(found.result.by_source) > 1:
+            scores |= found.result.by_source
+        step = "-" if found.step is None else f"{found.step:,}"
+        for name, score in scores.items():
+            values = _values(score)
+            loss, accuracy = (f"{values[key]:.5f}" for key in ("loss", "accuracy"))
+            targets = f"{values['num_masked']:,.0f}"
+            yield self._line(step, name, loss, f"{score.perplexity:,.2f}", accuracy, targets)
+
+    def _line(self, step: str, name: str, *numbers: str) -> str:
+        width = max(map(len, ("source", *self._evaluator.sources)))
+        cells = [text.rjust(width) for text, width in zip(numbers, (9, 12, 9, 14), strict=True)]
+        return "  ".join([step.rjust(10), name.ljust(width), *cells])
+
+
+def _numbers(score: "Score") -> dict[str, float | None]:
+    # JSON has no NaN and no infinity.
+    return {name: value if math.isfinite(value) else None for name, value in _values(score).items()}
+
+
+def _values(score: "Score") -> dict[str, float]:
+    loss, *others = score.means.items()
+    return dict([loss, ("perplexity", score.perplexity), *others]) | score.counts
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    # A person's evaluation is not an attempt of the run, whose own record may lie in its folder.
+    # An evaluation that a person starts is not an attempt of the run, whose own exit record may
+    # lie there.
     return run_as_rank(
         partial(_evaluate_on, arguments), env.process_info_or_alone(), env.launched_run_dir()
     )
@@ -37,12 +261,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     # Importing torch takes seconds.
-    from pipeline.config.train import TrainConfig
     from pipeline.runtime import dist
     from pipeline.train.engine import close_process_group
     from pipeline.use.evaluate import Evaluator
-    from pipeline.use.evaluate_config import EvaluateRequest
-    from pipeline.use.evaluate_report import Report
 
     names = vars(EvaluateRequest(arguments.source))
     values = {name: value for name, value in vars(arguments).items() if name in names}
@@ -52,21 +273,22 @@ def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     dist.open_group(rank.process, device, TrainConfig.collective_timeout_s)
     code = EXIT_FINISHED
     try:
-        evaluator = Evaluator(request, rank.process, device, AgreedStop(rank.stop))
+        config = evaluate_config(request)
+        evaluator = Evaluator(request, config, rank.process, device, AgreedStop(rank.stop))
         report = Report(evaluator)
-        evaluations = evaluator.evaluations(report.earlier_steps())
+        evaluations = evaluator.evaluations(dist.from_first(report.earlier_steps()))
         if rank.process.is_first:
             _show(report, evaluations, as_json=arguments.json)
         else:
             deque(evaluations, maxlen=0)  # this rank's part
     except Stopped as signal:
-        logger.warning("stopped by %s; nothing is to be saved, start again", signal)
+        logger.warning("stopped by %s; there is nothing to save, start again", signal)
         code = EXIT_PREEMPTED
     close_process_group()
     return code
 
 
-def _show(report: "Report", found: "Iterator[Evaluation]", *, as_json: bool) -> None:
+def _show(report: Report, found: "Iterator[Evaluation]", *, as_json: bool) -> None:
     for number, evaluation in enumerate(found):
         record = report.record(evaluation)
         if as_json:
@@ -78,26 +300,29 @@ def _show(report: "Report", found: "Iterator[Evaluation]", *, as_json: bool) -> 
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments, by the names of `EvaluateRequest`, and --json."""
     parser.description = _DESCRIPTION
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="run folder, or model folder")
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="run folder, or model folder")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N",
-                       help="this checkpoint of the run; default: the newest good one")  # fmt: skip
-    which.add_argument("--all", action="store_true", dest="every",
-                       help="every kept checkpoint, oldest first")  # fmt: skip
-    parser.add_argument("--data", type=Path, metavar="DIR",
-                        help="other data of the same tokenizer; default: the run's")  # fmt: skip
-    parser.add_argument("--sequences", type=int, metavar="N",
-                        help="at most so many; default: all held-out text")  # fmt: skip
-    parser.add_argument("--seq-len", type=int, metavar="N",
-                        help="default: the run's; of a model folder at most 512")  # fmt: skip
-    parser.add_argument("--micro-batch", type=int, metavar="N",
-                        help="sequences of a forward pass; default: the run's, or 8")  # fmt: skip
-    parser.add_argument("--precision", choices=("bf16", "fp32"),
-                        help="default: the run's; of a model folder fp32")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, no table")
-    parser.add_argument("overrides", nargs="*", metavar="data.MASKS=VALUE",
-                        help="other masks than the run's, such as data.mask_prob=0.15")  # fmt: skip
+    which.add_argument(
+        "--step", type=int, metavar="N", help="this checkpoint of the run; default: newest good one"
+    )
+    which.add_argument(
+        "--all", action="store_true", dest="every", help="every kept checkpoint, oldest first"
+    )
+    add("--data", type=Path, metavar="DIR", help="other data of the same tokenizer")
+    add("--sequences", type=int, metavar="N", help="at most so many; default: all held-out text")
+    add("--seq-len", type=int, metavar="N", help="default: the run's; at most 512 for a model")
+    add("--micro-batch", type=int, metavar="N", help="of a forward pass; default: the run's, or 8")
+    add("--precision", choices=("bf16", "fp32"), help="default: the run's; fp32 for a model")
+    add("--json", action="store_true", help="one JSON object a line in place of the table")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="data.MASKS=VALUE",
+        help="other masks than the run's, such as data.mask_prob=0.15",
+    )
 
 
 EVALUATE = Verb(

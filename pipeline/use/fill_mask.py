@@ -33,7 +33,7 @@ def fill_mask(source: Path, text: str, *, top: int) -> list[list[Candidate]]:
     """
     if top < 1:
         raise DataError(f"--top {top} must be at least 1")
-    trained, _ = load_trained(source)
+    trained = load_trained(source)
     tokenizer = trained.require_tokenizer()
     encoded = [tokenizer.cls_id, *tokenizer.encode_with_masks(text), tokenizer.sep_id]
     if tokenizer.mask_id not in encoded:

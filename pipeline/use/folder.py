@@ -1,11 +1,5 @@
-"""The folder that this project's models are exchanged in, and loading one.
+"""Writing and loading the folder that models are exchanged in; its files: `model.architecture`."""
 
-model.safetensors   fp32 weights by parameter name; the tied MLM matrix is the embedding
-config.json         architecture, where the weights come from, versions
-tokenizer.model     sentencepiece, or tokenizer.json of BERT's or a converted model, or neither
-"""
-
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,28 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import schema, strict_yaml
 from pipeline.config.load import provenance
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError
+from pipeline.model.architecture import (
+    CONFIG_FILE,
+    FORMAT,
+    FORMAT_VERSION,
+    SENTENCEPIECE_FILE,
+    TOKENIZERS_FILE,
+    WEIGHTS_FILE,
+    read_architecture,
+    tokenizer_path,
+)
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import tensors
 from pipeline.runtime.files import write_json_atomic
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
-SENTENCEPIECE_FILE = "tokenizer.model"
-TOKENIZERS_FILE = "tokenizer.json"
-FORMAT = "postnorm-encoder"
-FORMAT_VERSION = 1
 _LISTED = 5
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model ready for use, in fp32 and evaluation mode, alpha = 1."""
+    """A model ready for use, in fp32 and evaluation mode, at the alpha of its step."""
 
     model: MaskedLanguageModel
     tokenizer: Tokenizer | FastTokenizer | None
@@ -45,7 +42,7 @@ class TrainedModel:
     """Step, dataset fingerprint, versions: what config.json holds beside the architecture."""
 
     def require_tokenizer(self) -> Tokenizer | FastTokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
             CheckpointError: the model came without one.
@@ -60,7 +57,7 @@ class TrainedModel:
 
 @contextmanager
 def publishing(out: Path) -> Iterator[Path]:
-    """Gives a new folder that becomes `out` if the block succeeds, and is removed if it fails.
+    """Make a new folder that becomes `out` if the block succeeds, and is removed if it fails.
 
     Raises:
         CheckpointError: `out` is not empty, or cannot be written.
@@ -84,13 +81,13 @@ def publishing(out: Path) -> Iterator[Path]:
 def write_model(
     folder: Path, config: ModelConfig, weights: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Writes weights and config.json; the tokenizer is the caller's to add."""
+    """Write weights and config.json; the caller adds the tokenizer."""
     tensors.write_file(weights, folder / WEIGHTS_FILE)
     write_config(folder, config, facts)
 
 
 def write_config(folder: Path, config: ModelConfig, facts: dict[str, Any]) -> None:
-    """Writes config.json."""
+    """Write config.json."""
     body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -102,22 +99,14 @@ def write_config(folder: Path, config: ModelConfig, facts: dict[str, Any]) -> No
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the tokenizer of one model folder to another, if it has one."""
+    """Copy the tokenizer of one model folder to another, if it has one."""
     path = tokenizer_path(source)
     if path is not None:
         shutil.copyfile(path, folder / path.name)
 
 
-def is_model_folder(folder: Path) -> bool:
-    """Whether a folder was written in this format."""
-    try:
-        return bool(json.loads((folder / CONFIG_FILE).read_bytes()).get("format") == FORMAT)
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def load_model(folder: Path) -> TrainedModel:
-    """Reads a folder of this format.
+    """Read a model folder.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another format.
@@ -127,33 +116,8 @@ def load_model(folder: Path) -> TrainedModel:
     return TrainedModel(model, read_tokenizer(folder), facts)
 
 
-def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """A folder's architecture, and what else its config.json holds.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or of another format.
-    """
-    try:
-        body = json.loads((folder / CONFIG_FILE).read_bytes())
-        found = (body.pop("format", None), body.pop("format_version", None))
-        if found != (FORMAT, FORMAT_VERSION):
-            raise CheckpointError(
-                f"{folder} has format {found[0]} {found[1]}, expected {FORMAT} {FORMAT_VERSION}; "
-                "`python -m pipeline convert` reads other formats"
-            )
-        return read_config(body.pop("model"), str(folder / CONFIG_FILE)), body
-    except (OSError, ValueError, KeyError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{folder} is no complete model: {error}") from error
-
-
-def tokenizer_path(folder: Path) -> Path | None:
-    """The tokenizer's file of a model folder or checkpoint; None if it has none."""
-    paths = (folder / SENTENCEPIECE_FILE, folder / TOKENIZERS_FILE)
-    return next((path for path in paths if path.is_file()), None)
-
-
 def read_tokenizer(folder: Path) -> Tokenizer | FastTokenizer | None:
-    """The tokenizer of a model folder or checkpoint.
+    """Read the tokenizer of a model folder or checkpoint; None if it has none.
 
     Raises:
         DataError: its file is damaged.
@@ -164,20 +128,10 @@ def read_tokenizer(folder: Path) -> Tokenizer | FastTokenizer | None:
     return Tokenizer(path) if path.name == SENTENCEPIECE_FILE else FastTokenizer(path)
 
 
-def read_config(values: dict[str, Any], origin: str) -> ModelConfig:
-    """A checked architecture from plain values.
-
-    Raises:
-        ConfigError: a key or value is wrong.
-    """
-    node = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
-    return schema.build(ModelConfig, node, "model")
-
-
 def build_model(
     config: ModelConfig, weights: dict[str, Tensor], origin: str
 ) -> MaskedLanguageModel:
-    """A model with these weights, in evaluation mode.
+    """Build a model with these weights, in evaluation mode.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape; names them.
@@ -190,7 +144,7 @@ def build_model(
 
 
 def require_fit(wanted: dict[str, Tensor], found: dict[str, Tensor], origin: str) -> None:
-    """Checks that tensors are exactly those of a model.
+    """Check that tensors are exactly those of a model.
 
     Raises:
         CheckpointError: they are not; names what differs, with numbers.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError, ConfigError
-from pipeline.use.export import load_trained, tokenizer_folder
+from pipeline.errors import ConfigError
+from pipeline.use.export import load_trained, require_full_alpha, tokenizer_folder
 from pipeline.use.folder import build_model, copy_tokenizer, publishing, write_model
 
 # What doubling relies on, beside the sizes.
@@ -58,11 +58,8 @@ def grow(source: Path, out: Path, *, width: int, depth: int | None, noise: float
         raise ConfigError(f"--width {width} must be 1 or a power of 2")
     if not noise >= 0:
         raise ConfigError(f"--noise {noise} must be at least 0")
-    trained, alpha = load_trained(source)
-    if alpha != 1.0:
-        raise CheckpointError(
-            f"{source} stands at alpha {alpha:.3f} of its warm-up; grow it when that has ended"
-        )
+    trained = load_trained(source)
+    require_full_alpha(trained, source, "a grown model has alpha 1")
     config, weights = trained.model.config, dict(trained.model.state_dict())
     before = sum(parameter.numel() for parameter in trained.model.parameters())
     for _ in range(width.bit_length() - 1):

@@ -32,7 +32,7 @@ from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use import names
-from pipeline.use.export import ExportReport, compare, load_trained
+from pipeline.use.export import ExportReport, compare, load_trained, require_full_alpha
 from pipeline.use.folder import TrainedModel, publishing
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
 
@@ -120,7 +120,8 @@ def export_hf(source: Path, out: Path) -> ExportReport:
             "--format hf compares with transformers, which is not installed: "
             "pip install -c constraints.txt -e '.[hf]' in the project's folder"
         )
-    trained, alpha = load_trained(source)
+    trained = load_trained(source)
+    require_full_alpha(trained, source, "an exported model has alpha 1")
     config = trained.model.config
     family = native_family(config)
     with publishing(out) as folder:
@@ -133,7 +134,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
             write_hf_tokenizer(
                 trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
             )
-        report = compare(trained.model, alpha, lambda *batch: _transformers_logits(folder, *batch))
+        report = compare(trained.model, lambda *batch: _transformers_logits(folder, *batch))
         card = model_card(out.name, trained, family, report.max_abs_diff)
         write_atomic(folder / "README.md", card.encode())
     return report

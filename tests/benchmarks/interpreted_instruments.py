@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import attention, attention_subjects, gpu_checks
 from pipeline.config.runs import PretrainConfig
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel
 from pipeline.train.build import make_model
 
 
@@ -57,8 +57,8 @@ def test_checks_find_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_checks_find_a_wrong_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(config: PretrainConfig, device: torch.device) -> MaskedLanguageModel:
-        model = make_model(config, device)
+    def wrong(config: PretrainConfig, *others: Any) -> EncoderModel:
+        model = make_model(config, *others)
         if config.kernels.attention == "fused":
             model.encoder.layers[0].register_forward_hook(lambda _, __, out: (out[0] * 2, out[1]))
         return model

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.checkpoints.manifest import FOLDER, state_file
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, RunFolderError
 from pipeline.runtime import cli
 from tests.support.checkpoints import make_checkpoint
 
@@ -125,7 +125,9 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = diff(tmp_path / "a", "--steps", 10, 20)
     assert code == 1
     assert "0 of 2 parameters are equal" in text
-    with pytest.raises(CheckpointError, match="none has no checkpoints"):
+    with pytest.raises(
+        RunFolderError, match=r"none does not exist\. Pass the run_dir of a started"
+    ):
         diff(tmp_path / "a", tmp_path / "none")
     with pytest.raises(CheckpointError, match="needs two checkpoints"):
         diff(tmp_path / "a")

@@ -83,7 +83,7 @@ def _no_moment(path: Path, _: Path) -> None:
         (_truncated, "rank-00001-of-00002.safetensors has"),
         (_flipped, "rank-00001-of-00002.safetensors is damaged, its sha256 differs"),
         (_of_another_run, "rank-00000-of-00002.safetensors is damaged, its sha256 differs"),
-        (_of_another_step, "manifest.json is that of step 30, expected 40"),
+        (_of_another_step, "manifest.json is for step 30, expected 40"),
         (_no_manifest, "no readable manifest.json"),
         (_list_of_other_ranks, "of 3 ranks does not list state/rank-00000-of-00003.safetensors"),
         (_no_random_scheme, "its state consists of {'weights': 'master, fp32'}, expected"),

@@ -32,7 +32,7 @@ def test_copies_follow_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     # What is damaged here is not copied, and said.
     assert _steps(target) == [30, 10]
     assert "step-00000020 could not be copied" in caplog.text
-    assert "tried again at the next save" in caplog.text
+    assert "the next save will try again" in caplog.text
     assert sorted(path.name for path in (target / FOLDER).iterdir()) == [
         "latest", "step-00000010", "step-00000030"
     ]  # fmt: skip

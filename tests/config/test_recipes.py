@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import learning_rate
 from pipeline.model.cost import flops_per_token
-from pipeline.train.schedule import learning_rate
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/train").glob("*.yaml"))
 

@@ -160,7 +160,7 @@ from pipeline.data import counts
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.loader import EvalLoader, TrainLoader
+from tests.support.steps import eval_loader, train_loader
 from pipeline.data.format import read_index
 from pipeline.data.steps import Share
 
@@ -173,8 +173,8 @@ index = read_index(sys.argv[1])
 data = DataConfig(dir=sys.argv[1], seq_len=512)
 config = PretrainConfig(run_dir="x", data=data, train=TrainConfig(global_batch=4096, micro_batch=4))
 found = counts.sequences_at(index, [512], None)
-loader = TrainLoader(index, config, Share(0, 1), found)
-EvalLoader(index, config, Share(0, 1), found)
+loader = train_loader(index, config, Share(0, 1), found)
+eval_loader(index, config, Share(0, 1), found)
 [order] = loader.steps.order.segments[0].orders
 assert order.num_sequences > 150_000_000
 order.locate(order.num_sequences + 12345, 4096)

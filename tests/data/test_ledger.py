@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.record import LEDGER_FILE, NonFinite, Rewind, add_to_ledger, read_ledger
+from pipeline.data.record import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.errors import DataError
 
 
@@ -50,7 +50,7 @@ def test_checkpoints_from_a_spike_are_spoiled(tmp_path: Path) -> None:
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     add_to_ledger(tmp_path, _rewind(10, 20))
-    with (tmp_path / LEDGER_FILE).open("a") as file:
+    with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(DataError, match=r"line 2: .*restore the file from a copy"):
         read_ledger(tmp_path)

@@ -11,14 +11,14 @@ from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.batch import MicroBatch, document_bounds
-from pipeline.data.dataset import Masks
 from pipeline.data.format import CLS_ID, MASK_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.order import Locations
-from pipeline.data.random import Purpose
 from pipeline.data.reader import BlockReader
 from pipeline.data.steps import Share
 from pipeline.errors import ConfigError
+from pipeline.objectives.inputs import train_inputs
+from tests.support.steps import eval_loader, train_loader
 
 
 def _config(dataset: DatasetIndex, micro_batch: int = 4, seed: int = 5) -> PretrainConfig:
@@ -32,23 +32,24 @@ def _config(dataset: DatasetIndex, micro_batch: int = 4, seed: int = 5) -> Pretr
 
 
 def _train(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> TrainLoader:
-    return TrainLoader(dataset, config, Share(*share))
+    return train_loader(dataset, config, Share(*share))
 
 
 def _eval(dataset: DatasetIndex, config: PretrainConfig, *share: int) -> EvalLoader:
-    return EvalLoader(dataset, config, Share(*share))
+    return eval_loader(dataset, config, Share(*share))
 
 
 def _originals(batch: MicroBatch) -> torch.Tensor:
     ids = batch.input_ids.clone().view(-1)
-    ids[batch.masked_index] = batch.targets
+    ids[batch.inputs["masked_index"]] = batch.inputs["targets"]
     return ids.view_as(batch.input_ids)
 
 
 def _batch(loader: TrainLoader, locations: Locations) -> MicroBatch:
     split = loader.steps.split
     slots = split.slots(locations, 64)
-    [batch] = split.masked(slots, locations, Masks(5, Purpose.MASK, 0.15), micro_batch=1)
+    inputs = train_inputs(_config(loader.steps.split.reader.index).train_data, split.reader.index)
+    [batch] = inputs(slots, locations, 0, micro_batch=1, first_place=0)
     return MicroBatch.of(batch)
 
 
@@ -71,15 +72,19 @@ def _step(
         input_ids=torch.cat([part.input_ids for part in parts]),
         documents=torch.cat([part.documents for part in parts]),
         positions=torch.cat([part.positions for part in parts]),
-        masked_index=torch.cat(
-            [part.masked_index + at for part, at in zip(parts, offsets, strict=True)]
-        ),
-        targets=torch.cat([part.targets for part in parts]),
+        segments=None,
+        inputs={
+            "masked_index": torch.cat(
+                [part.inputs["masked_index"] + at for part, at in zip(parts, offsets, strict=True)]
+            ),
+            "targets": torch.cat([part.inputs["targets"] for part in parts]),
+        },
+        weights={"loss": sum(part.weights["loss"] for part in parts)},
+        counts={"unmasked_documents": sum(part.counts["unmasked_documents"] for part in parts)},
         cu_seqlens=torch.from_numpy(
             document_bounds(torch.cat([part.documents for part in parts]).numpy())
         ),
         num_tokens=sum(part.num_tokens for part in parts),
-        unmasked_documents=sum(part.unmasked_documents for part in parts),
         hash=sum(part.hash for part in parts) % 2**64,
     )
 
@@ -91,10 +96,13 @@ def test_global_batch_does_not_depend_on_ranks_and_micro_batch(
     for cursor in (0, 48 * 7):
         expected = _step(dataset, _config(dataset), 1, cursor)
         found = _step(dataset, _config(dataset, micro_batch), world_size, cursor)
-        for name in ("input_ids", "documents", "positions", "masked_index", "targets"):
+        for name in ("input_ids", "documents", "positions"):
             assert torch.equal(getattr(expected, name), getattr(found, name)), name
+        for name in ("masked_index", "targets"):
+            assert torch.equal(expected.inputs[name], found.inputs[name]), name
         assert expected.num_tokens == found.num_tokens
-        assert expected.unmasked_documents == found.unmasked_documents
+        assert expected.counts == found.counts
+        assert expected.weights == found.weights == {"loss": len(found.inputs["targets"])}
         assert expected.hash == found.hash != 0
 
 
@@ -130,9 +138,11 @@ def test_an_epoch_holds_every_document_once(dataset: DatasetIndex) -> None:
 def test_only_real_tokens_are_masked(dataset: DatasetIndex) -> None:
     loader = _train(dataset, _config(dataset), 0, 1)
     batches = [batch for k in range(10) for batch in loader.step_batches(48 * k)]
-    targets = torch.cat([batch.targets for batch in batches])
+    targets = torch.cat([batch.inputs["targets"] for batch in batches])
     assert (targets >= NUM_SPECIAL).all()
-    inputs = torch.cat([batch.input_ids.view(-1)[batch.masked_index] for batch in batches])
+    inputs = torch.cat(
+        [batch.input_ids.view(-1)[batch.inputs["masked_index"]] for batch in batches]
+    )
     assert (inputs == MASK_ID).float().mean() > 0.7
     text = sum(int((_originals(batch) >= NUM_SPECIAL).sum()) for batch in batches)
     # About 28,000 tokens of 1.5 tokens a word: 15% with a standard deviation below 0.4%.
@@ -144,7 +154,7 @@ def test_masks_change_from_epoch_to_epoch(dataset: DatasetIndex) -> None:
     place = loader.steps.order.segment(0).locate(0, 1)
     now, later = (_batch(loader, place._replace(epochs=np.array([epoch]))) for epoch in range(2))
     assert torch.equal(_originals(now), _originals(later))
-    assert not torch.equal(now.masked_index, later.masked_index)
+    assert not torch.equal(now.inputs["masked_index"], later.inputs["masked_index"])
 
 
 def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex) -> None:
@@ -154,8 +164,10 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
     for step in (0, 5, 10, 30):
         before, after = (_step(dataset, config, 2, 48 * step) for config in (plain, rising))
         maskable = int((_originals(after) >= NUM_SPECIAL).sum())
-        assert set(before.masked_index.tolist()) <= set(after.masked_index.tolist())
-        rates.append(len(after.targets) / maskable)
+        assert set(before.inputs["masked_index"].tolist()) <= set(
+            after.inputs["masked_index"].tolist()
+        )
+        rates.append(len(after.inputs["targets"]) / maskable)
     # About 2,800 tokens of 1.5 tokens a word: standard errors of 0.9% to 1.3%.
     assert rates == pytest.approx([0.15, 0.375, 0.6, 0.6], abs=0.05)
     expected, found = (
@@ -163,7 +175,7 @@ def test_the_mask_ratio_follows_the_step_in_training_only(dataset: DatasetIndex)
     )
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.input_ids, other.input_ids)
-        assert torch.equal(one.masked_index, other.masked_index)
+        assert torch.equal(one.inputs["masked_index"], other.inputs["masked_index"])
 
 
 @pytest.mark.parametrize("at_least_one", [False, True])
@@ -174,15 +186,15 @@ def test_documents_without_a_masked_token_are_counted_or_get_one(
     config = replace(plain, data=replace(plain.data, mask_prob=0.01, at_least_one=at_least_one))
     unmasked = 0
     for batch in _train(dataset, config, 0, 1).step_batches(0):
-        rows = (batch.masked_index // 64).tolist()
-        numbers = batch.documents.view(-1)[batch.masked_index].tolist()
+        rows = (batch.inputs["masked_index"] // 64).tolist()
+        numbers = batch.documents.view(-1)[batch.inputs["masked_index"]].tolist()
         with_text = {
             (row, int(number))
             for row in range(len(batch.documents))
             for number in batch.documents[row][_originals(batch)[row] >= NUM_SPECIAL].unique()
         }
         missing = with_text - set(zip(rows, numbers, strict=True))
-        assert batch.unmasked_documents == len(missing)
+        assert batch.counts["unmasked_documents"] == len(missing)
         unmasked += len(missing)
     assert (unmasked == 0) == at_least_one
 
@@ -193,7 +205,7 @@ def test_prefetching_gives_the_same_steps(dataset: DatasetIndex) -> None:
     for k in range(3, 6):
         for ahead, asked in zip(next(steps), loader.step_batches(48 * k), strict=True):
             assert torch.equal(ahead.input_ids, asked.input_ids)
-            assert torch.equal(ahead.masked_index, asked.masked_index)
+            assert torch.equal(ahead.inputs["masked_index"], asked.inputs["masked_index"])
     steps.close()
 
 
@@ -212,10 +224,10 @@ def test_evaluation_set_is_the_same_for_every_run_and_world_size(dataset: Datase
         rows = []
         for rank in range(world_size):
             for _, batch in _eval(dataset, _config(dataset, seed=seed), rank, world_size).batches():
-                if not len(batch.targets):
+                if not len(batch.inputs["targets"]):
                     continue  # the rank has nothing left
                 targets = torch.full((batch.input_ids.numel(),), -1)
-                targets[batch.masked_index] = batch.targets
+                targets[batch.inputs["masked_index"]] = batch.inputs["targets"]
                 rows += list(
                     zip(batch.input_ids.tolist(), targets.view(-1, 64).tolist(), strict=True)
                 )
@@ -248,4 +260,4 @@ def _targets(
     dataset: DatasetIndex, config: PretrainConfig, *share: int
 ) -> list[tuple[int, list[int]]]:
     batches = _eval(dataset, config, *share).batches()
-    return [(source, batch.targets.tolist()) for source, batch in batches]
+    return [(source, batch.inputs["targets"].tolist()) for source, batch in batches]

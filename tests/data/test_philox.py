@@ -37,7 +37,7 @@ def test_kernel_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
     shutil.copy(masking.__file__, tmp_path / "kernel.py")
     (tmp_path / "__pycache__").write_text("a file, so that no folder can be made")
     code = "import kernel, numpy as np; print(kernel.philox_words(*map(np.uint64, [0] * 6))[0])"
-    environment = {"XDG_CACHE_HOME": "/dev/null/none"}
+    environment = {"XDG_CACHE_HOME": "/dev/null/none", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-B", "-c", code], cwd=tmp_path, env=environment, text=True,
         capture_output=True, check=True,

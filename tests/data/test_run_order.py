@@ -47,7 +47,8 @@ class Case:
             },
             packing=self.packing,
         )
-        return RunOrder(cast(DatasetIndex, self.index), config, cast(PackedSplit, split))
+        index, split = cast(DatasetIndex, self.index), cast(PackedSplit, split)
+        return RunOrder(index, config.train_data, split)
 
     def pieces(self, segment: Segment, places: Locations) -> dict[tuple[int, int], list[Any]]:
         """(block, epoch) -> [start, stop] of all pieces of some places."""

@@ -21,15 +21,15 @@ import torch
 from data_prep.verify import verify
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.data import reader
+from pipeline.data import reader as reading
 from pipeline.data.format import Blocks, DatasetIndex, index_bytes, read_index
-from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.data.staging import stage
 from pipeline.data.steps import Share
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import env
 from tests.support.ranks import CONFIG, Ranks
+from tests.support.steps import eval_loader, train_loader
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,11 +121,16 @@ def test_staged_shards_give_the_same_batches_and_alone(copy: DatasetIndex, tmp_p
     def batches(index: DatasetIndex) -> list[torch.Tensor]:
         found = []
         train, held_out = (
-            loader(index, config, Share(0, 1)) for loader in (TrainLoader, EvalLoader)
+            loader(index, config, Share(0, 1)) for loader in (train_loader, eval_loader)
         )
         steps = [batch for cursor in range(0, 80, 8) for batch in train.step_batches(cursor)]
         for batch in [*steps, *(batch for _, batch in held_out.batches())]:
-            found += [batch.input_ids, batch.documents, batch.masked_index, batch.targets]
+            found += [
+                batch.input_ids,
+                batch.documents,
+                batch.inputs["masked_index"],
+                batch.inputs["targets"],
+            ]
         return found
 
     expected = batches(copy)
@@ -235,9 +240,9 @@ def test_a_moment_s_failure_of_the_source_is_tried_again(
         return real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(reader.time, "sleep", pauses.append)
+    monkeypatch.setattr(reading.time, "sleep", pauses.append)
     stage(dataset, tmp_path)
-    assert pauses == list(reader.PAUSES_S[:2])
+    assert pauses == list(reading.PAUSES_S[:2])
     assert _tars(tmp_path) == _originals(dataset)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data import reader
+from pipeline.data import reader as reading
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
 from pipeline.errors import EXIT_FAILED_RETRY, DataError, StorageError
@@ -29,7 +29,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[float]
             return real(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(os, "preadv", preadv)
-        monkeypatch.setattr(reader.time, "sleep", pauses.append)
+        monkeypatch.setattr(reading.time, "sleep", pauses.append)
         return pauses
 
     return fail
@@ -46,7 +46,7 @@ def test_a_moment_s_failure_is_tried_again(
     reader = BlockReader(dataset)
     pauses = failing(number, 3)
     assert (reader.block(1).tokens == expected.tokens).all()
-    assert pauses == list(reader.PAUSES_S[:3])
+    assert pauses == list(reading.PAUSES_S[:3])
     assert f"member {dataset.block_key(1)[:6]}" in caplog.text
     assert os.strerror(number) in caplog.text
 
@@ -61,7 +61,7 @@ def test_lasting_failure_names_the_member_and_asks_for_another_start(
     with pytest.raises(StorageError, match=rf"shard .*member {key}\.\* cannot be read") as found:
         reader.block(1)
     assert found.value.exit_code == EXIT_FAILED_RETRY
-    assert pauses == list(reader.PAUSES_S)
+    assert pauses == list(reading.PAUSES_S)
     with pytest.raises(StorageError, match=rf"member {key}\.docs\.npy cannot be read"):
         reader.doc_ends(1)
 
@@ -81,8 +81,8 @@ def test_parts_of_a_file_are_read_whole(tmp_path: Path, monkeypatch: pytest.Monk
     real = os.preadv
     # A request may be answered in part.
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
-    assert reader.read_range(path, 10, 100, str).tobytes() == bytes(range(10, 110))
-    assert reader.read_range(path, 250, 100, str).tobytes() == bytes(range(250, 256))
+    assert reading.read_range(path, 10, 100, str).tobytes() == bytes(range(10, 110))
+    assert reading.read_range(path, 250, 100, str).tobytes() == bytes(range(250, 256))
 
 
 def test_many_blocks_leave_no_file_open(dataset: DatasetIndex) -> None:

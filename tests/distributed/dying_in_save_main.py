@@ -7,10 +7,10 @@ import os
 import runpy
 import signal
 
-from pipeline.checkpoints import save_job
-from pipeline.checkpoints.save_job import RankFiles
+from pipeline.checkpoints import background
+from pipeline.checkpoints.background import RankFiles
 
-_original = save_job._flush_and_describe
+_original = background._flush_and_describe
 
 
 def _dying(path: object) -> object:
@@ -21,5 +21,5 @@ def _dying(path: object) -> object:
 
 if __name__ == "__main__":
     assert RankFiles.write.__globals__["_flush_and_describe"] is _original
-    save_job._flush_and_describe = _dying  # type: ignore[assignment]
+    background._flush_and_describe = _dying  # type: ignore[assignment]
     runpy.run_module("pipeline", run_name="__main__")

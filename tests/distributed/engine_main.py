@@ -1,6 +1,6 @@
 """`python -m tests.distributed.engine_main FOLDER`: steps whose micro-batches change.
 
-Leaves in FOLDER/PRECISION, each as `Engine.save_files` writes it:
+Leaves in FOLDER/PRECISION, each as `save_state` writes it:
     straight/0 .. 6: the state before the first step and after each of them
     resumed/K: the last state of a fresh engine that loaded straight/K and took the other steps
     skipped: the state after straight/3 and a step with a NaN, of four micro-batches after one
@@ -21,9 +21,11 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
+from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, StepResult, close_process_group, init_process_group
+from tests.support.checkpoints import save_state
 
 ACCUMULATION = (2, 3, 1, 4, 4, 2)
 LENGTHS = (16, 16, 40, 40, 16, 40)
@@ -82,13 +84,29 @@ def micro_batch(step: int, number: int, rows: int, length: int | None = None) ->
         input_ids=ids.view(shape),
         documents=torch.ones(shape, dtype=torch.int32),
         positions=torch.arange(length).expand(shape).contiguous(),
-        masked_index=masked,
-        targets=targets,
+        segments=None,
+        inputs={"masked_index": masked, "targets": targets},
+        weights={"loss": float(len(targets))},
+        counts={},
         cu_seqlens=torch.from_numpy(document_bounds(np.ones(shape, np.int32))),
         num_tokens=slots,
-        unmasked_documents=0,
         hash=0,
     )
+
+
+class Poisoned(MaskedLanguageModeling):
+    """Gives NaN as the loss of some of its calls, numbered from 1."""
+
+    def __init__(self, which: set[int]) -> None:
+        self.calls = 0
+        self._which = which
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
+        self.calls += 1
+        sums = super().__call__(model, batch)
+        if self.calls not in self._which:
+            return sums
+        return {**sums, "loss": Sum(sums["loss"].total * float("nan"), sums["loss"].weight)}
 
 
 class _Run:
@@ -96,32 +114,22 @@ class _Run:
 
     def __init__(self, precision: str, process: ProcessInfo, seed: int) -> None:
         self._process = process
-        self._objective = MaskedLanguageModeling(torch.device("cpu"))
         self.engine = Engine(model(seed), train_config(precision), process, torch.device("cpu"))
 
     def step(self, step: int, *, poisoned: bool = False) -> dict[str, float | bool]:
         batches = micro_batches(step, self._process.world_size)
         mine = batches[self._process.rank :: self._process.world_size]
-        calls = 0
-
-        def objective(module: nn.Module, batch: MicroBatch) -> LossSums:
-            nonlocal calls
-            calls += 1
-            sums = self._objective(module, batch)
-            last_rank = self._process.rank == self._process.world_size - 1
-            if poisoned and last_rank and calls == 2:
-                return LossSums(sums.loss * float("nan"), sums.correct, sums.weight)
-            return sums
-
+        is_last = self._process.rank == self._process.world_size - 1
+        objective = Poisoned({2} if poisoned and is_last else set())
         result = self.engine.train_step(mine, objective, learning_rate(step))
-        assert calls == ACCUMULATION[step]
+        assert objective.calls == ACCUMULATION[step]
         return _as_numbers(result)
 
 
 def _as_numbers(result: StepResult) -> dict[str, float | bool]:
     return {
         "applied": result.applied, "grad_norm": result.grad_norm,
-        "loss": result.sums.loss.item(), "weight": result.sums.weight.item(),
+        "loss": result.sums["loss"].total.item(), "weight": result.sums["loss"].weight.item(),
     }  # fmt: skip
 
 
@@ -132,29 +140,29 @@ def main(folder: Path, precision: str, process: ProcessInfo) -> None:
 
     straight = _Run(precision, process, seed=1)
     try:
-        straight.engine.train_step([], MaskedLanguageModeling(torch.device("cpu")), 1e-3)
+        straight.engine.train_step([], MaskedLanguageModeling(), 1e-3)
     except AssertionError as error:
         (folder / "no-micro-batches.txt").write_text(str(error))
-    straight.engine.save_files(folder / "straight/0")
+    save_state(straight.engine, folder / "straight/0")
     results: dict[str, list[dict[str, float | bool]]] = {"straight": [], "poisoned": []}
     for step in range(num_steps):
         results["straight"].append(straight.step(step))
-        straight.engine.save_files(folder / f"straight/{step + 1}")
+        save_state(straight.engine, folder / f"straight/{step + 1}")
 
     for done in RESUMED_AFTER:
         resumed = _Run(precision, process, seed=2)
         resumed.engine.load_files(folder / f"straight/{done}")
         for step in range(done, num_steps):
             resumed.step(step)
-        resumed.engine.save_files(folder / f"resumed/{done}")
+        save_state(resumed.engine, folder / f"resumed/{done}")
 
     poisoned = _Run(precision, process, seed=2)
     poisoned.engine.load_files(folder / f"straight/{POISONED_STEP}")
     results["poisoned"].append(poisoned.step(POISONED_STEP, poisoned=True))
-    poisoned.engine.save_files(folder / "skipped")
+    save_state(poisoned.engine, folder / "skipped")
     for step in range(POISONED_STEP, num_steps):
         results["poisoned"].append(poisoned.step(step))
-    poisoned.engine.save_files(folder / "poisoned")
+    save_state(poisoned.engine, folder / "poisoned")
 
     (folder / f"results-{process.rank}.json").write_text(json.dumps(results))
 

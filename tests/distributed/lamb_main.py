@@ -1,6 +1,6 @@
 """`python -m tests.distributed.lamb_main FOLDER`: steps of LAMB with given gradients.
 
-Leaves in FOLDER/CASE, as `Engine.save_files` writes it:
+Leaves in FOLDER/CASE, as `save_state` writes it:
     straight: the state after all steps
     resumed: with bias correction, the same of a fresh engine that loaded the state after half
 """
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.objectives.mlm import LossSums
+from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, close_process_group, init_process_group
+from tests.support.checkpoints import save_state
 
 NUM_STEPS = 20
 NUM_MICRO_BATCHES = 4
@@ -109,12 +111,15 @@ class _Model(nn.Module):
         return torch.stack(products).sum()
 
 
-def _objective(step: int) -> Any:
-    def objective(module: nn.Module, batch: MicroBatch) -> LossSums:
-        loss = module(gradient(step, int(batch.input_ids)))
-        return LossSums(loss, torch.zeros(()), torch.ones(()))
+class _Products(MaskedLanguageModeling):
+    """A loss whose gradients are those of the case."""
 
-    return objective
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
+        loss = model(gradient(self._step, int(batch.input_ids)))
+        return {"loss": Sum(loss, torch.ones(()))}
 
 
 def _micro_batch(number: int) -> MicroBatch:
@@ -122,8 +127,8 @@ def _micro_batch(number: int) -> MicroBatch:
     nothing = torch.zeros(1, 1, dtype=torch.int32)
     return MicroBatch(
         input_ids=torch.tensor([[number]]), documents=nothing, positions=nothing,
-        masked_index=torch.zeros(1), targets=torch.zeros(1), cu_seqlens=torch.zeros(1),
-        num_tokens=1, unmasked_documents=0, hash=0,
+        segments=None, inputs={}, weights={"loss": 1.0}, counts={}, cu_seqlens=torch.zeros(1),
+        num_tokens=1, hash=0,
     )  # fmt: skip
 
 
@@ -131,7 +136,7 @@ def _run(case: Case, process: ProcessInfo, steps: range, engine: Engine) -> None
     for step in steps:
         numbers = range(process.rank, NUM_MICRO_BATCHES, process.world_size)
         batches = [_micro_batch(number) for number in numbers]
-        result = engine.train_step(batches, _objective(step), learning_rate(step))
+        result = engine.train_step(batches, _Products(step), learning_rate(step))
         assert result.applied, (case, step)
 
 
@@ -139,15 +144,15 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
     """Runs one case straight, and one resumed if the number of updates matters to it."""
     engine = Engine(_Model(), case.config(), process, torch.device("cpu"))
     _run(case, process, range(NUM_STEPS // 2), engine)
-    engine.save_files(folder / "half")
+    save_state(engine, folder / "half")
     _run(case, process, range(NUM_STEPS // 2, NUM_STEPS), engine)
-    engine.save_files(folder / "straight")
+    save_state(engine, folder / "straight")
     if not case.bias_correction:
         return
     engine = Engine(_Model(), case.config(), process, torch.device("cpu"))
     engine.load_files(folder / "half")
     _run(case, process, range(NUM_STEPS // 2, NUM_STEPS), engine)
-    engine.save_files(folder / "resumed")
+    save_state(engine, folder / "resumed")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from pipeline.data.batch import MicroBatch
-from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
+from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.mlm import MaskedLanguageModeling
 
 _original = MaskedLanguageModeling.__call__
 _calls = 0
 
 
-def _poisoned(self: MaskedLanguageModeling, model: nn.Module, batch: MicroBatch) -> LossSums:
+def _poisoned(self: MaskedLanguageModeling, model: nn.Module, batch: MicroBatch) -> Sums:
     global _calls
     sums = _original(self, model, batch)
     if not torch.is_grad_enabled():
@@ -25,7 +26,7 @@ def _poisoned(self: MaskedLanguageModeling, model: nn.Module, batch: MicroBatch)
     wanted = os.environ["POISON_CALLS"]
     here = os.environ["RANK"] == os.environ["POISON_RANK"]
     if here and (wanted == "all" or str(_calls) in wanted.split(",")):
-        return LossSums(sums.loss * float("nan"), sums.correct, sums.weight)
+        return {**sums, "loss": Sum(sums["loss"].total * float("nan"), sums["loss"].weight)}
     return sums
 
 

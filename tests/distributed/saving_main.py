@@ -9,7 +9,7 @@ import runpy
 import time
 from pathlib import Path
 
-from pipeline.checkpoints.save import Described, RankFiles
+from pipeline.checkpoints.background import Described, RankFiles
 
 _original = RankFiles.write
 

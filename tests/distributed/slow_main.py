@@ -7,12 +7,13 @@ import time
 from torch import nn
 
 from pipeline.data.batch import MicroBatch
-from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
+from pipeline.objectives.base import Sums
+from pipeline.objectives.mlm import MaskedLanguageModeling
 
 _original = MaskedLanguageModeling.__call__
 
 
-def _slow(self: MaskedLanguageModeling, model: nn.Module, batch: MicroBatch) -> LossSums:
+def _slow(self: MaskedLanguageModeling, model: nn.Module, batch: MicroBatch) -> Sums:
     if os.environ["RANK"] == "1":
         time.sleep(0.06)
     return _original(self, model, batch)

@@ -1,6 +1,6 @@
 """`python -m tests.distributed.switches_main FOLDER`: steps with switches that may change nothing.
 
-Leaves in FOLDER/CASE, by the name of each case in `CASES`, what `Engine.save_files` writes after
+Leaves in FOLDER/CASE, by the name of each case in `CASES`, what `save_state` writes after
 the last step, and results-RANK.json: loss and gradient norm of each step. FOLDER/graphs-RANK.json
 has the number of graphs that the compiled case had made after each step. Stage 3 comes last, see
 `zero_main`.
@@ -22,6 +22,7 @@ from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from tests.distributed import engine_main
+from tests.support.checkpoints import save_state
 
 # Sequences of a micro-batch and their length.
 SHAPES = ((2, 16), (3, 16), (4, 40))
@@ -100,17 +101,17 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
     if case.switch == "compiled":
         model.encoder.run_layers_by(CompiledLayer())
     device = torch.device("cpu")
-    engine, objective = Engine(model, config, process, device), MaskedLanguageModeling(device)
+    engine, objective = Engine(model, config, process, device), MaskedLanguageModeling()
     results, graphs = [], []
     for step, (rows, length) in enumerate(case.shapes):
         numbers = range(process.rank, 4, process.world_size)
         batches = [engine_main.micro_batch(step, number, rows, length) for number in numbers]
         torch.manual_seed(100 * step + process.rank)
-        objective.set_alpha(0.5 + step / 10)
+        model.encoder.set_alpha(0.5 + step / 10)
         result = engine.train_step(batches, objective, 1e-3 * (1 + step))
-        results.append([result.sums.loss.item(), result.grad_norm])
+        results.append([result.sums["loss"].total.item(), result.grad_norm])
         graphs.append(counters["stats"]["unique_graphs"])
-    engine.save_files(folder / case.name)
+    save_state(engine, folder / case.name)
     (folder / case.name / f"results-{process.rank}.json").write_text(json.dumps(results))
     if case.switch == "compiled":
         (folder / f"graphs-{process.rank}.json").write_text(json.dumps(graphs))

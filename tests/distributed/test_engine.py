@@ -93,17 +93,17 @@ def reference(world_size: int, precision: str) -> list[Expected]:
         batches = case.micro_batches(step, world_size)
         if precision == "fp32":
             batches = [_joined(batches)]
-        count = sum(len(batch.targets) for batch in batches)
+        count = sum(len(batch.inputs["targets"]) for batch in batches)
         loss = 0.0
         for weight in named.values():
             weight.grad = torch.zeros_like(weight)
         for batch in batches:
             layout = rows(batch.documents, batch.positions)
             if precision == "fp32":
-                logits = model(batch.input_ids, layout, batch.masked_index)
-                total = F.cross_entropy(logits, batch.targets, reduction="sum")
+                logits = model(batch.input_ids, layout, batch.inputs["masked_index"])
+                total = F.cross_entropy(logits, batch.inputs["targets"], reduction="sum")
             else:  # its own loss, which rounds gradients in its own order
-                total, _ = model(batch.input_ids, layout, batch.masked_index, targets=batch.targets)
+                total, _ = model(batch.input_ids, layout, **batch.inputs)
             model.zero_grad()
             (total * (1 / count)).backward()
             loss += total.item()
@@ -133,15 +133,22 @@ def _joined(batches: list[MicroBatch]) -> MicroBatch:
         input_ids=torch.cat([batch.input_ids for batch in batches]),
         documents=torch.cat([batch.documents for batch in batches]),
         positions=torch.cat([batch.positions for batch in batches]),
-        masked_index=torch.cat(
-            [batch.masked_index + first for batch, first in zip(batches, starts, strict=False)]
-        ),
-        targets=torch.cat([batch.targets for batch in batches]),
+        segments=None,
+        inputs={
+            "masked_index": torch.cat(
+                [
+                    batch.inputs["masked_index"] + first
+                    for batch, first in zip(batches, starts, strict=False)
+                ]
+            ),
+            "targets": torch.cat([batch.inputs["targets"] for batch in batches]),
+        },
+        weights={"loss": sum(batch.weights["loss"] for batch in batches)},
+        counts={},
         cu_seqlens=torch.from_numpy(
             document_bounds(torch.cat([batch.documents for batch in batches]).numpy())
         ),
         num_tokens=starts[-1],
-        unmasked_documents=0,
         hash=0,
     )
 

@@ -201,9 +201,9 @@ def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
     # A run in which all ranks train on the same data looks healthy; this is its direct check.
     from pipeline.config.load import load
     from pipeline.config.runs import PretrainConfig
-    from pipeline.data.loader import TrainLoader
     from pipeline.data.steps import Share
     from tests.support.ranks import CONFIG
+    from tests.support.steps import train_loader
 
     path = Path(str(dataset.folder) + ".yaml")
     path.write_text(CONFIG)
@@ -211,7 +211,7 @@ def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
     rows = [
         row
         for rank in range(2)
-        for batch in TrainLoader(dataset, config, Share(rank, 2)).step_batches(0)
+        for batch in train_loader(dataset, config, Share(rank, 2)).step_batches(0)
         for row in batch.input_ids.tolist()
     ]
     assert len(np.unique(np.array(rows), axis=0)) == 8

@@ -15,7 +15,7 @@ import torch
 
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
-from pipeline.data.record import BATCHES_FILE, read_batches
+from pipeline.data.record import read_batches
 from pipeline.tokenizer.wordpiece import load_tokenizer
 from tests.support.ranks import Ranks, losses, newest_state, records
 
@@ -92,7 +92,7 @@ def test_killed_with_its_workers_it_sees_the_same(
     ranks = Ranks(run_dir, two_sources, *COMMON, "data.workers=0")
     assert ranks.wait() == [0, 0], ranks.output
     assert "step-00000030" in ranks.output
-    assert (run_dir / BATCHES_FILE).read_bytes() == (straight / BATCHES_FILE).read_bytes()
+    assert (run_dir / "batches.tsv").read_bytes() == (straight / "batches.tsv").read_bytes()
     assert losses(run_dir) == losses(straight)
     expected, found = newest_state(straight), newest_state(run_dir)
     assert expected.keys() == found.keys()
@@ -196,7 +196,8 @@ def test_find_names_the_steps_of_a_document(straight: Path) -> None:
 def test_another_dataset_or_folder_is_refused(straight: Path, dataset: DatasetIndex) -> None:
     message = _pipeline("inspect", straight, "--step", 1, f"data.dir={dataset.folder}", code=2)
     assert f"the run was started with {read_fingerprint(straight)}" in message
-    assert "is no run folder" in _pipeline("inspect", dataset.folder, "--step", 1, code=2)
+    message = _pipeline("inspect", dataset.folder, "--step", 1, code=2)
+    assert "is a dataset, not a run folder (no attempts.jsonl)" in message
 
 
 def read_fingerprint(run_dir: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.checkpoints.resume import newest_good, read_manifest
+from pipeline.checkpoints.manifest import newest_good, read_manifest
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.inspect.status import run_status

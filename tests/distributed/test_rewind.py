@@ -12,10 +12,10 @@ import torch
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.loader import TrainLoader
 from pipeline.data.record import Rewind, read_batches, read_ledger
 from pipeline.data.steps import Share
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
+from tests.support.steps import train_loader
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +33,7 @@ def _hashes(dataset: DatasetIndex, folder: Path, batches: range) -> str:
     path = folder / "hashes.yaml"
     path.write_text(CONFIG)
     config = load(PretrainConfig, path, [f"data.dir={dataset.folder}"]).config
-    loader = TrainLoader(dataset, config, Share(0, 2))
+    loader = train_loader(dataset, config, Share(0, 2))
     found = [loader.step_batches(config.batches.number(batch).cursor) for batch in batches]
     return ",".join(str(each.hash) for step in found for each in step)
 
@@ -124,7 +124,7 @@ def test_killed_before_it_goes_back(
     ranks = Ranks(run_dir, dataset, *OVERRIDES, "checkpoint.every_steps=13", module=SPIKING)
     assert ranks.wait() == [0, 0], ranks.output
     if killed_first:
-        assert f"removing {spoiled}: it is from a spike of the loss" in ranks.output
+        assert f"removing {spoiled}: it was trained on a loss spike" in ranks.output
     assert _rewind(run_dir).to_step == 13
     left_out = {record.batch for record in read_batches(run_dir) if record.step is None}
     assert left_out == set(range(22, 30))

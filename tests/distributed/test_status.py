@@ -14,7 +14,7 @@ import pytest
 from benchmarks.training_report import report as training_report
 from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE
 from pipeline.data.format import DatasetIndex
-from pipeline.errors import DataError
+from pipeline.errors import RunFolderError
 from pipeline.inspect.status import run_status, status_text
 from tests.support.ranks import Ranks, records
 
@@ -179,9 +179,9 @@ def test_a_rank_that_failed_beside_one_that_was_killed(straight_run: Path, tmp_p
 
 
 def test_an_empty_folder_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is no run folder: it has no attempts\.jsonl"):
+    with pytest.raises(RunFolderError, match=r"is not a run folder \(no attempts\.jsonl\)"):
         run_status(tmp_path)
     done = _command(tmp_path)
     assert done.returncode == 2
-    assert "expected the run_dir of a config" in done.stdout + done.stderr
+    assert "Pass the run_dir of a started run." in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

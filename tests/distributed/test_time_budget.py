@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.manifest import read_manifest
+from pipeline.config import schedule
 from pipeline.config.train import TrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
-from pipeline.train import schedule
 from tests.support.ranks import Ranks, records
 
 pytestmark = pytest.mark.dist

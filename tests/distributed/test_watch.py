@@ -13,10 +13,10 @@ from pipeline.checkpoints.state import read_weights
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import BlockReader
 from pipeline.data.steps import Share
 from tests.support.ranks import Ranks, newest_state, records
+from tests.support.steps import eval_loader, train_loader
 
 pytestmark = pytest.mark.dist
 
@@ -77,7 +77,7 @@ def test_flops_are_those_of_the_documents_that_were_seen(
     model = config.model
     assert model.vocab_size == 1000
     width, layers = model.hidden_size, model.num_layers
-    loaders = [TrainLoader(dataset, config, Share(rank, 2)) for rank in range(2)]
+    loaders = [train_loader(dataset, config, Share(rank, 2)) for rank in range(2)]
     for record in records(straight_run)[::13]:
         flops = 0
         for loader in loaders:
@@ -88,7 +88,7 @@ def test_flops_are_those_of_the_documents_that_were_seen(
                             linear = width * 4 * width + 2 * width * model.ffn_size
                             pairs = 2 * length * length * width
                             flops += 3 * layers * 2 * (length * linear + pairs)
-                flops += 3 * 2 * len(batch.targets) * width * 1000
+                flops += 3 * 2 * len(batch.inputs["targets"]) * width * 1000
         elapsed_s = record["tokens"] / record["tokens_per_s"]
         assert record["model_tflops_per_device"] == pytest.approx(flops / 2 / elapsed_s / 1e12)
         assert record["masked_per_s"] < record["tokens_per_s"] <= record["slots_per_s"]
@@ -184,15 +184,15 @@ def test_each_source_is_evaluated_on_its_own_text(sourced: Path, two_sources: Da
     for row in range(len(two_sources.blocks)):
         block = reader.block(row)
         text[block.document_ids[0].partition("/")[0]] += " ".join(map(str, block.tokens)) + " | "
-    loader = EvalLoader(two_sources, config, Share(0, 1))
+    loader = eval_loader(two_sources, config, Share(0, 1))
     counted: Counter[str] = Counter()
     sequences: Counter[str] = Counter()
     for source, batch in loader.batches():
         name = loader.sources[source]
-        counted[name] += len(batch.targets)
+        counted[name] += len(batch.inputs["targets"])
         sequences[name] += len(batch.input_ids)
         original = batch.input_ids.flatten()
-        original[batch.masked_index] = batch.targets
+        original[batch.inputs["masked_index"]] = batch.inputs["targets"]
         for number in range(1, int(batch.documents.max()) + 1):
             piece = original[batch.documents.flatten() == number][1:-1].tolist()
             assert " ".join(map(str, piece)) in text[name]

@@ -20,7 +20,6 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
 from pipeline.data.format import DatasetIndex, read_index
-from pipeline.data.loader import TrainLoader
 from pipeline.data.reader import BlockReader
 from pipeline.data.steps import Share
 from pipeline.tokenizer.wordpiece import load_tokenizer
@@ -30,6 +29,7 @@ from pipeline.use.fill_mask import fill_mask
 from pipeline.use.hf import export_hf
 from tests.support import bert_vocabulary, near_texts
 from tests.support.ranks import Ranks, losses
+from tests.support.steps import train_loader
 
 pytestmark = pytest.mark.dist
 ENGLISH = list(dict.fromkeys(near_texts.english()))[:150]
@@ -117,7 +117,7 @@ def test_shards_hold_the_ids_of_transformers(prepared: DatasetIndex, bert: Path)
 def _first_batch(prepared: DatasetIndex, size: int, data: DataConfig, seed: int = 1) -> MicroBatch:
     train = TrainConfig(global_batch=size, micro_batch=size)
     config = PretrainConfig(run_dir="unused", seed=seed, data=data, train=train)
-    [batch] = TrainLoader(prepared, config, Share(0, 1)).step_batches(0)
+    [batch] = train_loader(prepared, config, Share(0, 1)).step_batches(0)
     return batch
 
 
@@ -129,10 +129,10 @@ def test_batches_use_the_vocabulary_s_ids(prepared: DatasetIndex) -> None:
     begins = (documents > 0) & (batch.positions.reshape(-1) == 0)
     assert (ids[begins] == 101).all()
     assert int((ids == 102).sum()) == int(begins.sum())
-    assert float((ids[batch.masked_index] == 103).float().mean()) > 0.7
+    assert float((ids[batch.inputs["masked_index"]] == 103).float().mean()) > 0.7
     possible = set(prepared.vocabulary.in_text.tolist())
-    assert set(batch.targets.tolist()) <= possible
-    assert set(ids[batch.masked_index].tolist()) <= possible | {103}
+    assert set(batch.inputs["targets"].tolist()) <= possible
+    assert set(ids[batch.inputs["masked_index"]].tolist()) <= possible | {103}
     assert (ids == 100).any()  # unknown words are there, and never to be predicted
 
 
@@ -157,7 +157,9 @@ def test_train_export_and_fill_masks(trained: Path, prepared: DatasetIndex, tmp_
 def _loss_of_transformers(folder: Path, batch: MicroBatch) -> float:
     """Mean loss, each document by itself, as transformers knows no packing."""
     model = transformers.BertForMaskedLM.from_pretrained(folder, local_files_only=True).eval()
-    targets = dict(zip(batch.masked_index.tolist(), batch.targets.tolist(), strict=True))
+    targets = dict(
+        zip(batch.inputs["masked_index"].tolist(), batch.inputs["targets"].tolist(), strict=True)
+    )
     total = 0.0
     for row, documents in enumerate(batch.documents):
         for number in range(1, int(documents.max()) + 1):

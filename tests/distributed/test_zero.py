@@ -81,13 +81,13 @@ def reference() -> list[tuple[dict[str, Tensor], float, float]]:
     steps = []
     for step in range(case.NUM_STEPS):
         batches = case.micro_batches(step)
-        count = sum(len(batch.targets) for batch in batches)
+        count = sum(len(batch.inputs["targets"]) for batch in batches)
         model.zero_grad()
         loss = torch.zeros(())
         for batch in batches:
             layout = rows(batch.documents, batch.positions)
-            logits = model(batch.input_ids, layout, batch.masked_index)
-            loss = loss + F.cross_entropy(logits, batch.targets, reduction="sum")
+            logits = model(batch.input_ids, layout, batch.inputs["masked_index"])
+            loss = loss + F.cross_entropy(logits, batch.inputs["targets"], reduction="sum")
         (loss / count).backward()
         norm = torch.cat([weight.grad.flatten() for weight in named.values()]).norm().item()
         for weight in named.values():

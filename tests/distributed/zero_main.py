@@ -1,7 +1,7 @@
 """`python -m tests.distributed.zero_main FOLDER JOB ...`: training at several ZeRO stages.
 
 A job is SAVED:STAGE, such as `1-2:3` (load what 1 rank saved at stage 2, go on at stage 3), or
-`:STAGE`, from the start. It leaves, for each precision, as `Engine.save_files` writes them:
+`:STAGE`, from the start. It leaves, for each precision, as `save_state` writes them:
     NAME/loaded, NAME/10 and NAME/20: the state when it was loaded, after 10 steps and after 20
 where NAME is PRECISION/RANKS-STAGE from the start, and PRECISION/SAVED:RANKS-STAGE after a load;
 NAME/results-RANK.json: loss and gradient norm by step; and, where a rank has whole parameters,
@@ -16,14 +16,14 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from pipeline.config.train import TrainConfig
 from pipeline.data.batch import MicroBatch
-from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
+from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from tests.distributed import engine_main as case
+from tests.support.checkpoints import save_state
 
 NUM_STEPS = 20
 SAVED_AFTER = 10
@@ -57,34 +57,30 @@ def main(folder: Path, job: str, precision: str, process: ProcessInfo) -> None:
     folder = folder / precision / (f"{saved}:{place}" if saved else place)
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu")
-    objective = MaskedLanguageModeling(device)
+    objective = MaskedLanguageModeling()
     config = train_config(precision, int(stage))
     engine = Engine(case.model(seed=2 if saved else 1), config, process, device)
     if saved:
         engine.load_files(folder.parent / saved / str(SAVED_AFTER))
-        engine.save_files(folder / "loaded")
+        save_state(engine, folder / "loaded")
     results = {}
     for step in range(SAVED_AFTER if saved else 0, NUM_STEPS):
         mine = micro_batches(step)[process.rank :: process.world_size]
         if step == POISONED_STEP:
             last = process.rank == process.world_size - 1
-            skipped = engine.train_step(mine, _poisoned if last else objective, 1.0)
+            poisoned = case.Poisoned({1, 2, 3, 4}) if last else objective
+            skipped = engine.train_step(mine, poisoned, 1.0)
             assert not skipped.applied
             assert skipped.grad_norm == float("inf")
         result = engine.train_step(mine, objective, learning_rate(step))
         assert result.applied
-        results[step] = (result.sums.loss.item(), result.grad_norm)
+        results[step] = (result.sums["loss"].total.item(), result.grad_norm)
         if step + 1 in (SAVED_AFTER, NUM_STEPS):
-            engine.save_files(folder / str(step + 1))
+            save_state(engine, folder / str(step + 1))
     (folder / f"results-{process.rank}.json").write_text(json.dumps(results))
     if stage != "3":
         used = {name: weight.detach().clone() for name, weight in engine.model.named_parameters()}
         torch.save(used, folder / f"used-{process.rank}.pt")
-
-
-def _poisoned(module: nn.Module, batch: MicroBatch) -> LossSums:
-    sums = MaskedLanguageModeling(torch.device("cpu"))(module, batch)
-    return LossSums(sums.loss * float("nan"), sums.correct, sums.weight)
 
 
 if __name__ == "__main__":

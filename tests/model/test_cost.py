@@ -142,9 +142,8 @@ def _loss(model: MaskedLanguageModel, batch: int, seq_len: int, num_masked: int)
     documents = (torch.arange(seq_len) >= seq_len // 2).int().expand(batch, -1)
     layout = rows(documents, torch.arange(seq_len).expand(batch, -1))
     masked = torch.randperm(batch * seq_len)[:num_masked].clone()
-    # The alpha of a training step is a tensor.
     targets = torch.zeros(num_masked, dtype=torch.int64)
-    loss, _ = model(ids, layout, masked, torch.full((), 0.7), targets=targets)
+    loss, _ = model(ids, layout, masked, targets=targets)
     return loss  # type: ignore[no-any-return]
 
 

@@ -38,11 +38,11 @@ def _model(score_residual: str, **changes: object) -> MaskedLanguageModel:
     return MaskedLanguageModel(config).double()
 
 
-def _reference(model: MaskedLanguageModel, alpha: float) -> np.ndarray:
+def _reference(model: MaskedLanguageModel) -> np.ndarray:
     weights = {name: value.detach().numpy() for name, value in model.state_dict().items()}
     ids, _, masked_index = _batch()
     batch = [part.numpy() for part in (ids, DOCUMENTS, POSITIONS, masked_index)]
-    return reference.logits(weights, model.config, *batch, alpha=alpha)
+    return reference.logits(weights, model.config, *batch, alpha=model.encoder.alpha.item())
 
 
 SWITCHES = {
@@ -72,8 +72,9 @@ def test_every_switch_equals_the_reference(name: str) -> None:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     plain = _model("none")(*_batch()).detach().numpy()
     for alpha in (1.0, 0.4):
-        found = model(*_batch(), alpha=torch.tensor(alpha, dtype=torch.float64)).detach().numpy()
-        np.testing.assert_allclose(found, _reference(model, alpha), atol=1e-12)
+        model.encoder.set_alpha(alpha)
+        found = model(*_batch()).detach().numpy()
+        np.testing.assert_allclose(found, _reference(model), atol=1e-12)
     assert np.abs(found - plain).max() > 1e-3
 
 
@@ -81,23 +82,23 @@ def test_every_switch_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize("alpha", [1.0, 0.3, 0.0])
 def test_logits_equal_the_reference(score_residual: str, alpha: float) -> None:
     model = _model(score_residual)
-    found = model(*_batch(), alpha=torch.tensor(alpha, dtype=torch.float64))
-    np.testing.assert_allclose(found.detach().numpy(), _reference(model, alpha), atol=1e-12)
+    model.encoder.set_alpha(alpha)
+    found = model(*_batch())
+    np.testing.assert_allclose(found.detach().numpy(), _reference(model), atol=1e-12)
 
 
 @BOTH
 def test_eps_is_used(score_residual: str) -> None:
     model = _model(score_residual, norm_eps=0.5)
-    np.testing.assert_allclose(
-        model(*_batch()).detach().numpy(), _reference(model, 1.0), atol=1e-12
-    )
+    np.testing.assert_allclose(model(*_batch()).detach().numpy(), _reference(model), atol=1e-12)
 
 
 @BOTH
 def test_gradients_equal_finite_differences_of_the_reference(score_residual: str) -> None:
     model = _model(score_residual)
     direction = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    (model(*_batch(), alpha=torch.tensor(0.7, dtype=torch.float64)) * direction).sum().backward()
+    model.encoder.set_alpha(0.7)
+    (model(*_batch()) * direction).sum().backward()
     rng = np.random.default_rng(0)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -106,7 +107,7 @@ def test_gradients_equal_finite_differences_of_the_reference(score_residual: str
         for sign in (1, -1):
             with torch.no_grad():
                 parameter += sign * 1e-7 * step
-            values.append((_reference(model, 0.7) * direction.numpy()).sum())
+            values.append((_reference(model) * direction.numpy()).sum())
             with torch.no_grad():
                 parameter -= sign * 1e-7 * step
         expected = (values[0] - values[1]) / 2e-7
@@ -136,7 +137,7 @@ def test_batch_size_and_masked_positions_do_not_matter(score_residual: str) -> N
 def test_bf16_follows_fp32(score_residual: str) -> None:
     model = _model(score_residual).float()
     exact = model(*_batch())
-    rounded = model.bfloat16()(*_batch(), alpha=torch.ones(()))
+    rounded = model.bfloat16()(*_batch())
     assert rounded.dtype == torch.bfloat16
     # 8 bits of mantissa over 7 layers of norm; values are of order 1.
     assert (rounded.float() - exact).abs().max() < 0.15

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.runtime.env import process_info, process_info_or_alone
-from pipeline.runtime.files import record_exit, sha256_file, write_atomic
+from pipeline.runtime.files import sha256_file, write_atomic
 
 GROUP = {
     "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
@@ -76,11 +76,3 @@ def test_a_hash_is_that_of_the_system_tool(tmp_path: Path) -> None:
     path.write_bytes(os.urandom(5_000_001))
     expected = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True)
     assert sha256_file(path) == expected.stdout.split()[0]
-
-
-def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
-    for restarts, code in (("0", 75), ("1", 0)):
-        slurm = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
-        record_exit(tmp_path, process_info({**GROUP, **slurm}), code)
-    assert (tmp_path / "exit/17.0/rank-00001").read_text() == "75\n"
-    assert (tmp_path / "exit/17.1/rank-00001").read_text() == "0\n"

@@ -16,7 +16,8 @@ from pipeline.checkpoints.manifest import (
     signed,
     state_file,
 )
-from pipeline.checkpoints.state import KINDS, Part, write_part
+from pipeline.checkpoints.state import KINDS, HasState, Part, write_part
+from pipeline.runtime import dist
 from pipeline.runtime.files import sha256_file
 
 SHAPES = {"matrix": (3, 4), "gain": (5,)}
@@ -66,3 +67,11 @@ def write_manifest(
         held_out_step=None if held_out_loss is None else step, contents=CONTENTS,
     )  # fmt: skip
     (folder / MANIFEST_FILE).write_text(json.dumps(signed(asdict(manifest))))
+
+
+def save_state(engine: HasState, folder: Path) -> None:
+    """Write the state that all ranks' engines hold, without a manifest. Collective."""
+    parts, counters = engine.state_parts()
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    write_part(folder, rank, world_size, parts, counters)
+    dist.barrier()

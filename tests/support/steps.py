@@ -1,12 +1,14 @@
 """Steps of a run as plain values, put together from the parts that ranks compute."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
+from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.steps import Share, TrainSteps
+from pipeline.objectives.inputs import eval_inputs, train_inputs, train_steps
 
 
 class Row(NamedTuple):
@@ -22,7 +24,19 @@ class Row(NamedTuple):
 
 def open_steps(dataset: DatasetIndex, config: PretrainConfig) -> TrainSteps:
     """What every rank opens."""
-    return TrainSteps(dataset, config)
+    return train_steps(dataset, config.train_data)
+
+
+def train_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> TrainLoader:
+    """The training loader of a run with masked language modelling; `rest` as `TrainLoader`."""
+    inputs = train_inputs(config.train_data, dataset)
+    return TrainLoader(dataset, config.train_data, inputs, *rest)
+
+
+def eval_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> EvalLoader:
+    """The held-out text of such a run."""
+    inputs = eval_inputs(config.eval_data, dataset)
+    return EvalLoader(dataset, config.eval_data, inputs, *rest)
 
 
 def rows_of_step(
@@ -37,7 +51,9 @@ def rows_of_step(
         total += batch.hash
         for row in range(len(batch.input_ids)):
             first = row * place.seq_len
-            mine = (batch.masked_index >= first) & (batch.masked_index < first + place.seq_len)
+            mine = (batch.inputs["masked_index"] >= first) & (
+                batch.inputs["masked_index"] < first + place.seq_len
+            )
             number = len(rows)
             rows.append(
                 Row(
@@ -45,8 +61,8 @@ def rows_of_step(
                     int(ids.sample_ids[number]),
                     batch.input_ids[row].tobytes(),
                     batch.documents[row].tobytes(),
-                    tuple((batch.masked_index[mine] - first).tolist()),
-                    tuple(batch.targets[mine].tolist()),
+                    tuple((batch.inputs["masked_index"][mine] - first).tolist()),
+                    tuple(batch.inputs["targets"][mine].tolist()),
                 )
             )
     assert len(rows) == place.size

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pipeline.data.record import BATCHES_FILE, BatchRecord, read_batches
+from pipeline.data.record import BatchRecord, read_batches
 from pipeline.errors import DataError
 from pipeline.train.batch_log import BatchLog
 from tests.train.batch_log_main import part_of_hash
@@ -70,7 +70,7 @@ def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Pat
         step = None if batch % 3 == 2 else batch - batch // 3 + 1
         assert record == BatchRecord(batch, batch * 8, 8, 64, step, total)
     assert len(records) == 11
-    content = (run_dir / BATCHES_FILE).read_bytes()
+    content = (run_dir / "batches.tsv").read_bytes()
     codes, outputs = Group(run_dir, 40, 120, 9).wait()
     assert codes == [2, 2], outputs
     for rank, output in enumerate(outputs):
@@ -79,13 +79,13 @@ def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Pat
         assert f"{(records[9].hash + 1) % 2**64:016x}" in output
         assert "this attempt sees other data than an earlier one" in output
     # Trying again must not make the proof disappear.
-    assert (run_dir / BATCHES_FILE).read_bytes() == content
+    assert (run_dir / "batches.tsv").read_bytes() == content
     codes, outputs = Group(run_dir, 40, 120).wait()
     assert codes == [0, 0], outputs
     assert [record.batch for record in read_batches(run_dir)] == list(range(15))
-    assert (run_dir / BATCHES_FILE).read_bytes().startswith(content)
+    assert (run_dir / "batches.tsv").read_bytes().startswith(content)
     # Damage that rank 0 finds when it opens the file stops all ranks, too.
-    (run_dir / BATCHES_FILE).write_bytes(content.replace(b"\t64\t", b"\tx\t", 1))
+    (run_dir / "batches.tsv").write_bytes(content.replace(b"\t64\t", b"\tx\t", 1))
     codes, outputs = Group(run_dir, 40, 120).wait()
     assert codes == [2, 2], outputs
     assert all("batches.tsv, line 2:" in output for output in outputs)
@@ -95,7 +95,7 @@ def test_hashes_are_added_over_ranks_and_a_change_on_one_stops_all(tmp_path: Pat
 def test_a_killed_run_leaves_lines_that_the_next_one_goes_on_from(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     group = Group(run_dir, 0, 8 * 10**9, world_size=1)
-    path = run_dir / BATCHES_FILE
+    path = run_dir / "batches.tsv"
     while not path.exists() or path.stat().st_size < 20_000:
         assert group.processes[0].poll() is None
         time.sleep(0.01)
@@ -110,7 +110,7 @@ def test_a_killed_run_leaves_lines_that_the_next_one_goes_on_from(tmp_path: Path
 
 def test_a_last_line_cut_at_any_byte_is_dropped(alone: Path) -> None:
     _log(alone, 0, _records(0, 4))
-    path = alone / BATCHES_FILE
+    path = alone / "batches.tsv"
     whole = path.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
     for size in range(last, len(whole)):
@@ -164,7 +164,7 @@ def test_a_step_that_is_skipped_this_time_is_written_as_such(alone: Path) -> Non
 )
 def test_damage_is_named_by_its_line(alone: Path, old: bytes, new: bytes, line: int) -> None:
     _log(alone, 0, _records(0, 6))
-    path = alone / BATCHES_FILE
+    path = alone / "batches.tsv"
     text = b"\n" + path.read_bytes()
     assert text.count(old) == 1
     path.write_bytes(text.replace(old, new)[1 if line > 1 else 0 :])

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.checkpoints.counters import LossHistory
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import SpikeConfig
 from pipeline.data.record import BatchRecord
-from pipeline.train.spikes import LeftOut, LossHistory, trained_in_spite
+from pipeline.train.faults import LeftOut, trained_in_spite
 
 CONFIG = SpikeConfig()
 

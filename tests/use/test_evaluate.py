@@ -27,6 +27,7 @@ from pipeline.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    RunFolderError,
 )
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
@@ -249,7 +250,9 @@ def test_run_without_a_good_checkpoint(run: Path, evaluate: Command) -> None:
             evaluate(run, *arguments)
     shutil.rmtree(run / "checkpoints")
     for arguments in ([], ["--all"], ["--step", "4"]):
-        with pytest.raises(CheckpointError, match=r"run has no checkpoints: .* and that has saved"):
+        with pytest.raises(
+            CheckpointError, match=r"run has no checkpoints yet: .*checkpoints has no step-N\. Wait"
+        ):
             evaluate(run, *arguments)
 
 
@@ -258,7 +261,7 @@ def test_run_without_a_good_checkpoint(run: Path, evaluate: Command) -> None:
     [
         (["--step", "5"], CheckpointError, "no checkpoint of step 5; it has those of 4, 8, 12"),
         (["--seq-len", "7"], ConfigError, "data.seq_len = 7 tokens is out of range"),
-        (["--sequences", "0"], ConfigError, "monitor.eval_sequences = 0 sequences is out of range"),
+        (["--sequences", "0"], ConfigError, "sequences = 0 sequences is out of range"),
         (["data.seq_len=64"], ConfigError, "an evaluation takes only data.at_least_one, data.mask"),
         (["--data", "/nowhere"], DataError, "/nowhere/index.json does not exist"),
     ],
@@ -273,7 +276,7 @@ def test_wrong_arguments(
 
 
 def test_no_run(tmp_path: Path, evaluate: Command) -> None:
-    with pytest.raises(CheckpointError, match="is no run folder and no model folder: it has neith"):
+    with pytest.raises(RunFolderError, match=r"is not a run folder .* run, or a model folder\.$"):
         evaluate(tmp_path)
 
 
@@ -330,7 +333,7 @@ def test_a_signal_to_one_rank_ends_all(run: Path, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.05)
     ranks.signal(signal.SIGTERM, 1)
     assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], output.read_text()
-    assert "stopped by SIGTERM; nothing is to be saved, start again" in output.read_text()
+    assert "stopped by SIGTERM; there is nothing to save, start again" in output.read_text()
     assert (run / "exit/local/rank-00000").read_text() == f"{EXIT_PREEMPTED}\n"
     assert not (run / "evaluations.jsonl").exists()
 

@@ -13,11 +13,12 @@ import torch
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import CLS_ID, SEP_ID
 from pipeline.errors import CheckpointError
+from pipeline.model.architecture import SENTENCEPIECE_FILE
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use import hf
 from pipeline.use.export import load_trained
-from pipeline.use.folder import SENTENCEPIECE_FILE, load_model, publishing, write_model
+from pipeline.use.folder import load_model, publishing, write_model
 from pipeline.use.hf import export_hf, modeling_source, native_family
 from tests.model import reference
 

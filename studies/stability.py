@@ -1,11 +1,11 @@
 """Deep Post-LN from scratch: what lets it converge, without and with carried attention scores.
 
-    python -m benchmarks.stability OUT [--only '24x48 alpha*'] [--seeds 3] [--jobs 2]
-        [--dataset DATASET] [--table benchmarks/results/stability.md]
+    python -m studies.stability OUT [--only '24x48 alpha*'] [--seeds 3] [--jobs 2]
+        [--dataset DATASET] [--table studies/results/stability.md]
 
 Example, all of the published table, 144 trials and 2.4 CPU hours:
 
-    python -m benchmarks.stability runs/stability --table benchmarks/results/stability.md
+    python -m studies.stability runs/stability --table studies/results/stability.md
 
 A trial is one arm with one seed: a narrow model, trained from scratch for some hundred updates in a
 process with one thread, and then evaluated on held-out text. Arms are `SIZE METHOD CARRY`; the
@@ -32,9 +32,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmarks.carry_forms import FORMS
-from benchmarks.stability_report import Finished, curves, summary, table
-from benchmarks.stability_trial import Trial
+from studies.carry_forms import FORMS
+from studies.stability_report import Finished, curves, summary, table
+from studies.stability_trial import Trial
 
 ROOT = Path(__file__).parents[1]
 _STEPS = 400
@@ -169,7 +169,7 @@ def _train(file: Path, trial: Trial, dataset: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as spec:
         json.dump(asdict(trial), spec)
         spec.flush()
-        command = [sys.executable, "-m", "benchmarks.stability_trial", str(dataset), spec.name]
+        command = [sys.executable, "-m", "studies.stability_trial", str(dataset), spec.name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{file.stem}: {done.stderr.strip()}")
@@ -243,8 +243,8 @@ def _write(arguments: argparse.Namespace, trials: list[Finished], result: dict[s
         picture.write_text(curves(trials, size), encoding="utf-8")
         pictures.append(f"![{size}]({picture.name})")
     heading = (
-        f"`python -m benchmarks.stability OUT --table ...`; {versions}. What is compared is said "
-        "in `benchmarks/stability.py` and `benchmarks/carry_forms.py`. "
+        f"`python -m studies.stability OUT --table ...`; {versions}. What is compared is said "
+        "in `studies/stability.py` and `studies/carry_forms.py`. "
         f"{result['trials']} of {result['trials_wanted']} trials are done; an empty cell has none, "
         "one without a number of seeds has one.\n\n" + "\n".join(pictures)
     )

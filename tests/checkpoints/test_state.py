@@ -102,7 +102,7 @@ def test_missing_foreign_damaged_and_older_files_are_named(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="missing or foreign files: rank-00001-of-00002"):
         SavedState(tmp_path)
     write_part(tmp_path, 1, 2, [], {**COUNTERS, "updates": 2})
-    with pytest.raises(CheckpointError, match="they are of different steps"):
+    with pytest.raises(CheckpointError, match="they belong to different steps"):
         SavedState(tmp_path)
     (tmp_path / "old/state").mkdir(parents=True)
     (tmp_path / "old/state/mp_rank_00_model_states.pt").touch()

@@ -1,8 +1,9 @@
-"""One rank's part of a save: a copy of its state, and a thread that writes it.
+"""Work that a save does beside training: copies to host memory, and a thread that writes.
 
-A thread is enough: writing (safetensors 0.8), hashing and fsync let Python run on meanwhile.
+Threads are enough for writing: safetensors 0.8, hashing and fsync release Python's lock.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,20 +18,52 @@ from pipeline.checkpoints.manifest import state_file
 from pipeline.checkpoints.state import Part, write_part
 from pipeline.runtime.files import sha256_file, sync_path
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Described = dict[str, dict[str, Any]]
 """path below the checkpoint -> {"bytes", "sha256"}."""
 
 
+class Task(Generic[T]):
+    """A function on its own thread, with its result or error. It must not call a collective.
+
+    The thread is a daemon, so a process that fails does not wait for its disk.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        """Start the thread."""
+        self.result: T | None = None
+        self.error: Exception | None = None
+        self.took_s = 0.0
+        self._function = function
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def is_done(self, *, wait: bool = False) -> bool:
+        """Whether the function has returned or raised."""
+        if wait:
+            self._thread.join()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            self.result = self._function()
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result handles it
+            self.error = error
+        self.took_s = time.perf_counter() - started
+
+
 class HostCopy:
-    """Buffers in host memory that a rank's state is copied to; kept from save to save."""
+    """Host memory that holds a copy of a rank's state; reused from save to save."""
 
     def __init__(self) -> None:
-        """Takes no memory yet."""
+        """Start without buffers; the first copy allocates them."""
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, parts: list[Part]) -> list[Part]:
-        """The same parts, which later updates do not change; what it gave before is overwritten."""
+        """Copy the parts, so that later updates do not change them; overwrites the last copy."""
         copied = []
         for part in parts:
             tensors = {
@@ -45,8 +78,8 @@ class HostCopy:
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape:
-            # Fresh memory costs several times the copy; pinned, a GPU fills it several times as
-            # fast.
+            # Allocating costs several times as much as the copy, so buffers are kept. A GPU fills
+            # pinned memory several times as fast.
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
         return buffer
@@ -54,7 +87,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What a rank writes into a checkpoint that is not published yet."""
+    """The files that one rank writes into a checkpoint that is not published yet."""
 
     folder: Path
     rank: int
@@ -62,10 +95,10 @@ class RankFiles:
     parts: list[Part]
     counters: dict[str, int]
     others: dict[str, bytes]
-    """Further files, by name."""
+    """Content of further files, by name."""
 
     def write(self) -> Described:
-        """Writes and flushes them, and describes them as they are read back. Not collective.
+        """Write and flush the files, then hash them as they are read back. Not collective.
 
         Raises:
             OSError: the disk is full or not writable.
@@ -75,36 +108,6 @@ class RankFiles:
             (self.folder / name).write_bytes(data)
         names = [state_file(self.rank, self.world_size), *self.others]
         return {name: _flush_and_describe(self.folder / name) for name in names}
-
-
-class Task(Generic[T]):
-    """A function on a thread of its own, with what it returned or raised. It calls no collective.
-
-    The thread is a daemon: a process that fails does not wait for its disk.
-    """
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        """Starts it."""
-        self.result: T | None = None
-        self.error: Exception | None = None
-        self.took_s = 0.0
-        self._function = function
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def is_done(self, *, wait: bool = False) -> bool:
-        """Whether it has ended."""
-        if wait:
-            self._thread.join()
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        started = time.perf_counter()
-        try:
-            self.result = self._function()
-        except Exception as error:  # noqa: BLE001 - looked at by whoever asks
-            self.error = error
-        self.took_s = time.perf_counter() - started
 
 
 def _flush_and_describe(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""One trial of `benchmarks.stability`: a model trained from scratch in a process with one thread.
+"""One trial of `studies.stability`: a model trained from scratch in a process with one thread.
 
-    python -m benchmarks.stability_trial DATASET TRIAL.json
+    python -m studies.stability_trial DATASET TRIAL.json
 
 TRIAL.json holds a `Trial`. The process prints a JSON line: see `Found`. It is the project's own
 model, loss, batches, schedules and optimizer groups in a plain loop: no engine, fp32, no dropout.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.carry_forms import FORMS, use_form
+from pipeline.config import schedule
 from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
@@ -29,9 +29,10 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import rows
 from pipeline.model.statistics import entropy_of
-from pipeline.objectives.mlm import LossSums, MaskedLanguageModeling
-from pipeline.train import schedule
+from pipeline.objectives.base import Sums, add_up, detached
+from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.train.optimizer import make_optimizer
+from studies.carry_forms import FORMS, use_form
 
 _CPU = torch.device("cpu")
 _LOOKS = 10
@@ -113,13 +114,16 @@ class _Run:
         index = read_index(dataset)
         self.config = trial.config(dataset, index.vocabulary.size)
         torch.manual_seed(trial.seed)
-        self.objective = MaskedLanguageModeling(_CPU)
+        self.objective = MaskedLanguageModeling()
         self.model = MaskedLanguageModel(self.config.model)
         if trial.carry in FORMS:
-            use_form(self.model, trial.carry, self.objective.alpha)
+            use_form(self.model, trial.carry, self.model.encoder.alpha)
         self.optimizer = make_optimizer(self.model, self.config.train)
-        self.batches = TrainLoader(index, self.config, Share(0, 1)).steps_from(0)
-        self.held_out = EvalLoader(index, self.config, Share(0, 1))
+        train, held_out, share = self.config.train_data, self.config.eval_data, Share(0, 1)
+        inputs = self.objective.train_inputs(train, index)
+        self.batches = TrainLoader(index, train, inputs, share).steps_from(0)
+        inputs = self.objective.eval_inputs(held_out, index)
+        self.held_out = EvalLoader(index, held_out, inputs, share)
         self.found = Found(
             unigram_entropy=index.unigram_entropy_nats,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
@@ -129,58 +133,55 @@ class _Run:
     def train(self) -> Found:
         """All updates, then the held-out text."""
         config, found, start = self.config.train, self.found, time.process_time()
-        sums: LossSums | None = None
+        parts: list[Sums] = []
         norms = []
         for step in range(config.num_steps):
-            self.objective.set_alpha(schedule.alpha(step, config.alpha_warmup_steps))
+            self.model.encoder.set_alpha(schedule.alpha(step, config.alpha_warmup_steps))
             look = self._look(step) if step % max(1, config.num_steps // _LOOKS) == 0 else None
             for group in self.optimizer.param_groups:
                 group["lr"] = schedule.learning_rate(step, config)
-            part = self._backward()
+            parts += self._backward()
             if look:
                 look.gradient_query_key, look.gradient_other = self._gradients()
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
             norms.append(float(norm))
             self.optimizer.step()
             self.optimizer.zero_grad()
-            sums = part if sums is None else _added(sums, part)
             if (step + 1) % max(1, config.num_steps // _POINTS) == 0:
-                found.curve.append((step + 1, float(sums.loss / sums.weight)))
-                sums = None
-        self.objective.set_alpha(1.0)
+                total, weight = add_up(parts)["loss"]
+                found.curve.append((step + 1, float(total / weight)))
+                parts = []
+        self.model.encoder.set_alpha(1.0)
         self._look(config.num_steps)
         found.eval_loss, found.eval_accuracy = self._evaluate()
         found.gradient_norm = sum(norms) / len(norms)
         found.cpu_s = round(time.process_time() - start, 1)
         return found
 
-    def _backward(self) -> LossSums:
+    def _backward(self) -> list[Sums]:
         """Gradients of the mean loss of one step; its sums without them."""
         step = next(self.batches)
-        masked = sum(len(batch.targets) for batch in step)
+        masked = sum(batch.weights["loss"] for batch in step)
         parts = []
         for batch in step:
             part = self.objective(self.model, batch)
-            (part.loss / masked).backward()
-            parts.append(LossSums(part.loss.detach(), part.correct, part.weight))
-        total = parts[0]
-        for part in parts[1:]:
-            total = _added(total, part)
-        return total
+            (part["loss"].total / masked).backward()
+            parts.append(detached(part))
+        return parts
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[float, float]:
         parts = [self.objective(self.model, batch) for _, batch in self.held_out.batches()]
-        masked = sum(float(part.weight) for part in parts)
-        loss = sum(float(part.loss) for part in parts)
-        return loss / masked, sum(float(part.correct) for part in parts) / masked
+        masked = sum(float(part["loss"].weight) for part in parts)
+        loss = sum(float(part["loss"].total) for part in parts)
+        return loss / masked, sum(float(part["accuracy"].total) for part in parts) / masked
 
     @torch.no_grad()
     def _look(self, step: int) -> LayerLook:
         batch = self.held_out.spread(16)
         layout, real_BS = rows(batch.documents, batch.positions), batch.documents > 0
-        trace, alpha = Trace(), self.objective.alpha
-        self.model.encoder(batch.input_ids, layout, alpha=alpha, trace=trace)
+        trace, alpha = Trace(), self.model.encoder.alpha
+        self.model.encoder(batch.input_ids, layout, trace=trace)
         num_keys = layout.allowed.sum(-1)
         found = LayerLook(step, float(alpha), [], [], [], [], [])
         for share_BNSS in trace.probabilities:
@@ -212,12 +213,6 @@ class _Run:
             query_key.append(of_scores**0.5)
             other.append((sum(squares.values()) - of_scores) ** 0.5)
         return query_key, other
-
-
-def _added(first: LossSums, second: LossSums) -> LossSums:
-    return LossSums(
-        first.loss + second.loss, first.correct + second.correct, first.weight + second.weight
-    )
 
 
 def _over_real(value_BNS: Tensor, real_BS: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.checkpoints.counters import TrainState
+from pipeline.config import schedule
 from pipeline.config.train import SchedulePoint, TrainConfig
 from pipeline.runtime.log import duration_text
-from pipeline.train import schedule
-from pipeline.train.state import TrainState
 
 CONFIG = TrainConfig(num_steps=100, warmup_steps=10, lr=2.0, min_lr_ratio=0.1)
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import curves, stability, stability_report
-from benchmarks.carry_forms import FORMS, use_form
-from benchmarks.stability_report import Finished
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded
+from studies import curves, stability, stability_report
+from studies.carry_forms import FORMS, use_form
+from studies.stability_report import Finished
 
 _LAYERS = 4
 _IDS = torch.arange(2, 16).reshape(2, 7)
@@ -33,9 +33,9 @@ def _logits(score_residual: str, form: str | None, alpha: float) -> list[np.ndar
         score_residual=score_residual, dropout=0.0,  # type: ignore[arg-type]
     )  # fmt: skip
     model = MaskedLanguageModel(config).double()
-    warming = torch.tensor(alpha, dtype=torch.float64)
+    model.encoder.set_alpha(alpha)
     if form:
-        use_form(model, form, warming)
+        use_form(model, form, model.encoder.alpha)
         for layer in model.encoder.layers:
             if FORMS[form].gated:
                 layer.attention.gate.data.fill_(0.25)
@@ -43,7 +43,7 @@ def _logits(score_residual: str, form: str | None, alpha: float) -> list[np.ndar
         layer.attention.output.weight.data.zero_()
         layer.feed_forward.output.weight.data.zero_()
     trace = Trace()
-    model.encoder(_IDS, _LAYOUT, alpha=warming, trace=trace)
+    model.encoder(_IDS, _LAYOUT, trace=trace)
     found = [share.detach().log().numpy() for share in trace.probabilities]
     return [scores - scores.mean(-1, keepdims=True) for scores in found]
 
@@ -51,7 +51,7 @@ def _logits(score_residual: str, form: str | None, alpha: float) -> list[np.ndar
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_are_what_they_are_called(form: str) -> None:
     own = _logits("none", None, 0.4)
-    sums = np.cumsum(own, axis=0)
+    sums, warmed = np.cumsum(own, axis=0), float(np.float32(0.4))
     expected = {
         "decay 0.5": lambda n: sum(0.5 ** (n - k) * own[k] for k in range(n + 1)),
         "decay 0.8": lambda n: sum(0.8 ** (n - k) * own[k] for k in range(n + 1)),
@@ -61,8 +61,8 @@ def test_forms_are_what_they_are_called(form: str) -> None:
         "rsqrt": lambda n: sums[n] / np.sqrt(n + 1),
         "sum by N": lambda n: sums[n] / _LAYERS,
         "gate": lambda n: sum(0.25 ** (n - k) * own[k] for k in range(n + 1)),
-        "alpha": lambda n: sum(0.4 ** (n - k) * own[k] for k in range(n + 1)),
-        "alpha alone": lambda n: sum(0.4 ** (n - k) * own[k] for k in range(n + 1)),
+        "alpha": lambda n: sum(warmed ** (n - k) * own[k] for k in range(n + 1)),
+        "alpha alone": lambda n: sum(warmed ** (n - k) * own[k] for k in range(n + 1)),
         "detached": lambda n: sums[n],
     }[form]  # fmt: skip
     found = _logits("sum", form, 0.4)
@@ -80,10 +80,11 @@ def test_alpha_alone_leaves_the_branches_at_one() -> None:
     full = model.encoder(_IDS, _LAYOUT)
     alpha = torch.tensor(0.3)
     use_form(model, "alpha alone", alpha)
-    assert not torch.equal(model.encoder(_IDS, _LAYOUT, alpha=alpha), full)
+    assert not torch.equal(model.encoder(_IDS, _LAYOUT), full)
     alpha.fill_(1.0)
     for of_branches in (0.0, 0.5):
-        assert torch.equal(model.encoder(_IDS, _LAYOUT, alpha=torch.tensor(of_branches)), full)
+        model.encoder.set_alpha(of_branches)
+        assert torch.equal(model.encoder(_IDS, _LAYOUT), full)
 
 
 def test_a_detached_carry_has_no_gradient() -> None:
@@ -97,7 +98,8 @@ def test_a_detached_carry_has_no_gradient() -> None:
         for form in forms:
             use_form(model, form, torch.ones(()))
         trace = Trace()
-        model.encoder(_IDS, _LAYOUT, alpha=torch.zeros(()), trace=trace)
+        model.encoder.set_alpha(0.0)
+        model.encoder(_IDS, _LAYOUT, trace=trace)
         # With alpha 0 the first layer reaches the second's attention by the carry alone.
         trace.probabilities[1].square().sum().backward()
         return float(model.encoder.layers[0].attention.qkv.weight.grad.abs().sum())
@@ -112,7 +114,7 @@ def test_study_trains_once_reports_and_refuses_other_settings(
 ) -> None:
     table = tmp_path / "stability.md"
     command = [
-        sys.executable, "-m", "benchmarks.stability", str(tmp_path), "--quick", "--dataset",
+        sys.executable, "-m", "studies.stability", str(tmp_path), "--quick", "--dataset",
         str(dataset.folder), "--table", str(table),
     ]  # fmt: skip
 

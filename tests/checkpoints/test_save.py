@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.checkpoints.background import HostCopy, Task
 from pipeline.checkpoints.manifest import read_manifest, state_file
 from pipeline.checkpoints.save import _require_files
-from pipeline.checkpoints.save_job import HostCopy, Task
 from pipeline.checkpoints.state import KINDS, Part
 from pipeline.errors import CheckpointError
 from tests.support.checkpoints import make_checkpoint

@@ -88,4 +88,4 @@ def _hook(form: Form, layers: int, alpha: Tensor) -> Callable[[nn.Module, Any], 
 
 def _without_alpha(layer: nn.Module, inputs: Any) -> Any:
     x, shared, carry_BNSS, index = inputs
-    return x, shared._replace(alpha=None), carry_BNSS, index
+    return x, shared._replace(alpha=torch.ones_like(shared.alpha)), carry_BNSS, index

@@ -1,12 +1,12 @@
-"""What `benchmarks.stability` found, as tables and curves."""
+"""What `studies.stability` found, as tables and curves."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.carry_forms import FORMS
-from benchmarks.curves import Line, Panel, draw
+from studies.carry_forms import FORMS
+from studies.curves import Line, Panel, draw
 
 _STUCK_NATS = 0.1
 """A model this little below the unigram entropy has learnt frequencies and no more."""
@@ -103,7 +103,7 @@ def _losses(trials: Sequence[Finished]) -> list[str]:
             lines.append(f"| {method} | {' | '.join(cells)} |")
     forms = [t for t in trials if t.carry in FORMS]
     if forms:
-        lines += ["", "Forms that the model does not have (`benchmarks/carry_forms.py`):", "",
+        lines += ["", "Forms that the model does not have (`studies/carry_forms.py`):", "",
                   "| form | method | loss |", "|---" * 3 + "|"]  # fmt: skip
     for form in _order(forms, "carry"):
         for method in _order(_of(forms, carry=form), "method"):

@@ -1,12 +1,15 @@
-"""Schedules as pure functions of the number of optimizer steps already applied.
+"""The three schedules of a step as pure functions: learning rate, alpha and mask ratio.
 
-A skipped step is not applied, so none of them advances on it. A time budget depends on elapsed time
-as well: two such runs differ, and so do a run and its repetition.
+Learning rate and alpha are functions of the optimizer steps already applied: a skipped step is not
+applied, so neither advances on it. The mask ratio is a function of the batch's number, because
+batches are made before it is known which steps will be skipped. A time budget depends on elapsed
+time as well: two such runs differ, and so do a run and its repetition.
 """
 
 import math
 from bisect import bisect_right
 
+from pipeline.config.data import DataConfig
 from pipeline.config.train import TrainConfig
 
 _S_PER_HOUR = 3600
@@ -41,6 +44,16 @@ def alpha(step: int, warmup_steps: int) -> float:
     Source: Su 2020, kexue.fm/archives/8620; the length of the warm-up is not published.
     """
     return 1.0 if step >= warmup_steps else step / warmup_steps
+
+
+def mask_ratio(number: int, config: DataConfig) -> float:
+    """Share of the tokens of batch `number` (from 0) to predict: linear, then constant."""
+    if config.mask_prob_end is None or number == 0:
+        return config.mask_prob
+    if number >= config.mask_prob_steps:
+        return config.mask_prob_end
+    change = config.mask_prob_end - config.mask_prob
+    return config.mask_prob + change * number / config.mask_prob_steps
 
 
 def is_over(step: int, config: TrainConfig, elapsed_s: float) -> bool:

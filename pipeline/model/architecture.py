@@ -1,0 +1,68 @@
+"""The architecture that a model folder or a checkpoint has on disk, read and checked without torch.
+
+model.safetensors   fp32 weights by parameter name; the tied MLM matrix is the embedding
+config.json         architecture, where the weights come from, versions
+tokenizer.model     sentencepiece, or tokenizer.json of BERT's or a converted model, or neither
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import schema, strict_yaml
+from pipeline.config.model import ModelConfig
+from pipeline.errors import CheckpointError, ConfigError
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+TOKENIZERS_FILE = "tokenizer.json"
+FORMAT = "postnorm-encoder"
+FORMAT_VERSION = 1
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Say whether a folder was written in this format."""
+    try:
+        return bool(json.loads((folder / CONFIG_FILE).read_bytes()).get("format") == FORMAT)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Read a model folder's architecture, and what else its config.json holds.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of another format.
+    """
+    try:
+        body = json.loads((folder / CONFIG_FILE).read_bytes())
+        found = (body.pop("format", None), body.pop("format_version", None))
+        if found != (FORMAT, FORMAT_VERSION):
+            raise CheckpointError(
+                f"{folder} has format {found[0]} {found[1]}, expected {FORMAT} {FORMAT_VERSION}; "
+                "`python -m pipeline convert` reads other formats"
+            )
+        return read_config(body.pop("model"), str(folder / CONFIG_FILE)), body
+    except (OSError, ValueError, KeyError, AttributeError, ConfigError) as error:
+        raise CheckpointError(f"{folder} is not a complete model folder: {error}") from error
+
+
+def read_config(values: dict[str, Any], origin: str) -> ModelConfig:
+    """Check an architecture that is given as plain values.
+
+    Args:
+        values: by the names of `ModelConfig`'s fields.
+        origin: they come from, for messages.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    node = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
+    return schema.build(ModelConfig, node, "model")
+
+
+def tokenizer_path(folder: Path) -> Path | None:
+    """Find the tokenizer's file of a model folder or checkpoint; None if it has none."""
+    paths = (folder / SENTENCEPIECE_FILE, folder / TOKENIZERS_FILE)
+    return next((path for path in paths if path.is_file()), None)

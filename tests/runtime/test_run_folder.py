@@ -1,0 +1,99 @@
+"""The folder of a run: which other folders are told from it, its lock and its exit records."""
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RunFolderError
+from pipeline.runtime.env import process_info
+from pipeline.runtime.run_folder import RunFolder, record_exit
+
+_PASS = r"Pass the run_dir of a started run\."
+
+
+def _touch(*names: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        for name in names:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    return make
+
+
+def _half_a_line(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "attempts.jsonl").write_text('{"attempt": 1, "ran')
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, rf"x does not exist\. {_PASS}"),
+        (lambda folder: folder.touch(), rf"x is a file, not a run folder\. {_PASS}"),
+        (lambda folder: folder.mkdir(), rf"x is not a run folder \(no attempts\.jsonl\)\. {_PASS}"),
+        (_half_a_line, r"x is not a run folder \(no attempts\.jsonl\)"),
+        (
+            _touch("config.json", "model.safetensors"),
+            rf"x is a model folder, not a run folder \(no attempts\.jsonl\)\. {_PASS}",
+        ),
+        (_touch("index.json"), "x is a dataset, not a run folder"),
+        (_touch("manifest.json"), "x is a checkpoint of a run, not a run folder"),
+        (
+            _touch("launch/0001/submission.json"),
+            r"was submitted but has not started \(no attempts\.jsonl\)\. `python -m launch status",
+        ),
+        (_touch("logs/rank-00000.log"), r"has not started .*x/logs holds the messages"),
+    ],
+    ids=[
+        "missing", "file", "empty", "torn", "model", "dataset", "checkpoint", "submitted", "failed"
+    ],
+)  # fmt: skip
+def test_each_other_folder_is_named(
+    tmp_path: Path, make: Callable[[Path], None], message: str
+) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(RunFolderError, match=message):
+        RunFolder.started(tmp_path / "x")
+
+
+def test_a_started_run_opens_whatever_follows_its_first_start(tmp_path: Path) -> None:
+    (tmp_path / "attempts.jsonl").write_text('{"attempt": 1}\n{"attempt": 2, "ran')
+    assert RunFolder.started(tmp_path).path == tmp_path
+
+
+def test_the_message_says_what_the_caller_takes(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"\. Pass a run or a model\.$"):
+        RunFolder.started(tmp_path, "a run or a model")
+
+
+def test_the_lock_of_another_process_is_seen_and_not_kept(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert not run.is_locked()
+    with run.lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code = (
+            "import sys; from pathlib import Path; from pipeline.runtime.run_folder import *;"
+            "print(RunFolder(Path(sys.argv[1])).is_locked())"
+        )
+        command = [sys.executable, "-c", code, tmp_path]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == "True\n"
+    assert not run.is_locked()
+    with run.lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
+    group = {
+        "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host",
+        "MASTER_PORT": "29500", "SLURM_JOB_ID": "17",
+    }  # fmt: skip
+    for restarts, code in (("0", 75), ("1", 0)):
+        record_exit(tmp_path, process_info({**group, "SLURM_RESTART_COUNT": restarts}), code)
+    assert (tmp_path / "exit/17.0/rank-00001").read_text() == "75\n"
+    assert (tmp_path / "exit/17.1/rank-00001").read_text() == "0\n"
