@@ -166,7 +166,7 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
 
 
 def run(parser: argparse.ArgumentParser) -> int:
-    """Parse the command line, runs the chosen verb and returns its exit code."""
+    """Parse the command line, run the chosen verb and return its exit code."""
     arguments = parse(parser, sys.argv[1:])
     # Where a command's output is for programs, nothing else stands in it.
     to_console(stream=sys.stderr if getattr(arguments, "json", False) else None)

@@ -1,4 +1,4 @@
-"""`python -m pipeline evaluate`: what to evaluate, as a small config, and its table or JSON."""
+"""`postnorm evaluate`: what to evaluate, as a small config, and its table or JSON."""
 
 import argparse
 import json
