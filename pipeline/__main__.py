@@ -7,7 +7,7 @@ from pipeline.runtime import stop
 
 
 def main() -> NoReturn:
-    """Runs the verb that was asked for."""
+    """Run the verb that was asked for."""
     stop.listen_early(sys.argv[1:])  # before all other imports
     from pipeline.commands import GROUPS
     from pipeline.runtime import cli

@@ -14,7 +14,7 @@ _IN_JOBS = ("render", "preflight", "bandwidth", "rank", "decide")
 
 
 def groups() -> "dict[str, tuple[Verb, ...]]":
-    """Merges the tables of the packages; settles here whose verb wins where two have one name.
+    """Merge the tables of the packages; settle here whose verb wins where two have one name.
 
     - `data_prep` has `run`, `plan`, `status` and `config`, as others have: its verbs stand behind
       `prep`. They are about a dataset, all others about a run or a model.
@@ -37,7 +37,7 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
 
 
 def _table(package: str) -> "tuple[Verb, ...]":
-    """Reads a package's verbs; one that has no table yet has none."""
+    """Read a package's verbs; one that has no table yet has none."""
     name = f"{package}.commands"
     try:
         verbs: tuple[Verb, ...] = import_module(name).VERBS
@@ -49,7 +49,7 @@ def _table(package: str) -> "tuple[Verb, ...]":
 
 
 def main() -> NoReturn:
-    """Runs the verb that was asked for."""
+    """Run the verb that was asked for."""
     stop.listen_early(sys.argv[1:])  # before all other imports
     from pipeline.runtime import cli
 

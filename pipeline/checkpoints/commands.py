@@ -159,19 +159,13 @@ def _diff(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED if differing.is_equal else EXIT_DIFFERENT
 
 
-def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
-    )
-
-
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="only this one")
+    _add_run(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step")
 
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
+    _add_run(parser)
     parser.add_argument(
         "--verify", action="store_true", help="compare files with their hashes as well"
     )

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that names the nearest word to one that it does not know."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Keeps line breaks of descriptions and examples."""
+        """Keep line breaks of descriptions and examples."""
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
         self.verbs: dict[str, argparse.ArgumentParser] = {}
@@ -66,13 +66,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(program: str, description: str, examples: str) -> Parser:
-    """Makes a parser whose help ends in worked examples."""
+    """Make a parser whose help ends in worked examples."""
     epilog = f"examples:\n{examples}"
     return Parser(prog=f"python -m {program}", description=description, epilog=epilog)
 
 
 def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb]]) -> Parser:
-    """Makes the parser of a table of verbs.
+    """Make the parser of a table of verbs.
 
     Args:
         program: as it is typed.
@@ -91,7 +91,7 @@ def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb
 
 
 def family(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
-    """Makes one verb of several, such as `checkpoint list` and `checkpoint verify`."""
+    """Make one verb of several, such as `checkpoint list` and `checkpoint verify`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.usage = f"{parser.prog} VERB ..."
@@ -134,7 +134,7 @@ def _typed(verb: Verb, program: str) -> str:
 
 
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the config file and its overrides."""
+    """Add the config file and its overrides."""
     command.add_argument("config", help="YAML file")
     command.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-4"
@@ -142,12 +142,12 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def take_program(command: argparse.ArgumentParser) -> None:
-    """Lets a verb take a program behind `--`: `arguments.words`, whose options are not ours."""
+    """Let a verb take a program behind `--`: `arguments.words`, whose options are not ours."""
     command.set_defaults(words=_NO_WORDS)
 
 
 def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
-    """Reads a command line; what is wrong with it ends the process with exit code 2."""
+    """Read a command line; a mistake in it ends the process with exit code 2."""
     words: Sequence[str] = ()
     verb = parser.verbs.get(line[0]) if isinstance(parser, Parser) and line else None
     if verb is not None and verb.get_default("words") is not None and "--" in line:
@@ -166,7 +166,7 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
 
 
 def run(parser: argparse.ArgumentParser) -> int:
-    """Parses the command line, runs the chosen verb and returns its exit code."""
+    """Parse the command line, run the chosen verb and return its exit code."""
     arguments = parse(parser, sys.argv[1:])
     # Where a command's output is for programs, nothing else stands in it.
     to_console(stream=sys.stderr if getattr(arguments, "json", False) else None)
@@ -189,7 +189,7 @@ def run(parser: argparse.ArgumentParser) -> int:
 
 
 def main(parser: argparse.ArgumentParser) -> NoReturn:
-    """Runs a command line and ends the process, at once if it failed within its process group.
+    """Run a command line and end the process, at once if it failed within its process group.
 
     Python's way out would run into gloo's threads, which abort it with another exit code now and
     then. Children see their pipes closed.

@@ -23,7 +23,7 @@ _reported_s = float("-inf")
 
 
 def own_device(process: ProcessInfo) -> torch.device:
-    """This rank's GPU, which becomes the current one, or the CPU; call before a group is opened."""
+    """Make this rank's GPU the current one and get it, or the CPU; before a group is opened."""
     # Both are torch 2.13's defaults; older ones differ. Without the first a timeout hangs.
     env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     env.set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -34,12 +34,12 @@ def own_device(process: ProcessInfo) -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """What collectives of ranks on such devices go through."""
+    """Name what collectives between such devices go through."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> None:
-    """Joins the process group, without DeepSpeed.
+    """Join the process group, without DeepSpeed.
 
     Args:
         process: this rank.
@@ -55,13 +55,13 @@ def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> 
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Adds a tensor over all ranks, in place. No host synchronisation."""
+    """Add up a tensor over all ranks, in place. No host synchronisation."""
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
 
 
 def sum_modulo_2_64(values: list[int]) -> list[int]:
-    """Adds whole numbers below 2^64 over all ranks, exactly, modulo 2^64. Synchronises.
+    """Add up whole numbers below 2^64 over all ranks, exactly, modulo 2^64. Synchronises.
 
     Args:
         values: as many on every rank.
@@ -76,12 +76,12 @@ def sum_modulo_2_64(values: list[int]) -> list[int]:
 
 
 def barrier() -> None:
-    """Waits for all ranks."""
+    """Wait for all ranks."""
     dist.barrier()
 
 
 def wait_for(ranks: Collection[int], what: str) -> None:
-    """Waits until `ranks` have come here, too; each of them only until the others have.
+    """Wait until `ranks` have come here, too; each of them only until the others have.
 
     For what may take longer than `train.collective_timeout_s`: a collective would end by it, even
     though the other ranks work. This asks the store of the process group, which has no timeout, and
@@ -111,7 +111,7 @@ def wait_for(ranks: Collection[int], what: str) -> None:
 
 
 def get_on(phase: str) -> None:
-    """A beat for this rank's watchdog, and for those of the ranks that `wait_for` it."""
+    """Beat for this rank's watchdog, and for those of the ranks that `wait_for` it."""
     global _reported_s
     watchdog.beat(phase)
     if time.monotonic() - _reported_s > _REPORT_EVERY_S:
@@ -120,17 +120,17 @@ def get_on(phase: str) -> None:
 
 
 def mark(name: str) -> None:
-    """Leaves a mark that all ranks can see from now on. Not collective."""
+    """Leave a mark that all ranks can see from now on. Not collective."""
     dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 1)
 
 
 def is_marked(name: str) -> bool:
-    """Whether any rank has left that mark; asks rank 0's store. Not collective."""
+    """Tell whether any rank has left that mark; asks rank 0's store. Not collective."""
     return dist.distributed_c10d._get_default_store().add(f"postnorm/mark-{name}", 0) > 0
 
 
 def is_lost_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone.
+    """Tell whether a collective failed because another rank is gone.
 
     NCCL's errors have a class of their own; gloo raises RuntimeError, as torch's file writer does,
     but names its source file. A path of the user's may have "gloo" in it, too.
@@ -139,14 +139,14 @@ def is_lost_rank(error: Exception) -> bool:
 
 
 def from_first(value: T) -> T:
-    """Gives every rank rank 0's (picklable) value; that of other ranks is not looked at."""
+    """Give every rank rank 0's (picklable) value; that of other ranks is not looked at."""
     box: list[T] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def on_first(function: Callable[[], T], what: str) -> T:
-    """Runs on rank 0 only and gives every rank the result, or raises its PostnormError on all.
+    """Run on rank 0 only and give every rank the result, or raise its PostnormError on all.
 
     Args:
         function: may take long, if it calls `get_on`.
@@ -161,7 +161,7 @@ def on_first(function: Callable[[], T], what: str) -> T:
 
 @contextmanager
 def together(slow: Collection[int] = (), what: str = "") -> Iterator[None]:
-    """Raises the first rank's PostnormError on all ranks at the end of a block. Collective.
+    """Raise the first rank's PostnormError on all ranks at the end of a block. Collective.
 
     The only way in which ranks agree on an error. Otherwise those that have none would wait for the
     one that left, in their next collective, until it times out.
@@ -184,13 +184,13 @@ def together(slow: Collection[int] = (), what: str = "") -> Iterator[None]:
 
 
 def tensor_from_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Overwrites a tensor with rank 0's, in place. No host synchronisation."""
+    """Overwrite a tensor with rank 0's, in place. No host synchronisation."""
     dist.broadcast(tensor, src=0)
     return tensor
 
 
 def gather(value: T) -> list[T]:
-    """Gives every rank the list of all ranks' (picklable) values, in rank order."""
+    """Give every rank the list of all ranks' (picklable) values, in rank order."""
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box

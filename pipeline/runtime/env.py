@@ -39,7 +39,7 @@ class ProcessInfo:
 
 
 def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
-    """Reads the process group's variables as `torchrun` or a job script sets them.
+    """Read the process group's variables as `torchrun` or a job script sets them.
 
     Raises:
         ConfigError: a variable is missing or is not a number.
@@ -49,9 +49,9 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     if missing:
         raise ConfigError(
             f"process-group variables not set: {', '.join(missing)}. On one machine start with "
-            "`torchrun --standalone --nproc-per-node N -m postnorm pretrain CONFIG`; for a single "
-            f"process set none of {', '.join(_GROUP_VARIABLES[:3])}; "
-            "under SLURM use `postnorm submit CONFIG`"
+            "`torchrun --standalone --nproc-per-node N -m postnorm pretrain CONFIG`, under SLURM "
+            "with `postnorm submit CONFIG`. Set all of them or, for one process that trains or "
+            "evaluates, none"
         )
     numbers = {name: environ[name] for name in _GROUP_VARIABLES if name != "MASTER_ADDR"}
     for name, text in numbers.items():
@@ -65,7 +65,7 @@ def process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
 
 
 def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> ProcessInfo:
-    """Reads what `process_info` does; outside a launcher this process becomes a group of its own.
+    """Read what `process_info` does; outside a launcher this process becomes a group of its own.
 
     Then the variables of that group are set, for torch and DeepSpeed.
 
@@ -100,17 +100,17 @@ def _job(environ: Mapping[str, str]) -> str:
 
 
 def master_address() -> tuple[str, int]:
-    """Host and port at which rank 0 waits for the others; `process_info` has checked them."""
+    """Get the host and port at which rank 0 waits; `process_info` has checked them."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def node_name() -> str:
-    """Name of this node as SLURM writes it; outside SLURM the short host name."""
+    """Get the name of this node as SLURM writes it; outside SLURM the short host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def expand(text: str, field: str) -> str:
-    """Fills in `$NAME` and `${NAME}`; `$$` is a dollar sign.
+    """Fill in `$NAME` and `${NAME}`; `$$` is a dollar sign.
 
     Args:
         text: such as a path.
@@ -135,20 +135,20 @@ def expand(text: str, field: str) -> str:
 
 
 def launched_run_dir() -> str | None:
-    """The run folder that the launcher knows, for when the config that names it cannot be read."""
+    """Get the run folder that the launcher knows, in case the config cannot be read."""
     return os.environ.get(RUN_DIR_VARIABLE)
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment with changes, for a child process."""
+    """Copy this process's environment with changes, for a child process."""
     return {**os.environ, **changes}
 
 
 def module_command(name: str) -> list[str]:
-    """Words that run a module of this code in another process, whatever its current folder."""
+    """Get the words that run a module of this code, whatever the current folder."""
     return [sys.executable, str(Path(__file__).with_name("start.py")), name]
 
 
 def set_default(name: str, value: str) -> None:
-    """Sets a variable for libraries that read it, unless the user already has."""
+    """Set a variable for libraries that read it, unless the user already has."""
     os.environ.setdefault(name, value)

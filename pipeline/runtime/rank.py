@@ -44,7 +44,7 @@ class Rank:
 def run_as_rank(
     work: Callable[[Rank], int], process: ProcessInfo, run_dir: str | None = None
 ) -> int:
-    """Does this rank's part of some work.
+    """Do this rank's part of some work.
 
     Args:
         work: gives the exit code; it may import torch and open the process group.
@@ -90,7 +90,7 @@ def _name_lost_rank(work: Callable[[Rank], int], rank: Rank) -> int:
 
 
 def agreed_signal(signals: StopRequest) -> str:
-    """Gives every rank the name of a signal that one of them has had, or ''. Collective."""
+    """Give every rank the name of a signal that one of them has had, or ''. Collective."""
     from pipeline.runtime import dist
 
     return next(filter(None, dist.gather(signals.signal_name)), "")
@@ -107,20 +107,20 @@ class AgreedStop:
     """
 
     def __init__(self, signals: StopRequest) -> None:
-        """Starts to look at this rank's signals, and now and then at what other ranks have said."""
+        """Start to look at this rank's signals, and now and then at what other ranks have said."""
         self._signals = signals
         self._looked_s = time.monotonic()
         self._told = self._heard = False
 
     def until(self, items: Iterable[T]) -> Iterator[T]:
-        """Gives items as long as no rank is to stop. Not collective: ranks end at other items."""
+        """Give items as long as no rank is to stop. Not collective: ranks end at other items."""
         for item in items:
             if self._requested():
                 return
             yield item
 
     def check(self) -> None:
-        """Ends all ranks together. Collective.
+        """End all ranks together. Collective.
 
         Raises:
             Stopped: a rank is to stop.

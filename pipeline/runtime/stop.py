@@ -20,7 +20,7 @@ class StopRequest:
     """Whether this process was asked to stop."""
 
     def __init__(self) -> None:
-        """Installs the handlers."""
+        """Install the handlers."""
         self.signal_name = ""
         for number in _NUMBERS:
             signal.signal(number, self._receive)
@@ -43,7 +43,7 @@ _request: StopRequest | None = None
 
 
 def listen() -> StopRequest:
-    """Gives this process's request; the first call installs the handlers."""
+    """Get this process's request; the first call installs the handlers."""
     global _request
     if _request is None:
         _request = StopRequest()
@@ -51,7 +51,7 @@ def listen() -> StopRequest:
 
 
 def listen_early(words: Sequence[str]) -> None:
-    """Installs the handlers if the verb that was asked for looks at them.
+    """Install the handlers if the verb that was asked for looks at them.
 
     Args:
         words: of the command line, behind the program.
@@ -61,7 +61,7 @@ def listen_early(words: Sequence[str]) -> None:
 
 
 def ignore_from_now() -> None:
-    """Ignores the signals at the end of a process that listened: Python would let them kill."""
+    """Ignore the signals at the end of a process that listened: Python would let them kill."""
     if _request is not None:
         for number in _NUMBERS:
             signal.signal(number, signal.SIG_IGN)

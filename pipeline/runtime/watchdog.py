@@ -47,7 +47,7 @@ _last = _Beat("starting", None, time.monotonic(), 0)
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """Says that this process gets on; costs an assignment.
+    """Say that this process gets on; costs an assignment.
 
     Args:
         phase: what it does from now on, such as `waiting for data`.
@@ -61,7 +61,7 @@ def beat(phase: str, step: int | None = None) -> None:
 
 @contextmanager
 def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[None]:
-    """Watches this process; the run's log must be open.
+    """Watch this process; the run's log must be open.
 
     Args:
         run_dir: folder of the run.

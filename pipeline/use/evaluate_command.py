@@ -1,4 +1,4 @@
-"""`python -m pipeline evaluate`: what to evaluate, as a small config, and its table or JSON."""
+"""`postnorm evaluate`: what to evaluate, as a small config, and its table or JSON."""
 
 import argparse
 import json
@@ -241,7 +241,8 @@ def _values(score: "Score") -> dict[str, float]:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    # A person's evaluation is not an attempt of the run, whose own record may lie in its folder.
+    # An evaluation that a person starts is not an attempt of the run, whose own exit record may
+    # lie there.
     return run_as_rank(
         partial(_evaluate_on, arguments), env.process_info_or_alone(), env.launched_run_dir()
     )
@@ -293,6 +294,7 @@ def _show(report: Report, found: "Iterator[Evaluation]", *, as_json: bool) -> No
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments, by the names of `EvaluateRequest`, and --json."""
     parser.description = _DESCRIPTION
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="run folder, or model folder")

@@ -22,6 +22,8 @@ _NO_GROUP = {
     if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 } | {"OMP_NUM_THREADS": "1"}
 
+_SIX_STEPS = ("train.num_steps=6", "train.warmup_steps=2", "train.alpha_warmup_steps=2")
+
 
 def _start(run_dir: Path, dataset: DatasetIndex, *words: str) -> subprocess.Popen[str]:
     config = run_dir.with_suffix(".yaml")
@@ -45,7 +47,7 @@ def _attempts(run_dir: Path) -> list[tuple[int, int | None]]:
 def test_alone_is_the_same_as_a_launched_group_of_one(
     zero_stage: int, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
-    words = ("train.num_steps=6", f"train.zero_stage={zero_stage}")
+    words = (*_SIX_STEPS, f"train.zero_stage={zero_stage}")
     launched = Ranks(tmp_path / "launched", dataset, *words, world_size=1)
     assert launched.wait() == [0], launched.output
     with _start(tmp_path / "alone", dataset, *words) as process:
@@ -88,9 +90,9 @@ def test_torchrun_starts_ranks_of_the_door(dataset: DatasetIndex, tmp_path: Path
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", "postnorm", "pretrain", str(config), f"run_dir={run_dir}",
-        f"data.dir={dataset.folder}", "train.num_steps=3",
+        f"data.dir={dataset.folder}", *_SIX_STEPS,
     ]  # fmt: skip
     done = subprocess.run(command, env=_NO_GROUP, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _attempts(run_dir) == [(2, None)]
-    assert len(losses(run_dir)) == 3
+    assert len(losses(run_dir)) == 6
