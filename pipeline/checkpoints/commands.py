@@ -159,6 +159,12 @@ def _diff(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED if differing.is_equal else EXIT_DIFFERENT
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="run folder, or its checkpoint.copy_to"
+    )
+
+
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step")
@@ -173,7 +179,7 @@ def _list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
+    _add_run(parser)
     for name, type_, kept in (
         ("--keep", _positive, "keep the N newest"),
         ("--keep-every", _positive, "keep checkpoints at multiples of N steps"),

@@ -99,6 +99,7 @@ def test_rendering_is_pure() -> None:
     assert _render("train.micro_batch=2") == _render("train.micro_batch=2")
 
 
+@pytest.mark.usefixtures("processes")
 def test_batch_that_does_not_fit_the_cluster_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("{nodes: 2, gpus_per_node: 8}")
     command = [sys.executable, "-m", "launch", "render", "configs/demo.yaml", "--cluster"]

@@ -62,6 +62,7 @@ def _trains(run: RunFolder, job: str = "412") -> float:
     return now
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = _trains(run)
     (run.folder / "launch" / "excluded").write_text("cm3\n")
@@ -83,6 +84,7 @@ def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
     assert lines[8].endswith("from step 90  running")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_requeued_job_waits(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = int(_trains(run))
     line = _line("PENDING", run.folder, reason="BeginTime", start=str(now + 121), restarts=1)
@@ -95,6 +97,7 @@ def test_a_requeued_job_waits(recorded: RecordedSlurm, run: RunFolder) -> None:
     assert "start expected in 00:02:01" in text
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_unknown_job_is_not_called_ended(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = _trains(run)
     recorded.says("squeue", "")
@@ -128,6 +131,7 @@ def test_training_comes_before_its_evaluation(recorded: RecordedSlurm, run: RunF
     assert headline(report) == "timeout"
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_id_that_is_another_jobs_now(recorded: RecordedSlurm, run: RunFolder) -> None:
     _trains(run)
     recorded.says("squeue", _line("RUNNING", Path("/other/run"), nodes="cm1"))
@@ -136,6 +140,7 @@ def test_an_id_that_is_another_jobs_now(recorded: RecordedSlurm, run: RunFolder)
     assert "another (/other/run)" in report.jobs[0].reason
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_job_that_failed_says_why(recorded: RecordedSlurm, run: RunFolder) -> None:
     now = _trains(run)
     run.decided("412", 1, "failed", "rank 0 failed permanently (exit code 2)", now)
@@ -150,6 +155,7 @@ def test_a_job_that_failed_says_why(recorded: RecordedSlurm, run: RunFolder) -> 
     assert lines[2] == "            failed: rank 0 failed permanently (exit code 2)"
 
 
+@pytest.mark.usefixtures("processes")
 def test_slurm_does_not_answer_and_the_run_still_speaks(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +186,7 @@ def test_not_submitted_not_started_or_no_run(recorded: RecordedSlurm, run: RunFo
     assert not recorded.calls("sacct")
 
 
+@pytest.mark.usefixtures("processes")
 def test_starts_that_slurm_ended_itself_are_told_by_the_ranks_records(
     recorded: RecordedSlurm, run: RunFolder
 ) -> None:
@@ -200,6 +207,7 @@ def test_starts_that_slurm_ended_itself_are_told_by_the_ranks_records(
     assert lines[-1].endswith("did not train  requeue: preflight: cm2 has 3 of 4 GPUs")
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_queue_as_a_table(recorded: RecordedSlurm, run: RunFolder, tmp_path: Path) -> None:
     _trains(run)
     data = tmp_path / "data"

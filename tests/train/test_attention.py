@@ -9,10 +9,7 @@ import pytest
 from pipeline.data.format import DatasetIndex
 from tests.support.ranks import Ranks, losses
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 SETTINGS = (
     "model.num_layers=4", "model.num_heads=1", "model.attention_dropout=0", "model.dropout=0",
     "train.precision=fp32", "train.num_steps=3", "train.warmup_steps=1",
