@@ -3,7 +3,7 @@
     python -m benchmarks.attention [--data DATASET] [--out attention.json] [--budget-s 120]
 
 `benchmarks/attention_subjects.py` has the subjects. First every subject is compared with float64 at
-a small shape, output, scores and all gradients; one that fails, or errs more than `_LIMIT`, is
+a small shape, output, scores and all gradients; one that fails, or errs more than `LIMIT`, is
 reported with its error and not timed. Then, shape by shape, all take turns, `--rounds` times: A B C
 A B C. A turn is as many passes as take some milliseconds, between two CUDA events; the figure is
 the median of the turns, the spread the range between their quartiles over it; "host-bound" marks
@@ -44,7 +44,7 @@ from benchmarks.machine import write_json
 from pipeline.train.roofline import attention_work
 
 HEADS = {"base": 12, "large": 16}
-_LIMIT = 1.5e-2
+LIMIT = 1.5e-2
 """Relative Frobenius error at which bf16 is wrong rather than coarse; the measured floor of plain
 PyTorch in bf16 is 5e-3."""
 _TURN_MS = 20.0
@@ -140,8 +140,14 @@ class Pass:
         return (out, scores), grads
 
 
-def expected(case: Case, name: str) -> dict[str, Tensor]:
-    """In float64: out, scores, and the gradients of q, k, v and carry; what no one sees is 0."""
+def expected(case: Case, name: str, dropout_BNSS: Tensor | None = None) -> dict[str, Tensor]:
+    """In float64: out, scores, and the gradients of q, k, v and carry; what no one sees is 0.
+
+    Args:
+        case: the micro-batch.
+        name: of the subject.
+        dropout_BNSS: factors of the probabilities, 0 or 1 / (1 - p); None: all 1.
+    """
     inputs, num_rows = Inputs(case), case.documents.shape[0]
     allowed = case.layout().allowed.cpu()
     leaves = [each.detach().double().cpu().requires_grad_() for each in inputs.qkv]
@@ -151,6 +157,8 @@ def expected(case: Case, name: str) -> dict[str, Tensor]:
         leaves.append(inputs.scores().double().cpu().requires_grad_())
         scores = scores + leaves[-1]
     shares = (scores / num_summed(name)).masked_fill(~allowed, float("-inf")).softmax(-1)
+    if dropout_BNSS is not None:
+        shares = shares * dropout_BNSS.double().cpu()
     out = (shares @ v).transpose(1, 2).flatten(0, 1)
     loss = (out * inputs.d_out.double().cpu()).sum()
     if carries(name):
@@ -162,9 +170,11 @@ def expected(case: Case, name: str) -> dict[str, Tensor]:
     return found
 
 
-def errors(case: Case, name: str, made: Attention) -> dict[str, float]:
-    """Relative Frobenius errors against float64."""
-    wanted = expected(case, name)
+def errors(
+    case: Case, name: str, made: Attention, dropout_BNSS: Tensor | None = None
+) -> dict[str, float]:
+    """Relative Frobenius errors against float64; arguments as of `expected`."""
+    wanted = expected(case, name, dropout_BNSS)
     (out, scores), grads = Pass(made, Inputs(case))()
     hidden = ~case.layout().allowed.cpu()
     found = {"out": out} | dict(zip(("dq", "dk", "dv"), grads, strict=False))
@@ -202,8 +212,8 @@ def check(subjects: list[str], device: torch.device, size: tuple[int, int]) -> d
             found_here = _attempt(lambda c=case, n=name: errors(c, n, SUBJECTS[n](c)))
             if isinstance(found_here, dict):
                 worst = max(found_here.values())
-                if not worst <= _LIMIT:  # nor NaN
-                    of[f"{shape}: wrong"] = f"error {worst:.2e}, expected {_LIMIT} at most"
+                if not worst <= LIMIT:  # nor NaN
+                    of[f"{shape}: wrong"] = f"error {worst:.2e}, expected {LIMIT} at most"
             of[shape] = found_here
         found[name] = of
     return found
