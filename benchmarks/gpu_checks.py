@@ -1,6 +1,6 @@
 """What must be right on a GPU before anything is timed; exit code 1 if something is not.
 
-    python -m benchmarks.gpu_checks [--out correctness.json] [--tiny]
+    python -m benchmarks.gpu_checks [--out checks.json] [--tiny]
 
 Each check compares with float64 or with itself: fused attention with carried scores and torch's
 flash attention over full and packed rows, shorter and longer than a tile, up to documents of 2,048
@@ -310,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("correctness.json"))
+    parser.add_argument("--out", type=Path, default=Path("checks.json"))
     parser.add_argument("--tiny", action="store_true", help="small shapes, for tests")
     arguments = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -372,6 +372,12 @@ def main() -> None:
         comparison.found["absent"] = absent
         found = comparison.run()
     sys.stdout.write(json.dumps(found) + "\n")
+    for name, of in found["subjects"].items():
+        if "error" in of:
+            sys.stderr.write(f"{name}: {of['error']}\n")
+    if not any(at["tokens_per_s"] for of in found["subjects"].values()
+               for at in of.get("cases", {}).values()):  # fmt: skip
+        sys.exit("no step could be timed")
 
 
 if __name__ == "__main__":
