@@ -210,11 +210,12 @@ def unmet(needs: dict[str, str], target: Path) -> list[str]:
 def _prepare_data(folder: Path) -> None:
     library = sysconfig.get_paths()["stdlib"]
     # Not site-packages, which some installations keep inside.
-    inputs = f"[{library}/*.py, {library}/[!s]*/**/*.py]"
-    source = f"{{name: python, format: txt, txt_documents: file, inputs: {inputs}}}"
+    inputs = [f"{library}/*.py", f"{library}/[!s]*/**/*.py"]
+    source = {"name": "python", "format": "txt", "txt_documents": "file", "inputs": inputs}
     command = [sys.executable, "-m", "data_prep", "run", _DATA,
-               f"output_dir={folder.resolve()}", f"sources=[{source}]"]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, check=True)
+               f"output_dir={folder.resolve()}", f"sources={json.dumps([source])}"]  # fmt: skip
+    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        raise SystemExit("no dataset could be prepared: see above")
     shutil.rmtree(folder / "work", ignore_errors=True)
 
 
