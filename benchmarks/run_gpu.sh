@@ -12,7 +12,8 @@
 #       profile    where the time of a step goes, with a trace for ui.perfetto.dev
 #
 # Variables: PYTHON (default python3), BUDGET_S for everything (default 500), DATA instead of the
-# kit's dataset, TINY=1 for sizes that a CPU can do, DRY_RUN=1 to print the commands alone.
+# kit's dataset, DRY_RUN=1 to print the commands alone, TINY=1 for a machine without a GPU: small
+# sizes, and our kernels in Triton's interpreter.
 #
 # Each part has a share of the time that is left and writes its JSON as it goes. A part that fails
 # says so, the others go on, and the exit code is 1. No network is used.
@@ -54,6 +55,8 @@ if [[ -n $TINY ]]; then
       train.compile=false train.zero_stage=0 model.num_layers=2 model.hidden_size=64
       model.num_heads=2 model.ffn_size=128')
 fi
+declare -A INTERPRETED=()
+[[ -z $TINY ]] || INTERPRETED=([checks]='env TRITON_INTERPRET=1' [attention]='env TRITON_INTERPRET=1')
 declare -A SHARES=([checks]=3 [attention]=4 [steps]=10 [few]=3 [profile]=3)
 
 command_of() {
@@ -80,8 +83,8 @@ for part in ${ALL//,/ }; do
   ((limit >= 10)) || { failed+=("$part: no time was left"); continue; }
   # What watches its own budget gets a little more before it is stopped.
   # shellcheck disable=SC2046,SC2086 # words
-  run "$part" $((limit + 15)) "$PYTHON" -m $(command_of "$part" "$limit") ${OPTIONS[$part]} ||
-    failed+=("$part: see $OUT/run.log")
+  run "$part" $((limit + 15)) ${INTERPRETED[$part]:-} "$PYTHON" -m \
+    $(command_of "$part" "$limit") ${OPTIONS[$part]} || failed+=("$part: see $OUT/run.log")
 done
 run page 60 "$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$OUT/gpu.md"
 summary

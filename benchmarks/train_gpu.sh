@@ -25,7 +25,7 @@ if [[ -n ${TINY:-} ]]; then
   first=(data.seq_len=32 train.zero_stage=0 train.num_steps=3 train.warmup_steps=1
     checkpoint.every_steps=3 model.num_layers=2 model.hidden_size=64
     model.num_heads=2 model.ffn_size=128)
-  long=("${first[@]}" train.num_steps=20 train.schedule=constant train.budget_hours=null
+  long=("${first[@]}" train.num_steps=20 train.schedule=linear train.budget_hours=null
     train.compile=false train.global_batch=2 train.micro_batch=2 monitor.log_every_steps=2)
 fi
 
