@@ -149,20 +149,20 @@ def expected(case: Case, name: str, dropout_BNSS: Tensor | None = None) -> dict[
         dropout_BNSS: factors of the probabilities, 0 or 1 / (1 - p); None: all 1.
     """
     inputs, num_rows = Inputs(case), case.documents.shape[0]
-    allowed = case.layout().allowed.cpu()
-    leaves = [each.detach().double().cpu().requires_grad_() for each in inputs.qkv]
+    allowed = case.layout().allowed
+    leaves = [each.detach().double().requires_grad_() for each in inputs.qkv]
     q, k, v = (each.unflatten(0, (num_rows, -1)).transpose(1, 2) for each in leaves)
     scores = case.scale * q @ k.transpose(-1, -2)
     if carries(name):
-        leaves.append(inputs.scores().double().cpu().requires_grad_())
+        leaves.append(inputs.scores().double().requires_grad_())
         scores = scores + leaves[-1]
     shares = (scores / num_summed(name)).masked_fill(~allowed, float("-inf")).softmax(-1)
     if dropout_BNSS is not None:
-        shares = shares * dropout_BNSS.double().cpu()
+        shares = shares * dropout_BNSS.double()
     out = (shares @ v).transpose(1, 2).flatten(0, 1)
-    loss = (out * inputs.d_out.double().cpu()).sum()
+    loss = (out * inputs.d_out.double()).sum()
     if carries(name):
-        loss = loss + (scores * inputs.d_scores().double().cpu()).sum()
+        loss = loss + (scores * inputs.d_scores().double()).sum()
     grads = torch.autograd.grad(loss, leaves)
     found = dict(zip(("dq", "dk", "dv", "dcarry"), grads, strict=False)) | {"out": out.detach()}
     if carries(name):
@@ -176,13 +176,13 @@ def errors(
     """Relative Frobenius errors against float64; arguments as of `expected`."""
     wanted = expected(case, name, dropout_BNSS)
     (out, scores), grads = Pass(made, Inputs(case))()
-    hidden = ~case.layout().allowed.cpu()
+    hidden = ~case.layout().allowed
     found = {"out": out} | dict(zip(("dq", "dk", "dv"), grads, strict=False))
     if made.carry is not None and scores is not None:
         read = {"scores": made.carry.values(scores), "dcarry": made.carry.gradient_values(grads[3])}
-        found |= {key: value.cpu().masked_fill(hidden, 0.0) for key, value in read.items()}
+        found |= {key: value.masked_fill(hidden, 0.0) for key, value in read.items()}
     return {
-        key: float((value.detach().double().cpu() - wanted[key]).norm() / wanted[key].norm())
+        key: float((value.detach().double() - wanted[key]).norm() / wanted[key].norm())
         for key, value in found.items()
     }
 

@@ -18,6 +18,7 @@
 # Each part has a share of the time that is left and writes its JSON as it goes. A part that fails
 # says so, the others go on, and the exit code is 1. No network is used.
 set -uo pipefail
+CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage() { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
 
@@ -35,16 +36,13 @@ done
 for part in ${ONLY//,/ }; do
   [[ ,$ALL, == *,$part,* ]] || { echo "--only $part: expected some of $ALL" >&2; exit 2; }
 done
-OUT=${OUT:-benchmarks/results/gpu}
-PYTHON=${PYTHON:-python3}
 BUDGET_S=${BUDGET_S:-500}
-DATA=${DATA:-$KIT/data}
 TINY=${TINY:-}
 . benchmarks/gpu/prepare.sh
 
 # Options of each part: as measured, or as small as they get.
 declare -A OPTIONS=([checks]='' [attention]='' [steps]='--subjects goals'
-  [few]='--subjects few --tokens 16384 4096' [profile]='--steps 10')
+  [few]='--subjects few --seq-len 512 --tokens 16384 4096' [profile]='--steps 10')
 if [[ -n $TINY ]]; then
   small='--tiny --seq-len 32 --batches 2 --rounds 2 --seconds 0.01 --at-once 1'
   subjects='--subjects ours/roformer_v2-base/auto/plain/zero0 hf/roberta-base/autocast/plain'
@@ -57,7 +55,7 @@ if [[ -n $TINY ]]; then
 fi
 declare -A INTERPRETED=()
 [[ -z $TINY ]] || INTERPRETED=([checks]='env TRITON_INTERPRET=1' [attention]='env TRITON_INTERPRET=1')
-declare -A SHARES=([checks]=3 [attention]=4 [steps]=10 [few]=3 [profile]=3)
+declare -A SHARES=([checks]=4 [attention]=4 [steps]=10 [few]=3 [profile]=3)
 
 command_of() {
   local out=$OUT/$1.json limit=$2
@@ -86,5 +84,4 @@ for part in ${ALL//,/ }; do
   run "$part" $((limit + 15)) ${INTERPRETED[$part]:-} "$PYTHON" -m \
     $(command_of "$part" "$limit") ${OPTIONS[$part]} || failed+=("$part: see $OUT/run.log")
 done
-run page 60 "$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$OUT/gpu.md"
 summary

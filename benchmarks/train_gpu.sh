@@ -3,20 +3,19 @@
 #
 #   benchmarks/train_gpu.sh KIT [OUT] [field=value...]
 #
-# KIT and OUT, PYTHON, DATA and DRY_RUN are those of `run_gpu.sh`; fields are of benchmarks/gpu/train.yaml.
-# First 50 steps of benchmarks/gpu/first_steps.yaml on the GPU and on the CPU side by side, then the
-# run. TINY=1 does all of it small, without a GPU.
+# KIT, OUT and the variables are those of `run_gpu.sh`; fields are of benchmarks/gpu/train.yaml. First
+# the 50 steps of benchmarks/gpu/first_steps.yaml on the GPU and on the CPU, side by side; then the
+# run, for six minutes or what is left of BUDGET_S (default 570), start and compilation included.
 set -uo pipefail
+CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage() { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
 
-KIT=${1:-} OUT=benchmarks/results/gpu
+KIT=${1:-} OUT=''
 [[ -n $KIT && $KIT != -* ]] || usage
 shift
 if (($#)) && [[ $1 != *=* ]]; then OUT=$1; shift; fi
-PYTHON=${PYTHON:-python3}
 BUDGET_S=${BUDGET_S:-570}
-DATA=${DATA:-$KIT/data}
 RUNS=$(mktemp -d)
 . benchmarks/gpu/prepare.sh
 
@@ -46,12 +45,14 @@ CUDA_VISIBLE_DEVICES='' pretrain cpu 150 first_steps "${first[@]}" train.precisi
   kernels.residual_norm=reference kernels.loss=reference ||
   failed+=("the CPU's first steps: see $OUT/run.log")
 wait "$on_gpu" || failed+=("the GPU's first steps: see $OUT/run.log")
-pretrain run $((BUDGET_S - SECONDS - 20)) train "${long[@]}" "$@" ||
+left=$((BUDGET_S - SECONDS - 20))
+trained=$((left - 80 < 360 ? left - 80 : 360))
+hours=$(printf '0.%04d' $((trained * 10000 / 3600)))
+pretrain run "$left" train "train.budget_hours=$hours" "${long[@]}" "$@" ||
   failed+=("the run: see $OUT/run.log")
 # Also of a run that failed: its metrics say how far it came.
 run report 60 "$PYTHON" -m benchmarks.training_report "$RUNS" "$OUT/training.json" ||
   failed+=("the report: see $OUT/run.log")
 cp "$RUNS/run/metrics.jsonl" "$OUT/" 2>/dev/null || true
-run page 60 "$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$OUT/gpu.md"
 rm -rf "$RUNS"
 summary

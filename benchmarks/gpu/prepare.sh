@@ -1,4 +1,15 @@
-# What run_gpu.sh and train_gpu.sh share; they set KIT, OUT, PYTHON and BUDGET_S first.
+# What run_gpu.sh and train_gpu.sh share; they set CALLED_FROM, KIT, OUT and BUDGET_S first.
+
+absolute() { [[ $1 == /* ]] && echo "$1" || echo "$CALLED_FROM/$1"; }
+
+KIT=$(absolute "$KIT")
+if [[ -n $OUT ]]; then
+  OUT=$(absolute "$OUT") TABLE=$(absolute "$OUT")/gpu.md
+else
+  OUT=$PWD/benchmarks/results/gpu TABLE=$PWD/benchmarks/results/gpu.md
+fi
+PYTHON=${PYTHON:-python3}
+DATA=${DATA:-$KIT/data}
 
 # Names what is missing before anything starts; a part that needs it will then fail by itself.
 install_kit() {
@@ -13,25 +24,23 @@ install_kit() {
   export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 }
 
-# run NAME LIMIT COMMAND...: everything it says goes to the log, its last lines here as well.
+# run NAME LIMIT COMMAND...: what it says goes to the log as it comes, its last lines here at the end.
 run() {
-  local name=$1 limit=$2 begun=$SECONDS code=0 log
+  local name=$1 limit=$2 begun=$SECONDS code
   shift 2
   echo "== $name, $((BUDGET_S - SECONDS)) s left, $limit s at most: $*" | tee -a "$OUT/run.log"
   [[ -z ${DRY_RUN:-} ]] || return 0
-  log=$(mktemp)
-  timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1 || code=$?
   # Results are in files: lines of JSON are left out.
-  tr '\r' '\n' <"$log" | grep -v '^{' >"$log.lines"
-  cat "$log.lines" >>"$OUT/run.log"
-  cut -c1-160 "$log.lines" | tail -n "$((code ? 15 : 6))"
-  rm -f "$log" "$log.lines"
+  timeout --kill-after=10 "$limit" "$@" 2>&1 | stdbuf -oL tr '\r' '\n' |
+    grep --line-buffered -v '^{' | tee -a "$OUT/run.log" | cut -c1-160 | tail -n 12
+  code=${PIPESTATUS[0]}
   ((code == 0)) || echo "FAILED: $name, exit code $code after $((SECONDS - begun)) s"
   return "$code"
 }
 
-# Says what failed, and ends with 1 if something did.
+# Writes the page, says what failed, and ends with 1 if something did.
 summary() {
-  echo "== $SECONDS s, $OUT/gpu.md and $(cd "$OUT" && echo *.json)"
+  run page 60 "$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$TABLE" || failed+=("the page")
+  echo "== $SECONDS s, $TABLE and $(cd "$OUT" && echo *.json)"
   if ((${#failed[@]})); then printf 'FAILED: %s\n' "${failed[@]}"; exit 1; fi
 }

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def stub(tmp_path: Path) -> Path:
 def start(script: str, *arguments: Any, **variables: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(ROOT / "benchmarks" / script), *map(str, arguments)], cwd="/", text=True,
-        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+        env={**os.environ, "PYTHON": sys.executable}
+        | {name: str(value) for name, value in variables.items()},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
 
@@ -67,20 +69,20 @@ def seconds(text: str, beside: str) -> int:
 
 def test_the_parts_run_in_order_and_share_the_time(kit: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = start("run_gpu.sh", kit, out, DRY_RUN=1, PYTHON="py", BUDGET_S=230, DATA="/data")
+    done = start("run_gpu.sh", kit, out, DRY_RUN=1, PYTHON="py", BUDGET_S=240, DATA="/data")
     assert done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if "py -m" in line]
     assert [line.split()[1].strip(",") for line in lines] == ["kit", *PARTS, "page"]
     checks, attention, steps, few, profile = (line.partition("py -m ")[2] for line in lines[1:-1])
     assert checks == f"benchmarks.gpu_checks --out {out}/checks.json"
-    # 3 + 4 + 10 + 3 + 3 shares of 230 s, of which nothing is used here.
-    assert seconds(lines[1], " s at most") == pytest.approx(30 + 15, abs=4)
+    # 4 + 4 + 10 + 3 + 3 shares of 240 s, of which nothing is used here.
+    assert seconds(lines[1], " s at most") == pytest.approx(40 + 15, abs=4)
     assert attention.startswith(f"benchmarks.attention --data /data --out {out}/attention.json")
     assert f"--out {out}/steps.json" in steps
     assert steps.endswith("--subjects goals")
     assert f"--out {out}/few.json" in few
-    assert few.endswith("--subjects few --tokens 16384 4096")
-    for line, expected in ((attention, 46), (steps, 143), (few, 115)):
+    assert few.endswith("--subjects few --seq-len 512 --tokens 16384 4096")
+    for line, expected in ((attention, 48), (steps, 150), (few, 120)):
         assert seconds(line, "--budget-s ") == pytest.approx(expected, abs=8)
     assert "data.dir=/data" in profile
     assert f"--trace {out}/trace.json.gz" in profile
@@ -145,7 +147,7 @@ def test_training_plan(kit: Path, tmp_path: Path) -> None:
     by_name = {line.split()[1].strip(","): line for line in lines}
     assert set(by_name) == {"gpu", "cpu", "run"}
     assert "benchmarks/gpu/train.yaml" in by_name["run"]
-    assert by_name["run"].endswith(f"data.dir={kit}/data train.lr=1e-3")
+    assert by_name["run"].endswith(f"data.dir={kit}/data train.budget_hours=0.1000 train.lr=1e-3")
     assert "first_steps.yaml" in by_name["gpu"]
     assert "train.precision=fp32" in by_name["cpu"]
     assert "kernels.attention=reference" in by_name["cpu"]
@@ -156,7 +158,7 @@ def test_training_plan(kit: Path, tmp_path: Path) -> None:
 def test_everything_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetIndex) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out"
-    done = start("run_gpu.sh", kit, out, TINY=1, TRITON_INTERPRET=1, DATA=dataset.folder,
+    done = start("run_gpu.sh", kit, out, TINY=1, DATA=dataset.folder,
                  BUDGET_S=1500, OMP_NUM_THREADS=1)  # fmt: skip
     assert done.returncode == 0, done.stdout
     results = {part: json.loads((out / f"{part}.json").read_text()) for part in PARTS}
