@@ -195,7 +195,8 @@ def unmet(needs: dict[str, str], target: Path) -> list[str]:
     """Requirements that neither the target folder nor the running Python meets."""
     versions: dict[str, str] = {}
     for found in metadata.distributions(path=[str(target), *sys.path]):
-        versions.setdefault(canonicalize_name(found.metadata["Name"]), found.version)
+        if name := found.metadata["Name"]:  # None of what an interrupted removal left
+            versions.setdefault(canonicalize_name(name), found.version)
     lines = []
     for text, asker in sorted(needs.items()):
         need = Requirement(text)

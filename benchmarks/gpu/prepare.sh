@@ -26,14 +26,15 @@ install_kit() {
 
 # run NAME LIMIT COMMAND...: what it says goes to the log as it comes, its last lines here at the end.
 run() {
-  local name=$1 limit=$2 begun=$SECONDS code
+  local name=$1 limit=$2 begun=$SECONDS code=0 said
   shift 2
   echo "== $name, $((BUDGET_S - SECONDS)) s left, $limit s at most: $*" | tee -a "$OUT/run.log"
   [[ -z ${DRY_RUN:-} ]] || return 0
-  # Results are in files: lines of JSON are left out.
-  timeout --kill-after=10 "$limit" "$@" 2>&1 | stdbuf -oL tr '\r' '\n' |
-    grep --line-buffered -v '^{' | tee -a "$OUT/run.log" | cut -c1-160 | tail -n 12
-  code=${PIPESTATUS[0]}
+  said=$(wc -c <"$OUT/run.log")
+  # No pipe: a process that outlives a command that was killed would hold it open.
+  timeout --kill-after=20 "$limit" "$@" >>"$OUT/run.log" 2>&1 || code=$?
+  # Results are in files: lines of JSON are not shown.
+  tail -c "+$((said + 1))" "$OUT/run.log" | tr '\r' '\n' | grep -v '^{' | cut -c1-160 | tail -n 12
   ((code == 0)) || echo "FAILED: $name, exit code $code after $((SECONDS - begun)) s"
   return "$code"
 }
