@@ -24,6 +24,9 @@ endif
 wheelhouse: ## fetch what setup OFFLINE=1 installs, without torch; PYTHON=3.12 for another one, TORCH=2.13.0 with torch
 	python3 -m launch.offline collect --python '$(PYTHON)' $(if $(TORCH),--torch '$(TORCH)')
 
+gpu-kit: $(STAMP) ## gpu-kit/ for benchmarks/run_gpu.sh on a GPU machine without a network
+	$(BIN)/python -m benchmarks.kit make gpu-kit
+
 check: $(STAMP) ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -55,4 +58,4 @@ image: ## container image with everything installed
 clean: ## remove .venv, runs and caches
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup wheelhouse check test test-all test-slow fmt demo image clean
+.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo image clean

@@ -105,7 +105,8 @@ def call_carried(
     )
 
 
-def _carried(case: Case, num_summed: int) -> Attention:
+def carried(case: Case, num_summed: int, dropout: float = 0.0) -> Attention:
+    """Our fused kernels."""
     windows = case.layout().windows()
     assert windows is not None
     num_rows, length = case.documents.shape
@@ -122,7 +123,7 @@ def _carried(case: Case, num_summed: int) -> Attention:
         return values[..., :length].unflatten(1, (num_rows, length)).transpose(0, 1).float()
 
     def run(qkv: Tensor, carry: Tensor) -> Result:
-        return call_carried(qkv, carry, windows, case.scale, num_summed)
+        return call_carried(qkv, carry, windows, case.scale, num_summed, dropout)
 
     values = Carry(make, lambda carry: by_rows(scores_of(carry)), by_rows)
     return Attention(run, values, is_packed=True)
@@ -178,18 +179,21 @@ def _plain(case: Case, backend: SDPBackend) -> Attention:
     return Attention(run)
 
 
-def _flash_documents(case: Case) -> Attention:
+def flash_documents(case: Case, dropout: float = 0.0) -> Attention:
+    """Torch's flash kernel over documents end to end, as our models call it."""
+    if case.documents.device.type == "cpu":
+        raise NotPossibleError("torch has no flash attention over documents on a CPU")
     ends, longest = case.ends()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Result:
-        return flash_attention(q * case.scale, k, v, ends, longest, 0.0), None
+        return flash_attention(q * case.scale, k, v, ends, longest, dropout), None
 
     return Attention(run)
 
 
 SUBJECTS: dict[str, Callable[[Case], Attention]] = {
-    "carried sum": lambda case: _carried(case, 1),
-    "carried mean": lambda case: _carried(case, 2),
+    "carried sum": lambda case: carried(case, 1),
+    "carried mean": lambda case: carried(case, 2),
     "eager sum": lambda case: _eager(case, 1, compiled=False),
     "eager mean": lambda case: _eager(case, 2, compiled=False),
     "baddbmm and SDPA efficient": _fallback,
@@ -197,7 +201,7 @@ SUBJECTS: dict[str, Callable[[Case], Attention]] = {
     "plain, flash": lambda case: _plain(case, SDPBackend.FLASH_ATTENTION),
     "plain, efficient": lambda case: _plain(case, SDPBackend.EFFICIENT_ATTENTION),
     "plain, math": lambda case: _plain(case, SDPBackend.MATH),
-    "plain, flash over documents": _flash_documents,
+    "plain, flash over documents": flash_documents,
     "eager sum, compiled": lambda case: _eager(case, 1, compiled=True),
     "eager mean, compiled": lambda case: _eager(case, 2, compiled=True),
 }

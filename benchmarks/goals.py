@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Results = dict[str, Any]
-"""By file: `correctness`, `attention`, `step`, `training`; what was not run is not there."""
+"""By part: `checks`, `attention`, `steps`, `training` ...; what was not run is not there."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,6 @@ class Goal:
     target: float
     measure: Callable[[Results], float | None]
     """None: not measured."""
-    floor: float | None = None
-    """Below it something is wrong."""
     unit: str = ""
     at_most: bool = False
     """The target is an upper limit."""
@@ -47,34 +45,33 @@ class Verdict:
             return "not measured"
         if self.ratio >= 1:
             return "reached"
-        missed = f"missed by {1 - self.ratio:.1%}"
-        floor = self.goal.floor
-        if floor is not None and self.measured is not None and self.measured < floor:
-            missed += ", below the floor"
-        return missed
+        return f"missed by {1 - self.ratio:.1%}"
 
 
-def speeds(results: Results, beginning: str, length: int) -> dict[str, list[float]]:
-    """tokens/s of the rounds of each subject whose name begins so, without failed ones."""
-    found = {}
-    for name, of in results.get("step", {}).get("subjects", {}).items():
-        at = of.get("lengths", {}).get(str(length), {})
-        if name.startswith(beginning) and at.get("tokens_per_s") and "error" not in at:
-            found[name] = at["tokens_per_s"]
+def cases(results: Results, beginning: str, length: int) -> list[dict[str, Any]]:
+    """What was measured of each subject whose name begins so, without failed ones.
+
+    Of several micro-batches the first one, which is the largest.
+    """
+    found = []
+    for name, of in results.get("steps", {}).get("subjects", {}).items():
+        sizes = [at for size, at in of.get("cases", {}).items() if size.startswith(f"s{length} ")]
+        if name.startswith(beginning) and sizes and "error" not in sizes[0]:
+            found += [at for at in sizes[:1] if at["tokens_per_s"]]
     return found
 
 
-def best(results: Results, beginning: str, length: int) -> list[float] | None:
-    """The rounds of the fastest of them by its median."""
-    return max(speeds(results, beginning, length).values(), key=statistics.median, default=None)
+def best(results: Results, beginning: str, length: int) -> dict[str, Any] | None:
+    """The fastest of them by the median of its rounds."""
+    return max(cases(results, beginning, length), key=lambda at: at["median"], default=None)
 
 
-def speed(beginning: str, length: int) -> Callable[[Results], float | None]:
-    """Median tokens/s of the fastest."""
+def of_peak(beginning: str, length: int) -> Callable[[Results], float | None]:
+    """FLOP/s of the fastest over those of a large product of matrices."""
 
     def measure(results: Results) -> float | None:
-        rounds = best(results, beginning, length)
-        return None if rounds is None else statistics.median(rounds)
+        at = best(results, beginning, length)
+        return None if at is None else at.get("of_peak")
 
     return measure
 
@@ -88,7 +85,8 @@ def over(one: str, other: str, lengths: tuple[int, ...]) -> Callable[[Results], 
             a, b = best(results, one, length), best(results, other, length)
             if a is None or b is None:
                 return None
-            ratios.append(statistics.median(x / y for x, y in zip(a, b, strict=False)))
+            pairs = zip(a["tokens_per_s"], b["tokens_per_s"], strict=False)
+            ratios.append(statistics.median(x / y for x, y in pairs))
         return min(ratios)
 
     return measure
@@ -112,38 +110,63 @@ def _core(results: Results) -> float | None:
     return None
 
 
-def _error(results: Results) -> float | None:
-    value = results.get("correctness", {}).get("worst_fused_error")
-    return None if value is None else float(value)
+def value(part: str, name: str) -> Callable[[Results], float | None]:
+    """A number of a part."""
+
+    def measure(results: Results) -> float | None:
+        found = results.get(part, {}).get(name)
+        return None if found is None else float(found)
+
+    return measure
 
 
-def _wait(results: Results) -> float | None:
-    value = results.get("training", {}).get("data_wait")
-    return None if value is None else float(value)
+def _off_the_plan(results: Results) -> float | None:
+    """How far the peaks of memory are from the plan; the worse of plain and carried scores."""
+    found = [
+        abs(at["peak_gib"] / at["plan_gib"] - 1)
+        for beginning in (f"{_V2}auto/compile/zero1", f"{_REAL}auto/compile/zero1")
+        for at in cases(results, beginning, 512)
+        if "peak_gib" in at
+    ]
+    return max(found, default=None)
 
 
 _V2, _REAL, _ROBERTA = "ours/roformer_v2-base/", "ours/realformer_v2-base/", "ours/roberta-base/"
 _LARGE, _PEER = "ours/roformer_v2-large/", "hf/roberta-base/"
-_RATE = "tokens/s"
+_FUSED, _EAGER = "auto/compile/zero1", "auto/plain/zero1"
+_PEAK = "of the measured bf16 peak"
 GOALS = (
-    Goal("RoFormerV2 base, s128", 850e3, speed(_V2, 128), 740e3, _RATE),
-    Goal("RoFormerV2 base, s512", 790e3, speed(_V2, 512), 660e3, _RATE),
-    Goal("RoFormerV2 large, s128", 250e3, speed(_LARGE, 128), 235e3, _RATE),
-    Goal("RoFormerV2 large, s512", 236e3, speed(_LARGE, 512), 235e3, _RATE),
-    Goal("RealFormerV2 over RoFormerV2, base, s128", 0.95, over(_REAL, _V2, (128,))),
-    Goal("RealFormerV2 over RoFormerV2, base, s512", 0.85, over(_REAL, _V2, (512,))),
-    Goal("RealFormerV2 fused over eager, base, s512, step", 2.0,
-         over(f"{_REAL}auto/", f"{_REAL}reference/plain/", (512,))),
-    Goal("RealFormerV2 fused over eager, base, s512, attention alone", 4.0, _core),
-    Goal("RoFormerV2 over our RoBERTa, base, s128", 1.3, over(_V2, _ROBERTA, (128,))),
-    Goal("RoFormerV2 over our RoBERTa, base, s512", 1.2, over(_V2, _ROBERTA, (512,))),
+    Goal("RoFormerV2 base, s128", 0.60, of_peak(_V2, 128), _PEAK),
+    Goal("RoFormerV2 base, s512", 0.60, of_peak(_V2, 512), _PEAK),
+    Goal("RoFormerV2 large, s128", 0.60, of_peak(_LARGE, 128), _PEAK),
+    Goal("RoFormerV2 large, s512", 0.60, of_peak(_LARGE, 512), _PEAK),
     Goal("RoFormerV2 over Hugging Face's RoBERTa at its best, base, s128 and s512", 2.0,
          over(_V2, _PEER, (128, 512))),
-    Goal("error of fused attention against float64", 5e-3, _error, at_most=True),
-    Goal("data wait in a real training run", 0.01, _wait, at_most=True),
+    Goal("RoFormerV2 over our RoBERTa, base, compiled, s128", 1.3,
+         over(_V2 + _FUSED, _ROBERTA + _FUSED, (128,))),
+    Goal("RoFormerV2 over our RoBERTa, base, compiled, s512", 1.2,
+         over(_V2 + _FUSED, _ROBERTA + _FUSED, (512,))),
+    Goal("RoFormerV2 over our RoBERTa, base, eager, s128", 1.3,
+         over(_V2 + _EAGER, _ROBERTA + _EAGER, (128,))),
+    Goal("RoFormerV2 over our RoBERTa, base, eager, s512", 1.2,
+         over(_V2 + _EAGER, _ROBERTA + _EAGER, (512,))),
+    Goal("RealFormerV2 over RoFormerV2, base, s128", 0.95,
+         over(_REAL + _FUSED, _V2 + _FUSED, (128,))),
+    Goal("RealFormerV2 over RoFormerV2, base, s512", 0.85,
+         over(_REAL + _FUSED, _V2 + _FUSED, (512,))),
+    Goal("RealFormerV2 fused over eager, base, s512, attention alone", 4.0, _core),
+    Goal("peak memory off the plan, base, s512", 0.05, _off_the_plan, at_most=True),
+    Goal("error of fused attention against float64", 5e-3, value("checks", "worst_fused_error"),
+         at_most=True),
+    Goal("data wait in a real training run", 0.01, value("training", "data_wait"), at_most=True),
+    Goal("loss of the first steps off the CPU's", 0.01,
+         value("training", "first_steps_difference"), at_most=True),
 )  # fmt: skip
-"""One H200, vocabulary of 50,000, bf16, real optimizer steps. The error is the relative Frobenius
-error of outputs and gradients, worst case; the limit is plain PyTorch's in bf16."""
+"""One H100 or H200, vocabulary of 50,000, bf16, real optimizer steps. The peak is that of a large
+bf16 product on the same GPU; 0.60 of an H200's is 790,000 tokens/s at s512 and 850,000 at s128 for
+base, 236,000 and 250,000 for large. The error is the relative Frobenius error of outputs and
+gradients, worst case; the limit is plain PyTorch's in bf16. Where DeepSpeed is missing, zero0 runs
+in place of zero1, and ratios of zero1 are not measured."""
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_report FOLDER [--table benchmarks/results/gpu.md]
 
-FOLDER has what `benchmarks/run_gpu.sh` left: machine.json, correctness.json, attention.json,
-step.json, and training.json of `benchmarks/train_gpu.sh`. What is not there was not measured.
+FOLDER has what `benchmarks/run_gpu.sh` and `benchmarks/train_gpu.sh` left, a JSON file a part. What
+is not there was not measured.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from typing import Any
 
 from benchmarks.goals import Results, judge
 
-PARTS = ("machine", "correctness", "attention", "step", "training")
+PARTS = ("checks", "attention", "steps", "few", "profile", "training")
 _COMMAND = """\
 ```
-python -m data_prep run configs/prep/demo.yaml output_dir=DATA   # or a dataset of your own
-DATA=DATA OUT=results benchmarks/run_gpu.sh           # below 9 minutes on one GPU
-DATA=DATA OUT=results benchmarks/train_gpu.sh         # a real training run of 10 minutes
+make gpu-kit                          # where there is a network: gpu-kit/, 30 MiB
+benchmarks/run_gpu.sh gpu-kit         # on the GPU machine, below 9 minutes: all but training
+benchmarks/train_gpu.sh gpu-kit       # a real training run of 6 minutes
 ```"""
 
 
@@ -43,13 +43,13 @@ def report(results: Results) -> str:
                   "that measures and writes this page:", "", _COMMAND, ""]  # fmt: skip
     else:
         lines += [f"{device}. By:", "", _COMMAND, ""]
-        absent = [part for part in PARTS[1:] if part not in measured]
+        absent = [part for part in PARTS if part not in measured]
         if absent:
             lines += [f"Not measured: {', '.join(absent)}.", ""]
     lines += _goals(results)
     for name, section in (
-        ("correctness", _correctness), ("attention", _attention), ("step", _steps),
-        ("training", _training),
+        ("checks", _checks), ("attention", _attention), ("steps", _steps),
+        ("few", _few), ("profile", _profile), ("training", _training),
     ):  # fmt: skip
         if name in results:
             lines += section(results[name])
@@ -59,11 +59,16 @@ def report(results: Results) -> str:
 def _device(results: Results) -> str | None:
     """What it ran on; None if on no GPU."""
     for part in PARTS:
-        found = results.get(part, {})
-        machine = found if part == "machine" else found.get("machine", {})
+        machine = results.get(part, {}).get("machine", {})
         if machine.get("device", "cpu") != "cpu":
             versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items())
             text = f"{machine['device']}, {machine['memory_gib']:.0f} GiB; {versions}"
+            if machine.get("peaks"):
+                text += (
+                    f"; a bf16 product of 8,192 x 8,192 matrices reaches "
+                    f"{machine['peaks']['bf16_flop_per_s'] / 1e12:.0f} TFLOP/s, a copy "
+                    f"{machine['peaks']['copied_bytes_per_s'] / 1e12:.2f} TB/s"
+                )
             if machine.get("clocks"):
                 text += f"; SM clock {machine['clocks'].get('clocks.sm', '?')} before"
             if machine.get("missing"):
@@ -83,21 +88,20 @@ def _number(value: float | None) -> str:
 
 
 def _goals(results: Results) -> list[str]:
-    lines = ["## Goals", "", "One H200, vocabulary of 50,000, bf16, real optimizer steps.", "",
-             _row("goal", "", "floor", "measured", "ratio", "verdict"),
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["## Goals", "", "One H100 or H200, vocabulary of 50,000, bf16, real optimizer steps; "
+             "documents fill the rows.", "",
+             _row("goal", "", "measured", "ratio", "verdict"),
+             "|---|---|---|---|---|"]  # fmt: skip
     # What ran on a CPU, as in the tests, says nothing about the goals.
     verdicts = judge(results if _device(results) is not None else {})
     for verdict in verdicts:
         goal = verdict.goal
         sign = "<=" if goal.at_most else ">="
-        floor = "" if goal.floor is None else _number(goal.floor)
         target = f"{sign} {_number(goal.target)} {goal.unit}".rstrip()
         lines.append(
             _row(
                 goal.text,
                 target,
-                floor,
                 _number(verdict.measured),
                 "" if verdict.ratio is None else f"{verdict.ratio:.2f}",
                 verdict.text,
@@ -106,7 +110,7 @@ def _goals(results: Results) -> list[str]:
     return [*lines, ""]
 
 
-def _correctness(found: dict[str, Any]) -> list[str]:
+def _checks(found: dict[str, Any]) -> list[str]:
     lines = ["## Correctness", "", _row("check", "result", "numbers"), "|---|---|---|"]
     for name, one in found["checks"].items():
         numbers = ", ".join(f"{key} {value:.3g}" for key, value in one.get("numbers", {}).items())
@@ -140,59 +144,71 @@ def _attention(found: dict[str, Any]) -> list[str]:
 def _steps(found: dict[str, Any]) -> list[str]:
     setting = found["setting"]
     lines = ["## Training steps", "",
-             f"Micro-batches of {found['tokens']:,} slots, vocabulary {setting['vocab_size']:,}, "
-             "one a step. tokens/s: median of the rounds, padding not counted; spread: the range "
-             "between quartiles over it. Subjects: see `benchmarks/step_subjects.py`.",
-             "", _row("subject", "length", "tokens/s", "spread", "rounds", "MFU", "peak GiB",
-                      "slots", "first step s"),
-             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for name, of in (found.get("absent", {}) | found["subjects"]).items():
-        if "error" in of:
-            lines.append(_row(name, "", f"not measured: {of['error']}", *[""] * 6))
-        for length, at in of.get("lengths", {}).items():
-            if not at.get("tokens_per_s"):
-                why = at.get("error", "no turn was left in the budget")
-                lines.append(_row(name, length, f"not measured: {why}", *[""] * 6))
-                continue
-            mfu = f"{at['mfu']:.1%}" if "mfu" in at else ""
-            spread = f"{at['spread']:.1%}" if "spread" in at else ""
-            note = f"; then {at['error']}" if "error" in at else ""
-            lines.append(_row(name, length, _number(at["median"]) + note, spread,
-                              len(at["tokens_per_s"]), mfu, at.get("peak_gib", ""),
-                              f"{at['tokens']:,}", f"{at['first_step_s']:.1f}"))  # fmt: skip
-    chosen = {
-        name: ", ".join(f"{part}: {value}" for part, value in of["chosen"].items())
+             f"One micro-batch a step, vocabulary {setting['vocab_size']:,}. tokens/s: median of "
+             "the rounds, padding not counted; spread: the range between quartiles over it; of "
+             "peak: FLOP/s that these tokens need, attention within documents of their real "
+             "lengths, over those of a large bf16 product. Subjects: see "
+             "`benchmarks/step_subjects.py`.", "",
+             *_step_table(found), "", "What computed them (true: fused kernels):", ""]  # fmt: skip
+    lines += [
+        f"- {name}: " + ", ".join(f"{part}: {value}" for part, value in of["chosen"].items())
         for name, of in found["subjects"].items()
         if "chosen" in of
-    }
-    lines += ["", "What computed them (true: fused kernels):", ""]
-    lines += [f"- {name}: {text}" for name, text in chosen.items()]
-    lines += ["", *_profiles(found.get("profiles", {}))]
+    ]
+    return [*lines, ""]
+
+
+def _few(found: dict[str, Any]) -> list[str]:
+    return ["## Training steps of few tokens", "", *_step_table(found), ""]
+
+
+def _step_table(found: dict[str, Any]) -> list[str]:
+    columns = ("subject", "length, slots", "tokens/s", "spread", "rounds", "of peak", "peak GiB",
+               "plan GiB", "first step s")  # fmt: skip
+    lines = [_row(*columns), "|---" * len(columns) + "|"]
+    empty = [""] * (len(columns) - 3)
+    for name, of in (found.get("absent", {}) | found["subjects"]).items():
+        if "error" in of:
+            lines.append(_row(name, "", f"not measured: {of['error']}", *empty))
+        for size, at in of.get("cases", {}).items():
+            if not at.get("tokens_per_s"):
+                why = at.get("error", "no turn was left in the budget")
+                lines.append(_row(name, size, f"not measured: {why}", *empty))
+                continue
+            note = f"; then {at['error']}" if "error" in at else ""
+            if at["tokens"] != int(size.split()[1]):
+                note += f"; of {at['tokens']:,}, for memory"
+            lines.append(_row(
+                name, size, _number(at["median"]) + note, _percent(at.get("spread")),
+                len(at["tokens_per_s"]), _percent(at.get("of_peak")), at.get("peak_gib", ""),
+                f"{at['plan_gib']:.2f}" if "plan_gib" in at else "", f"{at['first_step_s']:.1f}",
+            ))  # fmt: skip
     return lines
 
 
-def _profiles(found: dict[str, Any]) -> list[str]:
-    lines = []
-    for name, one in found.items():
-        lines += [f"### Where the time goes: {name}", ""]
-        if "error" in one:
-            lines += [f"not measured: {one['error']}", ""]
-            continue
-        lines += [_row("part", "ms a step", "share", "of the roofline"), "|---|---|---|---|"]
-        for part, ms in one["categories_ms"].items():
-            share = one.get("roofline", {}).get(part)
-            lines.append(_row(part, f"{ms:.2f}", f"{ms / one['step_ms']:.1%}",
-                              "" if share is None else f"{share:.0%}"))  # fmt: skip
-        lines += [_row("sum", f"{one['step_ms']:.2f}", "", ""), ""]
-        if not one["head_told_apart"]:
-            lines += ["Head and loss are in GEMM and elementwise: the model is one graph.", ""]
-    return lines
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _profile(found: dict[str, Any]) -> list[str]:
+    lines = ["## Where the time of a step goes", "",
+             f"RoFormerV2 base, {found['untraced_step_ms']:.2f} ms a step, "
+             f"{found['step_ms']:.2f} ms traced.", "",
+             _row("part", "ms a step", "share", "of the roofline"),
+             "|---|---|---|---|"]  # fmt: skip
+    for part, ms in found["categories_ms"].items():
+        share = found["roofline"].get(part)
+        lines.append(_row(part, f"{ms:.2f}", f"{ms / found['step_ms']:.1%}", _percent(share)))
+    lines += ["", _row("kernel", "kind", "ms a step"), "|---|---|---|"]
+    lines += [_row(f"`{name[:80]}`", kind, f"{ms:.2f}") for kind, name, ms in found["kernels"][:12]]
+    return [*lines, ""]
 
 
 def _training(found: dict[str, Any]) -> list[str]:
     lines = ["## A real training run", "", _row("", ""), "|---|---|"]
     lines += [_row(name, _number(value) if isinstance(value, float) else value)
-              for name, value in found.items() if name != "machine"]  # fmt: skip
+              for name, value in found.items()
+              if name not in ("machine", "first_losses")]  # fmt: skip
     return [*lines, ""]
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: versions, the GPU and its clocks; which packages are missing.
+"""What a benchmark ran on: versions, the GPU, its clocks and its measured peaks; missing packages.
 
 python -m benchmarks.machine [FILE.json]
 """
@@ -6,8 +6,10 @@ python -m benchmarks.machine [FILE.json]
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,10 +59,44 @@ def describe() -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if on_gpu else 0.0
+    found_peaks = peaks() if on_gpu else {}
+    torch.cuda.empty_cache()  # of what `peaks` took
     return {
         "device": name, "memory_gib": round(memory, 1), "versions": versions(),
         "missing": missing(), "clocks": clocks(), "cpus": os.cpu_count(),
+        "peaks": found_peaks,
     }  # fmt: skip
+
+
+def peaks() -> dict[str, float]:
+    """What the GPU reaches at best: FLOP/s of a large bf16 product, bytes/s of a copy.
+
+    Random data, since zeros draw less power and let the clock rise.
+    """
+    import torch
+
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    copied = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(copied)
+    return {
+        "bf16_flop_per_s": 2 * 8192**3 / _median_s(lambda: a @ b),
+        "copied_bytes_per_s": 2 * 2**30 / _median_s(lambda: target.copy_(copied)),
+    }
+
+
+def _median_s(work: Callable[[], Any], times: int = 20) -> float:
+    """Median seconds of one call on the GPU, after three to warm up."""
+    import torch
+
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+    for _ in range(3):
+        work()
+    for start, stop in pairs:
+        start.record()
+        work()
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in pairs) / 1e3
 
 
 def clocks() -> dict[str, str]:

@@ -1,68 +1,87 @@
 #!/usr/bin/env bash
-# Correctness, then attention, then training steps and their profile, on one GPU, below 9 minutes.
+# Measures everything on one GPU in less than nine minutes: what is right, what is fast, and why.
 #
-#   DATA=DIR OUT=results benchmarks/run_gpu.sh
+#   benchmarks/run_gpu.sh KIT [OUT] [--only PART,PART...]
 #
-# DATA      prepared dataset; without it, the documentation that Python brings along is prepared
-# OUT       folder for JSON files and gpu.md (default benchmarks/results/gpu, and the page beside it)
-# PYTHON    with torch, Triton, transformers and what pyproject.toml lists (default python3)
-# BUDGET_S  for everything (default 520); what does not fit is listed, goals come first
-# SUBJECTS  of benchmarks/step.py (default goals; all; or names)
-# DRY_RUN=1 prints the plan and starts nothing
-# CHECK_OPTIONS, ATTENTION_OPTIONS, STEP_OPTIONS  more options of each program
+# KIT   folder made by `make gpu-kit`: packages that this machine lacks, and a prepared dataset
+# OUT   folder for JSON files, the trace, the log and gpu.md (default benchmarks/results/gpu)
+# PART  checks     every kernel against float64, dropout and long documents among them
+#       attention  one layer's attention, all kinds
+#       steps      training steps: ours eager and compiled, ZeRO 0 and 1, and Hugging Face's best
+#       few        the same with 16,384 and 4,096 tokens: does launching kernels take the time?
+#       profile    where the time of a step goes, with a trace for ui.perfetto.dev
 #
-# No network is used. Exit code 1: something is wrong; then nothing was timed.
-set -euo pipefail
+# Variables: PYTHON (default python3), BUDGET_S for everything (default 500), DATA instead of the
+# kit's dataset, DRY_RUN=1 to print the commands alone, TINY=1 for a machine without a GPU: small
+# sizes, and our kernels in Triton's interpreter.
+#
+# Each part has a share of the time that is left and writes its JSON as it goes. A part that fails
+# says so, the others go on, and the exit code is 1. No network is used.
+set -uo pipefail
+CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PYTHON=${PYTHON:-python3}
-TABLE=${TABLE:-${OUT:-benchmarks/results}/gpu.md}
-OUT=${OUT:-benchmarks/results/gpu}
-BUDGET_S=${BUDGET_S:-520}
-SUBJECTS=${SUBJECTS:-goals}
-DATA=${DATA:-}
-mkdir -p "$OUT"
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+usage() { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
 
-left() { echo $((BUDGET_S - SECONDS)); }
+ALL=checks,attention,steps,few,profile
+KIT='' OUT='' ONLY=$ALL
+while (($#)); do
+  case $1 in
+    --only) ONLY=${2:-}; shift ;;
+    -*) usage ;;
+    *) if [[ -z $KIT ]]; then KIT=$1; elif [[ -z $OUT ]]; then OUT=$1; else usage; fi ;;
+  esac
+  shift
+done
+[[ -n $KIT && -n $ONLY ]] || usage
+for part in ${ONLY//,/ }; do
+  [[ ,$ALL, == *,$part,* ]] || { echo "--only $part: expected some of $ALL" >&2; exit 2; }
+done
+BUDGET_S=${BUDGET_S:-500}
+TINY=${TINY:-}
+. benchmarks/gpu/prepare.sh
 
-# Says a command, and runs it unless DRY_RUN; its JSON line is in OUT already.
-step() {
-  echo "== $(left) s left: $*"
-  if [[ -z ${DRY_RUN:-} ]]; then "$@" >>"$OUT/run.log" 2> >(tee -a "$OUT/run.log" | tail -n 5 >&2); fi
+# Options of each part: as measured, or as small as they get.
+declare -A OPTIONS=([checks]='' [attention]='' [steps]='--subjects goals'
+  [few]='--subjects few --seq-len 512 --tokens 16384 4096' [profile]='--steps 10')
+if [[ -n $TINY ]]; then
+  small='--tiny --seq-len 32 --batches 2 --rounds 2 --seconds 0.01 --at-once 1'
+  subjects='--subjects ours/roformer_v2-base/auto/plain/zero0 hf/roberta-base/autocast/plain'
+  OPTIONS=([checks]='--tiny'
+    [attention]='--tiny --models base --seq-len 16 --tokens 32 --rounds 2'
+    [steps]="$subjects $small --tokens 128" [few]="$subjects $small --tokens 64 32"
+    [profile]='--steps 2 --warm-up 1 data.seq_len=32 train.global_batch=2 train.micro_batch=2
+      train.compile=false train.zero_stage=0 model.num_layers=2 model.hidden_size=64
+      model.num_heads=2 model.ffn_size=128')
+fi
+declare -A INTERPRETED=()
+[[ -z $TINY ]] || INTERPRETED=([checks]='env TRITON_INTERPRET=1' [attention]='env TRITON_INTERPRET=1')
+declare -A SHARES=([checks]=4 [attention]=4 [steps]=10 [few]=3 [profile]=3)
+
+command_of() {
+  local out=$OUT/$1.json limit=$2
+  case $1 in
+    checks) echo "benchmarks.gpu_checks --out $out" ;;
+    attention) echo "benchmarks.attention --data $DATA --out $out --budget-s $limit" ;;
+    steps | few) echo "benchmarks.step --data $DATA --out $out --budget-s $limit" ;;
+    profile) echo "pipeline profile benchmarks/gpu/profile.yaml data.dir=$DATA --json $out" \
+      "--trace $OUT/trace.json.gz" ;;
+  esac
 }
 
-report() { step "$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$TABLE" && tail -n 20 "$OUT/run.log" | grep -E '^(reached|missed|not measured)' || true; }
-
-: >"$OUT/run.log"
-step "$PYTHON" -m benchmarks.machine "$OUT/machine.json"
-grep '^missing:' "$OUT/run.log" || true
-
-if [[ -z $DATA ]]; then
-  DATA=$(mktemp -d)/data
-  step "$PYTHON" -m data_prep run configs/prep/demo.yaml "output_dir=$DATA" ||
-    echo "no dataset: prepare one elsewhere (python -m data_prep run ...) and set DATA; see $OUT/run.log"
-fi
-data=()
-if [[ -n ${DRY_RUN:-} || -f $DATA/index.json ]]; then data=(--data "$DATA"); fi
-
-# shellcheck disable=SC2086 # options are words
-if ! step timeout 180 "$PYTHON" -m benchmarks.gpu_checks --out "$OUT/correctness.json" ${CHECK_OPTIONS:-}; then
-  echo "not correct, so nothing is timed: see $OUT/correctness.json and $OUT/run.log"
-  report
-  exit 1
-fi
-
-# A fifth of the time; steps get what is left.
-# shellcheck disable=SC2086
-step timeout $((BUDGET_S / 5 + 60)) "$PYTHON" -m benchmarks.attention "${data[@]}" \
-  --out "$OUT/attention.json" --budget-s $((BUDGET_S / 5)) ${ATTENTION_OPTIONS:-} ||
-  echo "attention.py failed: see $OUT/run.log"
-
-if ((${#data[@]})); then
-  # shellcheck disable=SC2086
-  step timeout $(($(left) > 20 ? $(left) : 20)) "$PYTHON" -m benchmarks.step "${data[@]}" \
-    --out "$OUT/step.json" --subjects $SUBJECTS --budget-s $(($(left) - 15)) ${STEP_OPTIONS:-} ||
-    echo "step.py failed or was cut off: what it wrote counts; see $OUT/run.log"
-fi
-report
-echo "== $TABLE after $SECONDS s"
+install_kit
+failed=()
+for part in ${ALL//,/ }; do
+  [[ ,$ONLY, == *,$part,* ]] || continue
+  shares=0
+  for other in ${ONLY//,/ }; do
+    if [[ ${done_parts:-} != *,$other,* ]]; then shares=$((shares + SHARES[$other])); fi
+  done
+  done_parts=${done_parts:-},$part,
+  limit=$(((BUDGET_S - SECONDS) * SHARES[$part] / shares))
+  ((limit >= 10)) || { failed+=("$part: no time was left"); continue; }
+  # What watches its own budget gets a little more before it is stopped.
+  # shellcheck disable=SC2046,SC2086 # words
+  run "$part" $((limit + 15)) ${INTERPRETED[$part]:-} "$PYTHON" -m \
+    $(command_of "$part" "$limit") ${OPTIONS[$part]} || failed+=("$part: see $OUT/run.log")
+done
+summary

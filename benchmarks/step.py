@@ -11,8 +11,9 @@ give the GPU's memory back after each: turn by turn, round by round. A subject's
 median over the rounds, its spread the range between the quartiles over the median; a turn is
 `--seconds` of steps, synchronised before and after.
 
-tokens/s count slots that are no padding. MFU: FLOPs of `pipeline/model/cost.py` (15% of the tokens
-in the head, for the peers, too) over the data sheet's. Where memory runs out, the micro-batch is
+tokens/s count slots that are not padding. "of peak" is the FLOP/s that these tokens need over those
+of a large bf16 product on the same GPU: attention within documents of their real lengths, the head
+over the tokens that are predicted, for the peers, too. Where memory runs out, the micro-batch is
 halved, and said. What does not fit into --budget-s is listed. Results are written after each turn.
 """
 
@@ -37,23 +38,30 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.machine import write_json
 from benchmarks.step_subjects import ROOT, Setting, parse
-from pipeline.model.cost import limits
 
 GOAL_SUBJECTS = (
     "ours/roformer_v2-base/auto/compile/zero1",
+    "hf/roberta-base/bf16/compile",
     "ours/realformer_v2-base/auto/compile/zero1",
     "ours/roberta-base/auto/compile/zero1",
-    "hf/roberta-base/autocast/compile",
-    "hf/roberta-base/bf16/compile",
-    "ours/realformer_v2-base/reference/plain/zero1",
+    "ours/roformer_v2-base/auto/plain/zero1",
     "ours/roformer_v2-large/auto/compile/zero1",
-    "hf/roberta-base/bf16/plain",
-    "hf/roberta-base/autocast/plain",
+    "hf/roberta-base/autocast/compile",
+    "ours/roformer_v2-base/auto/compile/zero0",
+    "ours/roformer_v2-base/auto/plain/zero0",
+    "ours/roberta-base/auto/plain/zero1",
+    "ours/realformer_v2-base/reference/plain/zero1",
 )
 """What the goals of `benchmarks/goals.py` need, the first ones first."""
-OTHER_SUBJECTS = (
+FEW_TOKENS_SUBJECTS = (
+    "ours/roformer_v2-base/auto/compile/zero1",
     "ours/roformer_v2-base/auto/plain/zero1",
-    "ours/roformer_v2-base/auto/compile/zero0",
+    "hf/roberta-base/bf16/compile",
+)
+"""Whose steps of few tokens say whether launching kernels takes the time."""
+OTHER_SUBJECTS = (
+    "hf/roberta-base/bf16/plain",
+    "hf/roberta-base/autocast/plain",
     "ours/roformer_v2-base/reference/compile/zero1",
     "ours/realformer_v2-base/auto/plain/zero1",
     "ours/realformer_v2-base/reference/compile/zero1",
@@ -74,8 +82,6 @@ _PREPARING_SHARE = 0.6
 """Of the budget; what has not begun to compile by then does not."""
 _MEASURING_SHARE = 0.2
 """Of the budget, which compiling must leave."""
-_PROFILE_S = 12.0
-"""Kept for each profile once every subject has had a turn."""
 _HALVINGS = 3
 
 
@@ -83,14 +89,13 @@ _HALVINGS = 3
 class Plan:
     """How it is measured."""
 
-    lengths: list[int]
-    tokens: int
+    cases: list[tuple[int, int]]
+    """Lengths, and slots of a micro-batch."""
     rounds: int
     seconds: float
     limit_s: float
     """For making a subject, and for compiling it at one length."""
     at_once: int
-    profile: list[str]
     deadline: float
     """On the monotonic clock."""
     started: float = field(default_factory=time.monotonic)
@@ -107,6 +112,11 @@ class Plan:
         """For an answer while subjects are made and compiled."""
         left_s = self.left_s() - _MEASURING_SHARE * (self.deadline - self.started)
         return max(1.0, min(self.limit_s, left_s))
+
+
+def case_name(length: int, tokens: int) -> str:
+    """Of a length and the slots of a micro-batch that were asked for, the key of its results."""
+    return f"s{length} {tokens}"
 
 
 class Process:
@@ -177,14 +187,13 @@ class Comparison:
         self.plan, self.setting, self._out = plan, setting, out
         self.found: dict[str, Any] = {
             "benchmark": "step", "machine": machine.describe(), "setting": asdict(setting),
-            "lengths": plan.lengths, "tokens": plan.tokens, "clocks": [],
-            "subjects": {name: {} for name in names}, "profiles": {},
+            "clocks": [], "subjects": {name: {} for name in names},
         }  # fmt: skip
         self._processes: dict[str, Process] = {}
         self._lock = threading.Lock()
 
     def run(self) -> dict[str, Any]:
-        """Prepares, measures in rounds, profiles."""
+        """Prepares, and measures in rounds."""
         names = list(self.found["subjects"])
         with tempfile.TemporaryDirectory() as logs:
             try:
@@ -200,7 +209,6 @@ class Comparison:
                 for number in range(self.plan.rounds):
                     if not self._round(number):
                         break
-                self._profile()
             finally:
                 for process in self._processes.values():
                     process.end()
@@ -224,13 +232,13 @@ class Comparison:
         return not self._warm_up(name, may_halve=False)
 
     def _warm_up(self, name: str, *, may_halve: bool) -> bool:
-        """Compiles a subject at all lengths; False if memory ran out beside others."""
+        """Compiles a subject for all cases; False if memory ran out beside others."""
         of = self.found["subjects"][name]
-        lengths = of.setdefault("lengths", {})
-        for length in self.plan.lengths:
-            if str(length) in lengths:
+        cases = of.setdefault("cases", {})
+        for length, asked in self.plan.cases:
+            if case_name(length, asked) in cases:
                 continue
-            tokens = self.plan.tokens
+            tokens = asked
             for _ in range(_HALVINGS + 1):
                 answer = self._processes[name].ask(
                     self.plan.preparing_limit_s(),
@@ -245,40 +253,39 @@ class Comparison:
                     return False
                 tokens //= 2
             if "error" in answer:
-                of["error"] = f"length {length}: {answer['error']}"
+                of["error"] = f"{case_name(length, asked)}: {answer['error']}"
                 self._drop(name)
                 return True
-            lengths[str(length)] = answer | {"tokens": tokens, "tokens_per_s": []}
+            cases[case_name(length, asked)] = answer | {"tokens": tokens, "tokens_per_s": []}
             self.write()
         return True
 
     def _round(self, number: int) -> bool:
-        """A turn of each subject at each length; False if the budget is over."""
+        """A turn of each subject at each case; False if the budget is over."""
         self.found["clocks"].append(machine.clocks())
-        for length in map(str, self.plan.lengths):
+        for length, asked in self.plan.cases:
             for name, of in self.found["subjects"].items():
-                at = of.get("lengths", {}).get(length)
+                at = of.get("cases", {}).get(case_name(length, asked))
                 if at is None or "error" in of or "error" in at:
                     continue
                 steps = max(2, min(100, round(self.plan.seconds / at["step_s"])))
                 expected_s = (steps + 2) * at["step_s"]
-                kept_s = _PROFILE_S * len(self.plan.profile) * len(self.plan.lengths)
-                if number and self.plan.left_s() - kept_s < expected_s:
+                if number and self.plan.left_s() < expected_s:
                     return False
                 answer = self._processes[name].ask(
-                    30 + 10 * expected_s, do="time", seq_len=int(length), tokens=at["tokens"],
+                    30 + 10 * expected_s, do="time", seq_len=length, tokens=at["tokens"],
                     steps=steps,
                 )  # fmt: skip
                 if answer.get("out_of_memory"):
                     # More of it is taken now than when the subject was prepared.
-                    del of["lengths"][length]
+                    del of["cases"][case_name(length, asked)]
                     self._warm_up(name, may_halve=True)
                     continue
                 if "error" in answer:
                     at["error"] = answer["error"]
                     continue
                 at["tokens_per_s"].append(answer["tokens"] / answer["s"])
-                at["loss"] = answer["loss"]
+                at |= {key: answer[key] for key in ("loss", "peak_gib") if key in answer}
                 self._summarise(at)
                 self.write()
         return True
@@ -289,22 +296,9 @@ class Comparison:
         if len(rates) > 1:
             first, _, third = statistics.quantiles(rates, n=4, method="inclusive")
             at["spread"] = (third - first) / at["median"]
-        known = limits(self.found["machine"]["device"])
-        if known:
-            at["mfu"] = at["median"] * at["mflop_per_token"] * 1e6 / known.bf16_flops
-
-    def _profile(self) -> None:
-        for name in self.plan.profile:
-            of = self.found["subjects"].get(name, {})
-            for length, at in of.get("lengths", {}).items():
-                if "error" in of or "error" in at or self.plan.left_s() < _PROFILE_S:
-                    continue
-                answer = self._processes[name].ask(
-                    min(120.0, self.plan.left_s()), do="profile", seq_len=int(length),
-                    tokens=at["tokens"], steps=5,
-                )  # fmt: skip
-                self.found["profiles"][f"{name} {length}"] = answer
-                self.write()
+        peak = self.found["machine"]["peaks"].get("bf16_flop_per_s")
+        if peak:
+            at["of_peak"] = at["median"] * at["mflop_per_token"] * 1e6 / peak
 
     def _drop(self, name: str) -> None:
         self._processes[name].end()
@@ -338,11 +332,11 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, help="prepared dataset")
     parser.add_argument("--out", type=Path, default=Path("step.json"))
-    parser.add_argument("--subjects", nargs="+", default=["goals"], help="names, goals, or all")
-    parser.add_argument("--profile", nargs="*", default=list(GOAL_SUBJECTS[:2]),
-                        help="subjects to profile at the end")  # fmt: skip
+    parser.add_argument("--subjects", nargs="+", default=["goals"],
+                        help="names, goals, few (for few tokens), or all")  # fmt: skip
     parser.add_argument("--seq-len", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--tokens", type=int, default=65_536, help="slots of a micro-batch")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65_536],
+                        help="slots of a micro-batch")  # fmt: skip
     parser.add_argument("--vocab-size", type=int, default=50_000)
     parser.add_argument("--batches", type=int, default=8, help="different ones")
     parser.add_argument("--rounds", type=int, default=5)
@@ -352,9 +346,9 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3, help="subjects that compile together")
     parser.add_argument("--tiny", action="store_true", help="models of two layers, for tests")
     arguments = parser.parse_args()
-    names = {"goals": list(GOAL_SUBJECTS), "all": [*GOAL_SUBJECTS, *OTHER_SUBJECTS]}.get(
-        arguments.subjects[0], arguments.subjects
-    )
+    sets = {"goals": GOAL_SUBJECTS, "few": FEW_TOKENS_SUBJECTS,
+            "all": GOAL_SUBJECTS + OTHER_SUBJECTS}  # fmt: skip
+    names = list(sets.get(arguments.subjects[0], arguments.subjects))
     for name in names:
         parse(name)
     absent = {}
@@ -362,12 +356,11 @@ def main() -> None:
         absent = {name: {"error": "not measured: deepspeed is not installed"}
                   for name in names if name.endswith("/zero1")}  # fmt: skip
         names = list(dict.fromkeys(name.replace("/zero1", "/zero0") for name in names))
-        arguments.profile = [name.replace("/zero1", "/zero0") for name in arguments.profile]
     # Subjects end with this process.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    cases = [(length, tokens) for tokens in arguments.tokens for length in arguments.seq_len]
     plan = Plan(
-        arguments.seq_len, arguments.tokens, arguments.rounds, arguments.seconds,
-        arguments.limit_s, arguments.at_once, arguments.profile,
+        cases, arguments.rounds, arguments.seconds, arguments.limit_s, arguments.at_once,
         time.monotonic() + arguments.budget_s,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -379,6 +372,12 @@ def main() -> None:
         comparison.found["absent"] = absent
         found = comparison.run()
     sys.stdout.write(json.dumps(found) + "\n")
+    for name, of in found["subjects"].items():
+        if "error" in of:
+            sys.stderr.write(f"{name}: {of['error']}\n")
+    if not any(at["tokens_per_s"] for of in found["subjects"].values()
+               for at in of.get("cases", {}).values()):  # fmt: skip
+        sys.exit("no step could be timed")
 
 
 if __name__ == "__main__":

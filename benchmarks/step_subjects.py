@@ -37,7 +37,6 @@ from pipeline.data.steps import Share
 from pipeline.kernels.choose import choose
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
-from pipeline.runtime.marks import DATA, FORWARD, UPDATE, mark
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.engine import Engine, init_process_group
 
@@ -138,8 +137,8 @@ class Ours:
         torch.manual_seed(0)
         self._objective = MaskedLanguageModeling()
         model = make_model(config, self._objective, self.device)
-        self.chosen = choose(config.kernels, config.model, "bf16", self.device)._asdict()
-        self.encoder: nn.Module | None = model.encoder
+        self.choice = choose(config.kernels, config.model, "bf16", self.device)
+        self.chosen = self.choice._asdict()
         self._engine = Engine(model, config.train, process, self.device)
 
     def made(self, batch: MicroBatch) -> MicroBatch:
@@ -148,8 +147,6 @@ class Ours:
 
     def step(self, batch: MicroBatch) -> Tensor:
         """One update; the loss."""
-        mark(DATA)
-        mark(FORWARD)
         sums = self._engine.train_step([batch], self._objective, LR).sums
         return sums["loss"].total / sums["loss"].weight
 
@@ -172,8 +169,6 @@ class Peer:
             model = model.to(torch.bfloat16)
         self.chosen = {"attention": self.attention}
         compiles = subject.run == "compile"
-        # A hook on a compiled model would cut its graph.
-        self.encoder: nn.Module | None = None if compiles else model.base_model
         self._parameters = list(model.parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=LR, weight_decay=0.01, fused=self.device.type == "cuda"
@@ -191,14 +186,11 @@ class Peer:
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """One update; the loss."""
-        mark(DATA)
-        mark(FORWARD)
         ids, labels = (each.to(self.device, non_blocking=True) for each in batch)
         enabled = not self._narrow
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             loss: Tensor = self._model(input_ids=ids, labels=labels).loss
         loss.backward()
-        mark(UPDATE)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()

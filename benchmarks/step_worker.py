@@ -5,12 +5,10 @@
 Commands are JSON lines on standard input, one answer each on standard output:
     {"do": "prepare", "seq_len": 128, "tokens": 65536, "steps": 3}   compiles and warms up
     {"do": "time", ..., "steps": 10}                                 seconds of these steps
-    {"do": "profile", ..., "steps": 5}                               where their time goes
 The first answer comes when the model is made. After each of them what is not needed between turns
 is given back to the GPU, so that many subjects fit beside each other.
 """
 
-import contextlib
 import gc
 import json
 import math
@@ -34,9 +32,7 @@ from benchmarks.step_subjects import (
     read_batches,
     run_config,
 )
-from pipeline.model.cost import flops_per_token, parameters
-from pipeline.profile.step import head_marked, profiled, roofline
-from pipeline.train.timing import device_name
+from pipeline.model.cost import activation_bytes, flops_per_token, parameters, state_bytes
 
 _UNTIMED = 2
 """Steps at the start of a turn, in which memory is taken again."""
@@ -72,9 +68,7 @@ class Worker:
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         try:
-            found = {"prepare": self._prepare, "time": self._time, "profile": self._profile}[do](
-                place, steps
-            )
+            found = {"prepare": self._prepare, "time": self._time}[do](place, steps)
         finally:
             self.runner.end_turn()
         if self.on_gpu:
@@ -102,47 +96,32 @@ class Worker:
         first_s, [first_loss], _ = self._run(place, 1)
         elapsed, losses, _ = self._run(place, steps)
         batches = self._batches[place]
-        return {
+        tokens = sum(batch.num_tokens for batch in batches)
+        found = {
             "first_step_s": first_s, "step_s": elapsed / steps, "losses": [first_loss, *losses],
-            "fill": sum(b.num_tokens for b in batches) / sum(b.input_ids.numel() for b in batches),
-            "mflop_per_token": self._flops(place) / 1e6,
+            "fill": tokens / sum(batch.input_ids.numel() for batch in batches),
+            # Positions begin at 0 in each document: n of them add up to (n^2 - n) / 2.
+            "document_len": 1 + 2 * sum(int(b.positions.sum()) for b in batches) / tokens,
+            "masked_share": sum(batch.weights["loss"] for batch in batches) / tokens,
         }  # fmt: skip
+        config = model_config(self.subject, self.setting)
+        flops = flops_per_token(config, place[0], found["masked_share"], found["document_len"])
+        found["mflop_per_token"] = flops.total / 1e6
+        if isinstance(self.runner, Ours):
+            found["plan_gib"] = self._planned_bytes(place) / 2**30
+        return found
 
-    def _flops(self, place: tuple[int, int]) -> float:
-        """Of the model, forward and backward, a token: attention over rows, 15% in the head."""
-        return flops_per_token(model_config(self.subject, self.setting), place[0]).total
+    def _planned_bytes(self, place: tuple[int, int]) -> int:
+        """What `python -m pipeline model` says of activations and state, at ZeRO stage 1."""
+        seq_len, tokens = place
+        config = model_config(self.subject, self.setting)
+        kept = activation_bytes(config, tokens, seq_len, fused=self.runner.choice)
+        return kept["total"] + state_bytes(config, 1)["total"]
 
     def _time(self, place: tuple[int, int], steps: int) -> dict[str, Any]:
         self._run(place, _UNTIMED)
         elapsed, losses, tokens = self._run(place, steps)
         return {"s": elapsed, "steps": steps, "tokens": tokens, "loss": losses[-1]}
-
-    def _profile(self, place: tuple[int, int], steps: int) -> dict[str, Any]:
-        self._run(place, _UNTIMED)
-        encoder = self.runner.encoder
-        with head_marked(encoder) if encoder is not None else contextlib.nullcontext():
-            timeline = profiled(lambda: self._run_one(place), steps)
-        found: dict[str, Any] = {
-            "step_ms": timeline.wall_ms / steps,
-            "categories_ms": {name: ms / steps for name, ms in timeline.by_category.items()},
-            "kernels": [
-                [kind, name, ms / steps]
-                for (kind, name), ms in sorted(timeline.by_name.items(), key=lambda i: -i[1])[:20]
-            ],
-            "head_told_apart": encoder is not None,
-        }
-        if isinstance(self.runner, Ours):
-            config = run_config(self.subject, self.setting, *place)
-            used = [
-                self._batches[place][n % self.setting.num_batches]
-                for n in range(self._next - steps, self._next)
-            ]
-            found["roofline"] = roofline(config, used, timeline, device_name(self.runner.device))
-        return found
-
-    def _run_one(self, place: tuple[int, int]) -> None:
-        self.runner.step(self._made[place][self._next % self.setting.num_batches])
-        self._next += 1
 
     def _wait(self) -> None:
         if self.on_gpu:

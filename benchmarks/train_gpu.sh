@@ -1,34 +1,58 @@
 #!/usr/bin/env bash
-# A real training run of 10 minutes on one GPU: data wait, tokens/s, the loss curve in TensorBoard.
+# Trains for six minutes on one GPU: data wait, loss against the CPU's, memory against the plan.
 #
-#   DATA=DIR OUT=results benchmarks/train_gpu.sh
+#   benchmarks/train_gpu.sh KIT [OUT] [field=value...]
 #
-# DATA      prepared dataset (needed)
-# OUT       folder for training.json, gpu.md and the run's metrics (default benchmarks/results/gpu)
-# PYTHON    as for run_gpu.sh, with deepspeed and tensorboard (default python3)
-# HOURS     of training (default 0.14; start and compilation come on top)
-# CONFIG    of the run (default benchmarks/train_gpu.yaml)
-# DRY_RUN=1 prints the plan and starts nothing
-# More arguments are overrides of the config, such as train.zero_stage=0.
-set -euo pipefail
+# KIT, OUT and the variables are those of `run_gpu.sh`; fields are of benchmarks/gpu/train.yaml. First
+# the 50 steps of benchmarks/gpu/first_steps.yaml on the GPU and on the CPU, side by side; then the
+# run, for six minutes or what is left of BUDGET_S (default 570), start and compilation included.
+set -uo pipefail
+CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PYTHON=${PYTHON:-python3}
-TABLE=${TABLE:-${OUT:-benchmarks/results}/gpu.md}
-OUT=${OUT:-benchmarks/results/gpu}
-CONFIG=${CONFIG:-benchmarks/train_gpu.yaml}
-DATA=${DATA:?set DATA to a prepared dataset: python -m data_prep run configs/prep/demo.yaml output_dir=DIR}
-RUN=$(mktemp -d)/run
-mkdir -p "$OUT"
-command=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 -m pipeline pretrain
-  "$CONFIG" "run_dir=$RUN" "data.dir=$DATA" "train.budget_hours=${HOURS:-0.14}" "$@")
-echo "== ${command[*]}"
-if [[ -n ${DRY_RUN:-} ]]; then exit 0; fi
-code=0
-"${command[@]}" || code=$?
+usage() { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
+
+KIT=${1:-} OUT=''
+[[ -n $KIT && $KIT != -* ]] || usage
+shift
+if (($#)) && [[ $1 != *=* ]]; then OUT=$1; shift; fi
+BUDGET_S=${BUDGET_S:-570}
+RUNS=$(mktemp -d)
+. benchmarks/gpu/prepare.sh
+
+first=(train.compile=true) long=()
+if [[ -n ${TINY:-} ]]; then
+  first=(data.seq_len=32 train.zero_stage=0 train.num_steps=3 train.warmup_steps=1
+    checkpoint.every_steps=3 model.num_layers=2 model.hidden_size=64
+    model.num_heads=2 model.ffn_size=128)
+  long=("${first[@]}" train.num_steps=20 train.schedule=linear train.budget_hours=null
+    train.compile=false train.global_batch=2 train.micro_batch=2 monitor.log_every_steps=2)
+fi
+
+# pretrain NAME LIMIT CONFIG [field=value...]
+pretrain() {
+  local name=$1 limit=$2 config=$3
+  shift 3
+  run "$name" "$limit" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 \
+    -m pipeline pretrain "benchmarks/gpu/$config.yaml" "run_dir=$RUNS/$name" "data.dir=$DATA" "$@"
+}
+
+install_kit
+failed=()
+pretrain gpu 150 first_steps "${first[@]}" &
+on_gpu=$!
+CUDA_VISIBLE_DEVICES='' pretrain cpu 150 first_steps "${first[@]}" train.precision=fp32 \
+  train.zero_stage=0 train.compile=false kernels.attention=reference \
+  kernels.residual_norm=reference kernels.loss=reference ||
+  failed+=("the CPU's first steps: see $OUT/run.log")
+wait "$on_gpu" || failed+=("the GPU's first steps: see $OUT/run.log")
+left=$((BUDGET_S - SECONDS - 20))
+trained=$((left - 80 < 360 ? left - 80 : 360))
+hours=$(printf '0.%04d' $((trained * 10000 / 3600)))
+pretrain run "$left" train "train.budget_hours=$hours" "${long[@]}" "$@" ||
+  failed+=("the run: see $OUT/run.log")
 # Also of a run that failed: its metrics say how far it came.
-"$PYTHON" -m benchmarks.training_report "$RUN" "$OUT/training.json"
-mkdir -p "$OUT/tensorboard"
-cp "$RUN"/metrics.jsonl "$OUT/"
-find "$RUN" -name 'events.out.tfevents*' -exec cp {} "$OUT/tensorboard/" \;
-"$PYTHON" -m benchmarks.gpu_report "$OUT" --table "$TABLE"
-exit "$code"
+run report 60 "$PYTHON" -m benchmarks.training_report "$RUNS" "$OUT/training.json" ||
+  failed+=("the report: see $OUT/run.log")
+cp "$RUNS/run/metrics.jsonl" "$OUT/" 2>/dev/null || true
+rm -rf "$RUNS"
+summary

@@ -50,7 +50,6 @@ TORCH_FREE = {
     "pipeline.data.format",
     "pipeline.data.difference",
     "pipeline.data.workers",
-    "pipeline.data.ledger",
     "pipeline.data.record",
     "pipeline.inspect",
     "pipeline.use.evaluate_command",

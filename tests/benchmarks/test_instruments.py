@@ -5,17 +5,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks import attention, attention_subjects, step
+from benchmarks import attention, attention_subjects, gpu_checks, step
 from benchmarks.attention_subjects import Attention, Case
-from benchmarks.step_subjects import Setting, parse
+from benchmarks.step_subjects import Setting, model_config, parse, read_batches, run_config
 from pipeline.data.format import DatasetIndex
-from pipeline.profile.timeline import CATEGORIES
+from pipeline.model.cost import activation_bytes, flops_per_token, state_bytes
 from tests.support.triton import NEEDS_TRITON, Interpreter
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +33,7 @@ def measured(
     out = tmp_path_factory.mktemp("step") / "step.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.step", "--data", str(dataset.folder), "--out", str(out),
-         "--subjects", OURS, PEER, FAILING, "--profile", OURS, "--tiny", "--seq-len", "32",
+         "--subjects", OURS, PEER, FAILING, "--tiny", "--seq-len", "32",
          "--tokens", "128", "--vocab-size", "1000", "--batches", "2", "--rounds", "2",
          "--seconds", "0.01", "--at-once", "2"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True,
@@ -45,14 +47,14 @@ def measured(
 
 def test_steps_of_ours_and_of_a_peer(measured: dict[str, Any]) -> None:
     for name in (OURS, PEER):
-        at = measured["subjects"][name]["lengths"]["32"]
+        at = measured["subjects"][name]["cases"]["s32 128"]
         assert len(at["tokens_per_s"]) == 2, name
         assert min(at["tokens_per_s"]) > 0
         assert 3 < at["losses"][0] < 9  # ln(1000) = 6.9
         assert at["losses"][2] < at["losses"][0]  # the same of two batches
         assert 0.5 < at["fill"] <= 1
     # The same batches.
-    fills = {measured["subjects"][name]["lengths"]["32"]["fill"] for name in (OURS, PEER)}
+    fills = {measured["subjects"][name]["cases"]["s32 128"]["fill"] for name in (OURS, PEER)}
     assert len(fills) == 1
 
 
@@ -60,11 +62,30 @@ def test_a_failing_subject_is_named_with_its_error(measured: dict[str, Any]) -> 
     assert "roformer-large.yaml" in measured["subjects"][FAILING]["error"]
 
 
-def test_the_profile_of_a_subject_adds_up(measured: dict[str, Any]) -> None:
-    profile = measured["profiles"][f"{OURS} 32"]
-    assert list(profile["categories_ms"]) == list(CATEGORIES)
-    assert sum(profile["categories_ms"].values()) == pytest.approx(profile["step_ms"])
-    assert min(profile["categories_ms"][part] for part in CATEGORIES[:5]) > 0
+def test_flops_count_real_documents(measured: dict[str, Any], dataset: DatasetIndex) -> None:
+    """Of both subjects: attention within documents, the head over what is predicted."""
+    setting = Setting(str(dataset.folder), 1000, 2, tiny=True)
+    config = run_config(parse(OURS), setting, 32, 128)
+    batches = read_batches(config, setting)
+    rows = [row for batch in batches for row in batch.documents.tolist()]
+    lengths = [row.count(number) for row in rows for number in set(row) - {0}]
+    document_len = sum(n * n for n in lengths) / sum(lengths)
+    masked_share = sum(len(batch.masked_index) for batch in batches) / sum(lengths)
+    assert 1 < document_len < 32
+    for name in (OURS, PEER):
+        at = measured["subjects"][name]["cases"]["s32 128"]
+        assert at["document_len"] == pytest.approx(document_len)
+        assert at["masked_share"] == pytest.approx(masked_share)
+        model = model_config(parse(name), setting)
+        flops = flops_per_token(model, 32, masked_share, document_len)
+        assert at["mflop_per_token"] == pytest.approx(flops.total / 1e6)
+
+
+def test_the_plan_of_memory_is_that_of_the_model_command(measured: dict[str, Any]) -> None:
+    config = model_config(parse(OURS), Setting("unused", 1000, 2, tiny=True))
+    kept = activation_bytes(config, 128, 32)["total"] + state_bytes(config, 1)["total"]
+    assert measured["subjects"][OURS]["cases"]["s32 128"]["plan_gib"] == kept / 2**30
+    assert "plan_gib" not in measured["subjects"][PEER]["cases"]["s32 128"]
 
 
 class Answering:
@@ -83,7 +104,8 @@ class Answering:
 
 
 def _comparison(tmp_path: Path, memory: int) -> tuple[step.Comparison, Answering]:
-    plan = step.Plan([128, 512], 1024, 2, 1.0, 10.0, 1, [], time.monotonic() + 1000)
+    cases = [(128, 1024), (512, 1024)]
+    plan = step.Plan(cases, 2, 1.0, 10.0, 1, time.monotonic() + 1000)
     comparison = step.Comparison([OURS], Setting("unused", 1000, 2), plan, tmp_path / "step.json")
     process = comparison._processes[OURS] = Answering(memory)  # type: ignore[assignment]
     return comparison, process
@@ -93,22 +115,23 @@ def test_micro_batches_are_halved_where_memory_runs_out(tmp_path: Path) -> None:
     comparison, process = _comparison(tmp_path, 300)
     assert not comparison._warm_up(OURS, may_halve=False)
     assert comparison._warm_up(OURS, may_halve=True)
-    found = comparison.found["subjects"][OURS]["lengths"]
-    assert [found[length]["tokens"] for length in ("128", "512")] == [256, 256]
+    found = comparison.found["subjects"][OURS]["cases"]
+    names = "s128 1024", "s512 1024"
+    assert [found[name]["tokens"] for name in names] == [256, 256]
     assert comparison._round(0)
-    assert found["512"]["tokens_per_s"] == [512.0]
+    assert found["s512 1024"]["tokens_per_s"] == [512.0]
     process.memory = 150  # others came
     assert comparison._round(1)
-    assert [found[length]["tokens"] for length in ("128", "512")] == [128, 128]
+    assert [found[name]["tokens"] for name in names] == [128, 128]
     assert comparison._round(2)
-    assert found["512"]["tokens_per_s"] == [256.0]
+    assert found["s512 1024"]["tokens_per_s"] == [256.0]
 
 
 def test_a_subject_for_which_there_is_no_memory_is_named(tmp_path: Path) -> None:
     comparison, process = _comparison(tmp_path, 100)
     process.end = lambda: None  # type: ignore[attr-defined]
     assert comparison._warm_up(OURS, may_halve=True)
-    assert comparison.found["subjects"][OURS]["error"] == "length 128: out of memory"
+    assert comparison.found["subjects"][OURS]["error"] == "s128 1024: out of memory"
     assert [tokens for _, _, tokens in process.asked] == [1024, 512, 256, 128]
 
 
@@ -181,26 +204,53 @@ def test_interpreted_instruments(interpreter: Interpreter) -> None:
     interpreter("tests/benchmarks/interpreted_instruments.py")
 
 
-def test_the_plan_of_a_gpu_run(tmp_path: Path) -> None:
-    for script in ("run_gpu.sh", "train_gpu.sh"):
-        subprocess.run(["bash", "-n", str(ROOT / "benchmarks" / script)], check=True)
-    variables = {
-        **os.environ, "DRY_RUN": "1", "DATA": "/data", "OUT": str(tmp_path), "PYTHON": "py",
-        "BUDGET_S": "500", "SUBJECTS": f"{OURS} {PEER}",
-    }  # fmt: skip
-    out = {
-        script: subprocess.run(
-            ["bash", str(ROOT / "benchmarks" / script)], env=variables, text=True, check=True,
-            capture_output=True,
-        ).stdout
-        for script in ("run_gpu.sh", "train_gpu.sh")
-    }  # fmt: skip
-    plan = [line.partition(": ")[2] for line in out["run_gpu.sh"].splitlines()]
-    modules = [line.partition("-m ")[2].split()[0] for line in plan if "-m " in line]
-    assert modules == [
-        "benchmarks.machine", "benchmarks.gpu_checks", "benchmarks.attention", "benchmarks.step",
-        "benchmarks.gpu_report",
-    ]  # fmt: skip
-    assert f"--subjects {OURS} {PEER} --budget-s 4" in out["run_gpu.sh"]
-    assert "--data /data" in plan[3]
-    assert "pipeline pretrain benchmarks/train_gpu.yaml" in out["train_gpu.sh"]
+def softmax_attention(case: Case, dropout: float) -> Attention:
+    """Attention of a GPU's kernels by plain PyTorch, with torch's own dropout."""
+    allowed, (num_rows, _) = case.layout().allowed, case.documents.shape
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        q, k, v = (x.float().unflatten(0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
+        scores = case.scale * q @ k.transpose(-1, -2)
+        shares = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        out = torch.nn.functional.dropout(shares, dropout) @ v
+        return out.transpose(1, 2).flatten(0, 1).to(torch.bfloat16), None
+
+    return Attention(run)
+
+
+def check_dropout(make: Callable[[Case, float], Attention]) -> dict[str, float]:
+    size = gpu_checks.Size(torch.device("cpu"), tiny=True)
+    size.dropout_length = 48  # more than a head's 32 dimensions: two passes read the mask
+    return gpu_checks._dropout(size, "plain, flash over documents", make, 1e-2)
+
+
+def test_dropout_is_compared_with_float64_over_the_same_mask() -> None:
+    found = check_dropout(softmax_attention)
+    assert set(found) == {"s48 full", "s48 full kept", "s48 packed", "s48 packed kept"}
+    assert 0 < found["s48 full"] < 5e-3
+
+
+def test_wrong_dropout_is_found() -> None:
+    def unscaled(case: Case, dropout: float) -> Attention:
+        made = softmax_attention(case, dropout)
+        return Attention(lambda *qkv: ((1 - dropout) * made.run(*qkv)[0], None))
+
+    with pytest.raises(AssertionError, match=r"s48 full, dropout 0\.1: \{'out'"):
+        check_dropout(unscaled)
+    with pytest.raises(AssertionError, match="of the probabilities were kept"):
+        check_dropout(lambda case, dropout: softmax_attention(case, 2 * dropout))
+    with pytest.raises(AssertionError, match="another seed dropped the same"):
+        check_dropout(lambda case, _: softmax_attention(case, 0.0))
+
+    def other_mask_backward(case: Case, dropout: float) -> Attention:
+        made = softmax_attention(case, dropout)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+            out, _ = made.run(q, k, v)
+            again, _ = made.run(q, k, v)  # drops others
+            return again + (out - again).detach(), None
+
+        return Attention(run)
+
+    with pytest.raises(AssertionError, match="'dv'"):
+        check_dropout(other_mask_backward)

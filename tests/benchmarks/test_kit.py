@@ -1,0 +1,295 @@
+"""The kit for a GPU machine: what goes into it, and that it installs without index and network.
+
+Wheels are made here, but for the slow test, which makes the real kit and needs a package index.
+"""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+
+from benchmarks import kit
+from benchmarks.kit import MACHINE, Machine, Wheels
+
+ROOT = Path(__file__).parents[2]
+INSTRUMENTS = (
+    "kit", "machine", "gpu_checks", "attention", "step", "step_worker", "gpu_report",
+    "training_report",
+)  # fmt: skip
+NO_INDEX = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+# Nothing listens there: whoever asks a network fails.
+NO_NETWORK = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_FIND_LINKS": "",
+    "PIP_EXTRA_INDEX_URL": "", "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9", "PIP_CONFIG_FILE": os.devnull,
+}  # fmt: skip
+
+
+def wheel(folder: Path, name: str, version: str, *needs: str, tag: str = "py3-none-any") -> Path:
+    """A wheel with one module of its name."""
+    path = folder / f"{name}-{version}-{tag}.whl"
+    about = f"{name}-{version}.dist-info"
+    lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
+    lines += [f"Requires-Dist: {need}" for need in needs]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        archive.writestr(f"{about}/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes for all there is."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name, value in (NO_INDEX | {"PIP_FIND_LINKS": str(folder)}).items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
+def machine(tmp_path: Path, *lines: str) -> Machine:
+    path = tmp_path / "machine.txt"
+    path.write_text("# what it has\npython==3.12\n" + "\n".join(lines) + "\n")
+    return Machine.read(path)
+
+
+def followed(has: Machine, tmp_path: Path, pins: list[str], *needs: str) -> Wheels:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    wheels = Wheels(has, map(Requirement, pins), folder)
+    wheels.follow("postnorm", map(Requirement, needs))
+    return wheels
+
+
+def test_what_the_machine_lacks_is_fetched_for_its_python(tmp_path: Path, index: Path) -> None:
+    compiled = "manylinux_2_28_x86_64"
+    for python in ("cp311", "cp312"):
+        wheel(index, "fast", "1.5", tag=f"{python}-{python}-{compiled}")
+    wheel(index, "outer", "2.0", "fast>=1", "there", "inner; python_version >= '3.12'",
+          "old; python_version < '3.12'", "extra_one; extra == 'more'")  # fmt: skip
+    wheel(index, "outer", "3.0")  # newer than the pin
+    for name in ("inner", "old", "extra_one", "there"):
+        wheel(index, name, "1")
+    has = machine(tmp_path, "torch==2.11.0", "stale==1.0", "There")
+    wheel(index, "stale", "2.1")
+    pins = ["outer==2.0", "fast==1.5; python_version >= '3.11'", "fast==9; python_version < '3.11'"]
+    wheels = followed(has, tmp_path, pins, "torch>=2.11", "outer[more]", "stale>=2")
+    names = sorted(path.name for path in wheels.files.values())
+    assert names == [
+        "extra_one-1-py3-none-any.whl", f"fast-1.5-cp312-cp312-{compiled}.whl",
+        "inner-1-py3-none-any.whl", "outer-2.0-py3-none-any.whl", "stale-2.1-py3-none-any.whl",
+    ]  # fmt: skip
+    assert wheels.needs["there"] == "outer"
+    assert wheels.needs["torch>=2.11"] == "postnorm"
+    assert "old" not in wheels.needs
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        (["torch>=2.12"], "postnorm needs torch>=2.12; the machine has torch 2.11.0"),
+        (["nowhere>=1"], r"pip download nowhere>=1 failed:\n(.*\n)*.*nowhere"),
+        (["one==1", "two"], "two needs one>=2, and one 1 was fetched"),
+    ],
+)
+def test_what_cannot_be_met_is_named(
+    needs: list[str], said: str, tmp_path: Path, index: Path
+) -> None:
+    wheel(index, "one", "1")
+    wheel(index, "two", "1", "one>=2")
+    with pytest.raises(SystemExit, match=said):
+        followed(machine(tmp_path, "torch==2.11.0"), tmp_path, [], *needs)
+
+
+def test_the_machine_of_the_repository() -> None:
+    """It has a torch that the project can use, and lacks what is published as source."""
+    has = Machine.read(MACHINE)
+    torch = next(need for need in kit._project_requirements() if need.name == "torch")
+    assert has.meets(torch)
+    assert "deepspeed" not in has.packages
+
+
+def test_every_import_of_every_instrument_resolves() -> None:
+    """Modules of ours exist; others are of packages that the machine has or the kit carries."""
+    covered = set(Machine.read(MACHINE).packages)
+    covered |= {canonicalize_name(need.name) for need in kit._project_requirements()} | {"pip"}
+    providers = metadata.packages_distributions()
+    waiting = [ROOT / f"benchmarks/{name}.py" for name in INSTRUMENTS]
+    waiting.append(ROOT / "pipeline/__main__.py")
+    seen: set[Path] = set()
+    unknown = []
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in _imports(path):
+            top = name.split(".")[0]
+            own = ROOT / Path(*name.split("."))
+            if (ROOT / top).is_dir():
+                waiting += [file for file in (own.with_suffix(".py"), own / "__init__.py")
+                            if file.is_file()]  # fmt: skip
+                if not own.with_suffix(".py").is_file() and not own.is_dir():
+                    unknown.append(f"{path}: {name}")
+            elif top not in sys.stdlib_module_names:
+                names = {canonicalize_name(each) for each in providers.get(top, [top])}
+                if not names & covered:
+                    unknown.append(f"{path}: {name}")
+    assert unknown == []
+    assert len(seen) > 60
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.add(str(node.module))
+            for alias in node.names:
+                inner = ROOT / Path(*str(node.module).split(".")) / f"{alias.name}.py"
+                names |= {f"{node.module}.{alias.name}"} if inner.is_file() else set()
+    return names
+
+
+@pytest.fixture(scope="module")
+def python_3_12(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment of Python 3.12 with nothing but pip."""
+    found = [*Path.home().glob(".pyenv/versions/3.12*/bin/python"),
+             *filter(None, [shutil.which("python3.12")])]  # fmt: skip
+    venv = tmp_path_factory.mktemp("python3.12")
+    for python in map(str, found):
+        made = subprocess.run([python, "-m", "venv", venv], capture_output=True, check=False)
+        if made.returncode == 0:
+            return venv
+    pytest.skip("needs a Python 3.12 that makes environments: python3.12, or pyenv install 3.12")
+
+
+def pretend(site: Path, has: Machine) -> None:
+    """Metadata of what a machine has, and nothing more."""
+    pins = {canonicalize_name(name): version for name, version in _pins()}
+    for name, version in has.packages.items():
+        folder = site / f"{name.replace('-', '_')}-{version or pins.get(name, '999')}.dist-info"
+        folder.mkdir()
+        shown = version or pins.get(name, "999")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {shown}\n")
+
+
+def _pins() -> list[tuple[str, str]]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.partition(";")[0].split("==") for line in lines if "==" in line]
+    return [(pair[0].strip(), pair[1].strip()) for pair in pairs if len(pair) == 2]
+
+
+def site_packages(venv: Path) -> Path:
+    return venv / "lib/python3.12/site-packages"
+
+
+def install(python: str | Path, folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m benchmarks.kit install` without index and network."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [str(python), "-m", "benchmarks.kit", "install", str(folder), str(target)],
+        cwd=ROOT, env=variables | NO_NETWORK, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+
+
+def small_kit(folder: Path, needs: dict[str, str], *wheels: Path) -> Path:
+    (folder / "wheels").mkdir(parents=True)
+    for path in wheels:
+        shutil.copy(path, folder / "wheels")
+    about = {
+        "python": "3.12", "machine": os.uname().machine, "needs": needs,
+        "wheels": {path.name: kit._sha256(path) for path in wheels},
+    }  # fmt: skip
+    (folder / "kit.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_a_kit_installs_into_a_clean_python(python_3_12: Path, tmp_path: Path, index: Path) -> None:
+    python, target = python_3_12 / "bin/python", tmp_path / "target"
+    folder = small_kit(
+        tmp_path / "kit", {"carried>=1": "postnorm", "had>=2": "carried"},
+        wheel(index, "carried", "1", "had>=2"),
+    )  # fmt: skip
+    done = install(python, folder, target)
+    assert done.returncode == 1
+    assert done.stdout == "missing: had>=2, which carried needs\n"
+    stub = site_packages(python_3_12) / "had-1.9.dist-info"
+    stub.mkdir()
+    (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: had\nVersion: 1.9\n")
+    done = install(python, folder, target)
+    assert done.stdout == "wrong version: had>=2, which carried needs; 1.9 is there\n"
+    (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: had\nVersion: 2.0\n")
+    done = install(python, folder, target)
+    assert (done.stdout, done.returncode) == ("every requirement is met\n", 0)
+    code = "import carried; print(carried.VERSION)"
+    said = subprocess.check_output([python, "-c", code], text=True,
+                                   env={**os.environ, "PYTHONPATH": str(target)})  # fmt: skip
+    assert said == "1\n"
+    shutil.rmtree(stub)
+
+
+def test_a_kit_that_is_damaged_or_for_another_python_is_refused(
+    python_3_12: Path, tmp_path: Path, index: Path
+) -> None:
+    folder = small_kit(tmp_path / "kit", {"carried": "postnorm"}, wheel(index, "carried", "1"))
+    if sys.version_info[:2] != (3, 12):
+        done = install(sys.executable, folder, tmp_path / "target")
+        assert "is for Python 3.12 on" in done.stdout
+        assert "change python== in benchmarks/gpu/machine.txt" in done.stdout
+    [path] = (folder / "wheels").iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    done = install(python_3_12 / "bin/python", folder, tmp_path / "target")
+    assert done.returncode == 1
+    assert f"{path.name} is missing or damaged; copy the kit again" in done.stdout
+
+
+def test_where_nothing_is_missing_nothing_is_installed(tmp_path: Path) -> None:
+    """A kit for another Python does for an environment that is complete."""
+    folder = small_kit(tmp_path / "kit", {"numpy>=2.1": "postnorm"})
+    (folder / "kit.json").write_text((folder / "kit.json").read_text().replace('"3.12"', '"3.9"'))
+    done = install(sys.executable, folder, tmp_path / "target")
+    assert (done.stdout, done.returncode) == ("every requirement is met\n", 0)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.slow
+def test_the_real_kit(python_3_12: Path, tmp_path: Path) -> None:
+    asked = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest",
+         str(tmp_path / "probe"), "hjson"], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if asked.returncode:
+        pytest.skip(f"needs a package index, which pip does not reach: {asked.stderr[-300:]}")
+    folder, target = tmp_path / "kit", tmp_path / "target"
+    made = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kit", "make", str(folder), "--no-data"], cwd=ROOT,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout
+    names = [path.name for path in (folder / "wheels").iterdir()]
+    assert any(name.startswith("deepspeed-") and name.endswith("-py3-none-any.whl")
+               for name in names)  # fmt: skip
+    assert not [name for name in names if "cp311" in name or name.startswith("torch")]
+    assert sum(path.stat().st_size for path in folder.rglob("*.whl")) < 20 * 2**20
+    pretend(site_packages(python_3_12), Machine.read(MACHINE))
+    done = install(python_3_12 / "bin/python", folder, target)
+    assert (done.stdout, done.returncode) == ("every requirement is met\n", 0)
+    # Those that need nothing else than each other.
+    code = "import sentencepiece, opencc, rjieba, google_crc32c, pydantic, hjson, braceexpand"
+    subprocess.run([python_3_12 / "bin/python", "-c", code], check=True,
+                   env={**os.environ, "PYTHONPATH": str(target)})  # fmt: skip
