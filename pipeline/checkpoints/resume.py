@@ -23,7 +23,7 @@ from pipeline.checkpoints.state import HasState, SavedState, state_paths
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.difference import dataset_differences, value_differences
 from pipeline.data.format import INDEX_FILE, DatasetIndex
-from pipeline.data.record import Ledger, read_ledger
+from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.errors import CheckpointError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo

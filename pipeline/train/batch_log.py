@@ -16,14 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.record import (
-    HEADER,
-    BatchRecord,
-    how_to_fix,
-    line_of,
-    parse,
-    record_of,
-)
+from pipeline.data.record import HEADER, BatchRecord, how_to_fix, line_of, parse, record_of
 from pipeline.errors import DataError, StorageError
 from pipeline.runtime import dist
 from pipeline.runtime.files import write_atomic

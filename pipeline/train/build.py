@@ -19,8 +19,9 @@ from pipeline.config.load import provenance, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.record import Rewind, read_batches, read_ledger
+from pipeline.data.record import read_batches
 from pipeline.data.steps import Share
 from pipeline.errors import (
     EXIT_FINISHED,

@@ -15,7 +15,8 @@ from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, veri
 from pipeline.checkpoints.save import Saver
 from pipeline.config.batches import BatchPlace
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.record import BatchRecord, NonFinite, Rewind, add_to_ledger, read_ledger
+from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
+from pipeline.data.record import BatchRecord
 from pipeline.data.run_order import RunOrder
 from pipeline.errors import CheckpointError, StorageError, TrainingError
 from pipeline.runtime import dist

@@ -50,6 +50,7 @@ TORCH_FREE = {
     "pipeline.data.format",
     "pipeline.data.difference",
     "pipeline.data.workers",
+    "pipeline.data.ledger",
     "pipeline.data.record",
     "pipeline.inspect",
     "pipeline.use.evaluate_command",

@@ -70,7 +70,7 @@ def test_flops_count_real_documents(measured: dict[str, Any], dataset: DatasetIn
     rows = [row for batch in batches for row in batch.documents.tolist()]
     lengths = [row.count(number) for row in rows for number in set(row) - {0}]
     document_len = sum(n * n for n in lengths) / sum(lengths)
-    masked_share = sum(len(batch.masked_index) for batch in batches) / sum(lengths)
+    masked_share = sum(batch.weights["loss"] for batch in batches) / sum(lengths)
     assert 1 < document_len < 32
     for name in (OURS, PEER):
         at = measured["subjects"][name]["cases"]["s32 128"]
