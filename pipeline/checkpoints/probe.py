@@ -15,8 +15,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from pipeline.checkpoints.manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
@@ -34,7 +32,7 @@ from pipeline.errors import (
     RejectedError,
 )
 from pipeline.model.architecture import read_config
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import without_storage
 from pipeline.runtime import env
 from pipeline.runtime.files import forget_cached, sync_path, write_atomic
 
@@ -69,8 +67,7 @@ def probe(path: Path) -> ProbeReport:
             forget_cached(path / name)
     verify(path)
     saved = SavedState(path)
-    with torch.device("meta"):
-        model = MaskedLanguageModel(read_config(manifest.identity["model"], str(path)))
+    model = without_storage(read_config(manifest.identity["model"], str(path)))
     saved.require_shapes({name: tuple(p.shape) for name, p in model.named_parameters()})
     for name, shape in saved.shapes.items():
         for kind in KINDS:

@@ -34,7 +34,7 @@ def sequence_hashes(
     epochs: npt.NDArray[np.int64],
     input_ids: npt.NDArray[np.int64],
     documents: npt.NDArray[np.int32],
-    masked_index: npt.NDArray[np.int64],
+    predicted: npt.NDArray[np.int64],
     targets: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.uint64]:
     """Hash sequences.
@@ -45,7 +45,7 @@ def sequence_hashes(
         epochs: (B,) epoch in which each is seen.
         input_ids: (B, S) corrupted token ids, below 2^32.
         documents: (B, S) number of the document piece in the sequence from 1, 0 at padding.
-        masked_index: (M,) rising flat indices b * S + s of the slots to predict.
+        predicted: (M,) rising flat indices b * S + s of the slots to predict.
         targets: (M,) their original token ids, below 2^32.
 
     Returns:
@@ -54,10 +54,10 @@ def sequence_hashes(
     assert input_ids.ndim == 2
     assert documents.shape == input_ids.shape
     assert len(places) == len(sample_ids) == len(epochs) == len(input_ids)
-    assert len(targets) == len(masked_index)
+    assert len(targets) == len(predicted)
     # The first slot to predict of each sequence, and M after the last.
-    firsts = np.searchsorted(masked_index, np.arange(len(input_ids) + 1) * input_ids.shape[1])
-    assert firsts[-1] - firsts[0] == len(masked_index), "an index is not of this batch"
+    firsts = np.searchsorted(predicted, np.arange(len(input_ids) + 1) * input_ids.shape[1])
+    assert firsts[-1] - firsts[0] == len(predicted), "an index is not of this batch"
     return _hash_batch(
         np.ascontiguousarray(places, np.int64),
         np.ascontiguousarray(sample_ids, np.int64),
@@ -65,7 +65,7 @@ def sequence_hashes(
         np.ascontiguousarray(input_ids, np.int64),
         np.ascontiguousarray(documents, np.int32),
         firsts.astype(np.int64),
-        np.ascontiguousarray(masked_index, np.int64),
+        np.ascontiguousarray(predicted, np.int64),
         np.ascontiguousarray(targets, np.int64),
     )
 
@@ -87,7 +87,7 @@ def _hash_batch(
     input_ids: npt.NDArray[np.int64],
     documents: npt.NDArray[np.int32],
     firsts: npt.NDArray[np.int64],
-    masked_index: npt.NDArray[np.int64],
+    predicted: npt.NDArray[np.int64],
     targets: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.uint64]:
     rows, slots = input_ids.shape
@@ -101,7 +101,7 @@ def _hash_batch(
         for i in range(firsts[row], firsts[row + 1]):
             # Documents are below 2^31: no slot's content has this bit.
             word = np.uint64(targets[i]) | _PREDICTED
-            content += _mixed(word + (np.uint64(masked_index[i]) - start + _ONE) * _STEP)
+            content += _mixed(word + (np.uint64(predicted[i]) - start + _ONE) * _STEP)
         # Each value is mixed separately, so that a change of one cannot cancel that of another.
         key = _mixed(np.uint64(places[row]) + _STEP)
         key = _mixed(key + np.uint64(epochs[row]) + _STEP)

@@ -87,7 +87,7 @@ class _VocabularyLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "gradients of vocabulary_loss are constants: they cannot be differentiated again; "
-                "leave out create_graph, or take F.cross_entropy of MaskedLanguageModel.head"
+                "leave out create_graph, or take F.cross_entropy of the model's own `head`"
             )
         # A 0-dimensional factor would be rounded to bf16 first, and all gradients with it.
         factor = d_loss.reshape(1)

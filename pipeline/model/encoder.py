@@ -216,6 +216,7 @@ class Encoder(nn.Module):
 class EncoderModel(nn.Module):
     """An encoder with heads: what an objective trains."""
 
+    config: ModelConfig
     encoder: Encoder
 
     def fuse_loss(self) -> None:
@@ -298,3 +299,9 @@ class MaskedLanguageModel(EncoderModel):
         """(V, E) and (V,)."""
         bias_V = self.head_bias if self.config.mlm_head == "bert" else None
         return self.encoder.token_embedding.weight, bias_V
+
+
+def without_storage(config: ModelConfig) -> EncoderModel:
+    """Make a model that has names and shapes but no weights yet, as model folders hold it."""
+    with torch.device("meta"):
+        return MaskedLanguageModel(config)

@@ -19,7 +19,7 @@ from pipeline.config import strict_yaml
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.architecture import TOKENIZERS_FILE, is_model_folder, read_config
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import without_storage
 from pipeline.runtime import tensors
 from pipeline.runtime.files import sha256_file, write_atomic
 from pipeline.tokenizer.fast import ForeignSplitterError, build_tokenizer_json
@@ -304,8 +304,7 @@ def _weights(
     Raises:
         CheckpointError: one of theirs is missing or left over; names it as it is called there.
     """
-    with torch.device("meta"):
-        model = MaskedLanguageModel(config)
+    model = without_storage(config)
     translate: Callable[[str], tuple[str, ...]] = (
         names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)
     )

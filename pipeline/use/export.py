@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel
 from pipeline.model.layout import Layout, rows
 from pipeline.use.folder import (
     copy_tokenizer,
@@ -60,14 +60,14 @@ def export(source: Path, out: Path) -> ExportReport:
 
 
 def compare(
-    trained: MaskedLanguageModel,
+    trained: EncoderModel,
     exported: Callable[[Tensor, Layout, Tensor], Tensor],
 ) -> ExportReport:
     """Compare logits on random packed sequences, two documents in each.
 
     Args:
         trained: the trainer's model.
-        exported: (B, S) ids, layout and (M,) masked_index to (M, V) logits.
+        exported: (B, S) ids, layout and (M,) numbers of tokens to (M, V) logits.
 
     Raises:
         CheckpointError: they differ by more than `LARGEST_DIFFERENCE`.

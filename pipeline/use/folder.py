@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeline.config.load import provenance
@@ -23,7 +22,7 @@ from pipeline.model.architecture import (
     read_architecture,
     tokenizer_path,
 )
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel, without_storage
 from pipeline.runtime import tensors
 from pipeline.runtime.files import write_json_atomic
 from pipeline.tokenizer.fast import FastTokenizer
@@ -36,7 +35,7 @@ _LISTED = 5
 class TrainedModel:
     """A model ready for use, in fp32 and evaluation mode, at the alpha of its step."""
 
-    model: MaskedLanguageModel
+    model: EncoderModel
     tokenizer: Tokenizer | FastTokenizer | None
     facts: dict[str, Any]
     """Step, dataset fingerprint, versions: what config.json holds beside the architecture."""
@@ -128,16 +127,13 @@ def read_tokenizer(folder: Path) -> Tokenizer | FastTokenizer | None:
     return Tokenizer(path) if path.name == SENTENCEPIECE_FILE else FastTokenizer(path)
 
 
-def build_model(
-    config: ModelConfig, weights: dict[str, Tensor], origin: str
-) -> MaskedLanguageModel:
+def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: str) -> EncoderModel:
     """Build a model with these weights, in evaluation mode.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape; names them.
     """
-    with torch.device("meta"):
-        model = MaskedLanguageModel(config)
+    model = without_storage(config)
     require_fit(dict(model.state_dict()), weights, origin)
     model.load_state_dict({name: weights[name].float() for name in model.state_dict()}, assign=True)
     return model.eval()

@@ -7,7 +7,7 @@ from pipeline.checkpoints.state import read_weights
 from pipeline.checkpoints.table import A_RUN_OR_ITS_COPY, folder_of
 from pipeline.errors import CheckpointError
 from pipeline.model.architecture import is_model_folder, read_config, tokenizer_path
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.initial import InitialWeights
@@ -48,7 +48,7 @@ def require_full_alpha(trained: TrainedModel, source: Path, why: str) -> None:
         )
 
 
-def load_checkpoint(path: Path) -> tuple[MaskedLanguageModel, Manifest]:
+def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest]:
     """Load one checkpoint in fp32 and evaluation mode, at its alpha, without verifying its files.
 
     Raises:

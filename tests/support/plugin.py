@@ -26,7 +26,7 @@ MARKERS = {
     "processes": "process",
     "start_ranks": "dist",
     "start_command": "dist",
-    "slurm_cluster": "cluster",
+    "cluster": "cluster",
     "browser": "browser",
     "interpreter": "interpreter",
 }
