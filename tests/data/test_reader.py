@@ -123,7 +123,7 @@ def test_damaged_index_or_tokenizer_is_refused(copy: Path, name: str) -> None:
 
 
 def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no finished dataset; run `python -m data_prep run"):
+    with pytest.raises(DataError, match="not a finished dataset; run `python -m data_prep run"):
         read_index(tmp_path)
 
 

@@ -239,9 +239,9 @@ def test_line_ends_of_windows_are_no_part_of_pieces(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer 'Whitespace', not 'BertPreT"),
-        ({"normalizer": {"type": "NFC"}}, "no tokenizer.json of a BERT model: KeyError"),
+        ({"normalizer": {"type": "NFC"}}, "not the tokenizer.json of a BERT model: KeyError"),
         ({"added_tokens": [{"content": "<new>", "id": 999999}]}, r"added tokens \['<new>'\]"),
-        ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "no tokenizer.json of a BERT"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "not the tokenizer.json of a BERT"),
     ],
 )
 def test_other_tokenizer_json_is_refused(

@@ -177,7 +177,7 @@ def test_a_file_that_does_not_reach_to_the_cursor_is_refused(alone: Path) -> Non
     _log(alone, 0, _records(0, 6))
     with pytest.raises(DataError, match="line 7 ends at sequence 48, followed by the end"):
         BatchLog(alone, 56, True)
-    with pytest.raises(DataError, match="after line 2 it is at sequence 8, then 16"):
+    with pytest.raises(DataError, match="line 2 ends at sequence 8, followed by 16"):
         BatchLog(alone, 12, True)
 
 

@@ -67,7 +67,7 @@ def test_the_text_names_causes_with_numbers(dataset: DatasetIndex, tmp_path: Pat
         "model.init=rsqrt_depth with model.residual=plain needs no warm-up",
         "batch: 4,096 tokens a step",
         "gradient norm 0.51, by layer: embeddings 0.5, layer_00 1e-05",
-        "of the documents were dropped by stage dedup; near duplicates were not looked for",
+        "of the documents were dropped by stage dedup; near duplicates were not searched for",
     ):
         assert part in text
     elsewhere = _told(_doctor(str(tmp_path)), losses)[410]

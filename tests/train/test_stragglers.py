@@ -30,7 +30,7 @@ def test_text_names_host_cause_and_cost() -> None:
     assert text.startswith(
         "rank 1 on b needs 1.50 times as long as the median of the other ranks, most of it waiting "
         "for data: 600.0 ms a step against 400.0 ms, 3 log intervals in a row. The others wait for "
-        "it: about 20% of the run's time."
+        "it about 20% of the run's time."
     )
 
 
