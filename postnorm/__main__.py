@@ -1,7 +1,6 @@
 """`postnorm VERB`: the verbs of all packages behind one door."""
 
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeline.runtime import stop
@@ -22,30 +21,19 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
       lists all runs if none is named, and it needs no SLURM. `python -m pipeline status` is the
       trainer's.
     """
+    from data_prep import commands as prep
+    from launch import commands as launch
     from pipeline.commands import GROUPS
     from pipeline.runtime.cli import family
 
-    prep, launch = _table("data_prep"), _table("launch")
-    taken = {verb.name for verb in launch}
-    train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch]
+    taken = {verb.name for verb in launch.VERBS}
+    train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch.VERBS]
     return {
-        "prepare": (family("prep", "raw text to a tokenised dataset", prep),) if prep else (),
+        "prepare": (family("prep", "raw text to a tokenised dataset", prep.VERBS),),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
         "use": GROUPS["use"],
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
     }
-
-
-def _table(package: str) -> "tuple[Verb, ...]":
-    """Read a package's verbs; one that has no table yet has none."""
-    name = f"{package}.commands"
-    try:
-        verbs: tuple[Verb, ...] = import_module(name).VERBS
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return ()
-    return verbs
 
 
 def main() -> NoReturn:

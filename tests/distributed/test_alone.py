@@ -14,7 +14,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_FAILED_RETRY, EXIT_PREEMPTED
 from tests.support.ranks import CONFIG, Ranks, losses, records
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.usefixtures("processes")
 
 _NO_GROUP = {
     name: value

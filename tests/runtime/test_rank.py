@@ -74,7 +74,7 @@ dist.barrier()
 """
 
 
-@pytest.mark.dist
+@pytest.mark.usefixtures("processes")
 def test_ranks_agree_on_errors_and_signals(tmp_path: Path) -> None:
     processes = start([sys.executable, "-c", _AGREEING], 2, tmp_path / "out")
     codes = [process.wait(60) for process in processes]
@@ -87,6 +87,7 @@ def test_ranks_agree_on_errors_and_signals(tmp_path: Path) -> None:
     assert "nothing was raised" not in text
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_rank_alone_is_refused_among_tasks_of_srun(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"run_dir: {tmp_path}/run\ndata: {{dir: {tmp_path}}}\n")
