@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +20,6 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Rewind, read_ledger
-from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.record import read_batches
 from pipeline.data.steps import Share
 from pipeline.errors import (
@@ -46,8 +45,9 @@ from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.initial import InitialWeights, start_from
-from pipeline.train.loop import Parts, train
+from pipeline.train.loop import Attempt, train
 from pipeline.train.requests import Requests
+from pipeline.train.run import Run
 from pipeline.train.sinks import Sinks
 from pipeline.train.watch import Watch
 
@@ -59,7 +59,7 @@ _LOCK_PATIENCE_S = 15.0
 def pretrain(
     config: PretrainConfig, rank: Rank, initial: Callable[[], InitialWeights] | None = None
 ) -> int:
-    """Runs or resumes a pre-training run on this rank.
+    """Run or resume a pre-training run on this rank.
 
     Args:
         config: of the run.
@@ -70,7 +70,7 @@ def pretrain(
         An exit code of `pipeline.errors`.
 
     Raises:
-        PostnormError: anything the user can mend.
+        PostnormError: the user can fix it.
     """
     run_dir, process = Path(config.run_dir), rank.process
     config.batches.require_split(process.world_size)
@@ -94,7 +94,7 @@ def pretrain(
 
 
 def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConfig:
-    """Fills in or checks `model.vocab_size`.
+    """Fill in or check `model.vocab_size`.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
@@ -109,7 +109,9 @@ def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConf
 
 
 def make_model(config: PretrainConfig, objective: Objective, device: torch.device) -> EncoderModel:
-    """The model of a run, on the CPU, with what computes it on `device`; `model.vocab_size` is set.
+    """Make the model of a run on the CPU, with the kernels that will compute it on `device`.
+
+    `config.model.vocab_size` is set.
 
     Raises:
         ConfigError: what the config asks for cannot run on the device.
@@ -156,13 +158,18 @@ def _run(
         return EXIT_PREEMPTED
     if initial is not None and resumed_from is None:
         start_from(model, initial(), config, index)
+    num_sequences = train_loader.steps.split.counts[config.data.seq_len].sum()
     logger.info(
         "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch",
-        run_dir, f"{num_parameters:,}", process.world_size, device.type,
-        f"{train_loader.steps.split.counts[config.data.seq_len].sum():,}", config.data.seq_len,
-    )  # fmt: skip
+        run_dir,
+        f"{num_parameters:,}",
+        process.world_size,
+        device.type,
+        f"{num_sequences:,}",
+        config.data.seq_len,
+    )
     watchdog.beat("making the engine")
-    opened = _Opened(
+    run = Run(
         config=config,
         process=process,
         index=index,
@@ -175,141 +182,105 @@ def _run(
         saver=saver,
         requests=requests,
     )
-    code = _attempt(opened, resumed_from, rewound=False)
+    code = _attempt(run, resumed_from, rewound=False)
     while code is None:
-        code = _attempt(opened, store.newest(), rewound=True)
+        code = _attempt(run, store.newest(), rewound=True)
     return code
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """What lasts as long as the process."""
-
-    config: PretrainConfig
-    process: ProcessInfo
-    index: DatasetIndex
-    model: EncoderModel
-    engine: Engine
-    objective: Objective
-    train_loader: TrainLoader
-    eval_loader: EvalLoader
-    store: CheckpointStore
-    saver: Saver
-    requests: Requests
-
-
-def _attempt(opened: _Opened, resumed_from: Path | None, *, rewound: bool) -> int | None:
-    """Trains from a checkpoint or from scratch; see `train` for what it returns and raises."""
-    config, process, engine = opened.config, opened.process, opened.engine
-    run_dir = Path(config.run_dir)
+def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | None:
+    """Train from a checkpoint or from scratch; see `train` for what it returns and raises."""
+    config, process = run.config, run.process
     watchdog.beat("loading the state")
-    state = opened.store.load(engine, resumed_from) if resumed_from else TrainState()
-    resumed_step = state.step if resumed_from else None
+    state = run.store.load(run.engine, resumed_from) if resumed_from else TrainState()
     logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from scratch")
     if resumed_from is None and process.is_first:
-        # What an attempt without a checkpoint did is gone; its config may have been another one.
-        RunFolder(run_dir).batches.unlink(missing_ok=True)
-        RunFolder(run_dir).ledger.unlink(missing_ok=True)
-    rewinds = dist.on_first(lambda: _rewinds(run_dir, state), "reading the ledger")
+        # The work of an attempt without a checkpoint is lost; its config may have been another one.
+        run.folder.batches.unlink(missing_ok=True)
+        run.folder.ledger.unlink(missing_ok=True)
+    rewinds = dist.on_first(lambda: _rewinds(run.folder, state), "reading the ledger")
     state.rewinds = len(rewinds)
-    batch_log = BatchLog(run_dir, state.cursor, process.is_first)
+    batch_log = BatchLog(run.folder.path, state.cursor, process.is_first)
     if process.is_first and config.train.skip_batches:
         _warn_of_trained(config, state)
     sinks = None
     if process.is_first:
         if not is_over(state.step, config.train, state.elapsed_s):
-            RunFolder(run_dir).done.unlink(missing_ok=True)  # the run was made longer
-        write_atomic(RunFolder(run_dir).resolved, resolved_text(config).encode())
-        _write_deepspeed_config(config, process)
-        attempt = _record_attempt(
-            run_dir, process, opened.index.fingerprint, resumed_step, rewound=rewound
-        )
-        sinks = Sinks(run_dir, attempt, resumed_step)
-    watch = Watch(
-        config, opened.index, opened.model, engine, opened.objective, opened.train_loader,
-        opened.eval_loader, sinks,
-    )  # fmt: skip
-    parts = Parts(
-        config=config,
-        process=process,
-        engine=engine,
-        encoder=opened.model.encoder,
-        objective=opened.objective,
-        train_loader=opened.train_loader,
-        saver=opened.saver,
+            run.folder.done.unlink(missing_ok=True)  # the run was made longer
+        write_atomic(run.folder.resolved, resolved_text(config).encode())
+        _write_deepspeed_config(run)
+        resumed_step = state.step if resumed_from else None
+        number = _record_attempt(run, resumed_step, rewound=rewound)
+        sinks = Sinks(run.folder.path, number, resumed_step)
+    watch = Watch(run, sinks)
+    attempt = Attempt(
+        run=run,
         batch_log=batch_log,
-        requests=opened.requests,
         watch=watch,
         left_out=LeftOut(config, rewinds),
-        rescue=Rescue(config, opened.train_loader.steps.order, batch_log, opened.saver, watch),
+        rescue=Rescue(config, run.train_loader.steps.order, batch_log, run.saver, watch),
     )
-    code = train(parts, state)
+    code = train(attempt, state)
     if sinks:
         sinks.close()
         if code == EXIT_FINISHED:
-            _finish(config, state)
+            _finish(run, state)
     return code
 
 
-def _rewinds(run_dir: Path, state: TrainState) -> list[Rewind]:
-    """How the run went back so far; for rank 0.
+def _rewinds(folder: RunFolder, state: TrainState) -> list[Rewind]:
+    """Read how often the run went back so far; for rank 0.
 
     Raises:
         DataError: the ledger is damaged, or is not that of the state.
     """
-    found = read_ledger(run_dir).rewinds
-    if len(found) < state.rewinds:
+    rewinds = read_ledger(folder.path).rewinds
+    if len(rewinds) < state.rewinds:
         raise DataError(
-            f"{RunFolder(run_dir).ledger} has {len(found)} rewinds, the checkpoint of step "
-            f"{state.step} was saved after {state.rewinds}: which batches are left out is not "
-            "known; restore the file from a copy"
+            f"{folder.ledger} has {len(rewinds)} rewinds, the checkpoint of step {state.step} was "
+            f"saved after {state.rewinds}: which batches are left out is not known; restore the "
+            "file from a copy"
         )
-    return found
+    return rewinds
 
 
 def _warn_of_trained(config: PretrainConfig, state: TrainState) -> None:
-    """Tells what cannot be left out any more, on rank 0."""
+    """Warn of batches that cannot be left out any more, on rank 0."""
     following = config.batches.at(state.cursor).number
     trained = trained_in_spite(config, read_batches(Path(config.run_dir)), following)
     if trained:
-        logger.warning(
+        text = (
             "train.skip_batches: %d batches, such as %d, were trained on before; to leave them out "
-            "resume from a checkpoint before them, or start a new run", len(trained), trained[0],
-        )  # fmt: skip
+            "resume from a checkpoint before them, or start a new run"
+        )
+        logger.warning(text, len(trained), trained[0])
 
 
-def _finish(config: PretrainConfig, state: TrainState) -> None:
-    """Marks the run as done, on rank 0."""
-    done = RunFolder(Path(config.run_dir)).done
-    write_json_atomic(done, {"step": state.step, "unix_s": time.time()})
+def _finish(run: Run, state: TrainState) -> None:
+    """Mark the run as done, on rank 0."""
+    write_json_atomic(run.folder.done, {"step": state.step, "unix_s": time.time()})
     logger.info("finished at step %d", state.step)
-    reached = alpha(state.step, config.train.alpha_warmup_steps)
+    reached = alpha(state.step, run.config.train.alpha_warmup_steps)
     if reached < 1:
-        logger.warning(
-            "the time budget ended the run at alpha %.3f: the model is of use only at that "
-            "alpha; continue with a larger train.budget_hours, or start again with a "
-            "shorter train.alpha_warmup_steps", reached,
-        )  # fmt: skip
+        text = (
+            "the time budget ended the run at alpha %.3f: the model is usable only at that alpha; "
+            "continue with a larger train.budget_hours, or start again with a shorter "
+            "train.alpha_warmup_steps"
+        )
+        logger.warning(text, reached)
 
 
-def _write_deepspeed_config(config: PretrainConfig, process: ProcessInfo) -> None:
-    path = RunFolder(Path(config.run_dir)).deepspeed
-    if config.train.zero_stage == 0:
+def _write_deepspeed_config(run: Run) -> None:
+    config, path = run.config.train, run.folder.deepspeed
+    if config.zero_stage == 0:
         path.unlink(missing_ok=True)
     else:
-        write_json_atomic(path, deepspeed_config(config.train, process.world_size))
+        write_json_atomic(path, deepspeed_config(config, run.process.world_size))
 
 
-def _record_attempt(
-    run_dir: Path,
-    process: ProcessInfo,
-    fingerprint: str,
-    resumed_step: int | None,
-    *,
-    rewound: bool,
-) -> int:
-    """Adds a line to attempts.jsonl and returns this attempt's number, 1 for the first."""
-    path = RunFolder(run_dir).attempts
+def _record_attempt(run: Run, resumed_step: int | None, *, rewound: bool) -> int:
+    """Add a line to attempts.jsonl and return this attempt's number, 1 for the first."""
+    process, path = run.process, run.folder.attempts
     attempt = 1 + (path.read_text().count("\n") if path.exists() else 0)
     record = {
         "attempt": attempt,
@@ -317,7 +288,7 @@ def _record_attempt(
         "rewound": rewound,
         "unix_s": time.time(),
         "world_size": process.world_size,
-        "fingerprint": fingerprint,
+        "fingerprint": run.index.fingerprint,
         "host": process.host,
         "job": process.job,
         **provenance(),
@@ -329,7 +300,7 @@ def _record_attempt(
 
 @contextmanager
 def _exclusive(run_dir: Path, process: ProcessInfo) -> Iterator[None]:
-    """Holds the run folder's lock on rank 0; the system frees it however the process ends."""
+    """Hold the run folder's lock on rank 0; the system frees it however the process ends."""
     if not process.is_first:
         yield
         return
@@ -339,7 +310,7 @@ def _exclusive(run_dir: Path, process: ProcessInfo) -> Iterator[None]:
 
 
 def _lock(file: IO[str], run_dir: Path) -> None:
-    """Takes the lock, waiting a while: a node that was cut off may still run what it was given."""
+    """Take the lock after a while at most: a node that was cut off may still run its process."""
     deadline = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         try:

@@ -15,17 +15,13 @@ from pipeline.config.batches import BatchPlace
 from pipeline.config.load import resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import walk
-from pipeline.data.format import DatasetIndex
-from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.model.cost import flops_per_token, limits
-from pipeline.model.encoder import EncoderModel
-from pipeline.objectives.base import Objective
 from pipeline.runtime import dist
-from pipeline.train.engine import Engine
 from pipeline.train.evaluate import evaluate
 from pipeline.train.health import LastStep, PlateauDoctor, Stragglers
 from pipeline.train.metrics import Interval
 from pipeline.train.observe import Observer, examples_text, heat_map
+from pipeline.train.run import Run
 from pipeline.train.sinks import Sinks, console_line, means_text
 from pipeline.train.timing import device_name
 
@@ -43,29 +39,15 @@ class StepNumbers(NamedTuple):
 class Watch:
     """Watches one attempt. Rank 0 has sinks to write to."""
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        index: DatasetIndex,
-        model: EncoderModel,
-        engine: Engine,
-        objective: Objective,
-        train_loader: TrainLoader,
-        eval_loader: EvalLoader,
-        sinks: Sinks | None,
-    ) -> None:
-        """Shows the config at once. Collective."""
-        self._config = config
-        self._engine = engine
-        self._objective = objective
-        self._order = train_loader.steps.order
-        self._eval_loader = eval_loader
-        self._sinks = sinks
-        self._observer = Observer(model, eval_loader, index, engine.device)
-        self._doctor = PlateauDoctor(config, index.unigram_entropy_nats)
+    def __init__(self, run: Run, sinks: Sinks | None) -> None:
+        """Show the config at once. Collective."""
+        config, device = run.config, run.engine.device
+        self._run, self._config, self._sinks = run, config, sinks
+        self._observer = Observer(run.model, run.eval_loader, run.index, device)
+        self._doctor = PlateauDoctor(config, run.index.unigram_entropy_nats)
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
-        known = limits(device_name(engine.device)) if config.train.precision == "bf16" else None
+        known = limits(device_name(device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
         self._eta: _Eta | None = None
         if sinks:
@@ -75,7 +57,7 @@ class Watch:
     def interval(
         self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
     ) -> None:
-        """Shows what happened since the last time.
+        """Show what happened since the last log line.
 
         Args:
             state: after the interval's last step.
@@ -113,24 +95,23 @@ class Watch:
                 self._sinks.write(state.step, "straggler", values)
 
     def skipped(self, state: TrainState) -> None:
-        """Shows that a step was skipped."""
+        """Show that a step was skipped."""
         if self._sinks:
             self._sinks.write(state.step, "skip", {"total": float(state.skipped)})
 
     def saves(self, found: list[SaveNumbers]) -> None:
-        """Shows what saves cost."""
+        """Show the cost of saves."""
         if self._sinks:
             for numbers in found:
                 self._sinks.write(numbers.step, "save", numbers.values, section="train")
 
     def evaluate(self, state: TrainState) -> None:
-        """Evaluates held-out text at the model's alpha. Collective.
+        """Evaluate held-out text at the model's alpha. Collective.
 
         The loss goes into `state` too, for checkpoints.
         """
-        result = evaluate(
-            self._engine.model, self._engine.device, self._objective, self._eval_loader
-        )
+        run = self._run
+        result = evaluate(run.engine.model, run.engine.device, run.objective, run.eval_loader)
         total = result.total
         state.held_out_loss, state.held_out_step = total.loss, state.step
         counts = ", ".join(f"{count:,} {name}" for name, count in total.counts.items())
@@ -152,7 +133,7 @@ class Watch:
     def _values(
         self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
     ) -> dict[str, float]:
-        """All numbers of a log line."""
+        """Put together all numbers of a log line."""
         values = {
             **interval.means,
             "loss": interval.loss,
@@ -178,22 +159,22 @@ class Watch:
         return values
 
     def _epochs(self, state: TrainState) -> dict[str, float]:
-        """How often the training text was seen, by source where sources have weights."""
-        epochs = self._order.epochs(state.cursor)
+        """Return how often the training text was seen, by source where sources have weights."""
+        epochs = self._run.train_loader.steps.order.epochs(state.cursor)
         if len(epochs) == 1:
             return {"epoch": next(iter(epochs.values()))}
         return {f"epoch_{name}": value for name, value in epochs.items()}
 
     def _speed(self, interval: Interval) -> dict[str, float]:
-        """Rates of all ranks, the model's FLOP/s of one, and seconds a step."""
-        targets = interval.weights[next(iter(self._objective.losses))]
+        """Return rates of all ranks, the model's FLOP/s of one, and seconds a step."""
+        targets = interval.weights[next(iter(self._run.objective.losses))]
         flops = model_flops(self._config, interval, targets)
-        per_device = flops / interval.elapsed_s / self._engine.world_size
+        per_device = flops / interval.elapsed_s / self._run.engine.world_size
         own_s = interval.wait_s + interval.compute_s
         values = {
             "tokens": float(interval.num_tokens),
             "slots_per_s": interval.num_slots / interval.elapsed_s,
-            f"{self._objective.targets}_per_s": targets / interval.elapsed_s,
+            f"{self._run.objective.targets}_per_s": targets / interval.elapsed_s,
             "model_tflops_per_device": per_device / 1e12,
             "step_s_median": float(np.median(interval.step_s)),
             "step_s_p95": float(np.quantile(interval.step_s, 0.95)),
@@ -206,7 +187,7 @@ class Watch:
 
 
 def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> float:
-    """FLOPs that the interval's real tokens need, forward and backward, padding left out.
+    """Count the FLOPs of the interval's real tokens, forward and backward, without padding.
 
     Attention counts the squares of the lengths of the pieces that were seen, whatever the kernel
     goes through; the head counts the `targets` tokens that it predicts.
