@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_map_lists_every_package() -> None:
     listed = set(re.findall(r"^\| `([a-z_/]+)/` \|", README, flags=re.MULTILINE))
-    packages = {"data_prep", "launch", "postnorm", "configs", "benchmarks", "tests"}
+    packages = {"data_prep", "launch", "postnorm", "configs", "studies", "benchmarks", "tests"}
     packages |= {f"pipeline/{path.parent.name}" for path in ROOT.glob("pipeline/*/__init__.py")}
     assert listed == packages
 

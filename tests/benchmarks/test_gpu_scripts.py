@@ -154,7 +154,7 @@ def test_training_plan(kit: Path, tmp_path: Path) -> None:
 
 
 @NEEDS_TRITON
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_everything_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetIndex) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out"
@@ -177,7 +177,7 @@ def test_everything_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetInd
     assert len(list(out.iterdir())) <= 8
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_training_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetIndex) -> None:
     out = tmp_path / "out"
     done = start("train_gpu.sh", kit, out, TINY=1, DATA=dataset.folder, BUDGET_S=1500,
@@ -192,6 +192,7 @@ def test_training_once_on_a_cpu(kit: Path, tmp_path: Path, dataset: DatasetIndex
     assert "## A real training run" in (out / "gpu.md").read_text()
 
 
+@pytest.mark.usefixtures("processes")
 def test_planned_memory_is_that_of_the_model_command() -> None:
     config = ROOT / "benchmarks/gpu/train.yaml"
     plan = read_plan(config)

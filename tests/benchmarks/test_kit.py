@@ -1,6 +1,6 @@
 """The kit for a GPU machine: what goes into it, and that it installs without index and network.
 
-Wheels are made here, but for the slow test, which makes the real kit and needs a package index.
+Wheels are made here, but for the test of the real kit, which needs a package index.
 """
 
 import ast
@@ -19,6 +19,8 @@ from pip._vendor.packaging.utils import canonicalize_name
 
 from benchmarks import kit
 from benchmarks.kit import MACHINE, Machine, Wheels
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 ROOT = Path(__file__).parents[2]
 INSTRUMENTS = (
@@ -267,7 +269,6 @@ def test_where_nothing_is_missing_nothing_is_installed(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.slow
 def test_the_real_kit(python_3_12: Path, tmp_path: Path) -> None:
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest",

@@ -97,7 +97,7 @@ def plain(drawn: list[Tensor], alpha: float | None, keep: float) -> Results:
     x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
     residual = Residual(ModelConfig(dropout=0.0))
     residual.keep = keep
-    joined = residual(x, update, None if alpha is None else torch.tensor(alpha))
+    joined = residual(x, update, torch.tensor(1.0 if alpha is None else alpha))
     y = RMSNorm(x.shape[-1], EPS, affine=False)(joined)
     return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
 

@@ -19,7 +19,6 @@ from tests.parity.write_golden import golden_of
 
 EXPECTED = json.loads(LOSSES.read_text())
 # fp32 and bf16, LayerNorm and RMSNorm, one process and two; the slow ones are the rest.
-FAST = ("realformer-sum", "bert", "continued")
 # Of losses and of gradient norms. Dropout, masks and the random start are the same on every x86-64
 # CPU; what differs is how its vector units round sums. With torch, oneDNN and MKL held to SSE 4
 # (ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41) in place of AVX-512, 50 steps moved losses
@@ -39,9 +38,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     not torch.backends.mkl.is_available(),
     reason="torch without MKL draws other dropout masks on a CPU",
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in EXPECTED]
-)
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("name", EXPECTED)
 def test_losses_are_the_golden_ones(name: str, tmp_path: Path) -> None:
     computed, expected = golden_of(CASES[name].outcome(ROOT, tmp_path)), EXPECTED[name]
     for what in ("fingerprint", "resumed_from_step", "batches_sha256"):
@@ -58,6 +56,7 @@ def test_every_case_that_trains_has_golden_losses() -> None:
     assert EXPECTED["continued"]["resumed_from_step"] is not None
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("command", ["data_prep verify dataset", "pipeline checkpoint verify run"])
 def test_old_files_are_found_to_be_as_they_were_written(
     command: str, written: Path, tmp_path: Path

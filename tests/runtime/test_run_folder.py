@@ -71,6 +71,7 @@ def test_the_message_says_what_the_caller_takes(tmp_path: Path) -> None:
         RunFolder.started(tmp_path, "a run or a model")
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_lock_of_another_process_is_seen_and_not_kept(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert not run.is_locked()
