@@ -493,7 +493,7 @@ def test_what_the_kernel_cannot_take() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"norm": "layernorm"}, "no fused residual and norm: model.norm=layernorm"),
+        ({"norm": "layernorm"}, "no fused residual and norm for this model: model.norm=layernorm"),
         ({"norm_placement": "pre"}, "norm_placement=pre"),
         ({"residual": "rezero"}, "residual=rezero"),
         ({"hidden_size": 42}, "model.hidden_size=42, expected a multiple of 8 up to 4096"),
