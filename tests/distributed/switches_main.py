@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch._dynamo.utils import counters
 
@@ -102,6 +103,7 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
         model.encoder.run_layers_by(CompiledLayer())
     device = torch.device("cpu")
     engine, objective = Engine(model, config, process, device), MaskedLanguageModeling()
+    alpha = model.encoder.alpha
     results, graphs = [], []
     for step, (rows, length) in enumerate(case.shapes):
         numbers = range(process.rank, 4, process.world_size)
@@ -109,6 +111,9 @@ def main(folder: Path, case: Case, process: ProcessInfo) -> None:
         torch.manual_seed(100 * step + process.rank)
         model.encoder.set_alpha(0.5 + step / 10)
         result = engine.train_step(batches, objective, 1e-3 * (1 + step))
+        # What DeepSpeed, torch.compile and checkpointed layers read is this tensor, still in fp32.
+        assert model.encoder.alpha is alpha
+        assert (alpha.dtype, alpha.item()) == (torch.float32, pytest.approx(0.5 + step / 10))
         results.append([result.sums["loss"].total.item(), result.grad_norm])
         graphs.append(counters["stats"]["unique_graphs"])
     save_state(engine, folder / case.name)

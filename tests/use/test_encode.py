@@ -21,7 +21,7 @@ TEXTS = ["The assert statement.", "", "A class is a kind of object, and function
 def test_batches_equal_single_texts(pooling: Pooling, straight_run: Path) -> None:
     encoder = TextEncoder(straight_run, pooling=pooling)
     vectors = encoder.encode(TEXTS)
-    trained, _ = load_trained(straight_run)
+    trained = load_trained(straight_run)
     assert isinstance(trained.tokenizer, Tokenizer)
     for text, vector in zip(TEXTS, vectors, strict=True):
         ids = torch.tensor([[CLS_ID, *trained.tokenizer.encode(text), SEP_ID]])

@@ -10,13 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.checkpoints.manifest import newest_good, read_manifest
 from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError, DataError, RunFolderError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.use.encode import TextEncoder
 from pipeline.use.export import export
 from pipeline.use.fill_mask import fill_mask
 from pipeline.use.folder import load_model
+from pipeline.use.grow import grow
+from pipeline.use.trained import initial_weights, load_trained
 from tests.model import reference
 from tests.support.ranks import Ranks, newest_state
 
@@ -124,7 +128,7 @@ def test_changed_weights_are_refused(straight_run: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_export_before_alpha_reached_one_is_refused(
+def test_a_run_in_its_alpha_warm_up_is_used_at_its_alpha_or_refused(
     dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:
     overrides = ("train.alpha_warmup_steps=39", "checkpoint.every_steps=4")
@@ -134,7 +138,23 @@ def test_export_before_alpha_reached_one_is_refused(
     ranks.kill()
     with pytest.raises(CheckpointError, match=r"alpha is 0\.\d+, and an exported"):
         export(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"alpha is 0\.\d+, and a grown model"):
+        grow(tmp_path / "run", tmp_path / "out", width=2, depth=None, noise=0.0, seed=0)
+    with pytest.raises(CheckpointError, match=r"alpha is 0\.\d+, and a run that starts from it"):
+        initial_weights(tmp_path / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run.out", "run.yaml"]
+
+    newest, _ = newest_good(tmp_path / "run/checkpoints")
+    assert newest is not None
+    alpha = read_manifest(newest).alpha
+    assert 0 < alpha < 1
+    encoder = TextEncoder(tmp_path / "run", pooling="mean")
+    vectors = encoder.encode(["The assert statement."])
+    assert float(encoder._encoder.alpha) == pytest.approx(alpha)
+    # At another alpha the vectors are others.
+    encoder._encoder.set_alpha(1.0)
+    assert not torch.equal(encoder.encode(["The assert statement."]), vectors)
+    assert float(load_trained(tmp_path / "run").model.encoder.alpha) == pytest.approx(alpha)
 
 
 def test_fp32_run_is_exported(

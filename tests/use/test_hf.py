@@ -74,7 +74,7 @@ def _alone(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
 
 def _model_folder(path: Path, straight_run: Path, **changes: object) -> Path:
     """A model folder of random weights, with the tokenizer of a real run."""
-    trained, _ = load_trained(straight_run)
+    trained = load_trained(straight_run)
     config = replace(trained.model.config, dropout=0.1, **changes)  # type: ignore[arg-type]
     torch.manual_seed(0)
     weights = dict(MaskedLanguageModel(config).state_dict())
@@ -115,7 +115,7 @@ def test_folder_loads_alone_and_computes_the_same(
     assert report.max_abs_diff <= 1e-4
     found = _alone(tmp_path / "hf", tmp_path)
 
-    trained, _ = load_trained(source)
+    trained = load_trained(source)
     assert isinstance(trained.tokenizer, Tokenizer)
     text = "The assert statement is a [MASK] way."
     ids = [CLS_ID, *trained.tokenizer.encode_with_masks(text), SEP_ID]
