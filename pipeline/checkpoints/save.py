@@ -13,23 +13,24 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.checkpoints.background import Described, HostCopy, RankFiles, Task
-from pipeline.checkpoints.counters import TrainState
+from pipeline.checkpoints.background import Described, HostCopy, Mirror, RankFiles, Task
 from pipeline.checkpoints.manifest import (
     CONTENTS,
     FOLDER,
     LATEST_FILE,
     MANIFEST_FILE,
+    REMOVING,
     Manifest,
+    Retention,
     name_of,
     published,
+    remove,
     signed,
+    superseded,
 )
-from pipeline.checkpoints.mirror import Mirror
 from pipeline.checkpoints.probe import Probe
 from pipeline.checkpoints.resume import identity
-from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
-from pipeline.checkpoints.state import HasState, expected_files
+from pipeline.checkpoints.state import HasState, TrainState, expected_files
 from pipeline.config.load import digest, provenance
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, DatasetIndex

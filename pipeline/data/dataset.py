@@ -10,9 +10,8 @@ import numpy.typing as npt
 from pipeline.config.data import DataConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints, Locations
-from pipeline.data.packing import Packing, pack
+from pipeline.data.packing import Packing, Slots, lay_out, pack
 from pipeline.data.reader import Block, BlockReader
-from pipeline.data.slots import Slots, lay_out
 from pipeline.errors import DataError
 
 

@@ -26,7 +26,7 @@ from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import Batch, Inputs
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
-from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import PostnormError, WorkerError
 
 logger = logging.getLogger(__name__)

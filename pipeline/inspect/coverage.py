@@ -17,8 +17,7 @@ from pipeline.data.counts import Counts, packing_counts
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.order import Ints
 from pipeline.data.packing import Packing
-from pipeline.data.run_order import Segment
-from pipeline.data.steps import TrainSteps
+from pipeline.data.run_order import Segment, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
 

@@ -142,7 +142,7 @@ def _by_chunks(
 def _by_kernel(
     logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor, differentiates: bool
 ) -> None:
-    from pipeline.kernels import loss_triton as kernels
+    from pipeline.kernels import rows_triton as kernels
 
     kernels.cross_entropy(logits, targets, losses, hits, differentiates).run()
 

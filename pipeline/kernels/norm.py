@@ -92,7 +92,7 @@ def _forward(
     dropout: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    from pipeline.kernels import norm_triton as kernels
+    from pipeline.kernels import rows_triton as kernels
 
     y, rstd = _empty_results(x)
     tensors = {
@@ -130,7 +130,7 @@ def _backward(
     keep: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    from pipeline.kernels import norm_triton as kernels
+    from pipeline.kernels import rows_triton as kernels
 
     d_x, d_update = _empty_gradients(y)
     tensors = {

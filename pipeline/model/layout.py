@@ -63,7 +63,7 @@ def rows(documents: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None)
         documents: (B, S) integers, equal ones side by side. Padding has a number of its own, and
             sees itself.
         positions: (B, S) int64.
-        cu_seqlens: as `pipeline.data.batch.document_bounds` has it; flash attention needs it.
+        cu_seqlens: as `pipeline.data.loader.document_bounds` has it; flash attention needs it.
     """
     same_BSS = documents[:, :, None] == documents[:, None, :]
     num_rows, length = documents.shape

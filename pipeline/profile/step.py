@@ -15,19 +15,18 @@ from torch import Tensor, nn
 
 from pipeline.config import schedule
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.batch import MicroBatch
 from pipeline.data.format import read_index
-from pipeline.data.steps import Share
+from pipeline.data.loader import MicroBatch
+from pipeline.data.run_order import Share
 from pipeline.model.cost import flops_per_token, limits
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.profile.timeline import ATTENTION, CATEGORIES, GEMM, Timeline, read_timeline
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, mark
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, close_process_group, init_process_group
-from pipeline.train.timing import device_name
+from pipeline.train.timing import BEGIN, BODY, DATA, END, FORWARD, HEAD, device_name, mark
 
 _SHOWN = 12
 _BF16 = 2

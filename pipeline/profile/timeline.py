@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from pipeline.runtime.marks import BEGIN, DATA, END, HEAD, PREFIX, UPDATE
+from pipeline.train.timing import BEGIN, DATA, END, HEAD, PREFIX, UPDATE
 
 GEMM = "GEMM"
 ATTENTION = "attention"

@@ -8,8 +8,8 @@ from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
+from pipeline.data.run_order import Share
 from pipeline.data.staging import stage
-from pipeline.data.steps import Share
 from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, env, watchdog
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batch import MicroBatch
-from pipeline.data.loader import EvalLoader
+from pipeline.data.loader import EvalLoader, MicroBatch
 from pipeline.errors import DataError
 from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, watchdog

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.save import Saver
+from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.batches import BatchPlace
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.batch import MicroBatch
-from pipeline.data.loader import TrainLoader
+from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.record import BatchRecord
 from pipeline.errors import EXIT_FINISHED
 from pipeline.model.encoder import Encoder

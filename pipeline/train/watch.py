@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.save import SaveNumbers
+from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.batches import BatchPlace
 from pipeline.config.load import resolved_text

@@ -16,13 +16,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from pipeline.checkpoints.manifest import published, step_of, verify
-from pipeline.checkpoints.table import at_step, folder_of
+from pipeline.checkpoints.manifest import at_step, folder_of, published, step_of, verify
 from pipeline.config.data import EvalDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from pipeline.errors import CheckpointError, DataError, PostnormError
 from pipeline.model.architecture import is_model_folder, tokenizer_path
 from pipeline.objectives.mlm import MaskedLanguageModeling
@@ -32,8 +31,7 @@ from pipeline.runtime.log import duration_text
 from pipeline.runtime.rank import AgreedStop
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.folder import load_model
-from pipeline.use.trained import load_checkpoint
+from pipeline.use.folder import load_checkpoint, load_model
 
 logger = logging.getLogger(__name__)
 

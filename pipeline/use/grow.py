@@ -18,8 +18,15 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.use.folder import build_model, copy_tokenizer, publishing, write_model
-from pipeline.use.trained import load_trained, require_full_alpha, tokenizer_folder
+from pipeline.use.folder import (
+    build_model,
+    copy_tokenizer,
+    load_trained,
+    publishing,
+    require_full_alpha,
+    tokenizer_folder,
+    write_model,
+)
 
 # Doubling is exact only with these values.
 _DOUBLES: dict[str, object] = {

@@ -25,16 +25,21 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.kernels import attention
-from pipeline.model import encoder, init, layers, layout
+from pipeline.model import encoder, layers, layout
 from pipeline.model.layout import Layout
 from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use import names
-from pipeline.use.export import ExportReport, compare
-from pipeline.use.folder import TrainedModel, publishing
+from pipeline.use.folder import (
+    ExportReport,
+    TrainedModel,
+    compare,
+    load_trained,
+    publishing,
+    require_full_alpha,
+)
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
-from pipeline.use.trained import load_trained, require_full_alpha
 
 _NATIVE_LOADING = """\
 ```python
@@ -85,7 +90,7 @@ def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_dif
 
 
 MODELING_FILE = "modeling_postnorm.py"
-_SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, init, encoder)
+_SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, encoder)
 _BASE_PREFIX = "postnorm."
 # What transformers' own classes can express, beside sizes, dropout, eps and activation.
 _NATIVE: dict[str, Any] = {

@@ -25,7 +25,7 @@ from pipeline.profile.timeline import (
     category,
     read_timeline,
 )
-from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
+from pipeline.train.timing import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
 from tests.support.ranks import CONFIG, Starter
 
 ROOT = Path(__file__).parents[2]

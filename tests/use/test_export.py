@@ -14,9 +14,8 @@ from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError, DataError, RunFolderError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.export import export
-from pipeline.use.fill_mask import fill_mask
-from pipeline.use.folder import load_model
+from pipeline.use.encode import fill_mask
+from pipeline.use.folder import export, load_model
 from tests.model import reference
 from tests.support.ranks import Ranks, newest_state
 
