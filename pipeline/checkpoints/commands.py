@@ -205,9 +205,7 @@ def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
 def rows(run: Path, *, verify: bool = False) -> list[Row]:
     """List all checkpoints of a run, oldest first.
 
-    Args:
-        run: a run folder, or a folder of copies.
-        verify: compare files with their hashes; otherwise only manifests are read.
+    Without `verify` only manifests are read, and no hashes.
 
     Raises:
         RunFolderError: this is not a run.

@@ -121,9 +121,7 @@ def read_manifest(path: Path) -> Manifest:
 def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[str]:
     """List everything wrong with a checkpoint, file by file; empty if it is good. Not collective.
 
-    Args:
-        path: the checkpoint.
-        on_bytes: called with the size of each file that was checked.
+    `on_bytes` is called with the size of each file that was checked.
     """
     try:
         manifest = read_manifest(path)
@@ -145,10 +143,6 @@ def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> 
 def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> None:
     """Compare all files of a checkpoint with its manifest. Not collective.
 
-    Args:
-        path: the checkpoint.
-        on_bytes: called with the size of each file that was checked.
-
     Raises:
         CheckpointError: a file is missing or changed; names the first.
     """
@@ -169,10 +163,7 @@ def newest_good(
 ) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint that verifies, and why newer ones do not. Not collective.
 
-    Args:
-        folder: a run's `FOLDER`.
-        also: a further check, which raises CheckpointError.
-        on_bytes: called with the size of each file that was checked.
+    `also` is a further check, which raises CheckpointError; `on_bytes` is as in `problems`.
     """
     rejected = []
     for path in published(folder):
@@ -260,11 +251,6 @@ def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
     """List the checkpoints that a rule does not keep, oldest first.
 
     Checkpoints newer than the newest good one are neither counted nor removed.
-
-    Args:
-        folder: a run's `FOLDER`.
-        rule: the run's rule.
-        good: the newest checkpoint that verifies.
     """
     paths = {step_of(path): path for path in published(folder)}
     losses = {step: _loss(path) for step, path in paths.items() if step <= step_of(good)}
@@ -299,10 +285,6 @@ A_RUN_OR_ITS_COPY = f"{A_STARTED_RUN}, or its checkpoint.copy_to"
 
 def folder_of(run: Path, expected: str = A_RUN_OR_ITS_COPY) -> Path:
     """Find a run's folder of checkpoints.
-
-    Args:
-        run: a run folder, or one with copies.
-        expected: what the caller takes, for the message.
 
     Raises:
         RunFolderError: this is neither.

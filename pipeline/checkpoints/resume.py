@@ -46,10 +46,6 @@ _LONG_NAMES = {"blocks_sha256": "table of blocks (index.npz), though no shard ch
 def dataset_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compare the parsed `index.json` of a checkpoint with that of the data there is now.
 
-    Args:
-        old: the checkpoint's index.
-        new: the index in data.dir, in a format version that `read_index` reads.
-
     Returns:
         A text for each difference, with both values; lists of names are cut after five. Empty only
         if just the fingerprint differs, which an undamaged index never does.

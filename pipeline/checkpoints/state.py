@@ -67,13 +67,6 @@ def write_part(
 ) -> None:
     """Write the state that one rank holds. Not collective.
 
-    Args:
-        folder: the checkpoint.
-        rank: the rank whose parts these are.
-        world_size: number of ranks that write.
-        parts: at most one for each parameter.
-        counters: the same on every rank.
-
     Raises:
         OSError: the disk is full or not writable.
     """
@@ -275,10 +268,7 @@ def state_differences(
 ) -> StateDifferences:
     """Compare the states of two checkpoints bit by bit, whatever ranks and stages saved them.
 
-    Args:
-        one: a checkpoint.
-        other: another checkpoint.
-        on_elements: called with the number of elements compared.
+    `on_elements` is called with the number of elements compared.
 
     Raises:
         CheckpointError: one is damaged or incomplete.

@@ -39,11 +39,8 @@ class Loaded(Generic[T]):
 def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loaded[T]:
     """Reads a config file.
 
-    Args:
-        cls: the root dataclass, such as `PretrainConfig`.
-        path: YAML file.
-        overrides: `dotted.path=value` texts; the value is read as YAML (`train.lr=1e-4`,
-            `sources.0.inputs=[a, b]`). Later ones win.
+    Overrides are `dotted.path=value`, the value as YAML (`train.lr=1e-4`, `sources.0.inputs=[a,
+    b]`); later ones win.
 
     Raises:
         ConfigError: see `strict_yaml.read_file` and `schema.build`.
@@ -57,12 +54,6 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
 
 def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> T:
     """A config from plain values in place of a file.
-
-    Args:
-        cls: as in `load`.
-        values: by section and key.
-        origin: they come from, for messages.
-        overrides: as in `load`.
 
     Raises:
         ConfigError: see `schema.build`.

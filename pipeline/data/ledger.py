@@ -78,9 +78,7 @@ class Ledger:
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
         """Return whether a checkpoint was trained on batches that were left out later.
 
-        Args:
-            cursor: of the checkpoint.
-            rewinds: how many the run had made when it was saved.
+        `rewinds` is how many the run had made when it was saved.
         """
         return any(cursor > each.first_cursor for each in self.rewinds[rewinds:])
 

@@ -55,9 +55,7 @@ def pack(doc_ends: Ints, seq_len: int) -> Packing:
 
     Among the sequences with the least sufficient room, the one that reached it last is taken.
 
-    Args:
-        doc_ends: (d,) int64 rising end offset of each document.
-        seq_len: slots of a sequence, specials included.
+    `doc_ends` (d,) rise; `seq_len` includes specials.
     """
     starts = np.concatenate((doc_ends[:1] * 0, doc_ends[:-1]))
     return _pack_ranges(starts, doc_ends, np.arange(len(doc_ends)), seq_len)
@@ -67,11 +65,6 @@ def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
     """Pack the pieces of some sequences of a block again, for another length.
 
     Adjacent pieces of a document are joined first.
-
-    Args:
-        packing: the block's packing.
-        sequences: (k,) different numbers of sequences.
-        seq_len: slots of the new sequences.
     """
     rows = np.concatenate([np.array(packing.pieces(int(s)), np.int64) for s in sequences])
     rows = rows[np.argsort(packing.piece_start[rows])]
@@ -247,13 +240,7 @@ def lay_out(
 ) -> None:
     """Fills some rows with the pieces of sequences of a block, side by side.
 
-    Args:
-        slots: is written to.
-        rows: (r,) int64 below B.
-        block: whose sequences they are.
-        packing: of the block.
-        sequences: (r,) int64 number of each row's within the block.
-        vocabulary: ids of the special tokens.
+    `rows` (r,) are below B; `sequences` (r,) are their numbers within the block.
     """
     _lay_out(
         slots,

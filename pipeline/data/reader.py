@@ -46,11 +46,7 @@ def read_range(
 ) -> npt.NDArray[np.uint8]:
     """Read bytes of a file; retry if the storage fails for a moment.
 
-    Args:
-        path: the file.
-        offset: first byte.
-        length: number of bytes.
-        what: describes the range, for messages.
+    `what` describes the range, for messages.
 
     Returns:
         (length,) uint8, not writable; shorter if the file ends early.
@@ -135,10 +131,7 @@ class BlockReader:
     ) -> None:
         """Check that all shards exist with the right size, without reading them.
 
-        Args:
-            index: of the dataset.
-            shards: rows of the shards to open; all by default.
-            check_blocks: see `DataConfig.check_blocks`.
+        `shards` are rows of the index, all by default.
 
         Raises:
             DataError: a shard is missing, cut short or grown.

@@ -177,11 +177,6 @@ class RunOrder:
     def __init__(self, index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> None:
         """Find the segments; where one begins within a window, read its documents' ends.
 
-        Args:
-            index: the dataset's index.
-            config: seed, mix, phases.
-            split: the training split, with the numbers of sequences at each length of the run.
-
         Raises:
             ConfigError: the mix does not fit the dataset.
             DataError: a block is damaged.
@@ -214,10 +209,7 @@ class RunOrder:
     def places(self, block: int, pieces: range, stop: int) -> Iterator[int]:
         """Yield the places before `stop` at which some tokens of a block are seen, in rising order.
 
-        Args:
-            block: position in the split's list.
-            pieces: tokens of the block; a place counts if any of them is seen there.
-            stop: end of the search.
+        A place counts if any of the tokens `pieces` is seen there.
         """
         of_block = [g for g, found in enumerate(self.groups) if block in found.blocks]
         if not of_block:
@@ -343,14 +335,7 @@ class TrainSteps:
         inputs: Inputs,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
-        """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail.
-
-        Args:
-            index: of the dataset.
-            config: of the order and the batches.
-            inputs: makes the model's inputs from sequences.
-            counts: `sequences_at` of every length of the run; by default it is asked.
-        """
+        """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail."""
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None)
         self.plan = config.batches

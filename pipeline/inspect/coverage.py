@@ -83,10 +83,6 @@ class Coverage:
 def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
     """Walk through a pass of a run's data and lay out its steps.
 
-    Args:
-        config: of the run.
-        num_steps: steps that are planned.
-
     Raises:
         ConfigError: the config does not fit the dataset.
         DataError: the dataset is damaged.
@@ -151,10 +147,7 @@ def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCove
 def _times_seen(steps: TrainSteps, stop: int, whole_epochs: Ints) -> tuple[Ints, Ints]:
     """Count how often the tokens of blocks are seen before a place.
 
-    Args:
-        steps: of the run.
-        stop: the place.
-        whole_epochs: (b,) epochs of each block that are over then.
+    `whole_epochs` (b,) are the epochs of each block that are over then.
 
     Returns:
         (b, 2) the least and the most that any token of a block is seen in these epochs, and (b, 2)

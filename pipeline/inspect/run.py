@@ -112,9 +112,7 @@ class OpenedRun:
 def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     """Open a run folder.
 
-    Args:
-        folder: of the run.
-        overrides: such as `data.dir=...`, where the dataset lies elsewhere on this machine.
+    The override `data.dir=...` says where the dataset lies on this machine.
 
     Raises:
         RunFolderError: the folder is not that of a started run.

@@ -90,9 +90,7 @@ class RunStatus:
 def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     """Read a run folder; nothing in it is changed.
 
-    Args:
-        folder: of the run.
-        now_s: Unix time that ages are counted from; by default this moment.
+    `now_s` is the Unix time that ages are counted from.
 
     Raises:
         RunFolderError: the folder is not that of a started run.

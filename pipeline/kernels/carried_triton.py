@@ -390,8 +390,7 @@ class Tile(NamedTuple):
 def turn_launch(tensors: Tensors) -> Launch:
     """Fill `turned`.
 
-    Args:
-        tensors: `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
+    Tensors are `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
     """
     num_tokens, _, num_heads, head_size = _shape(tensors, "qkv")
     constants = _of_turn(tensors) | {"H": head_size, "BLOCK": 16}

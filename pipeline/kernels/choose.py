@@ -67,12 +67,7 @@ def choose(
 ) -> Choice:
     """Decide which parts fused kernels compute, and log it.
 
-    Args:
-        asked: the user's choice.
-        model: the architecture.
-        precision: `bf16` or `fp32`. The kernels are correct but slow in fp32, so `auto` then means
-            PyTorch.
-        device: the device that trains.
+    The kernels are correct but slow in fp32, so `auto` then means PyTorch.
 
     Raises:
         ConfigError: fused kernels are asked for and cannot run.

@@ -102,8 +102,7 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         """Makes an encoder and initialises it from torch's random state.
 
-        Args:
-            config: with `vocab_size` set.
+        `config` has `vocab_size` set.
         """
         super().__init__()
         assert config.vocab_size is not None, "the caller sets the vocabulary size"
@@ -154,8 +153,7 @@ class Encoder(nn.Module):
         The backward pass computes a group again, dropout included, so that gradients stay the same
         to the bit. The input of a group is x, and the scores if they are carried.
 
-        Args:
-            group_size: layers of a group; the last group may have fewer.
+        The last group may have fewer layers.
 
         Source: Chen et al. 2016 (arXiv 1604.06174), section 4.
         """

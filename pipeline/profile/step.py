@@ -65,12 +65,7 @@ def profile_run(
 
     Nothing is read from or written to `run_dir`. Collective.
 
-    Args:
-        config: the run's config; `init_from` is not read.
-        process: this rank.
-        steps: number of steps to profile.
-        warm_up: number of steps before them, in which kernels are compiled.
-        trace_file: gets rank 0's trace for chrome://tracing or ui.perfetto.dev; `.gz` compresses.
+    `init_from` is not read. Rank 0's trace is for ui.perfetto.dev; `.gz` compresses it.
 
     Raises:
         PostnormError: as a run with this config would.
@@ -114,10 +109,7 @@ def profile_run(
 def profiled(step: Callable[[], None], count: int, trace_file: Path | None = None) -> Timeline:
     """Run steps under torch's profiler and divide their time.
 
-    Args:
-        step: runs a step and sets its marks, `DATA` or `FORWARD` first.
-        count: number of calls.
-        trace_file: stores the trace.
+    `step` sets its marks, `DATA` or `FORWARD` first.
     """
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -141,8 +133,7 @@ def profiled(step: Callable[[], None], count: int, trace_file: Path | None = Non
 def head_marked(encoder: nn.Module) -> Iterator[None]:
     """Mark the head and the loss: from the encoder's output to its gradient.
 
-    Args:
-        encoder: returns a tensor, or an object whose first element is one.
+    The encoder returns a tensor, or an object whose first element is one.
     """
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
@@ -187,13 +178,8 @@ def attention_work(
     are read and written forward; backward reads the scores, and reads and writes the gradient. If a
     row of scores is longer than a tile of 128, the gradient is read once more.
 
-    Args:
-        tokens: T, tokens.
-        pairs: P, pairs of tokens that see each other: sum(n^2) over documents of n tokens.
-        num_heads: N.
-        head_size: H.
-        carries: whether it is a middle layer of a model with carried scores.
-        longest: tokens of the longest document.
+    T tokens; P, `pairs`, is sum(n^2) over documents of n tokens; N heads of size H. `carries` is
+    for a middle layer of a model with carried scores.
     """
     of_scores = (10 + 2 * (longest > _WINDOW)) if carries else 0
     return Work(

@@ -84,10 +84,7 @@ _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 def category(name: str, phase: str = "", operator: str = "") -> str:
     """Return one of `CATEGORIES`; `OTHER` for an unknown name.
 
-    Args:
-        name: name of a GPU's kernel or copy, or of an operator on a CPU.
-        phase: the host's phase when it started it; `marks.HEAD` and `marks.UPDATE` decide.
-        operator: operator of torch that launched it, if there is one.
+    `phase` is the host's when it started it: `HEAD` and `UPDATE` decide. `operator` launched it.
     """
     by_name = next((each for each, words in _BY_NAME if words.search(name)), OTHER)
     if by_name == COMMUNICATION:
@@ -129,9 +126,6 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
     nothing else ran, so it is the part that is not hidden. Without a GPU a moment belongs to the
     innermost operator of the thread that set the marks. The rest is waiting for data, if the host
     did so, or idle.
-
-    Args:
-        trace: a trace that `torch.profiler` exported for Chrome.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     marks = sorted(

@@ -72,13 +72,7 @@ def make_parser(program: str, description: str, examples: str) -> Parser:
 
 
 def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb]]) -> Parser:
-    """Make the parser of a table of verbs.
-
-    Args:
-        program: as it is typed.
-        description: one sentence.
-        groups: verbs under a heading each, for the list that `--help` shows.
-    """
+    """Make the parser of a table of verbs."""
     lists = [f"{heading}:\n{_listed(verbs)}" for heading, verbs in groups.items()]
     parser = Parser(
         prog=program,

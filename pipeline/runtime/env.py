@@ -112,10 +112,6 @@ def node_name() -> str:
 def expand(text: str, field: str) -> str:
     """Fill in `$NAME` and `${NAME}`; `$$` is a dollar sign.
 
-    Args:
-        text: such as a path.
-        field: of the config, for messages.
-
     Raises:
         ConfigError: a variable is not set or empty, or a `$` has no name.
     """

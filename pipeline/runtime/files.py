@@ -125,11 +125,8 @@ class AppendedFile:
     def append(self, record: bytes, first: bytes = b"", end: bytes = b"") -> None:
         """Write all of a record or nothing.
 
-        Args:
-            record: to write.
-            first: stands before the record in a new file.
-            end: of every complete record; a file that ends otherwise was left by a killed writer,
-                and is cut behind its last one.
+        `first` stands before the record in a new file. A file without `end` at its end was left by
+        a killed writer, and is cut behind its last complete record.
 
         Raises:
             OSError: the file or its folder cannot be written.

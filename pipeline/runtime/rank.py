@@ -46,10 +46,7 @@ def run_as_rank(
 ) -> int:
     """Do this rank's part of some work.
 
-    Args:
-        work: gives the exit code; it may import torch and open the process group.
-        process: this rank.
-        run_dir: where the exit code is left.
+    The exit code is left in `run_dir`.
 
     Returns:
         An exit code of `pipeline.errors`.

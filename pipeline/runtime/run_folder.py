@@ -31,10 +31,6 @@ class RunFolder:
     def started(cls, path: Path, expected: str = A_STARTED_RUN) -> "RunFolder":
         """Open the folder of a run that has started at least once.
 
-        Args:
-            path: the folder.
-            expected: what the caller takes, for the message.
-
         Raises:
             RunFolderError: the run has not started, or this is not the folder of a run.
         """
@@ -53,11 +49,7 @@ class RunFolder:
         return any(map(_is_json, lines))
 
     def refusal(self, expected: str = A_STARTED_RUN) -> RunFolderError:
-        """Make the error that says what this is in place of a started run.
-
-        Args:
-            expected: what the caller takes.
-        """
+        """Make the error that says what this is in place of a started run."""
         path, remedy = self.path, f"Pass {expected}."
         if not path.exists():
             return RunFolderError(f"{path} does not exist. {remedy}")
@@ -150,11 +142,7 @@ class RunFolder:
         return self.path / "hangs"
 
     def exits(self, job: str) -> Path:
-        """Folder of the exit codes of a job's ranks.
-
-        Args:
-            job: as `ProcessInfo.job`, with the restart count.
-        """
+        """Folder of the exit codes of a job's ranks."""
         return self.path / "exit" / job
 
     def exit_code(self, job: str, rank: int) -> Path:

@@ -51,11 +51,7 @@ def listen() -> StopRequest:
 
 
 def listen_early(words: Sequence[str]) -> None:
-    """Install the handlers if the verb that was asked for looks at them.
-
-    Args:
-        words: of the command line, behind the program.
-    """
+    """Install the handlers if the verb that was asked for looks at them."""
     if words and words[0] in _EARLY:
         listen()
 

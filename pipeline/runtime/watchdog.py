@@ -49,9 +49,7 @@ _last = _Beat("starting", None, time.monotonic(), 0)
 def beat(phase: str, step: int | None = None) -> None:
     """Say that this process gets on; costs an assignment.
 
-    Args:
-        phase: what it does from now on, such as `waiting for data`.
-        step: optimizer step that begins; None: it is that of the last beat.
+    Without a `step` it is that of the last beat.
     """
     # The process has one main thread, so one last beat.
     global _last
@@ -63,10 +61,7 @@ def beat(phase: str, step: int | None = None) -> None:
 def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[None]:
     """Watch this process; the run's log must be open.
 
-    Args:
-        run_dir: folder of the run.
-        process: this rank.
-        timeout_s: longest time between two beats, once a step is done.
+    `timeout_s` is the longest time between two beats, once a step is done.
     """
     ended = threading.Event()
     beat("starting")

@@ -183,9 +183,7 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     merges.txt RoBERTa's byte-level BPE, both set up like BertTokenizer and RobertaTokenizer in
     huggingface/transformers, with the options in tokenizer_config.json. None without any of these.
 
-    Args:
-        folder: the model's folder.
-        default_class: the class that transformers uses if tokenizer_config.json names none.
+    `default_class` is what transformers uses if tokenizer_config.json names none.
 
     Raises:
         ForeignSplitterError: the tokenizer splits words with another program.
@@ -239,11 +237,6 @@ def split_lines(content: str) -> list[str]:
 
 def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> tokenizers.Tokenizer:
     """Build BERT's tokenizer (google-research/bert, tokenization.py).
-
-    Args:
-        pieces: by token id.
-        options: rules of normalisation.
-        path: the vocabulary's file, for messages.
 
     Raises:
         DataError: a special token is missing.

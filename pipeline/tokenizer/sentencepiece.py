@@ -308,11 +308,8 @@ def train(
 ) -> bytes:
     """Train a model and return its file's content, the same for the same text and settings.
 
-    Args:
-        sentences: training text.
-        vocab_size: pieces, with 5 special tokens and 256 bytes among them.
-        model_type: `unigram` or `bpe`.
-        character_coverage: share of characters that get pieces; the others fall back to bytes.
+    `vocab_size` includes 5 special tokens and 256 bytes. Characters that are not covered fall back
+    to bytes.
 
     Raises:
         DataError: the text does not support the vocabulary; says which size it would support.

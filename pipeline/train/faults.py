@@ -51,11 +51,6 @@ class Rescue:
     def report_skip(self, state: TrainState, result: StepResult, place: BatchPlace) -> None:
         """Record a step that was skipped on all ranks. Collective.
 
-        Args:
-            state: the state after the step.
-            result: this rank's result of the step.
-            place: the step's batch.
-
         Raises:
             TrainingError: too many steps in a row were skipped.
             StorageError: the ledger cannot be written.
@@ -104,10 +99,7 @@ class Rescue:
     def must_go_back(self, state: TrainState, interval: Interval, *, decide: bool) -> bool:
         """Follow the losses and return whether the run must rewind because of a spike. Collective.
 
-        Args:
-            state: the state after the interval's last step; gets the interval's losses.
-            interval: numbers over all ranks.
-            decide: whether spikes are looked for at this step.
+        `decide` says whether spikes are looked for at this step.
 
         Raises:
             TrainingError: there is no checkpoint to go back to, or the run went back too often.
@@ -205,10 +197,7 @@ class Rescue:
 def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before: int) -> list[int]:
     """List batches of `train.skip_batches` that the run was already trained on.
 
-    Args:
-        config: the run's config.
-        records: the batches that the run has logged.
-        before: number of the run's next batch.
+    `before` is the number of the run's next batch.
     """
     skipped = LeftOut(config, [])
     return [

@@ -158,12 +158,7 @@ class PlateauDoctor:
         )
 
     def look(self, loss: float, last: LastStep) -> str | None:
-        """Return the warning in Markdown when the rule first holds; None at all other times.
-
-        Args:
-            loss: mean of the interval that ends with the last step.
-            last: the last step.
-        """
+        """Return the warning in Markdown when the rule first holds; None at all other times."""
         is_near = abs(loss - self._entropy) <= _NEAR * self._entropy
         if last.step <= self._warm_ups or not is_near:
             self._since = None
@@ -246,12 +241,7 @@ class Stragglers:
     """Follows the ranks of one attempt, and warns of slow ones."""
 
     def __init__(self, hosts: list[str], factor: float) -> None:
-        """Start without times.
-
-        Args:
-            hosts: the host of each rank.
-            factor: `monitor.straggler_factor`.
-        """
+        """Start without times."""
         self._hosts = hosts
         self._factor = factor
         self._slow = [0] * len(hosts)
@@ -264,10 +254,8 @@ class Stragglers:
 
         A rank is in the list once, until it was as fast as the others for an interval.
 
-        Args:
-            wait_s: (ranks,) time waiting for data in a step, mean of the interval.
-            compute_s: (ranks,) time of passes until the first collective, mean of the interval.
-            step_s: time of a whole step.
+        Times are (ranks,) seconds of a step: waiting for data, and passes until the first
+        collective.
         """
         if len(self._hosts) < 2:
             return []

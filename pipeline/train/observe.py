@@ -43,11 +43,7 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Run the encoder once, at the alpha that it has, and measure its attention.
 
-    Args:
-        encoder: in evaluation mode if dropout is not wanted in hidden states.
-        input_ids: as in `Encoder.forward`.
-        layout: as in `Encoder.forward`.
-        real: as input_ids, bool: tokens that are no padding.
+    `real`, as input_ids, are the tokens that are not padding.
     """
     trace = Trace()
     encoder(input_ids, layout, trace=trace)
@@ -215,10 +211,7 @@ def _one_line(text: str) -> str:
 def heat_map(values: npt.NDArray[np.floating], low: float, high: float) -> npt.NDArray[np.uint8]:
     """Draw (rows, columns) numbers as an image, first row on top.
 
-    Args:
-        values: values out of range have the colour of the limit; NaN and infinity are grey.
-        low: value of the darkest colour.
-        high: value of the brightest colour.
+    Values out of range have the colour of the limit; NaN and infinity are grey.
 
     Returns:
         (16 * rows, 16 * columns, 3) pixels.

@@ -198,10 +198,7 @@ def matrix_slices(
 ) -> tuple[list[str], list[TensorSlice]]:
     """Cut pieces of parameters into pieces of the matrices that are stored as one parameter.
 
-    Args:
-        model: its modules list such parameters with their number of matrices in `stacked`.
-        shapes: the shapes of its whole parameters, by name.
-        slices: pieces of these parameters.
+    Modules list such parameters with their number of matrices in `stacked`.
 
     Returns:
         Names of all matrices of the model, and the pieces by these names.

@@ -110,11 +110,8 @@ def convert(
 ) -> ConvertReport:
     """Read a foreign checkpoint and write a model folder.
 
-    Args:
-        source: Hugging Face folder, or folder or prefix of a TensorFlow checkpoint.
-        out: folder to write.
-        family: needed where names do not tell: BERT's and RealFormer's TensorFlow checkpoints.
-        overrides: `field=value` of `ModelConfig` for what the foreign config does not say.
+    The family is needed for TensorFlow checkpoints of BERT and RealFormer. Overrides are
+    `field=value` of `ModelConfig`, for what the foreign config does not say.
 
     Raises:
         CheckpointError: the checkpoint is damaged, of an unknown form, or does not fit.

@@ -29,11 +29,9 @@ class TextEncoder:
     def __init__(self, source: Path, *, pooling: Pooling, max_length: int | None = None) -> None:
         """Load a run's newest checkpoint or a model folder.
 
-        Args:
-            source: run or model folder.
-            pooling: hidden state of [CLS]; mean of the last layer over all tokens; or mean of the
-                average of first and last layer (Su 2021, kexue.fm/archives/8069).
-            max_length: tokens of a text with [CLS] and [SEP]; longer ones are cut.
+        Pooling takes [CLS], the mean of the last layer, or the mean of the average of first and
+        last layer (Su 2021, kexue.fm/archives/8069). `max_length` counts [CLS] and [SEP]; longer
+        texts are cut.
 
         Raises:
             CheckpointError: there is no model, or it has no tokenizer.
@@ -102,12 +100,8 @@ def write_vectors(
 ) -> int:
     """Encode one text a line, an empty line too, so that line N has vector N.
 
-    Args:
-        encoder: a loaded model.
-        lines: texts.
-        batch_size: texts at once.
-        out: .npy file of (number of texts, D) float32, complete or absent; None prints each vector
-            as a JSON list.
+    `out` becomes an .npy file of (number of texts, D) float32, complete or absent; without it each
+    vector is printed as a JSON list.
 
     Returns:
         Number of texts.
@@ -149,10 +143,7 @@ class Candidate:
 def fill_mask(source: Path, text: str, *, top: int) -> list[list[Candidate]]:
     """Predict each `[MASK]` of a text.
 
-    Args:
-        source: run folder, or model folder.
-        text: with at least one `[MASK]`; each stands for one token.
-        top: number of candidates, most likely first.
+    Each stands for one token.
 
     Raises:
         DataError: the text has no `[MASK]`, or is longer than the model's positions.

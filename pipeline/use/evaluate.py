@@ -67,13 +67,8 @@ class Evaluator:
     ) -> None:
         """Open the data. Collective.
 
-        Args:
-            config: the data.
-            precision: bf16 or fp32, of the weights and of all passes.
-            run: folder in which the numbers of sequences are cached; None: the dataset's only.
-            process: this rank.
-            device: of this rank.
-            stop: looked at between batches and checkpoints.
+        Numbers of sequences are cached in the dataset's folder, or in that of the `run`. `stop` is
+        looked at between batches and checkpoints.
 
         Raises:
             PostnormError: on all ranks, if one finds that something is wrong.
@@ -111,12 +106,8 @@ class Evaluator:
     ) -> Iterator[Evaluation]:
         """Evaluate a model folder, or checkpoints of a run, oldest first. Collective.
 
-        Args:
-            source: run folder or model folder.
-            step: of the checkpoint; None: the newest good one.
-            every: all good checkpoints in place of one.
-            passed_over: steps that are left out of `every`.
-            other_data: whether the data may be other than the run's.
+        Without a `step` it is the newest good checkpoint, or `every` one but those `passed_over`.
+        Data other than the run's must be asked for.
 
         Raises:
             CheckpointError: there is no such checkpoint, or none that verifies.

@@ -307,9 +307,7 @@ def compare(
 ) -> ExportReport:
     """Compare logits on random packed sequences, two documents in each.
 
-    Args:
-        trained: the trainer's model.
-        exported: (B, S) ids, layout and (M,) numbers of tokens to (M, V) logits.
+    `exported` maps (B, S) ids, layout and (M,) numbers of tokens to (M, V) logits.
 
     Raises:
         CheckpointError: they differ by more than `LARGEST_DIFFERENCE`.

@@ -59,14 +59,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 
 
 def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_diff: float) -> str:
-    """Write the Markdown with the metadata block that model hubs read.
-
-    Args:
-        name: of the folder.
-        trained: the model and where it comes from.
-        family: transformers' own class that it was written for, if any.
-        max_abs_diff: largest difference of logits between transformers and the trainer's model.
-    """
+    """Write the Markdown with the metadata block that model hubs read."""
     config, facts = trained.model.config, trained.facts
     num_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
     scores = facts.get("scores") or {}

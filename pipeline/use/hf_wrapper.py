@@ -51,9 +51,7 @@ class PostnormConfig(PretrainedConfig):
 def mask_layout(attention_mask: Tensor | None, input_ids: Tensor) -> Layout:
     """Make a layout of one document in each row; padding may stand on either side of it.
 
-    Args:
-        attention_mask: (B, S), 1 for tokens and 0 for padding; no padding when None.
-        input_ids: (B, S).
+    The mask is (B, S), 1 for tokens; without one there is no padding.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
