@@ -103,10 +103,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     from pipeline.use.convert import convert
 
     report = convert(
-        arguments.checkpoint,
-        arguments.out,
-        family=arguments.family,
-        overrides=arguments.overrides,
+        arguments.checkpoint, arguments.out, family=arguments.family, overrides=arguments.overrides
     )
     print(f"{arguments.out}: {report.family}, {report.num_parameters:,} parameters")
     if report.left_out:
@@ -366,7 +363,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from pipeline.inspect.run import Ranks, find_text, open_run, skipped_text, step_text
+    from pipeline.inspect.run import find_text, open_run, skipped_text, step_text
 
     run = open_run(arguments.run_dir, arguments.overrides)
     if arguments.find is not None:
@@ -376,8 +373,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     else:
         by_step = arguments.step is not None
         place = run.batch_of_step(arguments.step) if by_step else run.batch(arguments.batch)
-        ranks = Ranks(arguments.rank, arguments.world_size)
-        lines = step_text(run, place, ranks, as_json=arguments.json)
+        lines = step_text(run, place, arguments.rank, arguments.world_size, as_json=arguments.json)
     for line in lines:
         print(line)
 

@@ -55,7 +55,6 @@ class Task(Generic[T]):
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        """Start the thread."""
         self.result: T | None = None
         self.error: Exception | None = None
         self.took_s = 0.0
@@ -82,7 +81,6 @@ class HostCopy:
     """Host memory that holds a copy of a rank's state; reused from save to save."""
 
     def __init__(self) -> None:
-        """Start without buffers; the first copy allocates them."""
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, parts: list[Part]) -> list[Part]:

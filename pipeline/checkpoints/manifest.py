@@ -41,6 +41,11 @@ CONTENTS = {
     "dropout": "a function of (seed, cursor, rank): no random state",
 }
 """The parts of a run's state; a checkpoint with other parts cannot be resumed."""
+COUNTERS = (
+    *("step", "cursor", "skipped", "elapsed_s", "held_out_loss", "held_out_step"),
+    *("left_out", "rewinds"),
+)
+"""Fields that a manifest has from `state.TrainState`, where they are explained."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,6 @@ class Manifest:
     alpha: float
     """The residual's alpha that the next step would use; below 1 in the warm-up."""
     fingerprint: str
-    """Fingerprint of the dataset."""
     identity: dict[str, Any]
     """Config values that a resumed run must share: see `resume.identity`."""
     config_sha256: str
@@ -64,17 +68,12 @@ class Manifest:
     """path below the checkpoint -> {"bytes", "sha256"}."""
     # Manifests of earlier versions lack the following fields.
     elapsed_s: float = 0.0
-    """Training time as a time budget counts it."""
     zero_stage: int | None = None
     """ZeRO stage that saved it; any stage can load it."""
     held_out_loss: float | None = None
-    """Loss of the newest evaluation, in nats."""
     held_out_step: int | None = None
-    """Step of the newest evaluation."""
     left_out: int = 0
-    """Batches left out by `train.skip_batches` and after loss spikes."""
     rewinds: int = 0
-    """How often the run had gone back because of a loss spike."""
     losses: dict[str, Any] = field(default_factory=dict)
     """`counters.LossHistory`: the losses that the next decision about a spike needs."""
     contents: dict[str, str] | None = None

@@ -95,7 +95,6 @@ class Probe:
     """Runs one probe of a checkpoint. Rank 0 uses it, from any thread."""
 
     def __init__(self) -> None:
-        """Start without a process."""
         self._process: subprocess.Popen[str] | None = None
         self._cancelled = False
 

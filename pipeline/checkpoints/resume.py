@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.manifest import (
+    COUNTERS,
     FOLDER,
     STATE_FOLDER,
     Manifest,
@@ -196,7 +197,6 @@ class CheckpointStore:
     """Find and restore the checkpoints of one run. Methods are collective."""
 
     def __init__(self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo) -> None:
-        """Remember what checkpoints must fit; nothing is read yet."""
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
         self._index = index
@@ -233,17 +233,8 @@ class CheckpointStore:
                 manifest.world_size,
                 self._process.world_size,
             )
-        return TrainState(
-            manifest.step,
-            manifest.cursor,
-            manifest.skipped,
-            left_out=manifest.left_out,
-            rewinds=manifest.rewinds,
-            losses=LossHistory.read(manifest.losses),
-            elapsed_s=manifest.elapsed_s,
-            held_out_loss=manifest.held_out_loss,
-            held_out_step=manifest.held_out_step,
-        )
+        counters = {name: getattr(manifest, name) for name in COUNTERS}
+        return TrainState(**counters, losses=LossHistory.read(manifest.losses))
 
     def _choose(self) -> Path | None:
         folders = [self.folder]

@@ -16,6 +16,7 @@ from pathlib import Path
 from pipeline.checkpoints.background import Described, HostCopy, Mirror, RankFiles, Task
 from pipeline.checkpoints.manifest import (
     CONTENTS,
+    COUNTERS,
     FOLDER,
     LATEST_FILE,
     MANIFEST_FILE,
@@ -186,9 +187,7 @@ class Saver:
 
     def _manifest(self, state: TrainState, alpha: float) -> Manifest:
         return Manifest(
-            step=state.step,
-            cursor=state.cursor,
-            skipped=state.skipped,
+            **{name: getattr(state, name) for name in COUNTERS},
             alpha=alpha,
             fingerprint=self._index.fingerprint,
             identity=identity(self._config),
@@ -197,12 +196,7 @@ class Saver:
             created_unix_s=time.time(),
             provenance=self._provenance,
             files={},
-            elapsed_s=state.elapsed_s,
             zero_stage=self._config.train.zero_stage,
-            held_out_loss=state.held_out_loss,
-            held_out_step=state.held_out_step,
-            left_out=state.left_out,
-            rewinds=state.rewinds,
             losses=asdict(state.losses),
             contents=CONTENTS,
         )

@@ -36,8 +36,9 @@ class PhaseConfig:
         None,
         "the batch grows from this towards global_batch, by equal steps with equally many slots; "
         "null: it does not grow",
-        unit="sequences", ge=1,
-    )  # fmt: skip
+        unit="sequences",
+        ge=1,
+    )
     ramp_step: int | None = param(
         None, "by which the batch grows; null: ramp_from", unit="sequences", ge=1
     )

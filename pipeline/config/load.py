@@ -21,8 +21,14 @@ from pipeline.errors import ConfigError
 
 T = TypeVar("T")
 _RECORDED_PACKAGES = (
-    "postnorm", "torch", "deepspeed", "numpy", "webdataset", "sentencepiece", "tensorboard",
-)  # fmt: skip
+    "postnorm",
+    "torch",
+    "deepspeed",
+    "numpy",
+    "webdataset",
+    "sentencepiece",
+    "tensorboard",
+)
 
 REVISION_FILE = "REVISION"
 """Beside the packages of a copy of the code: the git revision of what was copied."""
@@ -73,7 +79,7 @@ def explain(loaded: Loaded[Any]) -> str:
         limits = f" [{schema.range_text(field)}]" if schema.range_text(field) else ""
         lines.append(f"{path} = {shown}{unit}")
         lines.append(f"    {field.metadata['meaning']}{limits}")
-        lines.append(f"    from {_origin_of(path, loaded.origins)}")
+        lines.append(f"    from {loaded.origins.get(path, 'default')}")
     return "\n".join(lines)
 
 
@@ -194,7 +200,3 @@ def _leaf_origins(node: Node, path: str) -> list[tuple[str, str]]:
     for key, child in children:
         found += _leaf_origins(child, f"{path}.{key}" if path else key)
     return found
-
-
-def _origin_of(path: str, origins: dict[str, str]) -> str:
-    return origins.get(path, "default")

@@ -31,9 +31,10 @@ class PretrainConfig:
     train: TrainConfig = section(TrainConfig, "optimisation")
     kernels: KernelsConfig = section(KernelsConfig, "implementations, chosen for speed")
     phases: tuple[PhaseConfig, ...] = param(
-        (), "what comes first, with other lengths of sequences or batches; train and data hold for "
-        "the rest"
-    )  # fmt: skip
+        (),
+        "what comes first, with other lengths of sequences or batches; train and data hold for "
+        "the rest",
+    )
     spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")

@@ -62,11 +62,7 @@ class PackedSplit:
     """The train or the eval split; threads may share it."""
 
     def __init__(
-        self,
-        index: DatasetIndex,
-        split: str,
-        config: DataConfig,
-        counts: Mapping[int, Ints],
+        self, index: DatasetIndex, split: str, config: DataConfig, counts: Mapping[int, Ints]
     ) -> None:
         """Looks at the split's shards.
 

@@ -43,28 +43,20 @@ def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B sequences of S slots as tensors, and what the objective needs beside them."""
+    """A `Batch` as tensors: B sequences of S slots, and what the objective needs beside them."""
 
     input_ids: Tensor
-    """(B, S) int64, token ids as the model sees them."""
     documents: Tensor
-    """(B, S) int32, number of the document piece in the sequence from 1, 0 at padding."""
     positions: Tensor
-    """(B, S) int64, position within the piece, 0 at its [CLS]."""
     segments: Tensor | None
-    """(B, S) int64, segment ids; None: all are 0."""
     cu_seqlens: Tensor
     """(D + 1,) int32, of `document_bounds`."""
     inputs: dict[str, Tensor]
-    """As `Batch.inputs`."""
     weights: dict[str, float]
-    """As `Batch.weights`; on the host."""
+    """On the host, as all that is no tensor."""
     counts: dict[str, int]
-    """As `Batch.counts`; on the host."""
     num_tokens: int
-    """Slots that are not padding."""
     hash: int
-    """See `Batch.hash`."""
 
     @classmethod
     def of(cls, batch: Batch, *, pin: bool = False) -> "MicroBatch":
@@ -180,7 +172,6 @@ class EvalLoader:
         share: Share,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
-        """Opens the eval split; see `PackedSplit` for `counts` and what can fail."""
         self._seq_len = config.data.seq_len
         if counts is None:
             counts = sequences_at(index, [self._seq_len], None)

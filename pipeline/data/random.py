@@ -34,8 +34,7 @@ class Purpose(IntEnum):
 
 
 def philox(
-    counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
-    key: tuple[int, int],
+    counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]
 ) -> tuple[Words, Words, Words, Words]:
     """Draw four 32-bit words for every counter.
 

@@ -277,9 +277,11 @@ class BlockReader:
             raise DataError(self._wrong_size_text(shard, path, found))
 
     def _missing_text(self, shard: int) -> str:
+        keys = self.index.shards[shard].keys
+        listed = keys[0] if len(keys) == 1 else f"{keys[0]} .. {keys[-1]}"
         return (
             f"shard {self.index.shard_path(shard)} does not exist, the index lists it with members "
-            f"{_span(self.index.shards[shard].keys)}; {self._remedy}"
+            f"{listed}; {self._remedy}"
         )
 
     def _read(self, shard: int, offset: int, length: int, what: Callable[[], str]) -> Bytes:
@@ -356,7 +358,3 @@ def refuse_unlisted(index: DatasetIndex) -> None:
             "their text, add it to the sources of the data preparation's config and run "
             "`python -m data_prep run` again, which lists the shards that it makes"
         )
-
-
-def _span(keys: tuple[str, ...]) -> str:
-    return keys[0] if len(keys) == 1 else f"{keys[0]} .. {keys[-1]}"

@@ -184,7 +184,8 @@ class RunOrder:
         self._split = split
         self._seed = config.seed
         self.groups = _groups(index, config, split)
-        tokens = [group.weight * _tokens(index, split, group) for group in self.groups]
+        of_block = index.blocks.num_tokens[split.rows]
+        tokens = [group.weight * int(of_block[group.blocks].sum()) for group in self.groups]
         self._windows = [
             max(1, round(config.data.window_blocks * part / sum(tokens))) for part in tokens
         ]
@@ -303,10 +304,6 @@ def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) ->
             names = f"{len(present)} sources"
         return [Group(names or "all", Fraction(1), np.flatnonzero(np.isin(of_block, present)))]
     return [Group(index.sources[k].name, given[k], np.flatnonzero(of_block == k)) for k in present]
-
-
-def _tokens(index: DatasetIndex, split: PackedSplit, group: Group) -> int:
-    return int(index.blocks.num_tokens[split.rows[group.blocks]].sum())
 
 
 def _sequences_with(packing: Packing, tokens: range) -> list[int]:

@@ -139,27 +139,17 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     )
 
 
-@dataclass(frozen=True)
-class DocumentPlace:
-    """Where a document stands in the dataset."""
-
-    block: int
-    """Position in the training split."""
-    tokens: range
-    """Tokens of the block."""
-
-
 def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
     """Describe where a document is, with one line for each time that it is seen.
 
     Raises:
         DataError: the training split has no such document.
     """
-    found = find(run, document_id)
+    block, tokens = find(run, document_id)
     index, split, order = run.index, run.steps.split, run.steps.order
-    row = int(split.rows[found.block])
+    row = int(split.rows[block])
     yield (
-        f"document {document_id}: {len(found.tokens)} tokens, source "
+        f"document {document_id}: {len(tokens)} tokens, source "
         f"{index.sources[int(index.block_source[row])].name}, block {index.block_key(row)} of "
         f"{index.shards[int(index.blocks.shard[row])].file}"
     )
@@ -168,7 +158,7 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
     done = run.records[-1].batch if run.records else -1
     skipped = sum(record.step is None for record in run.records)
     count = 0
-    for place in order.places(found.block, found.tokens, stop):
+    for place in order.places(block, tokens, stop):
         batch = plan.holding(place)
         record = run.record(batch.number)
         if record is not None:
@@ -187,8 +177,10 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
         yield f"not seen in the {num_batches:,} batches of the run"
 
 
-def find(run: OpenedRun, document_id: str) -> DocumentPlace:
-    """Look a document up by its id; reads the ids of all blocks until it is found.
+def find(run: OpenedRun, document_id: str) -> tuple[int, range]:
+    """Look up a document's block in the training split, and its tokens there.
+
+    Reads the ids of all blocks until it is found.
 
     Raises:
         DataError: the training split has no such document.
@@ -208,7 +200,7 @@ def find(run: OpenedRun, document_id: str) -> DocumentPlace:
                     ends = split.reader.doc_ends(int(split.rows[block]))
                     row = ids.index(document_id)
                     first = int(ends[row - 1]) if row else 0
-                    return DocumentPlace(block, range(first, int(ends[row])))
+                    return block, range(first, int(ends[row]))
         finally:
             pool.shutdown(cancel_futures=True)
     example = split.block(0).document_ids[0]
@@ -296,44 +288,39 @@ class Row:
     """Their original tokens."""
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Which part of a step is shown: all of it, or a rank's."""
-
-    rank: int | None
-    world_size: int | None
-
-
-def step_text(run: OpenedRun, place: BatchPlace, ranks: Ranks, *, as_json: bool) -> Iterator[str]:
+def step_text(
+    run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None, *, as_json: bool
+) -> Iterator[str]:
     """Describe a step: a head and its sequences with their text, or one JSON object a sequence.
+
+    A rank's part of them, or all without a rank.
 
     Raises:
         DataError: there is no such rank, or a shard is damaged.
     """
-    share = _share(run, place, ranks)
+    share = _share(run, place, rank, world_size or run.world_size)
     batches = run.steps.micro_batches(place.cursor, Share(0, 1))
     if not as_json:
         yield from _head(run, place, sum(batch.hash for batch in batches) % 2**64, share)
     for number, sequence in enumerate(_sequences(run, place, batches)):
         if number in share:
-            yield _as_json(sequence) if as_json else _as_text(run, sequence, place)
+            shown = json.dumps(asdict(sequence), ensure_ascii=False) if as_json else ""
+            yield shown or _as_text(run, sequence, place)
 
 
-def _share(run: OpenedRun, place: BatchPlace, ranks: Ranks) -> range:
+def _share(run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None) -> range:
     """Find the places of the step that are asked for."""
-    if ranks.rank is None:
+    if rank is None:
         return range(place.size)
-    world_size = ranks.world_size or run.world_size
     if world_size is None:
         raise DataError(
-            f"--rank {ranks.rank}: {run.folder} does not say how many ranks it has; give "
-            "--world-size"
+            f"--rank {rank}: {run.folder} does not say how many ranks it has; give --world-size"
         )
-    if not 0 <= ranks.rank < world_size:
-        raise DataError(f"--rank {ranks.rank} must be 0 to {world_size - 1}, of {world_size} ranks")
+    if not 0 <= rank < world_size:
+        raise DataError(f"--rank {rank} must be 0 to {world_size - 1}, of {world_size} ranks")
     run.config.batches.require_split(world_size)
     each = place.size // world_size
-    return range(ranks.rank * each, (ranks.rank + 1) * each)
+    return range(rank * each, (rank + 1) * each)
 
 
 def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterator[str]:
@@ -411,10 +398,6 @@ def _sequence(
         masked=tuple((batch.inputs["masked_index"][mine] - first).tolist()),
         targets=tuple(batch.inputs["targets"][mine].tolist()),
     )
-
-
-def _as_json(sequence: Row) -> str:
-    return json.dumps(asdict(sequence), ensure_ascii=False)
 
 
 def _as_text(run: OpenedRun, sequence: Row, place: BatchPlace) -> str:

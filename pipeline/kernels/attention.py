@@ -68,12 +68,7 @@ def weighted_values(share_BNSS: Tensor, v_BNSH: Tensor, dropout: float) -> Tenso
 
 
 def flash_attention(
-    q_TNH: Tensor,
-    k_TNH: Tensor,
-    v_TNH: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout: float,
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, longest: int, dropout: float
 ) -> Tensor:
     """Compute softmax(q k^T) v within documents, dropout on it; queries are scaled already.
 

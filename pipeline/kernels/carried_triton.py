@@ -462,10 +462,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def _of_turn(tensors: Tensors) -> dict[str, bool]:
-    return {
-        "TURNS": tensors["cos"] is not None,
-        "SCALES": tensors["token_scale"] is not None,
-    }
+    return {"TURNS": tensors["cos"] is not None, "SCALES": tensors["token_scale"] is not None}
 
 
 def _is_hopper(capability: tuple[int, int]) -> bool:

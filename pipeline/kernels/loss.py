@@ -99,12 +99,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _by_chunks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    fused: bool,
-    needed: list[bool],
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, fused: bool, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute losses (M,), hits (M,), and those gradients of the losses' sum that are needed."""
     wide = torch.promote_types(x.dtype, torch.float32)

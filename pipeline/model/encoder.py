@@ -52,8 +52,9 @@ def initialise(module: nn.Module, config: ModelConfig) -> None:
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.Linear)):
             for part, gain in _parts(name, child.weight, config):
-                with torch.no_grad():
-                    _fill(part, _std(part, gain, config, isinstance(child, nn.Embedding)))
+                std = _std(part, gain, config, isinstance(child, nn.Embedding))
+                # torch's default cut is an absolute 2, which does not cut small deviations at all.
+                nn.init.trunc_normal_(part, std=std, a=-2 * std, b=2 * std)
         if isinstance(child, nn.Linear) and child.bias is not None:
             nn.init.zeros_(child.bias)
 
@@ -79,11 +80,6 @@ def _std(matrix: Tensor, gain: float, config: ModelConfig, is_embedding: bool) -
     depth_gain = config.num_layers**-0.5 if config.init == "rsqrt_depth" else 1.0
     # Linear layers and embeddings both keep their input width last.
     return depth_gain / math.sqrt(fan_in) * _CUT_CORRECTION
-
-
-def _fill(matrix: Tensor, std: float) -> None:
-    # torch's default cut is an absolute 2, which does not cut small deviations at all.
-    nn.init.trunc_normal_(matrix, std=std, a=-2 * std, b=2 * std)
 
 
 LayerRunner = Callable[
@@ -284,7 +280,6 @@ class MaskedLanguageModel(EncoderModel):
     """Encoder with an MLM head whose output matrix is the token embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes the encoder and what the head has of its own."""
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)

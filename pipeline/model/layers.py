@@ -94,7 +94,6 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, size: int, eps: float, *, affine: bool) -> None:
-        """Makes the gain, if there is one."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size)) if affine else None
@@ -237,7 +236,6 @@ class Residual(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes ReZero's gain, if there is one."""
         super().__init__()
         deepnorm = config.residual == "deepnorm"
         self.keep = (2 * config.num_layers) ** 0.25 if deepnorm else 1.0
@@ -259,7 +257,6 @@ class Layer(nn.Module):
     """Attention and feed-forward, each with its residual, and a norm behind or before it."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes both sub-layers."""
         super().__init__()
         self.pre_norm = config.norm_placement == "pre"
         self.attention = SelfAttention(config)

@@ -23,17 +23,7 @@ DATA_WAIT = "data wait"
 OTHER = "other"
 IDLE = "idle or host"
 
-CATEGORIES = (
-    GEMM,
-    ATTENTION,
-    NORMS,
-    HEAD_LOSS,
-    OPTIMIZER,
-    COMMUNICATION,
-    DATA_WAIT,
-    OTHER,
-    IDLE,
-)
+CATEGORIES = (GEMM, ATTENTION, NORMS, HEAD_LOSS, OPTIMIZER, COMMUNICATION, DATA_WAIT, OTHER, IDLE)
 
 # The first match counts: names of CUTLASS's and cuDNN's flash kernels contain words of GEMMs, those
 # of softmax and norms contain words of reductions.

@@ -117,7 +117,6 @@ class AppendedFile:
     """A file of one writer, opened for each record: it may have been replaced meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is opened yet."""
         self._path = path
         self._torn: tuple[tuple[int, int], int] | None = None
         """Which file has a part of a record that could not be removed, and where it begins."""

@@ -20,7 +20,6 @@ class StopRequest:
     """Whether this process was asked to stop."""
 
     def __init__(self) -> None:
-        """Install the handlers."""
         self.signal_name = ""
         for number in _NUMBERS:
             signal.signal(number, self._receive)

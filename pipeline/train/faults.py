@@ -39,7 +39,6 @@ class Rescue:
         saver: Saver,
         watch: Watch,
     ) -> None:
-        """Remember where decisions are recorded."""
         self._config = config
         self._run_dir = Path(config.run_dir)
         self._order = order
@@ -211,7 +210,6 @@ class LeftOut:
     """Batches that are not trained on: those of `train.skip_batches`, and those of rewinds."""
 
     def __init__(self, config: PretrainConfig, rewinds: list[Rewind]) -> None:
-        """Join the ranges of batches of both."""
         self._ranges = [range(each.first, each.last + 1) for each in config.train.skip_batches]
         self._ranges += [range(each.first_batch, each.last_batch + 1) for each in rewinds]
 

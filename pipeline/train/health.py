@@ -145,7 +145,6 @@ class PlateauDoctor:
     """Follows the logged losses of one attempt, and warns once of a plateau."""
 
     def __init__(self, config: PretrainConfig, unigram_entropy: float) -> None:
-        """Start without losses."""
         train = config.train
         self._config = config
         self._entropy = unigram_entropy
@@ -241,7 +240,6 @@ class Stragglers:
     """Follows the ranks of one attempt, and warns of slow ones."""
 
     def __init__(self, hosts: list[str], factor: float) -> None:
-        """Start without times."""
         self._hosts = hosts
         self._factor = factor
         self._slow = [0] * len(hosts)

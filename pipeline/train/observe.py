@@ -36,10 +36,7 @@ class AttentionStatistics:
 
 @torch.no_grad()
 def attention_statistics(
-    encoder: Encoder,
-    input_ids: Tensor,
-    layout: Layout,
-    real: Tensor,
+    encoder: Encoder, input_ids: Tensor, layout: Layout, real: Tensor
 ) -> AttentionStatistics:
     """Run the encoder once, at the alpha that it has, and measure its attention.
 

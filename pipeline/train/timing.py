@@ -16,7 +16,6 @@ class Clock:
     """
 
     def __init__(self, elapsed_s: float) -> None:
-        """Continue from the time of earlier attempts."""
         self._start_s = time.perf_counter() - elapsed_s
 
     def read_s(self) -> float:
@@ -36,7 +35,6 @@ class OwnTime:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start at zero."""
         self._on_gpu = device.type == "cuda"
         self._sum_s = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -91,8 +89,14 @@ def memory_peaks(device: torch.device) -> tuple[float, float, float]:
 
 PREFIX = "postnorm:"
 BEGIN, END, DATA, FORWARD, HEAD, BODY, UPDATE = (
-    "begin", "end", "data", "forward", "head", "body", "update",
-)  # fmt: skip
+    "begin",
+    "end",
+    "data",
+    "forward",
+    "head",
+    "body",
+    "update",
+)
 """What is done from a mark to the next: BODY is what is no HEAD in a backward pass."""
 
 

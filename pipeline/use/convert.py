@@ -290,11 +290,7 @@ def _model_config(
 
 
 def _weights(
-    config: ModelConfig,
-    given: dict[str, Tensor],
-    style: names.Style,
-    read: _Source,
-    source: Path,
+    config: ModelConfig, given: dict[str, Tensor], style: names.Style, read: _Source, source: Path
 ) -> dict[str, Tensor]:
     """Put our parameters together from theirs.
 

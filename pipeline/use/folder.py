@@ -302,8 +302,7 @@ def export(source: Path, out: Path) -> ExportReport:
 
 
 def compare(
-    trained: EncoderModel,
-    exported: Callable[[Tensor, Layout, Tensor], Tensor],
+    trained: EncoderModel, exported: Callable[[Tensor, Layout, Tensor], Tensor]
 ) -> ExportReport:
     """Compare logits on random packed sequences, two documents in each.
 

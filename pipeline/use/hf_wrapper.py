@@ -77,7 +77,6 @@ class PostnormModel(PostnormPreTrainedModel):
     """Token ids to hidden states."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Make the encoder."""
         super().__init__(config)
         self.encoder = Encoder(config)
         self.post_init()
@@ -115,7 +114,6 @@ class PostnormForMaskedLM(PostnormPreTrainedModel):
     """The model as it was pre-trained."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Make encoder and head."""
         super().__init__(config)
         self.postnorm = MaskedLanguageModel(config)
         self.post_init()
@@ -149,7 +147,6 @@ class PostnormForSequenceClassification(PostnormPreTrainedModel):
     """A linear classifier, or regression with one label, on the first token."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Make encoder and classifier."""
         super().__init__(config)
         self.postnorm = PostnormModel(config)
         self.dropout = nn.Dropout(config.dropout)
