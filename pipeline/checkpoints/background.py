@@ -116,7 +116,6 @@ class RankFiles:
     parts: list[Part]
     counters: dict[str, int]
     others: dict[str, bytes]
-    """Content of further files, by name."""
 
     def write(self) -> Described:
         """Write and flush the files, then hash them as they are read back. Not collective.

@@ -305,7 +305,6 @@ class Plan:
     rejected: list[str]
     """Problems of newer checkpoints; those are kept as well."""
     removed: list[Path]
-    """Checkpoints to remove, oldest first."""
 
 
 def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Plan:

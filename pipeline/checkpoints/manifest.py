@@ -213,7 +213,6 @@ class Retention:
     """A rule; a checkpoint is kept if any part of the rule keeps it."""
 
     keep: int
-    """Number of newest checkpoints."""
     keep_every_steps: int | None = None
     """Checkpoints at multiples of it are kept."""
     keep_best: int = 0

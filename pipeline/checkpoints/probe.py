@@ -49,7 +49,6 @@ class ProbeReport:
     """The size of a good checkpoint, and the time of the probe."""
 
     num_parameters: int
-    """Elements of the model."""
     num_bytes: int
     took_s: float
 

@@ -62,9 +62,7 @@ class _Writing:
     """A save whose files are being written."""
 
     manifest: Manifest
-    """Manifest without its list of files."""
     task: Task[Described]
-    """Writes this rank's part."""
     period_s: float
     """Seconds since the previous save began."""
     stall_s: float
@@ -145,11 +143,7 @@ class Saver:
         self._look_at_tidying(wait=False)
 
     def publish(self) -> None:
-        """Wait until the last save is published.
-
-        Raises:
-            CheckpointError: the save failed.
-        """
+        """Wait until the last save is published (CheckpointError: the save failed)."""
         self._publish_if_written(wait=True)
 
     def finish(self, *, stopping: bool = False) -> None:
@@ -366,11 +360,7 @@ def _require_files(unfinished: Path, manifest: Manifest) -> None:
 
 
 def _read_tokenizer(index: DatasetIndex) -> bytes:
-    """Read the tokenizer's file of a dataset.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
+    """Read the tokenizer's file of a dataset (DataError: it is missing or damaged)."""
     path = index.folder / index.tokenizer_file
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:

@@ -256,11 +256,9 @@ class StateDifferences:
     """All differences between the states of two checkpoints."""
 
     num_parameters: int
-    """Number of parameters compared."""
     others: list[str]
     """Counters that differ, and parameters that one lacks or that have another shape."""
     tensors: list[TensorDifference]
-    """Tensors that differ."""
 
 
 def state_differences(
@@ -392,7 +390,6 @@ class TrainState:
     held_out_loss: float | None = None
     """Loss of the newest evaluation, in nats."""
     held_out_step: int | None = None
-    """Step of the newest evaluation."""
 
     def leave_out(self, num_sequences: int) -> None:
         """Count a batch that is not trained on."""

@@ -54,7 +54,6 @@ class BatchPlace(NamedTuple):
     size: int
     """Its sequences, over all ranks."""
     micro_batch: int
-    """Sequences of one forward pass."""
     seq_len: int
     """Slots of its sequences."""
 
@@ -110,11 +109,7 @@ class BatchPlan:
         return list(dict.fromkeys(first.seq_len for first in self._firsts))
 
     def at(self, cursor: int) -> BatchPlace:
-        """The batch that starts at a cursor.
-
-        Raises:
-            ConfigError: none does.
-        """
+        """The batch that starts at a cursor (ConfigError: none does)."""
         first = self._firsts[bisect_right(self._cursors, cursor) - 1]
         count, rest = divmod(cursor - first.cursor, first.size)
         if rest or cursor < 0:
@@ -142,11 +137,7 @@ class BatchPlan:
             cursor += place.size
 
     def require_split(self, world_size: int) -> None:
-        """Checks that every batch can be split evenly over the ranks.
-
-        Raises:
-            ConfigError: one cannot.
-        """
+        """Checks that every batch can be split evenly over the ranks (ConfigError: one cannot)."""
         for first, (batch, micro_batch) in zip(self._firsts, self._names, strict=True):
             if first.size % (first.micro_batch * world_size):
                 raise ConfigError(

@@ -59,11 +59,7 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
 
 
 def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> T:
-    """A config from plain values in place of a file.
-
-    Raises:
-        ConfigError: see `schema.build`.
-    """
+    """A config from plain values in place of a file (ConfigError: see `schema.build`)."""
     root = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
     for text in overrides:
         root = _override(root, text)

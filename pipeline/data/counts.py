@@ -32,7 +32,6 @@ class Counts(NamedTuple):
     """Counts of every block of a dataset, training and evaluation alike; (b,) int64 each."""
 
     sequences: Ints
-    """Packed sequences."""
     pieces: Ints
     """Documents, and parts of documents, in the sequences."""
 

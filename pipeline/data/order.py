@@ -95,7 +95,6 @@ class Order:
         self._segment = segment
         self._start = start or Start()
         self.num_sequences = int(material.counts.sum())
-        """Number of sequences in an epoch."""
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
         self._window = lru_cache(maxsize=2)(self._window_uncached)
         left = self._start.leftover

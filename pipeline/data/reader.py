@@ -38,7 +38,6 @@ _COPY_AGAIN = "this is a staged copy: delete it and start again, which copies it
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
 """Errors of NFS and Lustre while a server restarts or a route is lost."""
 PAUSES_S = (0.5, 2.0, 8.0, 30.0)
-"""Pause before each retry."""
 
 
 def read_range(

@@ -144,7 +144,6 @@ class BatchRecord(NamedTuple):
     """Position of its first sequence in the order of the run."""
     sequences: int
     seq_len: int
-    """Slots of a sequence."""
     step: int | None
     """Number of the optimizer step from 1; None if the batch was skipped."""
     hash: int
@@ -187,11 +186,7 @@ class Lines(NamedTuple):
 
 
 def parse(path: Path, text: bytes) -> Lines:
-    """Read and check the complete lines.
-
-    Raises:
-        DataError: names the first line that is wrong.
-    """
+    """Read and check the complete lines (DataError: names the first line that is wrong)."""
     if not text.startswith(HEADER):
         line = text[: len(HEADER)].split(b"\n")[0]
         raise DataError(f"{path}, line 1: {line!r}, expected {HEADER!r}. {how_to_fix(path)}")

@@ -154,7 +154,6 @@ class Segment:
     seq_len: int
     mix: Mix
     orders: tuple[Order, ...]
-    """The order of each group."""
     leftovers: dict[int, Packing]
     """By block: the rest of windows that were not finished when the segment began."""
 

@@ -239,11 +239,7 @@ def _stretches(
 
 
 def coverage_text(found: Coverage) -> Iterator[str]:
-    """Write the report as tables.
-
-    Raises:
-        DataError: tokens are lost or repeated, after the tables.
-    """
+    """Write the report as tables (DataError: tokens are lost or repeated, after the tables)."""
     yield (
         "source                    weight    documents            tokens  epochs of a pass  "
         "of the run  each token in an epoch"

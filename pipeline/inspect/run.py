@@ -89,11 +89,7 @@ class OpenedRun:
         return self.config.batches.number(number)
 
     def batch(self, number: int) -> BatchPlace:
-        """Find a batch by its number, 0 for the first.
-
-        Raises:
-            DataError: the number is negative.
-        """
+        """Find a batch by its number, 0 for the first (DataError: the number is negative)."""
         if number < 0:
             raise DataError(f"--batch {number}: batches are counted from 0")
         return self.config.batches.number(number)
@@ -273,7 +269,6 @@ class Row:
     """A sequence of a step."""
 
     place: int
-    """Position in the step's batch."""
     sample_id: int
     epoch: int
     source: str
@@ -285,7 +280,6 @@ class Row:
     masked: tuple[int, ...]
     """Slots to predict."""
     targets: tuple[int, ...]
-    """Their original tokens."""
 
 
 def step_text(

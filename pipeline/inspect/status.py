@@ -66,11 +66,9 @@ class RunStatus:
     """How a run is doing; None: not known, or not yet."""
 
     state: str
-    """State of the newest start."""
     step: int
     num_steps: int
     loss: float | None
-    """Loss of the last log line."""
     held_out_loss: float | None
     held_out_step: int | None
     tokens: int | None
@@ -81,7 +79,6 @@ class RunStatus:
     """At the pace of the last log lines, evaluations and saves included; less where the run's time
     budget ends earlier."""
     idle_s: float | None
-    """Time since the last log line."""
     checkpoint: Checkpoint | None
     starts: list[Start]
     warnings: list[str]

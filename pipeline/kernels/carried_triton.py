@@ -371,7 +371,6 @@ class Numbers(NamedTuple):
     longest: int
     """Tokens of the longest window, or more."""
     scale: float
-    """Factor of q k^T."""
     temperature: float
     """The softmax is over scores times this."""
     dropout: float

@@ -94,11 +94,7 @@ def expected_on_gpu(asked: KernelsConfig, model: ModelConfig, precision: str) ->
 
 
 def require_residual_norm(model: ModelConfig) -> None:
-    """Check that the fused residual and norm fits a model.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the fused residual and norm fits a model (ConfigError: it does not)."""
     if obstacle := _for_residual_norm(model):
         raise ConfigError(f"no fused residual and norm for this model: {obstacle}")
 

@@ -38,7 +38,6 @@ class Plan:
     checkpoint_layers: int | None = None
     """Layers of a group of which only the inputs are kept for backward; None keeps everything."""
     fused: Choice = REFERENCE
-    """The parts that fused kernels compute."""
 
     def __post_init__(self) -> None:
         sizes = {

@@ -28,7 +28,6 @@ class ProcessInfo:
     world_size: int
     """Number of processes over all nodes."""
     host: str
-    """Name of this node."""
     job: str
     """SLURM job id and restart count, such as `1234.0`; `local` outside SLURM."""
 

@@ -29,7 +29,6 @@ class Rank:
     """This process while it works as a rank."""
 
     process: ProcessInfo
-    """Its place among the ranks."""
     run_dir: Path | None = None
     """Where the exit code is left for the job script; None: nowhere. Work may set it."""
     if_lost: str = "Start again"

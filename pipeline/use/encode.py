@@ -57,11 +57,7 @@ class TextEncoder:
         return self._encoder.config.hidden_size
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """Compute (number of texts, D) fp32 vectors.
-
-        Raises:
-            DataError: there is no text.
-        """
+        """Compute (number of texts, D) fp32 vectors (DataError: there is no text)."""
         if not texts:
             raise DataError("no text to encode")
         documents = [self._ids(text) for text in texts]

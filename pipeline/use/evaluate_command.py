@@ -188,11 +188,7 @@ class Report:
         }
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a line to the run's file; a model folder has none.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Add a line to the run's file; a model folder has none (OSError: it cannot be written)."""
         if self._path is not None:
             AppendedFile(self._path).append((json.dumps(record) + "\n").encode(), end=b"\n")
 

@@ -60,11 +60,7 @@ class TrainedModel:
     """Step, dataset fingerprint, versions: what config.json holds beside the architecture."""
 
     def require_tokenizer(self) -> Tokenizer | FastTokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            CheckpointError: the model came without one.
-        """
+        """Return the tokenizer (CheckpointError: the model came without one)."""
         if self.tokenizer is None:
             raise CheckpointError(
                 "this model came without a tokenizer, so it cannot read text; put its "
@@ -124,11 +120,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def load_model(folder: Path) -> TrainedModel:
-    """Read a model folder.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or of another format.
-    """
+    """Read a model folder (CheckpointError: a file is missing, damaged, or of another format)."""
     config, facts = read_architecture(folder)
     model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
     return TrainedModel(model, read_tokenizer(folder), facts)
