@@ -82,16 +82,17 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "checkpoint", type=Path, metavar="SRC", help="Hugging Face folder, or TensorFlow checkpoint"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument(
+    add("out", type=Path, metavar="OUT", help="folder to write")
+    add(
         "--family",
         choices=("bert", "realformer", "roberta", "roformer", "roformer_v2"),
         help="needed for TensorFlow checkpoints of BERT and RealFormer, whose names are the same",
     )
-    parser.add_argument(
+    add(
         "overrides",
         nargs="*",
         metavar="field=value",
@@ -113,19 +114,18 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _grow_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SRC", help="run folder, or model folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument(
-        "--width", type=int, default=1, help="factor, a power of 2; changes no logit"
-    )
-    parser.add_argument("--depth", type=int, help="layers, a multiple of those there are")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", type=Path, metavar="SRC", help="run folder, or model folder")
+    add("out", type=Path, metavar="OUT", help="folder to write")
+    add("--width", type=int, default=1, help="factor, a power of 2; changes no logit")
+    add("--depth", type=int, help="layers, a multiple of those there are")
+    add(
         "--noise",
         type=float,
         default=0.0,
         help="share of each matrix' deviation that is added (default 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    add("--seed", type=int, default=0, help="of the noise (default 0)")
 
 
 def _grow(arguments: argparse.Namespace) -> None:
@@ -195,20 +195,19 @@ attention (attention_work in pipeline/profile/step.py), divided by the time take
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     parser.description = _DESCRIPTION
     cli.add_config_arguments(parser)
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default 20")
-    parser.add_argument(
+    add("--steps", type=int, default=20, metavar="N", help="default 20")
+    add(
         "--warm-up",
         type=int,
         default=5,
         metavar="N",
         help="steps before them, in which kernels are compiled (default 5)",
     )
-    parser.add_argument(
-        "--json", type=Path, dest="json_file", metavar="FILE", help="write the numbers as JSON"
-    )
-    parser.add_argument(
+    add("--json", type=Path, dest="json_file", metavar="FILE", help="write the numbers as JSON")
+    add(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -244,23 +243,22 @@ def _profile_on(arguments: argparse.Namespace, rank: Rank) -> int:
 
 
 def _bandwidth_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--records",
         type=Path,
         required=True,
         metavar="DIR",
         help="folder to write NODE.bandwidth.json to",
     )
-    parser.add_argument(
+    add(
         "--nodes",
         default="",
         metavar="'A B'",
         help="names of all nodes in order, to name missing ones",
     )
-    parser.add_argument(
-        "--megabytes", type=float, default=256.0, help="size of each rank's tensor (default 256)"
-    )
-    parser.add_argument(
+    add("--megabytes", type=float, default=256.0, help="size of each rank's tensor (default 256)")
+    add(
         "--timeout",
         type=float,
         default=180.0,
@@ -340,21 +338,22 @@ def _coverage(arguments: argparse.Namespace) -> int:
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="run folder")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="optimizer step, from 1")
     what.add_argument("--batch", type=int, metavar="N", help="batch, from 0, skipped ones included")
     what.add_argument("--find", metavar="ID", help="the steps in which a document is seen")
     what.add_argument("--skip", action="store_true", help="the batches that were skipped")
-    parser.add_argument("--rank", type=int, metavar="R", help="only this rank's part of the step")
-    parser.add_argument(
+    add("--rank", type=int, metavar="R", help="only this rank's part of the step")
+    add(
         "--world-size",
         type=int,
         metavar="W",
         help="number of ranks; default: of the run's newest start",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a sequence")
-    parser.add_argument(
+    add("--json", action="store_true", help="one JSON object a sequence")
+    add(
         "overrides",
         nargs="*",
         metavar="data.dir=FOLDER",
@@ -414,22 +413,23 @@ def _config(arguments: argparse.Namespace) -> None:
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML file of a model or of a run")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", help="YAML file of a model or of a run")
+    add(
         "overrides",
         nargs="*",
         metavar="field=value",
         help="such as bias=true; in a run's config model.bias=true",
     )
-    parser.add_argument("--seq-len", type=int, metavar="N", help="default: the run's, or 512")
-    parser.add_argument(
+    add("--seq-len", type=int, metavar="N", help="default: the run's, or 512")
+    add(
         "--document-len",
         type=int,
         metavar="N",
         help="tokens of a document, for attention of variable length",
     )
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="default: the run's, or 8")
-    parser.add_argument("--ranks", type=int, metavar="N", default=1, help="default 1")
+    add("--micro-batch", type=int, metavar="N", help="default: the run's, or 8")
+    add("--ranks", type=int, metavar="N", default=1, help="default 1")
 
 
 def _model(arguments: argparse.Namespace) -> None:

@@ -239,53 +239,45 @@ def rows(run: Path, *, verify: bool = False) -> list[Row]:
     ]
 
 
-_COLUMNS = (
-    "step",
-    "cursor",
-    "skipped",
-    "alpha",
-    "age",
-    "MB",
-    "ranks",
-    "zero",
-    "held-out",
-    "checked",
-    "resume",
-    "kept",
-)
-
-
 def table(rows: list[Row], now_s: float | None = None) -> Iterator[str]:
     """Format rows as lines of a table, followed by the problems found."""
     now_s = time.time() if now_s is None else now_s
-    cells = [_COLUMNS, *(tuple(_cells(row, now_s)) for row in rows)]
+    found = [_cells(row, now_s) for row in rows]
+    columns = list(found[0])
+    cells = [columns, *(list(each.values()) for each in found)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  ".join(
             text.ljust(width) if name == "kept" else text.rjust(width)
-            for name, text, width in zip(_COLUMNS, line, widths, strict=True)
+            for name, text, width in zip(columns, line, widths, strict=True)
         ).rstrip()
     yield from (f"bad: {text}" for row in rows for text in row.problems)
 
 
-def _cells(row: Row, now_s: float) -> Iterator[str]:
+def _cells(row: Row, now_s: float) -> dict[str, str]:
+    """Write a row's values by column."""
     manifest = row.manifest
-    yield f"{row.step:,}"
-    if manifest is None:
-        yield from ["?"] * 8
-    else:
-        yield f"{manifest.cursor:,}"
-        yield f"{manifest.skipped:,}"
-        yield f"{manifest.alpha:.3f}"
-        yield duration_text(max(0.0, now_s - manifest.created_unix_s))
-        yield f"{manifest.num_bytes / 1e6:,.1f}"
-        yield str(manifest.world_size)
-        yield "?" if manifest.zero_stage is None else str(manifest.zero_stage)
-        loss = manifest.own_held_out_loss
-        yield "-" if loss is None else f"{loss:.4f}"
-    yield "BAD" if row.problems else "files" if row.is_verified else "manifest"
-    yield "<-" if row.would_resume else ""
-    yield "?" if row.kept is None else ", ".join(row.kept) or "no"
+    names = ("cursor", "skipped", "alpha", "age", "MB", "ranks", "zero", "held-out")
+    values = dict.fromkeys(names, "?")
+    if manifest is not None:
+        loss, stage = manifest.own_held_out_loss, manifest.zero_stage
+        values = {
+            "cursor": f"{manifest.cursor:,}",
+            "skipped": f"{manifest.skipped:,}",
+            "alpha": f"{manifest.alpha:.3f}",
+            "age": duration_text(max(0.0, now_s - manifest.created_unix_s)),
+            "MB": f"{manifest.num_bytes / 1e6:,.1f}",
+            "ranks": str(manifest.world_size),
+            "zero": "?" if stage is None else str(stage),
+            "held-out": "-" if loss is None else f"{loss:.4f}",
+        }
+    return {
+        "step": f"{row.step:,}",
+        **values,
+        "checked": "BAD" if row.problems else "files" if row.is_verified else "manifest",
+        "resume": "<-" if row.would_resume else "",
+        "kept": "?" if row.kept is None else ", ".join(row.kept) or "no",
+    }
 
 
 def _manifest(path: Path) -> tuple[Manifest | None, str]:
@@ -465,14 +457,11 @@ def _prune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP"
-    )
-    parser.add_argument(
-        "other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with"
-    )
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add = parser.add_argument
+    add("one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP")
+    add("other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with")
+    add("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def _natural(text: str, least: int = 0) -> int:

@@ -226,8 +226,7 @@ class Retention:
     def reasons(self, losses: dict[int, float | None]) -> dict[int, list[str]]:
         """Return why each checkpoint is kept; an empty list if it is not kept.
 
-        Args:
-            losses: held-out loss by step; None without an evaluation.
+        `losses` are held-out losses by step; None without an evaluation.
         """
         steps = sorted(losses, reverse=True)
         scored = [(loss, step) for step, loss in losses.items() if loss is not None]

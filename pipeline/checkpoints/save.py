@@ -149,9 +149,8 @@ class Saver:
     def finish(self, *, stopping: bool = False) -> None:
         """Wait until the last save is published, probed and copied.
 
-        Args:
-            stopping: skip the probe and the copy (the next start makes it), because the time before
-                a kill may be short.
+        `stopping` skips the probe and the copy (the next start makes it), because the time before a
+        kill may be short.
 
         Raises:
             CheckpointError: as `poll` does.

@@ -26,8 +26,7 @@ _MULTIPLE = 64
 def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Where pieces and paddings of sequences begin, if these lie end to end, and the end.
 
-    Args:
-        documents: (B, S), as in `MicroBatch`.
+    `documents` is (B, S), as in `Batch`.
 
     Returns:
         (D + 1,) int32 from 0 to B * S. Its end is repeated, as of empty documents, up to a multiple

@@ -91,11 +91,12 @@ def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
     counts = {length: packing_counts(index, length, None) for length in config.batches.seq_lens}
     steps = train_steps(index, config, {length: each.sequences for length, each in counts.items()})
     stop = _pass_end(steps)
+    last = steps.plan.holding(stop)
     return Coverage(
         sources=tuple(_sources(steps, stop, config.batches.number(num_steps).cursor)),
         stretches=tuple(_stretches(num_steps, index, steps, counts)),
         pass_sequences=stop,
-        pass_steps=_steps_before(steps, stop),
+        pass_steps=last.number + (stop - last.cursor) / last.size,
         num_steps=num_steps,
     )
 
@@ -114,11 +115,6 @@ def _pass_end(steps: TrainSteps) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if is_before(middle) else (low, middle)
     return high
-
-
-def _steps_before(steps: TrainSteps, place: int) -> float:
-    batch = steps.plan.holding(place)
-    return batch.number + (place - batch.cursor) / batch.size
 
 
 def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCoverage]:

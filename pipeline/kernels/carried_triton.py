@@ -401,10 +401,8 @@ def turn_launch(tensors: Tensors) -> Launch:
 def forward(tensors: Tensors, numbers: Numbers) -> Launch:
     """Fill `scores`, `out` and `lse`.
 
-    Args:
-        tensors: `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, and
-            `seed`, None without dropout.
-        numbers: of the layer.
+    Tensors are `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, and
+    `seed`, None without dropout.
     """
     constants = {"HAS_CARRY": tensors["carry"] is not None, "DROPS": numbers.dropout > 0}
     width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]

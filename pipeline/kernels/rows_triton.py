@@ -98,11 +98,7 @@ def residual_norm_backward_kernel(
 def forward(tensors: Tensors, keep: float, eps: float, dropout: float) -> Launch:
     """Fill `y` and `rstd`.
 
-    Args:
-        tensors: `x`, `update`, `alpha` or None, `seed` (None without dropout), `y` and `rstd`.
-        keep: factor of `x`.
-        eps: added to the mean square.
-        dropout: probability of dropping a value of the update.
+    Tensors are `x`, `update`, `alpha` or None, `seed` (None without dropout), `y` and `rstd`.
     """
     return _launch(residual_norm_kernel, tensors, "x", {"keep": keep, "eps": eps}, dropout)
 
@@ -201,12 +197,8 @@ def cross_entropy(
 ) -> Launch:
     """Fill `losses` and `hits`, and puts the gradient in the place of the logits.
 
-    Args:
-        logits_RV: contiguous bf16 or fp32.
-        targets_R: contiguous int64.
-        losses_R: contiguous fp32, filled with each row's loss.
-        hits_R: contiguous fp32, 1 where the first of the largest logits is the target's, else 0.
-        differentiates: whether the gradient of the losses' sum is wanted.
+    Logits are contiguous bf16 or fp32, targets int64; losses and hits are fp32. A hit is 1 where
+    the first of the largest logits is the target's, else 0.
     """
     num_rows, size = logits_RV.shape
     arguments = {"logits": logits_RV, "targets": targets_R, "losses": losses_R, "hits": hits_R}

@@ -185,11 +185,8 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Encodes a batch.
 
-        Args:
-            input_ids: (B, S) or (T,) int64, as the layout has it.
-            layout: made by `pipeline.model.layout`.
-            segments: as input_ids: segment ids; all 0 when None.
-            trace: is filled.
+        `input_ids` and `segments` (all 0 when None) are (B, S) or (T,) int64, as the layout has it.
+        A trace is filled.
 
         Returns:
             (..., D) in the parameters' dtype.

@@ -36,11 +36,7 @@ def rotary_tables(
     They are computed where they are used and are no buffers: a module cast to bf16 casts its
     buffers too, and 8 bits cannot hold an angle.
 
-    Args:
-        positions: (...) int64.
-        head_size: even.
-        base: 10000 in the paper.
-        dtype: of the activations.
+    `positions` are (...) int64; the base is 10000 in the paper.
 
     Returns:
         Two (..., 1, H / 2) tables, fp32 at least: one angle for each pair of coordinates.
@@ -143,11 +139,7 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attends.
 
-        Args:
-            x: (..., D).
-            shared: of this forward pass.
-            carry_BNSS: scores of the layer below; None in the first layer.
-            index: number of this layer, from 0.
+        `carry_BNSS` are the scores of the layer below; None in the first layer.
 
         Returns:
             (..., D), and the scores for the layer above, None if they are not carried.

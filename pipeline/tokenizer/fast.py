@@ -192,7 +192,7 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     try:
         path = folder / CONFIG_JSON
         config = json.loads(path.read_bytes()) if path.is_file() else {}
-        if _has_vocabulary(folder):
+        if any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json")):
             refuse_foreign_splitter(config.get("tokenizer_class") or default_class, folder)
         if (folder / TOKENIZER_JSON).is_file():
             return (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
@@ -207,10 +207,6 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"the tokenizer in {folder} cannot be read: {error}") from error
     return None
-
-
-def _has_vocabulary(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json"))
 
 
 @dataclass(frozen=True)
@@ -303,11 +299,8 @@ def build_from_sentencepiece(
 ) -> str:
     """Build a tokenizer.json that splits text as a sentencepiece model does.
 
-    Args:
-        definition: the model.
-        breaks: regex of the places before characters that NFKC might compose with the text before
-            them, but the model's normalisation rules do not.
-        merges: for a bpe model: pairs of pieces, the first to be merged first.
+    `breaks` is a regex of the places before characters that NFKC might compose with the text before
+    them, but the model's rules do not; `merges` of a bpe model come in their order.
     """
     vocabulary = {piece: token for token, piece in enumerate(definition.pieces)}
     unk = SPECIAL_TOKENS[UNK_ID]

@@ -200,8 +200,7 @@ class Tokenizer:
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
         """Return the normalised text that tokens spell, and where in it each token starts.
 
-        Args:
-            ids: (n,) tokens of whole characters, without specials.
+        `ids` (n,) are tokens of whole characters, without specials.
 
         Returns:
             Text with plain spaces, and (n,) character offsets; a byte that continues a character

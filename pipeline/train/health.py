@@ -171,6 +171,7 @@ class PlateauDoctor:
 
     def _advice(self, loss: float, since: int, last: LastStep) -> str:
         train = self._config.train
+        norms = ", ".join(f"{name} {each.gradient:.2g}" for name, each in last.layers.items())
         return "\n".join(
             [
                 f"The loss has been within {_NEAR:.0%} of the unigram entropy "
@@ -184,7 +185,7 @@ class PlateauDoctor:
                 *self._start(last.alpha),
                 f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
                 "a noisy gradient: raise train.global_batch",
-                f"- gradient norm {last.grad_norm:.3g}, by layer: {_by_layer(last.layers)}; "
+                f"- gradient norm {last.grad_norm:.3g}, by layer: {norms or 'unknown'}; "
                 "lower layers near 0 next to the head mean that no gradient passes the norms",
                 f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
             ]
@@ -209,10 +210,6 @@ class PlateauDoctor:
                 "or model.init=rsqrt_depth, and start a new run"
             )
         return causes
-
-
-def _by_layer(layers: dict[str, GroupNorms]) -> str:
-    return ", ".join(f"{name} {norms.gradient:.2g}" for name, norms in layers.items()) or "unknown"
 
 
 def _duplicates(dataset: Path) -> str:

@@ -92,10 +92,9 @@ class Lamb(torch.optim.Optimizer):
     ) -> None:
         """Set which matrices the groups' tensors are pieces of; call it before the first step.
 
-        Args:
-            names: the matrices that have their own ratio, in the same order on all ranks.
-            slices: this rank's pieces of them.
-            sum_over_ranks: adds a float64 tensor over the ranks that hold the other pieces.
+        `names` have their own ratio, in the same order on all ranks; `slices` are this rank's
+        pieces of them. `sum_over_ranks` adds a float64 tensor over the ranks that hold the other
+        pieces.
         """
         self._index = {name: number for number, name in enumerate(names)}
         self._pieces = {}

@@ -320,14 +320,12 @@ def _weights(
             f"{'; '.join(problems)}. Biases or LayerNorm where none are expected (or none where "
             "they are) mean another norm type or family"
         )
+    # TensorFlow keeps the matrices of dense layers as (in, out).
+    oriented = {
+        name: tensor.T if read.is_tensorflow and name.endswith("/kernel") else tensor
+        for name, tensor in given.items()
+    }
     return {
-        name: torch.cat([_oriented(part, given[part], read) for part in theirs])
-        .float()
-        .contiguous()
+        name: torch.cat([oriented[part] for part in theirs]).float().contiguous()
         for name, theirs in wanted.items()
     }
-
-
-def _oriented(name: str, tensor: Tensor, read: _Source) -> Tensor:
-    """Transpose what TensorFlow keeps as (in, out): the matrices of dense layers."""
-    return tensor.T if read.is_tensorflow and name.endswith("/kernel") else tensor

@@ -131,7 +131,9 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     family = native_family(config)
     with publishing(out) as folder:
         if family:
-            _write_native(folder, trained, family)
+            weights = native_tensors(dict(trained.model.state_dict()), family)
+            tensors.write_file(weights, folder / "model.safetensors")
+            write_json_atomic(folder / "config.json", native_config(trained, family))
         else:
             _write_own(folder, trained)
         if trained.tokenizer is not None:
@@ -227,12 +229,6 @@ def modeling_source() -> str:
         "\nfrom __future__ import annotations\n\n"
     )
     return head + "\n".join(sorted(imports)) + "\n\n\n" + "\n\n\n".join(bodies) + "\n"
-
-
-def _write_native(folder: Path, trained: TrainedModel, family: names.Style) -> None:
-    weights = native_tensors(dict(trained.model.state_dict()), family)
-    tensors.write_file(weights, folder / "model.safetensors")
-    write_json_atomic(folder / "config.json", native_config(trained, family))
 
 
 def _write_own(folder: Path, trained: TrainedModel) -> None:
