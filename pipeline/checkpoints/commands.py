@@ -206,10 +206,6 @@ def rows(run: Path, *, verify: bool = False) -> list[Row]:
     """List all checkpoints of a run, oldest first.
 
     Without `verify` only manifests are read, and no hashes.
-
-    Raises:
-        RunFolderError: this is not a run.
-        CheckpointError: there are none.
     """
     paths = published(folder_of(run))
     manifests = {path: _manifest(path) for path in paths}

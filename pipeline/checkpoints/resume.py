@@ -304,10 +304,6 @@ def _remove_spoiled(folder: Path, ledger: Ledger) -> None:
 
 
 def _require_complete(path: Path) -> None:
-    """Check by the files' headers that every parameter has its weights and optimizer state.
-
-    Raises:
-        CheckpointError: a part is missing; names it.
-    """
+    """Check by the files' headers that every parameter has its weights and optimizer state."""
     if any((path / STATE_FOLDER).glob("rank-*")):
         SavedState(path)

@@ -151,9 +151,6 @@ class Saver:
 
         `stopping` skips the probe and the copy (the next start makes it), because the time before a
         kill may be short.
-
-        Raises:
-            CheckpointError: as `poll` does.
         """
         if stopping and self._process.is_first:
             self._probe.cancel()
@@ -240,11 +237,7 @@ class Saver:
             self._tidying = Task(lambda: self._tidy(self.folder / name_of(manifest.step)))
 
     def _give_up(self, save: _Writing, errors: list[str]) -> None:
-        """Remove the failed save once no rank writes any more, then raise on all ranks.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Remove the failed save once no rank writes any more, then raise on all ranks."""
         save.task.is_done(wait=True)
         dist.barrier()
         self._writing = None
@@ -298,9 +291,6 @@ class Saver:
 
         Returns:
             Seconds that the probe took; None if it was not due or came to no verdict.
-
-        Raises:
-            RejectedError: the probe found the checkpoint unusable.
         """
         every, took_s = self._config.checkpoint.probe_every, None
         if every and self._num_saves % every == 0:
@@ -341,12 +331,7 @@ class Saver:
 
 
 def _require_files(unfinished: Path, manifest: Manifest) -> None:
-    """Check that rank 0 sees the files of all ranks; with several nodes the folder must be shared.
-
-    Raises:
-        CheckpointError: a file is missing or has another size.
-        OSError: a file cannot be looked at.
-    """
+    """Check that rank 0 sees the files of all ranks: several nodes must share the folder."""
     names = expected_files(unfinished, manifest.world_size)
     present = {name: (unfinished / name).stat().st_size for name in names}
     described = {name: entry["bytes"] for name, entry in manifest.files.items()}

@@ -119,7 +119,8 @@ class BlockReader:
 
     Opening it checks that every shard exists with the right size. The first use of a shard checks
     that it ends as a tar must, and the first use of a block its sha256 unless `check_blocks` is
-    "never".
+    "never". Methods raise DataError, which names shard and member, if bytes are not those of the
+    index, and StorageError if they cannot be read at the moment.
     """
 
     def __init__(
@@ -144,12 +145,7 @@ class BlockReader:
             self._check_size(shard)
 
     def block(self, row: int) -> Block:
-        """Read all of one block; callers keep what they need again.
-
-        Raises:
-            DataError: the block's bytes changed; names shard and member.
-            StorageError: they cannot be read at the moment.
-        """
+        """Read all of one block; callers keep what they need again."""
         data = self._block_bytes(row)
         docs_member = MEMBERS.index("docs.npy")
         if row in self._checked:
@@ -174,31 +170,16 @@ class BlockReader:
         return Block(tokens, docs, words, self._payload(row, 3, data).tobytes())
 
     def doc_ends(self, row: int) -> npt.NDArray[np.int64]:
-        """Read the end offsets of a block's documents, without reading (or hashing) its tokens.
-
-        Raises:
-            DataError: this member changed.
-            StorageError: it cannot be read at the moment.
-        """
+        """Read the end offsets of a block's documents, without reading (or hashing) its tokens."""
         member = MEMBERS.index("docs.npy")
         return self._array(row, member, self._read_member(row, member))
 
     def meta_json(self, row: int) -> bytes:
-        """Read a block's meta.json alone: source and document ids.
-
-        Raises:
-            DataError: this member changed.
-            StorageError: it cannot be read at the moment.
-        """
+        """Read a block's meta.json alone: source and document ids."""
         return self._read_member(row, MEMBERS.index("meta.json")).tobytes()
 
     def check(self, row: int) -> None:
-        """Compare a block's bytes with the index.
-
-        Raises:
-            DataError: the bytes differ; names shard and member.
-            StorageError: they cannot be read at the moment.
-        """
+        """Compare a block's bytes with the index."""
         self._check(row, self._block_bytes(row))
 
     def check_all(self, rows: Iterable[int]) -> None:
@@ -208,12 +189,7 @@ class BlockReader:
             self._checked.add(row)
 
     def check_end(self, shard: int) -> None:
-        """Check the end of a shard after its last block; done when a shard is first touched.
-
-        Raises:
-            DataError: it is not the zeros with which a tar ends.
-            StorageError: they cannot be read at the moment.
-        """
+        """Check the end of a shard after its last block; done when a shard is first touched."""
         blocks = self.index.blocks
         last = int(np.searchsorted(blocks.shard, shard, side="right")) - 1
         end = int(blocks.offset[last] + blocks.length[last])

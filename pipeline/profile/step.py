@@ -66,9 +66,6 @@ def profile_run(
     Nothing is read from or written to `run_dir`. Collective.
 
     `init_from` is not read. Rank 0's trace is for ui.perfetto.dev; `.gz` compresses it.
-
-    Raises:
-        PostnormError: as a run with this config would.
     """
     config.batches.require_split(process.world_size)
     index = read_index(config.data.dir)

@@ -29,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class Rescue:
-    """Decide what to do about skipped steps and loss spikes. All ranks call it and agree."""
+    """Decide what to do about skipped steps and loss spikes. All ranks call it and agree.
+
+    Methods raise TrainingError if the run must end: too many steps in a row were skipped, there is
+    no checkpoint to go back to, or it went back too often; StorageError without a writable ledger.
+    """
 
     def __init__(
         self,
@@ -48,12 +52,7 @@ class Rescue:
         self._warned = False
 
     def report_skip(self, state: TrainState, result: StepResult, place: BatchPlace) -> None:
-        """Record a step that was skipped on all ranks. Collective.
-
-        Raises:
-            TrainingError: too many steps in a row were skipped.
-            StorageError: the ledger cannot be written.
-        """
+        """Record a step that was skipped on all ranks. Collective."""
         own = all(math.isfinite(float(each.total)) for each in result.sums.values())
         is_finite = dist.gather(own)
         each = place.size // len(is_finite)
@@ -99,10 +98,6 @@ class Rescue:
         """Follow the losses and return whether the run must rewind because of a spike. Collective.
 
         `decide` says whether spikes are looked for at this step.
-
-        Raises:
-            TrainingError: there is no checkpoint to go back to, or the run went back too often.
-            StorageError: the ledger cannot be written.
         """
         config = self._config.spikes
         for batch, loss in interval.losses:

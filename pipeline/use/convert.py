@@ -292,11 +292,7 @@ def _model_config(
 def _weights(
     config: ModelConfig, given: dict[str, Tensor], style: names.Style, read: _Source, source: Path
 ) -> dict[str, Tensor]:
-    """Put our parameters together from theirs.
-
-    Raises:
-        CheckpointError: one of theirs is missing or left over; names it as it is called there.
-    """
+    """Put our parameters together from theirs."""
     model = without_storage(config)
     translate: Callable[[str], tuple[str, ...]] = (
         names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)

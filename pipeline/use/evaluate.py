@@ -132,11 +132,7 @@ class Evaluator:
             yield Evaluation(path, manifest.step, manifest.alpha, result)
 
     def _require_fit(self, path: Path, fingerprint: str | None, *, other_data: bool) -> None:
-        """Check that the model's ids mean the dataset's tokens.
-
-        Raises:
-            DataError: they do not, or the run's dataset was replaced without --data.
-        """
+        """Check that the model's ids mean the dataset's tokens."""
         folder = self.index.folder
         if fingerprint == self.index.fingerprint:
             return

@@ -227,12 +227,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest]:
 
 
 def initial_weights(source: Path) -> InitialWeights:
-    """Load a run's newest good checkpoint, or a model folder, as the start of another run.
-
-    Raises:
-        RunFolderError: this is neither a run, nor its copy, nor a model folder.
-        CheckpointError: there is no good checkpoint, or the model folder is damaged.
-    """
+    """Load what `load_trained` does, and with its errors, as the start of another run."""
     trained = load_trained(source)
     require_full_alpha(trained, source, "a run that starts from it has an alpha of its own")
     path = tokenizer_path(tokenizer_folder(source))
