@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.config.batches import BatchPlan, PhaseConfig
-from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
+from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.config.train import (

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from pipeline.config.batches import BatchPlace
-from pipeline.config.data import TrainDataConfig
+from pipeline.config.data import BatchPlace, TrainDataConfig
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import mask_ratio

@@ -27,8 +27,14 @@ from pipeline.objectives.base import Objective, Sums, add_up, detached
 from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.deepspeed import deepspeed_config
-from pipeline.train.optimizer import Lamb, TensorSlice, make_optimizer, matrix_slices, share_of_rank
-from pipeline.train.replicated import Replicated
+from pipeline.train.optimizer import (
+    Lamb,
+    Replicated,
+    TensorSlice,
+    make_optimizer,
+    matrix_slices,
+    share_of_rank,
+)
 from pipeline.train.timing import UPDATE, OwnTime, mark
 
 

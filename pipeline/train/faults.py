@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
-from pipeline.config.batches import BatchPlace
+from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord

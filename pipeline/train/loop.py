@@ -8,7 +8,7 @@ import torch
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
-from pipeline.config.batches import BatchPlace
+from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.record import BatchRecord

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.batches import PhaseConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, PhaseConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.counts import sequences_at

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.format import DatasetIndex
-from pipeline.profile.step import attention_work
-from pipeline.profile.timeline import (
+from pipeline.profile.step import (
     ATTENTION,
     CATEGORIES,
     COMMUNICATION,
@@ -22,6 +21,7 @@ from pipeline.profile.timeline import (
     NORMS,
     OPTIMIZER,
     OTHER,
+    attention_work,
     category,
     read_timeline,
 )
