@@ -214,7 +214,7 @@ def rows(run: Path, *, verify: bool = False) -> list[Row]:
         wrong |= dict(all_problems(paths))
     resumed = next((path for path in paths if not wrong[path]), None)
     rule = retention_of(run)
-    # Like `retention.superseded`: checkpoints newer than the newest good one are not counted.
+    # Like `manifest.superseded`: checkpoints newer than the newest good one are not counted.
     counted = {
         step_of(path): manifest.own_held_out_loss if (manifest := manifests[path][0]) else None
         for path in paths

@@ -75,7 +75,7 @@ class Manifest:
     left_out: int = 0
     rewinds: int = 0
     losses: dict[str, Any] = field(default_factory=dict)
-    """`counters.LossHistory`: the losses that the next decision about a spike needs."""
+    """`state.LossHistory`: the losses that the next decision about a spike needs."""
     contents: dict[str, str] | None = None
     """`CONTENTS` of the version that wrote it."""
 

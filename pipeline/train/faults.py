@@ -1,7 +1,7 @@
 """Reactions to faults of training: skipped steps, loss spikes, and batches that are left out.
 
 Every decision is a function of numbers that are the same on all ranks. Spikes are looked for at
-multiples of `monitor.log_every_steps` only, and `counters.LossHistory` is saved with every
+multiples of `monitor.log_every_steps` only, and `state.LossHistory` is saved with every
 checkpoint, so a run that was killed decides like one that was not.
 """
 
