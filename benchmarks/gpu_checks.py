@@ -39,7 +39,7 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import KernelsConfig, TrainConfig
-from pipeline.data.batch import MicroBatch, document_bounds
+from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.errors import ConfigError
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling

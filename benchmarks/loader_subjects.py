@@ -71,7 +71,7 @@ def ours(spec: Spec, masking: str) -> Pass:
     from pipeline.data.counts import sequences_at
     from pipeline.data.format import read_index
     from pipeline.data.loader import TrainLoader
-    from pipeline.data.steps import Share
+    from pipeline.data.run_order import Share
     from pipeline.objectives.inputs import train_inputs
 
     index = read_index(spec.dataset)

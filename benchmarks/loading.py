@@ -36,9 +36,8 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data import counts
 from pipeline.data.format import DatasetIndex, read_index
-from pipeline.data.packing import pack
+from pipeline.data.packing import Slots, pack
 from pipeline.data.reader import BlockReader, read_range
-from pipeline.data.slots import Slots
 from pipeline.objectives.inputs import train_steps
 from tests.support import reference_packing
 from tests.support.large_index import plausible_counts, write_large_index
@@ -171,7 +170,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import read_index
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from pipeline.data.workers import Workers
 from pipeline.objectives.inputs import train_inputs
 

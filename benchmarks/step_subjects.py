@@ -30,10 +30,9 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import KernelsConfig, TrainConfig
-from pipeline.data.batch import MicroBatch
 from pipeline.data.format import read_index
-from pipeline.data.loader import TrainLoader
-from pipeline.data.steps import Share
+from pipeline.data.loader import MicroBatch, TrainLoader
+from pipeline.data.run_order import Share
 from pipeline.kernels.choose import choose
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env

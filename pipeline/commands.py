@@ -1,22 +1,405 @@
-"""The verbs of `pipeline`, put together from those of its packages.
+"""The verbs of `pipeline`: their arguments, and what they call.
 
 Nothing here imports torch before a verb needs it: `config`, `model`, `status` and `--help` answer
 at once.
 """
 
 import argparse
+import json
+import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.config.load import explain, load, to_yaml
 from pipeline.config.runs import PretrainConfig
-from pipeline.inspect.commands import COVERAGE, INSPECT, STATUS
-from pipeline.profile.commands import BANDWIDTH, PROFILE
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
+from pipeline.runtime.files import write_atomic
 from pipeline.runtime.rank import Rank, run_as_rank
-from pipeline.use.commands import VERBS as USE
+from pipeline.use.evaluate_command import EVALUATE
+
+
+def _fill_mask_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, or an exported one")
+    parser.add_argument("text", nargs="+", help='such as "the [MASK] of a list"')
+    parser.add_argument("--top", type=int, default=5, help="candidates shown (default 5)")
+
+
+def _fill_mask(arguments: argparse.Namespace) -> None:
+    from pipeline.use.encode import fill_mask, text_table
+
+    for text in arguments.text:
+        print(text_table(fill_mask(arguments.run_dir, text, top=arguments.top)))
+
+
+def _encode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="MODEL", help="run folder, or model folder")
+    parser.add_argument(
+        "--pooling", choices=("cls", "mean", "first_last_avg"), default="mean", help="default mean"
+    )
+    parser.add_argument("--out", type=Path, help=".npy file; default: a JSON list a line")
+    parser.add_argument("--batch-size", type=int, default=32, help="texts at once (default 32)")
+    parser.add_argument("--max-length", type=int, help="tokens of a text; longer ones are cut")
+
+
+def _encode(arguments: argparse.Namespace) -> None:
+    from pipeline.use.encode import TextEncoder, write_vectors
+
+    encoder = TextEncoder(
+        arguments.source, pooling=arguments.pooling, max_length=arguments.max_length
+    )
+    count = write_vectors(encoder, sys.stdin, arguments.batch_size, arguments.out)
+    print(
+        f"{count:,} texts, vectors of {encoder.size}; {encoder.num_cut:,} were cut at "
+        f"{encoder.max_length} tokens",
+        file=sys.stderr,
+    )
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN", help="run folder, or model folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument(
+        "--format",
+        choices=("postnorm", "hf"),
+        default="postnorm",
+        help="for this project (default), or for transformers",
+    )
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from pipeline.use.folder import export
+    from pipeline.use.hf import export_hf
+
+    report = (export_hf if arguments.format == "hf" else export)(arguments.source, arguments.out)
+    print(
+        f"{arguments.out}: largest difference of logits {report.max_abs_diff:.2e} over "
+        f"{report.num_logits:,}"
+    )
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "checkpoint", type=Path, metavar="SRC", help="Hugging Face folder, or TensorFlow checkpoint"
+    )
+    add("out", type=Path, metavar="OUT", help="folder to write")
+    add(
+        "--family",
+        choices=("bert", "realformer", "roberta", "roformer", "roformer_v2"),
+        help="needed for TensorFlow checkpoints of BERT and RealFormer, whose names are the same",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="field=value",
+        help="of the architecture, such as norm_eps=1e-7",
+    )
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from pipeline.use.convert import convert
+
+    report = convert(
+        arguments.checkpoint, arguments.out, family=arguments.family, overrides=arguments.overrides
+    )
+    print(f"{arguments.out}: {report.family}, {report.num_parameters:,} parameters")
+    if report.left_out:
+        print(f"left out: {', '.join(report.left_out)}")
+    if report.no_tokenizer:
+        print(f"no tokenizer, so the model reads no text: {report.no_tokenizer}")
+
+
+def _grow_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SRC", help="run folder, or model folder")
+    add("out", type=Path, metavar="OUT", help="folder to write")
+    add("--width", type=int, default=1, help="factor, a power of 2; changes no logit")
+    add("--depth", type=int, help="layers, a multiple of those there are")
+    add(
+        "--noise",
+        type=float,
+        default=0.0,
+        help="share of each matrix' deviation that is added (default 0)",
+    )
+    add("--seed", type=int, default=0, help="of the noise (default 0)")
+
+
+def _grow(arguments: argparse.Namespace) -> None:
+    from pipeline.use.grow import grow
+
+    report = grow(
+        arguments.source,
+        arguments.out,
+        width=arguments.width,
+        depth=arguments.depth,
+        noise=arguments.noise,
+        seed=arguments.seed,
+    )
+    print(
+        f"{arguments.out}: {report.config.num_layers} layers of {report.config.hidden_size}, "
+        f"{report.num_parameters_before:,} parameters before, {report.num_parameters:,} now"
+    )
+
+
+USE: tuple[Verb, ...] = (
+    EVALUATE,
+    Verb(
+        "fill-mask",
+        "most likely tokens at each [MASK] of a text",
+        _fill_mask_arguments,
+        _fill_mask,
+        'fill-mask runs/demo/train "The function returns a [MASK] of strings."',
+    ),
+    Verb(
+        "encode",
+        "vectors of texts on standard input, one a line",
+        _encode_arguments,
+        _encode,
+        "encode models/bert --pooling mean --out vectors.npy < texts.txt",
+    ),
+    Verb(
+        "export",
+        "write a run's model as a folder",
+        _export_arguments,
+        _export,
+        "export runs/demo/train runs/demo/hf --format hf",
+    ),
+    Verb(
+        "convert",
+        "read a published checkpoint",
+        _convert_arguments,
+        _convert,
+        "convert bert-base-chinese/ models/bert",
+    ),
+    Verb(
+        "grow",
+        "a wider or deeper model that starts from this one",
+        _grow_arguments,
+        _grow,
+        "grow runs/demo/train models/wide --width 2 --noise 0.01",
+    ),
+)
+
+
+_DESCRIPTION = """\
+Show where the time of a run's training steps goes on this machine: real steps with the run's own
+data, from random weights. Times are means over the steps and ranks and add up to the step. run_dir
+is neither read nor written. The profiler slows the host down, which shows in "idle or host", so the
+same number of steps runs without it first. Of the roofline: the least time in which the device, by
+its data sheet, could compute the products of the linear layers, or compute and move the data of
+attention (attention_work in pipeline/profile/step.py), divided by the time taken."""
+
+
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.description = _DESCRIPTION
+    cli.add_config_arguments(parser)
+    add("--steps", type=int, default=20, metavar="N", help="default 20")
+    add(
+        "--warm-up",
+        type=int,
+        default=5,
+        metavar="N",
+        help="steps before them, in which kernels are compiled (default 5)",
+    )
+    add("--json", type=Path, dest="json_file", metavar="FILE", help="write the numbers as JSON")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write rank 0's trace for ui.perfetto.dev; .gz compresses it",
+    )
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    for name in ("steps", "warm_up"):
+        number = getattr(arguments, name)
+        if number < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {number}: expected 1 or more")
+    return run_as_rank(partial(_profile_on, arguments), env.process_info_or_alone())
+
+
+def _profile_on(arguments: argparse.Namespace, rank: Rank) -> int:
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    # Importing torch takes seconds.
+    from pipeline.profile.step import profile_run, profile_text
+
+    profile = profile_run(
+        config,
+        rank.process,
+        steps=arguments.steps,
+        warm_up=arguments.warm_up,
+        trace_file=arguments.trace,
+    )
+    if rank.process.is_first:
+        print(profile_text(profile))
+        if arguments.json_file:
+            write_atomic(arguments.json_file, (json.dumps(asdict(profile)) + "\n").encode())
+    return EXIT_FINISHED
+
+
+def _bandwidth_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--records",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder to write NODE.bandwidth.json to",
+    )
+    add(
+        "--nodes",
+        default="",
+        metavar="'A B'",
+        help="names of all nodes in order, to name missing ones",
+    )
+    add("--megabytes", type=float, default=256.0, help="size of each rank's tensor (default 256)")
+    add(
+        "--timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="time limit for everything (default 180)",
+    )
+
+
+def _bandwidth(arguments: argparse.Namespace) -> int:
+    # It measures between ranks, so a single process is a mistake.
+    return run_as_rank(partial(_bandwidth_on, arguments), env.process_info())
+
+
+def _bandwidth_on(arguments: argparse.Namespace, rank: Rank) -> int:
+    from pipeline.profile.bandwidth import measure_bandwidth
+
+    rank.if_lost = f"The records in {arguments.records} say more"
+    return measure_bandwidth(
+        rank.process,
+        arguments.records,
+        nodes=arguments.nodes.split(),
+        megabytes=arguments.megabytes,
+        timeout_s=arguments.timeout,
+    )
+
+
+PROFILE = Verb(
+    "profile",
+    "show where the time of a run's training steps goes",
+    _profile_arguments,
+    _profile,
+    """\
+profile configs/demo.yaml --steps 20
+profile run.yaml kernels.attention=reference --json profile.json
+torchrun --standalone --nproc-per-node 8 -m postnorm profile run.yaml --trace t.json.gz""",
+)
+BANDWIDTH = Verb(
+    "bandwidth",
+    "measure all-reduce between nodes, for preflight (run on every rank)",
+    _bandwidth_arguments,
+    _bandwidth,
+    "torchrun --standalone --nproc-per-node 8 -m postnorm bandwidth --records /tmp/records",
+)
+
+
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from pipeline.inspect.status import run_status, status_text
+
+    status = run_status(arguments.run_dir)
+    if arguments.json:
+        print(json.dumps(asdict(status)))
+    else:
+        print("\n".join(status_text(arguments.run_dir, status)))
+
+
+def _coverage_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    cli.add_config_arguments(parser)
+
+
+def _coverage(arguments: argparse.Namespace) -> int:
+    from pipeline.inspect.coverage import coverage, coverage_text
+
+    config = load(PretrainConfig, arguments.config, arguments.overrides).config
+    report = coverage(config.train_data, config.train.num_steps)
+    if arguments.json:
+        print(json.dumps(asdict(report)))
+    else:
+        for line in coverage_text(report):
+            print(line)
+    return EXIT_FINISHED if report.is_exact else EXIT_FAILED_DO_NOT_RETRY
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="run folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, metavar="N", help="optimizer step, from 1")
+    what.add_argument("--batch", type=int, metavar="N", help="batch, from 0, skipped ones included")
+    what.add_argument("--find", metavar="ID", help="the steps in which a document is seen")
+    what.add_argument("--skip", action="store_true", help="the batches that were skipped")
+    add("--rank", type=int, metavar="R", help="only this rank's part of the step")
+    add(
+        "--world-size",
+        type=int,
+        metavar="W",
+        help="number of ranks; default: of the run's newest start",
+    )
+    add("--json", action="store_true", help="one JSON object a sequence")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="data.dir=FOLDER",
+        help="where the dataset is, if it was moved",
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from pipeline.inspect.run import find_text, open_run, skipped_text, step_text
+
+    run = open_run(arguments.run_dir, arguments.overrides)
+    if arguments.find is not None:
+        lines = find_text(run, arguments.find)
+    elif arguments.skip:
+        lines = skipped_text(run)
+    else:
+        by_step = arguments.step is not None
+        place = run.batch_of_step(arguments.step) if by_step else run.batch(arguments.batch)
+        lines = step_text(run, place, arguments.rank, arguments.world_size, as_json=arguments.json)
+    for line in lines:
+        print(line)
+
+
+STATUS = Verb(
+    "status",
+    "how a run is doing, from the files in its folder",
+    _status_arguments,
+    _status,
+    "status runs/demo/train",
+)
+COVERAGE = Verb(
+    "coverage",
+    "what a run would see: epochs, fill and tokens, each token once",
+    _coverage_arguments,
+    _coverage,
+    "coverage configs/demo.yaml train.num_steps=2000",
+)
+INSPECT = Verb(
+    "inspect",
+    "documents, packing and masks of any step of a run, past or to come",
+    _inspect_arguments,
+    _inspect,
+    """\
+inspect runs/demo/train --step 12 --rank 1 | less
+inspect runs/demo/train --find python/bisect.rst""",
+)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,22 +413,23 @@ def _config(arguments: argparse.Namespace) -> None:
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML file of a model or of a run")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", help="YAML file of a model or of a run")
+    add(
         "overrides",
         nargs="*",
         metavar="field=value",
         help="such as bias=true; in a run's config model.bias=true",
     )
-    parser.add_argument("--seq-len", type=int, metavar="N", help="default: the run's, or 512")
-    parser.add_argument(
+    add("--seq-len", type=int, metavar="N", help="default: the run's, or 512")
+    add(
         "--document-len",
         type=int,
         metavar="N",
         help="tokens of a document, for attention of variable length",
     )
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="default: the run's, or 8")
-    parser.add_argument("--ranks", type=int, metavar="N", default=1, help="default 1")
+    add("--micro-batch", type=int, metavar="N", help="default: the run's, or 8")
+    add("--ranks", type=int, metavar="N", default=1, help="default 1")
 
 
 def _model(arguments: argparse.Namespace) -> None:
@@ -73,7 +457,7 @@ def _pretrain_on(arguments: argparse.Namespace, rank: Rank) -> int:
     config = load(PretrainConfig, arguments.config, arguments.overrides).config
     rank.run_dir = Path(config.run_dir)
     from pipeline.train.build import pretrain
-    from pipeline.use.trained import initial_weights
+    from pipeline.use.folder import initial_weights
 
     source = config.init_from
     return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)

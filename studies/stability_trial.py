@@ -24,13 +24,13 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.format import read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import rows
-from pipeline.model.statistics import entropy_of
 from pipeline.objectives.base import Sums, add_up, detached
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.train.observe import entropy_of
 from pipeline.train.optimizer import make_optimizer
 from studies.carry_forms import FORMS, use_form
 

@@ -1,9 +1,18 @@
-"""Work that a save does beside training: copies to host memory, and a thread that writes.
+"""Work that a save does beside training: copies to host memory, threads that write, and mirrors.
 
-Threads are enough for writing: safetensors 0.8, hashing and fsync release Python's lock.
+Threads are enough for writing: safetensors 0.8, hashing and fsync release Python's lock. A mirror
+is a second folder with the run's checkpoints:
+
+COPY_TO/copy_of.json   the run whose checkpoints these are
+COPY_TO/lock           locked while a process copies
+COPY_TO/checkpoints/   the same layout as in the run's folder
 """
 
+import fcntl
+import json
 import logging
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +23,23 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import state_file
+from pipeline.checkpoints.manifest import (
+    FOLDER,
+    LATEST_FILE,
+    MANIFEST_FILE,
+    REMOVING,
+    Retention,
+    published,
+    read_manifest,
+    remove,
+    state_file,
+    step_of,
+    superseded,
+)
 from pipeline.checkpoints.state import Part, write_part
-from pipeline.runtime.files import sha256_file, sync_path
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +55,6 @@ class Task(Generic[T]):
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
-        """Start the thread."""
         self.result: T | None = None
         self.error: Exception | None = None
         self.took_s = 0.0
@@ -59,7 +81,6 @@ class HostCopy:
     """Host memory that holds a copy of a rank's state; reused from save to save."""
 
     def __init__(self) -> None:
-        """Start without buffers; the first copy allocates them."""
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, parts: list[Part]) -> list[Part]:
@@ -95,7 +116,6 @@ class RankFiles:
     parts: list[Part]
     counters: dict[str, int]
     others: dict[str, bytes]
-    """Content of further files, by name."""
 
     def write(self) -> Described:
         """Write and flush the files, then hash them as they are read back. Not collective.
@@ -113,3 +133,121 @@ class RankFiles:
 def _flush_and_describe(path: Path) -> dict[str, Any]:
     sync_path(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+_OWNER_FILE = "copy_of.json"
+_UNFINISHED = ".copying-"
+_LATER = "the next save will try again"
+_NICE = 10
+_CHUNK_BYTES = 1 << 22
+
+
+class Mirror:
+    """Copy the checkpoints that a run keeps. Only for rank 0; failures are warnings and retried."""
+
+    def __init__(self, run_dir: Path, target: Path, rule: Retention) -> None:
+        """Check that the folder belongs to this run; nothing is copied yet.
+
+        Raises:
+            ConfigError: the folder has copies of another run's checkpoints.
+        """
+        self._run_dir, self._target, self._rule = run_dir, target, rule
+        self._source, self._folder = run_dir / FOLDER, target / FOLDER
+        self._task: Task[None] | None = None
+        self._is_due = False
+        self.busy_with: Path | None = None
+        """The checkpoint that is being copied; it must not be removed."""
+        path = target / _OWNER_FILE
+        owner = json.loads(path.read_bytes()) if path.is_file() else self._owner()
+        if owner != self._owner():
+            raise ConfigError(
+                f"checkpoint.copy_to={target} has checkpoints of the run {owner.get('run_dir')}, "
+                f"not of {self._owner()['run_dir']}; choose a folder for each run, or remove "
+                f"{path} if that run was moved here"
+            )
+
+    def request(self) -> None:
+        """Copy missing checkpoints in the background, after any copy that is already running."""
+        self._is_due = True
+        if self._task is None or self._task.is_done():
+            self._task = Task(self._work)
+
+    def finish(self) -> None:
+        """Wait until every requested copy has been tried."""
+        while self._task is not None:
+            if not self._task.is_done():
+                logger.info("waiting for the copy of checkpoints to %s", self._target)
+            self._task.is_done(wait=True)
+            self._task = Task(self._work) if self._is_due else None
+
+    def _work(self) -> None:
+        # On Linux each thread has its own priority.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while self._is_due:
+            self._is_due = False
+            try:
+                self._copy_missing()
+            except OSError as error:
+                logger.warning("%s cannot be written: %s; %s", self._target, error, _LATER)
+            finally:
+                self.busy_with = None
+
+    def _copy_missing(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with RunFolder(self._target).lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_json_atomic(self._target / _OWNER_FILE, self._owner())
+            for prefix in (_UNFINISHED, REMOVING):
+                for path in self._folder.glob(f"{prefix}*"):
+                    shutil.rmtree(path)
+            # The newest first. A checkpoint that the run has removed meanwhile is skipped.
+            for path in published(self._source):
+                self.busy_with = path
+                try:
+                    if path.exists() and not self._is_copied(path):
+                        self._copy(path)
+                except (OSError, CheckpointError) as error:
+                    shutil.rmtree(self._unfinished(path), ignore_errors=True)
+                    logger.warning(
+                        "%s could not be copied to %s: %s; %s", path, self._folder, error, _LATER
+                    )
+            copies = published(self._folder)
+            if copies:
+                remove(superseded(self._folder, self._rule, copies[0]))
+
+    def _is_copied(self, path: Path) -> bool:
+        # Not by name alone: a copy of the same step may be from before a rewind.
+        copy = self._folder / path.name / MANIFEST_FILE
+        return copy.is_file() and copy.read_bytes() == (path / MANIFEST_FILE).read_bytes()
+
+    def _copy(self, path: Path) -> None:
+        final = self._folder / path.name
+        unfinished = self._unfinished(path)
+        for name, entry in read_manifest(path).files.items():
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+            if _copy_file(path / name, unfinished / name) != entry["sha256"]:
+                raise CheckpointError(f"{path / name} does not match its manifest")
+        write_atomic(unfinished / MANIFEST_FILE, (path / MANIFEST_FILE).read_bytes())
+        for folder in [unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())]:
+            sync_path(folder)
+        remove([final] if final.exists() else [])
+        unfinished.rename(final)
+        sync_path(self._folder)
+        newest = max(published(self._folder), key=step_of)
+        write_atomic(self._folder / LATEST_FILE, f"{newest.name}\n".encode())
+        logger.info("copied %s to %s", path.name, final)
+
+    def _unfinished(self, path: Path) -> Path:
+        return self._folder / f"{_UNFINISHED}{path.name}"
+
+    def _owner(self) -> dict[str, str]:
+        return {"run_dir": str(self._run_dir.absolute())}
+
+
+def _copy_file(source: Path, target: Path) -> str:
+    """Copy and flush a file; return the sha256 of the copy."""
+    with source.open("rb") as read, target.open("wb") as written:
+        shutil.copyfileobj(read, written, _CHUNK_BYTES)
+        written.flush()
+        os.fsync(written.fileno())
+    return sha256_file(target)

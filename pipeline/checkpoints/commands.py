@@ -1,22 +1,286 @@
-"""The command `checkpoint verify|list|prune|diff`."""
+"""The command `checkpoint verify|list|prune|diff`: tables of checkpoints, and their differences."""
 
 import argparse
 import fcntl
 import json
+import math
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoints.difference import as_json, difference_text, differences, resolve
-from pipeline.checkpoints.manifest import REJECTED, newest_good, published
-from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
-from pipeline.checkpoints.table import all_problems, at_step, folder_of, retention_of, rows, table
+from tqdm import tqdm
+
+from pipeline.checkpoints.manifest import (
+    MANIFEST_FILE,
+    REJECTED,
+    REMOVING,
+    Manifest,
+    Retention,
+    at_step,
+    folder_of,
+    newest_good,
+    problems,
+    published,
+    read_manifest,
+    remove,
+    step_of,
+    superseded,
+)
+from pipeline.config.load import load
+from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
 from pipeline.runtime.cli import Verb, family
+from pipeline.runtime.log import duration_text
 from pipeline.runtime.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pipeline.checkpoints.state import StateDifferences
+
+# How and when a state was saved does not change the state.
+_CIRCUMSTANCES = (
+    "world_size",
+    "zero_stage",
+    "created_unix_s",
+    "elapsed_s",
+    "config_sha256",
+    "held_out_loss",
+    "held_out_step",
+    "contents",
+    "left_out",
+    "rewinds",
+)
+# Losses are state: the next decision about a spike depends on them.
+_STATE = ("step", "cursor", "skipped", "alpha", "fingerprint", "losses")
+
+
+@dataclass(frozen=True)
+class CheckpointDifferences:
+    """The differences between two checkpoints; empty lists where nothing differs."""
+
+    manifest: list[str]
+    """Counters and identity that differ."""
+    circumstances: list[str]
+    """How, when and with what they were saved; these do not make checkpoints different."""
+    state: "StateDifferences"
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether a run would continue identically from both."""
+        return not (self.manifest or self.state.others or self.state.tensors)
+
+
+def resolve(text: str) -> Path:
+    """Find the checkpoint that is given as its folder, as RUN/STEP, or as RUN for its newest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(text)
+    if (path / MANIFEST_FILE).is_file():
+        return path
+    if path.name.isdecimal() and not path.exists():
+        return at_step(path.parent, int(path.name))
+    return published(folder_of(path))[0]
+
+
+def differences(one: Path, other: Path) -> CheckpointDifferences:
+    """Compare two checkpoints without checking their hashes.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    from pipeline.checkpoints.state import state_differences
+
+    a, b = read_manifest(one), read_manifest(other)
+    manifest = [*_values(a, b, _STATE), *_tree(a.identity, b.identity, "identity")]
+    circumstances = [
+        *_values(a, b, _CIRCUMSTANCES),
+        *_tree(a.provenance, b.provenance, "provenance"),
+    ]
+    with tqdm(
+        total=a.num_bytes // 4,  # four bytes an element; the rest of the files is small
+        unit="element",
+        unit_scale=True,
+        desc="diff",
+        disable=None,
+        leave=False,
+    ) as progress:
+        return CheckpointDifferences(
+            manifest, circumstances, state_differences(one, other, progress.update)
+        )
+
+
+def difference_text(one: Path, other: Path, differing: CheckpointDifferences) -> Iterator[str]:
+    """Format the differences as lines, with the verdict last."""
+    state = differing.state
+    yield f"a: {one}"
+    yield f"b: {other}"
+    yield from (f"({text})" for text in differing.circumstances)
+    yield from differing.manifest
+    yield from state.others
+    if state.tensors:
+        width = max(len(each.name) for each in state.tensors)
+        yield f"{'parameter':{width}}  {'tensor':10}  {'max |a-b|':>10}  {'|a-b| / |a|':>11}"
+        for each in state.tensors:
+            sizes = f"{each.max_abs:10.3e}  {each.relative:11.3e}"
+            yield f"{each.name:{width}}  {each.kind:10}  {sizes}"
+    num_equal = state.num_parameters - len({each.name for each in state.tensors})
+    yield (
+        f"{num_equal} of {state.num_parameters} parameters are equal with their optimizer state, "
+        f"bit for bit; {'equal' if differing.is_equal else 'different'}"
+    )
+
+
+def as_json(differing: CheckpointDifferences) -> dict[str, Any]:
+    """Convert the differences to plain values; infinity, which JSON lacks, becomes null."""
+    values = asdict(differing)
+    for each in values["state"]["tensors"]:
+        each |= {name: None for name in ("max_abs", "relative") if not math.isfinite(each[name])}
+    return {**values, "is_equal": differing.is_equal}
+
+
+def _values(a: Manifest, b: Manifest, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        before, after = getattr(a, name), getattr(b, name)
+        if before != after:
+            yield f"{name}: {_shown(name, before)} against {_shown(name, after)}"
+
+
+def _tree(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[str]:
+    for name in sorted(a.keys() | b.keys()):
+        before, after = a.get(name), b.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _tree(before, after, f"{path}.{name}")
+        elif before != after:
+            yield f"{path}.{name}: {before} against {after}"
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "created_unix_s":
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if name == "losses":
+        usual, high = value.get("usual", []), value.get("high", [])
+        return f"{len(usual)} up to {usual[-1]:.4f}, {len(high)} high" if usual else "none"
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint."""
+
+    path: str
+    step: int
+    manifest: Manifest | None
+    """None if it cannot be read."""
+    problems: list[str]
+    """Everything wrong with it; without `is_verified`, from its manifest alone."""
+    is_verified: bool
+    """Whether all files were compared with their hashes."""
+    would_resume: bool
+    """Whether a start would resume from it, as far as was verified."""
+    kept: list[str] | None
+    """Why the run's retention keeps it; empty if it does not, None if the rule is unknown."""
+
+
+def retention_of(run: Path) -> Retention | None:
+    """The rule of a run's config; None if the folder has none, as one of copies."""
+    path = RunFolder(run).resolved
+    return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
+
+
+def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
+    """Compare the files of checkpoints with their hashes, with a progress bar over bytes."""
+    sizes = [manifest.num_bytes for path in paths if (manifest := _manifest(path)[0])]
+    with tqdm(
+        total=sum(sizes), unit="B", unit_scale=True, desc="verify", disable=None, leave=False
+    ) as progress:
+        for path in paths:
+            yield path, list(problems(path, progress.update))
+
+
+def rows(run: Path, *, verify: bool = False) -> list[Row]:
+    """List all checkpoints of a run, oldest first.
+
+    Without `verify` only manifests are read, and no hashes.
+    """
+    paths = published(folder_of(run))
+    manifests = {path: _manifest(path) for path in paths}
+    wrong = {path: [text] if text else [] for path, (_, text) in manifests.items()}
+    if verify:
+        wrong |= dict(all_problems(paths))
+    resumed = next((path for path in paths if not wrong[path]), None)
+    rule = retention_of(run)
+    # Like `manifest.superseded`: checkpoints newer than the newest good one are not counted.
+    counted = {
+        step_of(path): manifest.own_held_out_loss if (manifest := manifests[path][0]) else None
+        for path in paths
+        if resumed is not None and step_of(path) <= step_of(resumed)
+    }
+    reasons = rule.reasons(counted) if rule else {}
+    return [
+        Row(
+            path=str(path),
+            step=step_of(path),
+            manifest=manifests[path][0],
+            problems=wrong[path],
+            is_verified=verify,
+            would_resume=path == resumed,
+            kept=reasons.get(step_of(path), ["damaged, newer"]) if rule else None,
+        )
+        for path in reversed(paths)
+    ]
+
+
+def table(rows: list[Row], now_s: float | None = None) -> Iterator[str]:
+    """Format rows as lines of a table, followed by the problems found."""
+    now_s = time.time() if now_s is None else now_s
+    found = [_cells(row, now_s) for row in rows]
+    columns = list(found[0])
+    cells = [columns, *(list(each.values()) for each in found)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(
+            text.ljust(width) if name == "kept" else text.rjust(width)
+            for name, text, width in zip(columns, line, widths, strict=True)
+        ).rstrip()
+    yield from (f"bad: {text}" for row in rows for text in row.problems)
+
+
+def _cells(row: Row, now_s: float) -> dict[str, str]:
+    """Write a row's values by column."""
+    manifest = row.manifest
+    names = ("cursor", "skipped", "alpha", "age", "MB", "ranks", "zero", "held-out")
+    values = dict.fromkeys(names, "?")
+    if manifest is not None:
+        loss, stage = manifest.own_held_out_loss, manifest.zero_stage
+        values = {
+            "cursor": f"{manifest.cursor:,}",
+            "skipped": f"{manifest.skipped:,}",
+            "alpha": f"{manifest.alpha:.3f}",
+            "age": duration_text(max(0.0, now_s - manifest.created_unix_s)),
+            "MB": f"{manifest.num_bytes / 1e6:,.1f}",
+            "ranks": str(manifest.world_size),
+            "zero": "?" if stage is None else str(stage),
+            "held-out": "-" if loss is None else f"{loss:.4f}",
+        }
+    return {
+        "step": f"{row.step:,}",
+        **values,
+        "checked": "BAD" if row.problems else "files" if row.is_verified else "manifest",
+        "resume": "<-" if row.would_resume else "",
+        "kept": "?" if row.kept is None else ", ".join(row.kept) or "no",
+    }
+
+
+def _manifest(path: Path) -> tuple[Manifest | None, str]:
+    try:
+        return read_manifest(path), ""
+    except CheckpointError as error:
+        return None, str(error)
 
 
 @dataclass(frozen=True)
@@ -29,7 +293,6 @@ class Plan:
     rejected: list[str]
     """Problems of newer checkpoints; those are kept as well."""
     removed: list[Path]
-    """Checkpoints to remove, oldest first."""
 
 
 def plan(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Plan:
@@ -88,11 +351,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     run: Path = arguments.run_dir
     paths = published(folder_of(run)) if arguments.step is None else [at_step(run, arguments.step)]
     num_bad = 0
-    for path, problems in all_problems(paths):
-        print(f"{path}: {'BAD' if problems else 'good'}")
-        for text in problems:
+    for path, wrong in all_problems(paths):
+        print(f"{path}: {'BAD' if wrong else 'good'}")
+        for text in wrong:
             print(f"  {text}")
-        num_bad += bool(problems)
+        num_bad += bool(wrong)
     print(f"{len(paths) - num_bad} of {len(paths)} checkpoints are good")
     return EXIT_FAILED_DO_NOT_RETRY if num_bad else EXIT_FINISHED
 
@@ -190,14 +453,11 @@ def _prune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP"
-    )
-    parser.add_argument(
-        "other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with"
-    )
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add = parser.add_argument
+    add("one", metavar="RUN[/STEP]", help="newest checkpoint of RUN, or that of STEP")
+    add("other", metavar="OTHER[/STEP]", nargs="?", help="checkpoint to compare with")
+    add("--steps", type=int, nargs=2, metavar=("A", "B"), help="two steps of RUN")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def _natural(text: str, least: int = 0) -> int:

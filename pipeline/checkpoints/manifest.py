@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and the check that they are complete and undamaged. Without torch.
+"""The files of a checkpoint, whether they are good, and which checkpoints are kept. Without torch.
 
 RUN/checkpoints/step-00000040/state/*          weights and optimizer state: `checkpoints.state`
 RUN/checkpoints/step-00000040/tokenizer.model  the dataset's tokenizer, or tokenizer.json
@@ -11,15 +11,18 @@ RUN/checkpoints/.rejected-*                    found unusable by a probe (`check
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.train import CheckpointConfig
 from pipeline.errors import CheckpointError
-from pipeline.runtime.files import sha256_file
-from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.files import sha256_file, sync_path
+from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
 FOLDER = RunFolder(Path()).checkpoints.name
 """In a run's folder, and in that of copies (`checkpoint.copy_to`)."""
@@ -38,6 +41,11 @@ CONTENTS = {
     "dropout": "a function of (seed, cursor, rank): no random state",
 }
 """The parts of a run's state; a checkpoint with other parts cannot be resumed."""
+COUNTERS = (
+    *("step", "cursor", "skipped", "elapsed_s", "held_out_loss", "held_out_step"),
+    *("left_out", "rewinds"),
+)
+"""Fields that a manifest has from `state.TrainState`, where they are explained."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,6 @@ class Manifest:
     alpha: float
     """The residual's alpha that the next step would use; below 1 in the warm-up."""
     fingerprint: str
-    """Fingerprint of the dataset."""
     identity: dict[str, Any]
     """Config values that a resumed run must share: see `resume.identity`."""
     config_sha256: str
@@ -61,19 +68,14 @@ class Manifest:
     """path below the checkpoint -> {"bytes", "sha256"}."""
     # Manifests of earlier versions lack the following fields.
     elapsed_s: float = 0.0
-    """Training time as a time budget counts it."""
     zero_stage: int | None = None
     """ZeRO stage that saved it; any stage can load it."""
     held_out_loss: float | None = None
-    """Loss of the newest evaluation, in nats."""
     held_out_step: int | None = None
-    """Step of the newest evaluation."""
     left_out: int = 0
-    """Batches left out by `train.skip_batches` and after loss spikes."""
     rewinds: int = 0
-    """How often the run had gone back because of a loss spike."""
     losses: dict[str, Any] = field(default_factory=dict)
-    """`counters.LossHistory`: the losses that the next decision about a spike needs."""
+    """`state.LossHistory`: the losses that the next decision about a spike needs."""
     contents: dict[str, str] | None = None
     """`CONTENTS` of the version that wrote it."""
 
@@ -118,9 +120,7 @@ def read_manifest(path: Path) -> Manifest:
 def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[str]:
     """List everything wrong with a checkpoint, file by file; empty if it is good. Not collective.
 
-    Args:
-        path: the checkpoint.
-        on_bytes: called with the size of each file that was checked.
+    `on_bytes` is called with the size of each file that was checked.
     """
     try:
         manifest = read_manifest(path)
@@ -142,10 +142,6 @@ def problems(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> 
 def verify(path: Path, on_bytes: Callable[[int], object] = lambda _: None) -> None:
     """Compare all files of a checkpoint with its manifest. Not collective.
 
-    Args:
-        path: the checkpoint.
-        on_bytes: called with the size of each file that was checked.
-
     Raises:
         CheckpointError: a file is missing or changed; names the first.
     """
@@ -166,10 +162,7 @@ def newest_good(
 ) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint that verifies, and why newer ones do not. Not collective.
 
-    Args:
-        folder: a run's `FOLDER`.
-        also: a further check, which raises CheckpointError.
-        on_bytes: called with the size of each file that was checked.
+    `also` is a further check, which raises CheckpointError; `on_bytes` is as in `problems`.
     """
     rejected = []
     for path in published(folder):
@@ -210,3 +203,111 @@ def _listing_problems(manifest: Manifest) -> Iterator[str]:
         yield f"{MANIFEST_FILE} of {manifest.world_size} ranks lists {name}"
     if manifest.contents not in (None, CONTENTS):
         yield f"its state consists of {manifest.contents}, expected {CONTENTS}"
+
+
+REMOVING = ".removing-"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """A rule; a checkpoint is kept if any part of the rule keeps it."""
+
+    keep: int
+    keep_every_steps: int | None = None
+    """Checkpoints at multiples of it are kept."""
+    keep_best: int = 0
+    """Number of checkpoints with the lowest held-out loss, measured at their own step."""
+
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> "Retention":
+        """Return the rule of a run's config."""
+        return cls(config.keep, config.keep_every_steps, config.keep_best)
+
+    def reasons(self, losses: dict[int, float | None]) -> dict[int, list[str]]:
+        """Return why each checkpoint is kept; an empty list if it is not kept.
+
+        `losses` are held-out losses by step; None without an evaluation.
+        """
+        steps = sorted(losses, reverse=True)
+        scored = [(loss, step) for step, loss in losses.items() if loss is not None]
+        # Among equal losses the later step is better: it has seen more data.
+        ranked = sorted((s for s in scored if math.isfinite(s[0])), key=lambda s: (s[0], -s[1]))
+        best = {step: rank for rank, (_, step) in enumerate(ranked[: self.keep_best], 1)}
+        reasons: dict[int, list[str]] = {step: [] for step in steps}
+        for place, step in enumerate(steps):
+            if place < self.keep:
+                reasons[step].append("newest" if place == 0 else f"newest {place + 1}")
+            if self.keep_every_steps and step % self.keep_every_steps == 0:
+                reasons[step].append(f"every {self.keep_every_steps}")
+            if step in best:
+                reasons[step].append("best" if best[step] == 1 else f"best {best[step]}")
+        return reasons
+
+
+def superseded(folder: Path, rule: Retention, good: Path) -> list[Path]:
+    """List the checkpoints that a rule does not keep, oldest first.
+
+    Checkpoints newer than the newest good one are neither counted nor removed.
+    """
+    paths = {step_of(path): path for path in published(folder)}
+    losses = {step: _loss(path) for step, path in paths.items() if step <= step_of(good)}
+    reasons = rule.reasons(losses)
+    return [paths[step] for step in sorted(losses) if not reasons[step] and paths[step] != good]
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove checkpoints; a kill in between leaves nothing that looks like a complete checkpoint.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for path in paths:
+        hidden = path.with_name(f"{REMOVING}{path.name}")
+        if hidden.exists():
+            shutil.rmtree(hidden)
+        path.rename(hidden)
+        sync_path(path.parent)
+        shutil.rmtree(hidden)
+
+
+def _loss(path: Path) -> float | None:
+    try:
+        return read_manifest(path).own_held_out_loss
+    except CheckpointError:
+        return None  # a damaged checkpoint is never among the best
+
+
+A_RUN_OR_ITS_COPY = f"{A_STARTED_RUN}, or its checkpoint.copy_to"
+
+
+def folder_of(run: Path, expected: str = A_RUN_OR_ITS_COPY) -> Path:
+    """Find a run's folder of checkpoints.
+
+    Raises:
+        RunFolderError: this is neither.
+        CheckpointError: the run has not saved yet.
+    """
+    opened = RunFolder(run)
+    folder = opened.checkpoints
+    if published(folder):
+        return folder
+    if not opened.has_started:
+        raise opened.refusal(expected)
+    raise CheckpointError(
+        f"{run} has no checkpoints yet: {folder} has no {PREFIX}N. Wait for the run's first save "
+        f"(checkpoint.every_steps), or ask for one with `touch {opened.save}`."
+    )
+
+
+def at_step(run: Path, step: int) -> Path:
+    """Return the checkpoint of a run at a step.
+
+    Raises:
+        RunFolderError: this is not a run.
+        CheckpointError: there is none of that step; says which there are.
+    """
+    paths = {step_of(path): path for path in published(folder_of(run))}
+    if step not in paths:
+        steps = ", ".join(map(str, sorted(paths)))
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of {steps}")
+    return paths[step]

@@ -49,7 +49,6 @@ class ProbeReport:
     """The size of a good checkpoint, and the time of the probe."""
 
     num_parameters: int
-    """Elements of the model."""
     num_bytes: int
     took_s: float
 
@@ -95,7 +94,6 @@ class Probe:
     """Runs one probe of a checkpoint. Rank 0 uses it, from any thread."""
 
     def __init__(self) -> None:
-        """Start without a process."""
         self._process: subprocess.Popen[str] | None = None
         self._cancelled = False
 

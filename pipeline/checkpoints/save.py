@@ -13,23 +13,25 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.checkpoints.background import Described, HostCopy, RankFiles, Task
-from pipeline.checkpoints.counters import TrainState
+from pipeline.checkpoints.background import Described, HostCopy, Mirror, RankFiles, Task
 from pipeline.checkpoints.manifest import (
     CONTENTS,
+    COUNTERS,
     FOLDER,
     LATEST_FILE,
     MANIFEST_FILE,
+    REMOVING,
     Manifest,
+    Retention,
     name_of,
     published,
+    remove,
     signed,
+    superseded,
 )
-from pipeline.checkpoints.mirror import Mirror
 from pipeline.checkpoints.probe import Probe
 from pipeline.checkpoints.resume import identity
-from pipeline.checkpoints.retention import REMOVING, Retention, remove, superseded
-from pipeline.checkpoints.state import HasState, expected_files
+from pipeline.checkpoints.state import HasState, TrainState, expected_files
 from pipeline.config.load import digest, provenance
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, DatasetIndex
@@ -60,9 +62,7 @@ class _Writing:
     """A save whose files are being written."""
 
     manifest: Manifest
-    """Manifest without its list of files."""
     task: Task[Described]
-    """Writes this rank's part."""
     period_s: float
     """Seconds since the previous save began."""
     stall_s: float
@@ -143,22 +143,14 @@ class Saver:
         self._look_at_tidying(wait=False)
 
     def publish(self) -> None:
-        """Wait until the last save is published.
-
-        Raises:
-            CheckpointError: the save failed.
-        """
+        """Wait until the last save is published (CheckpointError: the save failed)."""
         self._publish_if_written(wait=True)
 
     def finish(self, *, stopping: bool = False) -> None:
         """Wait until the last save is published, probed and copied.
 
-        Args:
-            stopping: skip the probe and the copy (the next start makes it), because the time before
-                a kill may be short.
-
-        Raises:
-            CheckpointError: as `poll` does.
+        `stopping` skips the probe and the copy (the next start makes it), because the time before a
+        kill may be short.
         """
         if stopping and self._process.is_first:
             self._probe.cancel()
@@ -185,9 +177,7 @@ class Saver:
 
     def _manifest(self, state: TrainState, alpha: float) -> Manifest:
         return Manifest(
-            step=state.step,
-            cursor=state.cursor,
-            skipped=state.skipped,
+            **{name: getattr(state, name) for name in COUNTERS},
             alpha=alpha,
             fingerprint=self._index.fingerprint,
             identity=identity(self._config),
@@ -196,12 +186,7 @@ class Saver:
             created_unix_s=time.time(),
             provenance=self._provenance,
             files={},
-            elapsed_s=state.elapsed_s,
             zero_stage=self._config.train.zero_stage,
-            held_out_loss=state.held_out_loss,
-            held_out_step=state.held_out_step,
-            left_out=state.left_out,
-            rewinds=state.rewinds,
             losses=asdict(state.losses),
             contents=CONTENTS,
         )
@@ -252,11 +237,7 @@ class Saver:
             self._tidying = Task(lambda: self._tidy(self.folder / name_of(manifest.step)))
 
     def _give_up(self, save: _Writing, errors: list[str]) -> None:
-        """Remove the failed save once no rank writes any more, then raise on all ranks.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Remove the failed save once no rank writes any more, then raise on all ranks."""
         save.task.is_done(wait=True)
         dist.barrier()
         self._writing = None
@@ -310,9 +291,6 @@ class Saver:
 
         Returns:
             Seconds that the probe took; None if it was not due or came to no verdict.
-
-        Raises:
-            RejectedError: the probe found the checkpoint unusable.
         """
         every, took_s = self._config.checkpoint.probe_every, None
         if every and self._num_saves % every == 0:
@@ -353,12 +331,7 @@ class Saver:
 
 
 def _require_files(unfinished: Path, manifest: Manifest) -> None:
-    """Check that rank 0 sees the files of all ranks; with several nodes the folder must be shared.
-
-    Raises:
-        CheckpointError: a file is missing or has another size.
-        OSError: a file cannot be looked at.
-    """
+    """Check that rank 0 sees the files of all ranks: several nodes must share the folder."""
     names = expected_files(unfinished, manifest.world_size)
     present = {name: (unfinished / name).stat().st_size for name in names}
     described = {name: entry["bytes"] for name, entry in manifest.files.items()}
@@ -371,11 +344,7 @@ def _require_files(unfinished: Path, manifest: Manifest) -> None:
 
 
 def _read_tokenizer(index: DatasetIndex) -> bytes:
-    """Read the tokenizer's file of a dataset.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
+    """Read the tokenizer's file of a dataset (DataError: it is missing or damaged)."""
     path = index.folder / index.tokenizer_file
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() != index.tokenizer_sha256:

@@ -1,4 +1,4 @@
-"""A run's weights and optimizer state as files, which any number of ranks can read and compare.
+"""A run's state: tensors as files, which any number of ranks can read and compare, and counters.
 
     state/rank-00000-of-00002.safetensors   what rank 0 of 2 held when it saved
 
@@ -8,19 +8,23 @@ header gives each stretch's start and its parameter's shape. The weights that fo
 not stored: they are the master weights, rounded.
 
 Nothing in these files depends on how DeepSpeed splits parameters, so they fit every split.
+
+What is not a tensor (`TrainState`, with the losses behind the next decision) is in the manifest.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.checkpoints.manifest import STATE_FOLDER, state_file
+from pipeline.config.train import SpikeConfig
 from pipeline.errors import CheckpointError
 from pipeline.runtime.tensors import SlicedFile, write_file
 
@@ -62,13 +66,6 @@ def write_part(
     folder: Path, rank: int, world_size: int, parts: Iterable[Part], counters: dict[str, int]
 ) -> None:
     """Write the state that one rank holds. Not collective.
-
-    Args:
-        folder: the checkpoint.
-        rank: the rank whose parts these are.
-        world_size: number of ranks that write.
-        parts: at most one for each parameter.
-        counters: the same on every rank.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -259,11 +256,9 @@ class StateDifferences:
     """All differences between the states of two checkpoints."""
 
     num_parameters: int
-    """Number of parameters compared."""
     others: list[str]
     """Counters that differ, and parameters that one lacks or that have another shape."""
     tensors: list[TensorDifference]
-    """Tensors that differ."""
 
 
 def state_differences(
@@ -271,10 +266,7 @@ def state_differences(
 ) -> StateDifferences:
     """Compare the states of two checkpoints bit by bit, whatever ranks and stages saved them.
 
-    Args:
-        one: a checkpoint.
-        other: another checkpoint.
-        on_elements: called with the number of elements compared.
+    `on_elements` is called with the number of elements compared.
 
     Raises:
         CheckpointError: one is damaged or incomplete.
@@ -323,3 +315,93 @@ def _compare(
     if differs:
         relative = math.sqrt(of_difference / of_one) if of_one else math.inf
         yield TensorDifference(name, kind, largest, math.inf if math.isnan(relative) else relative)
+
+
+# The standard deviation of normal noise is this times the median distance from the median.
+_TO_DEVIATION = 1.4826
+
+
+@dataclass
+class LossHistory:
+    """Losses of applied steps, as many as the next decision about a spike needs.
+
+    They are the same on all ranks and are saved with every checkpoint, so a run that was killed
+    decides like one that was not.
+    """
+
+    usual: list[float] = field(default_factory=list)
+    """The last `window_steps` losses before those in `high`."""
+    high: list[tuple[int, float]] = field(default_factory=list)
+    """(batch, loss) of the last steps, all above the limit."""
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> "LossHistory":
+        """Build it from a manifest; manifests of earlier versions have no losses."""
+        high = [(batch, loss) for batch, loss in values.get("high", [])]
+        return cls(list(values.get("usual", [])), high)
+
+    def limit(self, config: SpikeConfig) -> float:
+        """Return the loss above which a step counts as high; infinite until the window is full."""
+        if len(self.usual) < config.window_steps:
+            return math.inf
+        usual = np.array(self.usual)
+        median = float(np.median(usual))
+        deviation = _TO_DEVIATION * float(np.median(np.abs(usual - median)))
+        return median + max(config.rise_nats, config.deviations * deviation)
+
+    def add(self, batch: int, loss: float, config: SpikeConfig) -> None:
+        """Add the loss of the next applied step; NaN (a batch without targets) is ignored."""
+        if math.isnan(loss):
+            return
+        if loss > self.limit(config):
+            self.high.append((batch, loss))
+            return
+        # The loss came back down, so the high ones were noise and belong to the window.
+        self.usual += [before for _, before in self.high] + [loss]
+        self.usual = self.usual[-config.window_steps :]
+        self.high = []
+
+    def is_spike(self, config: SpikeConfig) -> bool:
+        """Whether the last steps form a spike."""
+        return len(self.high) >= config.steps_in_a_row
+
+
+@dataclass
+class TrainState:
+    """Counters of a run; learning rate, alpha and data follow from them and the config."""
+
+    step: int = 0
+    """Optimizer steps applied."""
+    cursor: int = 0
+    """Position in the data order: sequences consumed, including those of skipped steps and of
+    batches left out."""
+    skipped: int = 0
+    """Steps skipped because a gradient was not finite."""
+    skipped_in_a_row: int = 0
+    """Steps skipped since the last applied one."""
+    left_out: int = 0
+    """Batches left out by `train.skip_batches` and after loss spikes."""
+    rewinds: int = 0
+    """How often the run had gone back because of a loss spike."""
+    losses: LossHistory = field(default_factory=LossHistory)
+    elapsed_s: float = 0.0
+    """Training time of all attempts up to the last log line, on rank 0's clock."""
+
+    held_out_loss: float | None = None
+    """Loss of the newest evaluation, in nats."""
+    held_out_step: int | None = None
+
+    def leave_out(self, num_sequences: int) -> None:
+        """Count a batch that is not trained on."""
+        self.cursor += num_sequences
+        self.left_out += 1
+
+    def advance(self, num_sequences: int, *, applied: bool) -> None:
+        """Count one step."""
+        self.cursor += num_sequences
+        if applied:
+            self.step += 1
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1

@@ -1,11 +1,167 @@
-"""What is read, in which order, how it is packed and masked."""
+"""What is read, in which order and batches, how it is packed and masked.
 
+Batches are numbered from 0, skipped ones included; the cursor of a batch is the number of sequences
+in all batches before it. Neither knows of ranks, so the same cursor means the same batch anywhere.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pipeline.config.batches import BatchPlan
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """A part of a run with batches of its own; what is left out is as in the rest of the run."""
+
+    tokens: float = param(
+        REQUIRED,
+        "the phase ends with the batch in which sequences x seq_len reach this",
+        unit="slots",
+        gt=0,
+    )
+    seq_len: int | None = param(
+        None, "slots of a packed sequence; null: data.seq_len", unit="tokens", ge=8, le=65536
+    )
+    global_batch: int | None = param(
+        None, "sequences of a step; null: train.global_batch", unit="sequences", ge=1
+    )
+    micro_batch: int | None = param(
+        None, "sequences of a forward pass; null: train.micro_batch", unit="sequences", ge=1
+    )
+    ramp_from: int | None = param(
+        None,
+        "the batch grows from this towards global_batch, by equal steps with equally many slots; "
+        "null: it does not grow",
+        unit="sequences",
+        ge=1,
+    )
+    ramp_step: int | None = param(
+        None, "by which the batch grows; null: ramp_from", unit="sequences", ge=1
+    )
+
+
+class BatchPlace(NamedTuple):
+    """One batch of a run."""
+
+    number: int
+    """From 0, skipped ones included."""
+    cursor: int
+    """Sequences in the batches before it."""
+    size: int
+    """Its sequences, over all ranks."""
+    micro_batch: int
+    seq_len: int
+    """Slots of its sequences."""
+
+
+class BatchPlan:
+    """All batches of a run, without end."""
+
+    def __init__(
+        self, phases: tuple[PhaseConfig, ...], *, seq_len: int, global_batch: int, micro_batch: int
+    ) -> None:
+        """Lays the phases one after another; the values given hold for the rest of the run.
+
+        Raises:
+            ConfigError: a ramp does not fit its ends, or a batch is no multiple of its micro-batch.
+        """
+        self._firsts: list[BatchPlace] = []
+        """First batch of each stretch of equal batches."""
+        self._names: list[tuple[str, str]] = []
+        """What sets the size of each stretch's batches and of their micro-batches."""
+        number = cursor = 0
+        for which, phase in enumerate(phases):
+            length, micro = phase.seq_len or seq_len, phase.micro_batch or micro_batch
+            sizes = _sizes(phase, global_batch, f"phases.{which}")
+            for size in sizes:
+                names = (
+                    f"phases.{which}: a batch of {size}",
+                    f"{f'phases.{which}' if phase.micro_batch else 'train'}.micro_batch={micro}",
+                )
+                self._add(BatchPlace(number, cursor, size, micro, length), names)
+                count = max(1, -int(-phase.tokens // (size * length * len(sizes))))
+                number, cursor = number + count, cursor + count * size
+        names = f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}"
+        self._add(BatchPlace(number, cursor, global_batch, micro_batch, seq_len), names)
+        self._cursors = [first.cursor for first in self._firsts]
+
+    def _add(self, first: BatchPlace, names: tuple[str, str]) -> None:
+        if first.size % first.micro_batch:
+            raise ConfigError(
+                f"{names[0]} must be a multiple of {names[1]} (times the number of ranks); change "
+                "one of the two"
+            )
+        self._firsts.append(first)
+        self._names.append(names)
+
+    @property
+    def stretches(self) -> list[BatchPlace]:
+        """The first batch of each stretch of equal batches, in order."""
+        return list(self._firsts)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """All lengths of sequences, in order of their first use."""
+        return list(dict.fromkeys(first.seq_len for first in self._firsts))
+
+    def at(self, cursor: int) -> BatchPlace:
+        """The batch that starts at a cursor (ConfigError: none does)."""
+        first = self._firsts[bisect_right(self._cursors, cursor) - 1]
+        count, rest = divmod(cursor - first.cursor, first.size)
+        if rest or cursor < 0:
+            raise ConfigError(
+                f"no batch starts at sequence {cursor}: from sequence {first.cursor} on they have "
+                f"{first.size}; the run was made with other phases or another train.global_batch"
+            )
+        return first._replace(number=first.number + count, cursor=cursor)
+
+    def number(self, number: int) -> BatchPlace:
+        """The batch of a number, 0 or more."""
+        first = [first for first in self._firsts if first.number <= number][-1]
+        return self.at(first.cursor + (number - first.number) * first.size)
+
+    def holding(self, sequence: int) -> BatchPlace:
+        """The batch that holds a sequence of the run."""
+        first = self._firsts[bisect_right(self._cursors, sequence) - 1]
+        return self.at(sequence - (sequence - first.cursor) % first.size)
+
+    def batches_from(self, cursor: int) -> Iterator[BatchPlace]:
+        """Endless batches from a cursor on."""
+        while True:
+            place = self.at(cursor)
+            yield place
+            cursor += place.size
+
+    def require_split(self, world_size: int) -> None:
+        """Checks that every batch can be split evenly over the ranks (ConfigError: one cannot)."""
+        for first, (batch, micro_batch) in zip(self._firsts, self._names, strict=True):
+            if first.size % (first.micro_batch * world_size):
+                raise ConfigError(
+                    f"{batch} must be a multiple of {micro_batch} x {world_size} ranks; change the "
+                    "batch or the number of ranks"
+                )
+
+
+def _sizes(phase: PhaseConfig, global_batch: int, where: str) -> list[int]:
+    """Sizes of a phase's batches, each for an equal part of its slots."""
+    last = phase.global_batch or global_batch
+    if phase.ramp_from is None:
+        if phase.ramp_step is not None:
+            raise ConfigError(
+                f"{where}.ramp_step={phase.ramp_step} without ramp_from: set both or none"
+            )
+        return [last]
+    step = phase.ramp_step or phase.ramp_from
+    if phase.ramp_from >= last or (last - phase.ramp_from) % step:
+        raise ConfigError(
+            f"{where}: no batch grows from ramp_from={phase.ramp_from} by ramp_step={step} to "
+            f"{last}; expected {last} - ramp_from to be a multiple of ramp_step, above 0"
+        )
+    return list(range(phase.ramp_from, last, step))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,14 @@ from pipeline.errors import ConfigError
 
 T = TypeVar("T")
 _RECORDED_PACKAGES = (
-    "postnorm", "torch", "deepspeed", "numpy", "webdataset", "sentencepiece", "tensorboard",
-)  # fmt: skip
+    "postnorm",
+    "torch",
+    "deepspeed",
+    "numpy",
+    "webdataset",
+    "sentencepiece",
+    "tensorboard",
+)
 
 REVISION_FILE = "REVISION"
 """Beside the packages of a copy of the code: the git revision of what was copied."""
@@ -39,11 +45,8 @@ class Loaded(Generic[T]):
 def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loaded[T]:
     """Reads a config file.
 
-    Args:
-        cls: the root dataclass, such as `PretrainConfig`.
-        path: YAML file.
-        overrides: `dotted.path=value` texts; the value is read as YAML (`train.lr=1e-4`,
-            `sources.0.inputs=[a, b]`). Later ones win.
+    Overrides are `dotted.path=value`, the value as YAML (`train.lr=1e-4`, `sources.0.inputs=[a,
+    b]`); later ones win.
 
     Raises:
         ConfigError: see `strict_yaml.read_file` and `schema.build`.
@@ -56,17 +59,7 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
 
 
 def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> T:
-    """A config from plain values in place of a file.
-
-    Args:
-        cls: as in `load`.
-        values: by section and key.
-        origin: they come from, for messages.
-        overrides: as in `load`.
-
-    Raises:
-        ConfigError: see `schema.build`.
-    """
+    """A config from plain values in place of a file (ConfigError: see `schema.build`)."""
     root = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
     for text in overrides:
         root = _override(root, text)
@@ -82,7 +75,7 @@ def explain(loaded: Loaded[Any]) -> str:
         limits = f" [{schema.range_text(field)}]" if schema.range_text(field) else ""
         lines.append(f"{path} = {shown}{unit}")
         lines.append(f"    {field.metadata['meaning']}{limits}")
-        lines.append(f"    from {_origin_of(path, loaded.origins)}")
+        lines.append(f"    from {loaded.origins.get(path, 'default')}")
     return "\n".join(lines)
 
 
@@ -203,7 +196,3 @@ def _leaf_origins(node: Node, path: str) -> list[tuple[str, str]]:
     for key, child in children:
         found += _leaf_origins(child, f"{path}.{key}" if path else key)
     return found
-
-
-def _origin_of(path: str, origins: dict[str, str]) -> str:
-    return origins.get(path, "default")

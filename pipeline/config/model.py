@@ -28,9 +28,7 @@ class ModelConfig:
         "rotary", "a learned embedding, queries and keys turned by their position, or neither"
     )
     max_positions: int = param(512, "rows of the learned position embedding", ge=1)
-    position_offset: int = param(
-        0, "row of the first position; RoBERTa's table starts at 2", ge=0
-    )  # fmt: skip
+    position_offset: int = param(0, "row of the first position; RoBERTa's table starts at 2", ge=0)
     rotary_base: float = param(10000.0, "base of the rotary angles, base^(-2i/d)", gt=1)
     norm_placement: Literal["post", "pre"] = param(
         "post", "x = Norm(x + F(x)), or x = x + F(Norm(x)) with a norm behind the last layer"
@@ -67,8 +65,9 @@ class ModelConfig:
         "tied embedding (linear)",
     )
     pooler: bool = param(False, "tanh layer over the first token, as in BERT; no part of MLM")
-    dropout: float = param(0.1, "dropout after embeddings and sub-layers, and before a linear head",
-                           ge=0, lt=1)  # fmt: skip
+    dropout: float = param(
+        0.1, "dropout after embeddings and sub-layers, and before a linear head", ge=0, lt=1
+    )
     attention_dropout: float = param(0.1, "dropout on attention probabilities", ge=0, lt=1)
     init: Literal["unit", "rsqrt_depth", "bert", "deepnorm"] = param(
         "rsqrt_depth",

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.config.batches import BatchPlan, PhaseConfig
-from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
+from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.config.train import (
@@ -31,9 +30,10 @@ class PretrainConfig:
     train: TrainConfig = section(TrainConfig, "optimisation")
     kernels: KernelsConfig = section(KernelsConfig, "implementations, chosen for speed")
     phases: tuple[PhaseConfig, ...] = param(
-        (), "what comes first, with other lengths of sequences or batches; train and data hold for "
-        "the rest"
-    )  # fmt: skip
+        (),
+        "what comes first, with other lengths of sequences or batches; train and data hold for "
+        "the rest",
+    )
     spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")

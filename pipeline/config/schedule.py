@@ -21,10 +21,7 @@ def learning_rate(step: int, config: TrainConfig, elapsed_s: float = 0.0) -> flo
     The first update takes lr / warmup_steps. With `linear` the last one before num_steps is one
     step above min_lr_ratio * lr.
 
-    Args:
-        step: updates applied.
-        config: names the schedule.
-        elapsed_s: time of training, all ranks the same; only a time budget looks at it.
+    Only a time budget looks at `elapsed_s`, which is the same on all ranks.
     """
     factor = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     if config.schedule == "piecewise":

@@ -32,14 +32,8 @@ def param(
 ) -> Any:
     """Declares one config field.
 
-    Args:
-        default: the value when none is written, or `REQUIRED`.
-        meaning: one line for `--explain`.
-        unit: physical unit of the value, empty for a pure number or text.
-        ge: lowest value allowed.
-        gt: the value must be above this.
-        le: highest value allowed.
-        lt: the value must be below this.
+    The default `REQUIRED` means that a value must be written. `meaning` is a line for `--explain`;
+    `ge`, `gt`, `le` and `lt` are limits.
     """
     bounds = {">=": ge, ">": gt, "<=": le, "<": lt}
     metadata = {
@@ -63,11 +57,6 @@ def range_text(field: "dataclasses.Field[Any]") -> str:
 
 def build(cls: type[T], node: Node, path: str = "") -> T:
     """Builds `cls` from a mapping node.
-
-    Args:
-        cls: a dataclass whose fields are declared with `param` or `section`.
-        node: the mapping to read.
-        path: dotted path of this section, empty for the root.
 
     Raises:
         ConfigError: unknown key, missing required key, wrong type, or value out of range; names

@@ -56,10 +56,7 @@ def read_file(path: Path) -> Node:
 def parse(text: str, source: str, *, with_lines: bool = True) -> Node:
     """Parses YAML text; an empty document is an empty mapping.
 
-    Args:
-        text: one YAML document.
-        source: where the text comes from; starts every origin and error message.
-        with_lines: append `:line` to origins.
+    `source` starts every origin and error message; `with_lines` appends `:line` to origins.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

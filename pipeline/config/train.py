@@ -47,9 +47,8 @@ class TrainConfig:
         512, "sequences of one optimizer step, over all ranks", unit="sequences", ge=1
     )
     micro_batch: int = param(
-        8, "sequences of one forward pass on one rank; accumulation follows", unit="sequences",
-        ge=1,
-    )  # fmt: skip
+        8, "sequences of one forward pass on one rank; accumulation follows", unit="sequences", ge=1
+    )
     lr: float = param(5e-4, "peak learning rate", gt=0)
     min_lr_ratio: float = param(0.0, "learning rate at the end, as a share of the peak", ge=0, le=1)
     warmup_steps: int = param(
@@ -78,9 +77,11 @@ class TrainConfig:
         gt=0,
     )
     alpha_warmup_steps: int = param(
-        0, "steps in which the residual's alpha rises from 0 to 1; 0 keeps it at 1", unit="steps",
+        0,
+        "steps in which the residual's alpha rises from 0 to 1; 0 keeps it at 1",
+        unit="steps",
         ge=0,
-    )  # fmt: skip
+    )
     optimizer: Optimizer = param(
         "adamw",
         "adamw, or lamb: the same update, scaled for each matrix to the norm of its weights",
@@ -99,13 +100,17 @@ class TrainConfig:
         "bf16", "of forward and backward; master weights and accumulation are fp32 either way"
     )
     zero_stage: int = param(
-        1, "what is split over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights "
-        "too", ge=0, le=3,
-    )  # fmt: skip
+        1,
+        "what is split over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights "
+        "too",
+        ge=0,
+        le=3,
+    )
     deepspeed_config: str | None = param(
-        None, "DeepSpeed config as JSON, for what tunes it alone: sizes of buckets, overlap, what "
+        None,
+        "DeepSpeed config as JSON, for what tunes it alone: sizes of buckets, overlap, what "
         "it logs; values that contradict the run's are errors",
-    )  # fmt: skip
+    )
     activation_checkpoint_layers: int | None = param(
         None,
         "activation checkpointing: keep the inputs of groups of this many layers, and compute what "
@@ -126,14 +131,16 @@ class TrainConfig:
         1800.0,
         "a rank that has not got on for so long writes its stacks to RUN/hangs and ends with exit "
         "code 1, in its start after 600 s at least; longer than a save or a pause of the storage",
-        unit="s", gt=0,
-    )  # fmt: skip
+        unit="s",
+        gt=0,
+    )
     collective_timeout_s: float = param(
         2400.0,
         "a rank that waits for others for so long fails; above hang_timeout_s, so that all ranks "
         "leave their stacks before",
-        unit="s", gt=0,
-    )  # fmt: skip
+        unit="s",
+        gt=0,
+    )
 
     def __post_init__(self) -> None:
         if self.zero_stage == 0 and self.deepspeed_config is not None:
@@ -217,9 +224,11 @@ class TrainConfig:
 
 # Which choice a field belongs to.
 _SCHEDULE_FIELDS = {
-    "decay_steps": "wsd", "decay_shape": "wsd", "lr_points": "piecewise",
+    "decay_steps": "wsd",
+    "decay_shape": "wsd",
+    "lr_points": "piecewise",
     "budget_hours": "time_budget",
-}  # fmt: skip
+}
 _OPTIMIZER_FIELDS = {"lamb_bias_correction": "lamb"}
 
 
@@ -233,22 +242,27 @@ class CheckpointConfig:
         None, "checkpoints at multiples of this are kept for ever", unit="steps", ge=1
     )
     keep_best: int = param(
-        0, "checkpoints of lowest held-out loss kept; those evaluated at their own step compete",
-        unit="checkpoints", ge=0,
-    )  # fmt: skip
+        0,
+        "checkpoints of lowest held-out loss kept; those evaluated at their own step compete",
+        unit="checkpoints",
+        ge=0,
+    )
     background: bool = param(
         True,
         "training goes on while files are written, hashed and published, from a copy in host "
         "memory: 12 bytes a parameter, divided by the number of ranks",
     )
     copy_to: str | None = param(
-        None, "folder that gets a copy of each checkpoint, such as on slower, safer storage; a "
-        "resume takes it from there if run_dir has none that verifies"
-    )  # fmt: skip
+        None,
+        "folder that gets a copy of each checkpoint, such as on slower, safer storage; a "
+        "resume takes it from there if run_dir has none that verifies",
+    )
     probe_every: int = param(
-        0, "each so many-th save is read back and checked by another process; 0: none",
-        unit="saves", ge=0,
-    )  # fmt: skip
+        0,
+        "each so many-th save is read back and checked by another process; 0: none",
+        unit="saves",
+        ge=0,
+    )
 
     def __post_init__(self) -> None:
         often = self.keep_every_steps
@@ -285,9 +299,10 @@ class KernelsConfig:
     """Fused kernels or plain PyTorch (reference); auto takes kernels on GPUs that can run them."""
 
     attention: Implementation = param(
-        "auto", "attention: carried scores by our kernels, models without by flash attention over "
+        "auto",
+        "attention: carried scores by our kernels, models without by flash attention over "
         "documents end to end",
-    )  # fmt: skip
+    )
     residual_norm: Implementation = param(
         "auto", "residual, its alpha and dropout, and the RMSNorm behind it, in one pass"
     )
@@ -309,9 +324,7 @@ class SpikeConfig:
     window_steps: int = param(
         200, "steps that the median is taken of; with fewer there is no spike", unit="steps", ge=8
     )
-    rise_nats: float = param(
-        0.5, "least rise above the median", unit="nats a masked token", gt=0
-    )  # fmt: skip
+    rise_nats: float = param(0.5, "least rise above the median", unit="nats a masked token", gt=0)
     deviations: float = param(
         8.0, "least rise in standard deviations, 1.4826 x the median distance from the median", ge=0
     )

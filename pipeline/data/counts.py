@@ -32,7 +32,6 @@ class Counts(NamedTuple):
     """Counts of every block of a dataset, training and evaluation alike; (b,) int64 each."""
 
     sequences: Ints
-    """Packed sequences."""
     pieces: Ints
     """Documents, and parts of documents, in the sequences."""
 
@@ -47,10 +46,7 @@ def sequences_at(
 def packing_counts(index: DatasetIndex, seq_len: int, run_dir: str | Path | None) -> Counts:
     """Count the sequences and pieces that the blocks of a dataset make at a length.
 
-    Args:
-        index: the dataset's index.
-        seq_len: slots of a sequence.
-        run_dir: stores the counts if the dataset's folder is not writable; None: nothing does.
+    They are stored in `run_dir` if the dataset's folder is not writable.
 
     Raises:
         DataError: a shard is missing or damaged.

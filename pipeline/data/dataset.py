@@ -10,9 +10,8 @@ import numpy.typing as npt
 from pipeline.config.data import DataConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints, Locations
-from pipeline.data.packing import Packing, pack
+from pipeline.data.packing import Packing, Slots, lay_out, pack
 from pipeline.data.reader import Block, BlockReader
-from pipeline.data.slots import Slots, lay_out
 from pipeline.errors import DataError
 
 
@@ -50,12 +49,9 @@ class Inputs(Protocol):
     ) -> list[Batch]:
         """Corrupts sequences and cuts them into micro-batches; a pure function.
 
-        Args:
-            slots: of the sequences; only read.
-            locations: of the same.
-            number: of the step's batch in the run, from 0, skipped ones included.
-            micro_batch: sequences of a micro-batch; the last one may have fewer.
-            first_place: place of the first sequence in the step's batch, for the hash.
+        `number` counts the run's batches from 0, skipped ones included. The last micro-batch may
+        have fewer sequences. `first_place`, of the first sequence in the step's batch, is for the
+        hash.
         """
 
     def without_targets(self, batch: Batch) -> Batch:
@@ -66,19 +62,11 @@ class PackedSplit:
     """The train or the eval split; threads may share it."""
 
     def __init__(
-        self,
-        index: DatasetIndex,
-        split: str,
-        config: DataConfig,
-        counts: Mapping[int, Ints],
+        self, index: DatasetIndex, split: str, config: DataConfig, counts: Mapping[int, Ints]
     ) -> None:
         """Looks at the split's shards.
 
-        Args:
-            index: of the dataset.
-            split: "train" or "eval".
-            config: how blocks are checked and kept.
-            counts: length -> (b,) sequences of each block of the whole dataset.
+        `counts` are of the whole dataset: length -> (b,) sequences of each block.
 
         Raises:
             DataError: a shard is damaged or missing, or the split is empty.
@@ -105,10 +93,7 @@ class PackedSplit:
     ) -> Slots:
         """Lays out sequences as they are in the dataset, before an objective corrupts them.
 
-        Args:
-            locations: the sequences.
-            seq_len: their length.
-            leftovers: packings of the blocks of which `locations` has leftovers.
+        `leftovers` are packings of the blocks of which `locations` has leftovers.
         """
         slots = Slots.empty(len(locations.blocks), seq_len)
         # All sequences of a block at once: a call costs more than laying out a short sequence.

@@ -44,7 +44,6 @@ class Rewind:
     """A spike of the loss, and what was done about it."""
 
     first_batch: int
-    """First batch that is left out."""
     last_batch: int
     first_cursor: int
     """First sequence of the first one."""
@@ -71,26 +70,18 @@ class Ledger:
     """What a run's ledger holds."""
 
     non_finite: dict[int, NonFinite]
-    """By batch."""
     rewinds: list[Rewind]
-    """In order."""
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
         """Return whether a checkpoint was trained on batches that were left out later.
 
-        Args:
-            cursor: of the checkpoint.
-            rewinds: how many the run had made when it was saved.
+        `rewinds` is how many the run had made when it was saved.
         """
         return any(cursor > each.first_cursor for each in self.rewinds[rewinds:])
 
 
 def read_ledger(run_dir: Path) -> Ledger:
-    """Read a run's ledger; without a file it is empty.
-
-    Raises:
-        DataError: a line is damaged.
-    """
+    """Read a run's ledger; without a file it is empty (DataError: a line is damaged)."""
     ledger, path = Ledger({}, []), RunFolder(run_dir).ledger
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text.splitlines(), start=1):

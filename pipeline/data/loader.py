@@ -1,21 +1,91 @@
-"""Batches of a run as tensors, made ahead by a thread or by worker processes."""
+"""Micro-batches of a run as tensors, made ahead by a thread or by worker processes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from pipeline.config.data import EvalDataConfig, TrainDataConfig
-from pipeline.data.batch import MicroBatch
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints, Locations
-from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.run_order import Share, TrainSteps
 from pipeline.data.workers import Workers
+
+_MULTIPLE = 64
+
+
+def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Where pieces and paddings of sequences begin, if these lie end to end, and the end.
+
+    `documents` is (B, S), as in `Batch`.
+
+    Returns:
+        (D + 1,) int32 from 0 to B * S. Its end is repeated, as of empty documents, up to a multiple
+        of 64: micro-batches then have few different shapes.
+    """
+    begins = np.ones(documents.shape, np.bool_)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = np.flatnonzero(begins)
+    bounds = np.full(-(-(len(starts) + 1) // _MULTIPLE) * _MULTIPLE, documents.size, np.int32)
+    bounds[: len(starts)] = starts
+    return bounds
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A `Batch` as tensors: B sequences of S slots, and what the objective needs beside them."""
+
+    input_ids: Tensor
+    documents: Tensor
+    positions: Tensor
+    segments: Tensor | None
+    cu_seqlens: Tensor
+    """(D + 1,) int32, of `document_bounds`."""
+    inputs: dict[str, Tensor]
+    weights: dict[str, float]
+    """On the host, as all that is no tensor."""
+    counts: dict[str, int]
+    num_tokens: int
+    hash: int
+
+    @classmethod
+    def of(cls, batch: Batch, *, pin: bool = False) -> "MicroBatch":
+        """Tensors that share the arrays' memory, or copies that a GPU can fetch by itself."""
+
+        def tensor(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).pin_memory() if pin else torch.from_numpy(array)
+
+        return cls(
+            input_ids=tensor(batch.input_ids),
+            documents=tensor(batch.documents),
+            positions=tensor(batch.positions),
+            segments=None if batch.segments is None else tensor(batch.segments),
+            cu_seqlens=tensor(document_bounds(batch.documents)),
+            inputs={name: tensor(array) for name, array in batch.inputs.items()},
+            weights=batch.weights,
+            counts=batch.counts,
+            num_tokens=batch.num_tokens,
+            hash=batch.hash,
+        )
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Copies the tensors to a device without waiting for the copy."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        inputs = {name: each.to(device, non_blocking=True) for name, each in self.inputs.items()}
+        return replace(self, inputs=inputs, **moved)
 
 
 class TrainLoader:
@@ -101,7 +171,6 @@ class EvalLoader:
         share: Share,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
-        """Opens the eval split; see `PackedSplit` for `counts` and what can fail."""
         self._seq_len = config.data.seq_len
         if counts is None:
             counts = sequences_at(index, [self._seq_len], None)

@@ -118,13 +118,9 @@ def mask_tokens(
 ) -> Masked:
     """Corrupt a batch.
 
-    Args:
-        batch: packed sequences.
-        config: unit, selection and rates.
-        vocabulary: the tokenizer's. Random replacements are drawn from the ids that text can have:
-            any other id would tell the model that its place is to be predicted.
-        key: (seed, purpose).
-        ratio: share of tokens to select, in (0, 1); None takes `config.mask_prob`.
+    The key is (seed, purpose). Random replacements are drawn from the ids that text can have: any
+    other id would tell the model that its place is to be predicted. The ratio, in (0, 1), is by
+    default `config.mask_prob`.
     """
     batch = Sequences(
         *(np.ascontiguousarray(array, dtype) for array, dtype in zip(batch, _DTYPES, strict=True))

@@ -84,14 +84,9 @@ class Order:
     ) -> None:
         """Prepare the order; permutations are drawn when they are first needed.
 
-        Args:
-            material: all blocks of the source; at least one sequence.
-            seed: below 2^32.
-            window_blocks: blocks whose sequences are shuffled together.
-            source: below 2^16; orders of different sources are independent.
-            segment: below 2^16; different segments have the same windows, with the sequences in
-                independent orders.
-            start: by default epoch 0 from its first window on.
+        `seed` is below 2^32, `source` and `segment` below 2^16. Orders of different sources are
+        independent; different segments have the same windows, with the sequences in independent
+        orders.
         """
         self._material = material
         self._seed = seed
@@ -100,7 +95,6 @@ class Order:
         self._segment = segment
         self._start = start or Start()
         self.num_sequences = int(material.counts.sum())
-        """Number of sequences in an epoch."""
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
         self._window = lru_cache(maxsize=2)(self._window_uncached)
         left = self._start.leftover
@@ -136,10 +130,7 @@ class Order:
     def positions(self, block: int, sequence: int, *, leftover: bool) -> Iterator[int]:
         """Yield the positions of a sequence, rising; endless except for leftovers.
 
-        Args:
-            block: position in the split's list.
-            sequence: number within it.
-            leftover: whether the sequence is from the leftover instead of the source's blocks.
+        `leftover` says that it is a sequence of the leftover instead of the source's blocks.
         """
         first_epoch = self._start.epoch
         if leftover:

@@ -1,17 +1,22 @@
-"""Packs the documents of a block into sequences: a pure function of the documents' lengths.
+"""Packs the documents of a block into sequences, and lays their tokens out in slots.
 
 A document longer than a sequence becomes successive pieces; nothing is dropped. Every piece takes
-two more slots, for [CLS] and [SEP]. Packing does not depend on the seed or the epoch: attention
-never crosses documents, so it does not matter which of them share a sequence. A sequence therefore
-keeps one number, by which its masks are drawn.
+two more slots, for [CLS] and [SEP]. Packing is a pure function of the documents' lengths, not of
+seed or epoch: attention never crosses documents, so it does not matter which of them share a
+sequence. A sequence therefore keeps one number, by which its masks are drawn.
+
+Letters: B sequences of S slots.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.format import Vocabulary
 from pipeline.data.jit import kernel
+from pipeline.data.reader import Block
 
 Ints = npt.NDArray[np.int64]
 
@@ -50,9 +55,7 @@ def pack(doc_ends: Ints, seq_len: int) -> Packing:
 
     Among the sequences with the least sufficient room, the one that reached it last is taken.
 
-    Args:
-        doc_ends: (d,) int64 rising end offset of each document.
-        seq_len: slots of a sequence, specials included.
+    `doc_ends` (d,) rise; `seq_len` includes specials.
     """
     starts = np.concatenate((doc_ends[:1] * 0, doc_ends[:-1]))
     return _pack_ranges(starts, doc_ends, np.arange(len(doc_ends)), seq_len)
@@ -62,11 +65,6 @@ def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
     """Pack the pieces of some sequences of a block again, for another length.
 
     Adjacent pieces of a document are joined first.
-
-    Args:
-        packing: the block's packing.
-        sequences: (k,) different numbers of sequences.
-        seq_len: slots of the new sequences.
     """
     rows = np.concatenate([np.array(packing.pieces(int(s)), np.int64) for s in sequences])
     rows = rows[np.argsort(packing.piece_start[rows])]
@@ -196,3 +194,118 @@ def _grouped(sequence_of: Ints, by_length: Ints, num_sequences: int) -> tuple[In
         order[place[sequence_of[piece]]] = piece
         place[sequence_of[piece]] += 1
     return order, ends
+
+
+_ONE, _THREE, _SEVEN = np.uint64(1), np.uint64(3), np.uint64(7)
+
+
+class Slots(NamedTuple):
+    """The sequences of a micro-batch before they are masked."""
+
+    tokens: npt.NDArray[np.int64]
+    """(B, S) int64."""
+    documents: npt.NDArray[np.int32]
+    """(B, S) int32, number of the piece in the sequence from 1, 0 at padding."""
+    positions: npt.NDArray[np.int64]
+    """(B, S) int64, position within the piece, 0 at its [CLS] and at padding."""
+    word_starts: npt.NDArray[np.bool_]
+    """(B, S) bool. [CLS], a piece's first token, [SEP] and padding bound words."""
+    maskable: npt.NDArray[np.bool_]
+    """(B, S) bool, false at special tokens and padding."""
+
+    def rows(self, first: int, stop: int) -> "Slots":
+        """Those of some sequences, in the same memory."""
+        return Slots._make(array[first:stop] for array in self)
+
+    @classmethod
+    def empty(cls, num_sequences: int, seq_len: int) -> "Slots":
+        """Room for sequences; every one is to be filled by `lay_out`."""
+        shape = (num_sequences, seq_len)
+        return cls(
+            tokens=np.empty(shape, np.int64),
+            documents=np.empty(shape, np.int32),
+            positions=np.empty(shape, np.int64),
+            word_starts=np.empty(shape, np.bool_),
+            maskable=np.empty(shape, np.bool_),
+        )
+
+
+def lay_out(
+    slots: Slots,
+    rows: Ints,
+    block: Block,
+    packing: Packing,
+    sequences: Ints,
+    vocabulary: Vocabulary,
+) -> None:
+    """Fills some rows with the pieces of sequences of a block, side by side.
+
+    `rows` (r,) are below B; `sequences` (r,) are their numbers within the block.
+    """
+    _lay_out(
+        slots,
+        (rows, sequences),
+        (block.tokens, block.word_bits),
+        (packing.piece_start, packing.piece_stop, packing.sequence_ends),
+        vocabulary.special,
+    )
+
+
+@kernel
+def _lay_out(
+    slots: Slots,
+    which: tuple[Ints, Ints],
+    block: tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]],
+    packing: tuple[Ints, Ints, Ints],
+    special: tuple[int, int, int, int, int],
+) -> None:
+    rows, sequences = which
+    starts, stops, ends = packing
+    for i in range(len(rows)):
+        first = ends[sequences[i] - 1] if sequences[i] else 0
+        _lay_out_row(slots, rows[i], block, (starts, stops, first, ends[sequences[i]]), special)
+
+
+@kernel
+def _lay_out_row(
+    slots: Slots,
+    row: int,
+    block: tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]],
+    pieces: tuple[Ints, Ints, int, int],
+    special: tuple[int, int, int, int, int],
+) -> None:
+    tokens, documents, positions = slots.tokens[row], slots.documents[row], slots.positions[row]
+    word_starts, maskable = slots.word_starts[row], slots.maskable[row]
+    block_tokens, word_bits = block
+    starts, stops, first, last = pieces
+    pad, unk, cls, sep, mask = special
+    slot = 0
+    for piece in range(first, last):
+        start, stop = starts[piece], stops[piece]
+        end = slot + stop - start + 2
+        documents[slot:end] = piece - first + 1
+        # Loops over whole slices: the compiler makes vector code of them.
+        of_piece = positions[slot:end]
+        for i in range(len(of_piece)):
+            of_piece[i] = i
+        text = block_tokens[start:stop]
+        to_tokens, to_maskable = tokens[slot + 1 : end - 1], maskable[slot + 1 : end - 1]
+        for i in range(len(text)):
+            token = np.int64(text[i])
+            to_tokens[i] = token
+            to_maskable[i] = (
+                (token != pad) & (token != unk) & (token != cls) & (token != sep) & (token != mask)
+            )
+        to_words = word_starts[slot + 1 : end - 1]
+        for i in range(len(to_words)):
+            bit = np.uint64(start + i)
+            to_words[i] = (word_bits[bit >> _THREE] >> (_SEVEN - (bit & _SEVEN))) & _ONE
+        tokens[slot], tokens[end - 1] = cls, sep
+        maskable[slot] = maskable[end - 1] = False
+        word_starts[slot] = word_starts[slot + 1] = word_starts[end - 1] = True
+        slot = end
+    tokens[slot:] = pad
+    documents[slot:] = 0
+    positions[slot:] = 0
+    word_starts[slot:] = True
+    maskable[slot:] = False

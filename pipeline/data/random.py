@@ -34,14 +34,11 @@ class Purpose(IntEnum):
 
 
 def philox(
-    counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
-    key: tuple[int, int],
+    counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]
 ) -> tuple[Words, Words, Words, Words]:
     """Draw four 32-bit words for every counter.
 
-    Args:
-        counter: four words below 2^32, scalars or arrays that broadcast to one shape.
-        key: two words below 2^32.
+    A counter is four words below 2^32, scalars or arrays that broadcast to one shape; a key is two.
 
     Returns:
         Four uint32 arrays of the broadcast shape.

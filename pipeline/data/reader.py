@@ -38,7 +38,6 @@ _COPY_AGAIN = "this is a staged copy: delete it and start again, which copies it
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
 """Errors of NFS and Lustre while a server restarts or a route is lost."""
 PAUSES_S = (0.5, 2.0, 8.0, 30.0)
-"""Pause before each retry."""
 
 
 def read_range(
@@ -46,11 +45,7 @@ def read_range(
 ) -> npt.NDArray[np.uint8]:
     """Read bytes of a file; retry if the storage fails for a moment.
 
-    Args:
-        path: the file.
-        offset: first byte.
-        length: number of bytes.
-        what: describes the range, for messages.
+    `what` describes the range, for messages.
 
     Returns:
         (length,) uint8, not writable; shorter if the file ends early.
@@ -124,7 +119,8 @@ class BlockReader:
 
     Opening it checks that every shard exists with the right size. The first use of a shard checks
     that it ends as a tar must, and the first use of a block its sha256 unless `check_blocks` is
-    "never".
+    "never". Methods raise DataError, which names shard and member, if bytes are not those of the
+    index, and StorageError if they cannot be read at the moment.
     """
 
     def __init__(
@@ -135,10 +131,7 @@ class BlockReader:
     ) -> None:
         """Check that all shards exist with the right size, without reading them.
 
-        Args:
-            index: of the dataset.
-            shards: rows of the shards to open; all by default.
-            check_blocks: see `DataConfig.check_blocks`.
+        `shards` are rows of the index, all by default.
 
         Raises:
             DataError: a shard is missing, cut short or grown.
@@ -152,12 +145,7 @@ class BlockReader:
             self._check_size(shard)
 
     def block(self, row: int) -> Block:
-        """Read all of one block; callers keep what they need again.
-
-        Raises:
-            DataError: the block's bytes changed; names shard and member.
-            StorageError: they cannot be read at the moment.
-        """
+        """Read all of one block; callers keep what they need again."""
         data = self._block_bytes(row)
         docs_member = MEMBERS.index("docs.npy")
         if row in self._checked:
@@ -182,31 +170,16 @@ class BlockReader:
         return Block(tokens, docs, words, self._payload(row, 3, data).tobytes())
 
     def doc_ends(self, row: int) -> npt.NDArray[np.int64]:
-        """Read the end offsets of a block's documents, without reading (or hashing) its tokens.
-
-        Raises:
-            DataError: this member changed.
-            StorageError: it cannot be read at the moment.
-        """
+        """Read the end offsets of a block's documents, without reading (or hashing) its tokens."""
         member = MEMBERS.index("docs.npy")
         return self._array(row, member, self._read_member(row, member))
 
     def meta_json(self, row: int) -> bytes:
-        """Read a block's meta.json alone: source and document ids.
-
-        Raises:
-            DataError: this member changed.
-            StorageError: it cannot be read at the moment.
-        """
+        """Read a block's meta.json alone: source and document ids."""
         return self._read_member(row, MEMBERS.index("meta.json")).tobytes()
 
     def check(self, row: int) -> None:
-        """Compare a block's bytes with the index.
-
-        Raises:
-            DataError: the bytes differ; names shard and member.
-            StorageError: they cannot be read at the moment.
-        """
+        """Compare a block's bytes with the index."""
         self._check(row, self._block_bytes(row))
 
     def check_all(self, rows: Iterable[int]) -> None:
@@ -216,12 +189,7 @@ class BlockReader:
             self._checked.add(row)
 
     def check_end(self, shard: int) -> None:
-        """Check the end of a shard after its last block; done when a shard is first touched.
-
-        Raises:
-            DataError: it is not the zeros with which a tar ends.
-            StorageError: they cannot be read at the moment.
-        """
+        """Check the end of a shard after its last block; done when a shard is first touched."""
         blocks = self.index.blocks
         last = int(np.searchsorted(blocks.shard, shard, side="right")) - 1
         end = int(blocks.offset[last] + blocks.length[last])
@@ -284,9 +252,11 @@ class BlockReader:
             raise DataError(self._wrong_size_text(shard, path, found))
 
     def _missing_text(self, shard: int) -> str:
+        keys = self.index.shards[shard].keys
+        listed = keys[0] if len(keys) == 1 else f"{keys[0]} .. {keys[-1]}"
         return (
             f"shard {self.index.shard_path(shard)} does not exist, the index lists it with members "
-            f"{_span(self.index.shards[shard].keys)}; {self._remedy}"
+            f"{listed}; {self._remedy}"
         )
 
     def _read(self, shard: int, offset: int, length: int, what: Callable[[], str]) -> Bytes:
@@ -363,7 +333,3 @@ def refuse_unlisted(index: DatasetIndex) -> None:
             "their text, add it to the sources of the data preparation's config and run "
             "`python -m data_prep run` again, which lists the shards that it makes"
         )
-
-
-def _span(keys: tuple[str, ...]) -> str:
-    return keys[0] if len(keys) == 1 else f"{keys[0]} .. {keys[-1]}"

@@ -1,24 +1,134 @@
-"""The sequence at each place of a run: sources, epochs and lengths together.
+"""The sequence at each place of a run, and the batches that each rank makes of them in each step.
 
 A run consists of segments with one length of sequences each. In a segment each source has its own
 order, and a mix decides whose turn it is. If all weights are equal, all sources are shuffled
 together as one.
+
+A source of weight w is seen w times while a source of weight 1 is seen once. Of the first n
+sequences each source has its share w N / sum(w N), where N is its number of sequences: to within
+two sequences at any point of the run, with up to 20 sources. So a source of weight 2 begins again
+when one of weight 1 is half seen, and no document is repeated before its turn.
+
+A step's batch is the run's places from the cursor on, as many as the batch has. Rank r takes the
+r-th contiguous share of them, cut into micro-batches. There is no state; any step can be asked for
+at any time. Nothing here needs torch: so worker processes are small.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.data import TrainDataConfig
-from pipeline.data.dataset import PackedSplit
-from pipeline.data.format import DatasetIndex
-from pipeline.data.mix import Mix, weights
+from pipeline.config.data import MixConfig, TrainDataConfig
+from pipeline.data.counts import sequences_at
+from pipeline.data.dataset import Batch, Inputs, PackedSplit
+from pipeline.data.format import DatasetIndex, Source
 from pipeline.data.order import NO_LOCATIONS, Ints, Locations, Material, Order, Start
 from pipeline.data.packing import Packing, repack
 from pipeline.errors import ConfigError
+
+_SHARE_BITS = 46
+_STRETCH = 1 << 16
+"""Sequences placed at once: products of a share and this fit into 63 bits."""
+
+
+class Part(NamedTuple):
+    """The contribution of a source to a stretch of the run."""
+
+    places: Ints
+    """(k,) rising places of its sequences in the stretch."""
+    first: int
+    """Position of the first of these sequences in the source's own order; the others follow."""
+
+
+class Mix:
+    """Interleaving of sources: a pure function of position."""
+
+    def __init__(self, weighted: Sequence[Fraction]) -> None:
+        """Take each source's weight times its number of sequences; all above 0."""
+        total = sum(weighted)
+        shares = [max(1, int(amount / total * (1 << _SHARE_BITS))) for amount in weighted]
+        # Each source in turn is divided from all after it, rounded to whole sequences. The largest
+        # comes first, because that keeps the sum of rounding errors smallest.
+        self._ranked = sorted(range(len(shares)), key=lambda source: (-shares[source], source))
+        self._shares = shares
+        self._left = [
+            sum(shares[source] for source in self._ranked[k:]) for k in range(len(shares))
+        ]
+
+    def counts(self, position: int) -> list[int]:
+        """Count the sequences of each source before a position."""
+        counts = [0] * len(self._shares)
+        for source, left in zip(self._ranked, self._left, strict=True):
+            # position * share / left, to the nearest whole number.
+            counts[source] = (2 * position * self._shares[source] + left) // (2 * left)
+            position -= counts[source]
+        return counts
+
+    def parts(self, first: int, count: int) -> list[Part]:
+        """Divide positions first .. first + count - 1 among the sources, in their order."""
+        before = self.counts(first)
+        places: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in self._shares]
+        for at in range(0, count, _STRETCH):
+            stretch = self._places(first + at, min(_STRETCH, count - at))
+            for source, in_stretch in enumerate(stretch):
+                places[source].append(in_stretch + at)
+        return [
+            Part(np.concatenate(of_source), number)
+            for of_source, number in zip(places, before, strict=True)
+        ]
+
+    def _places(self, first: int, count: int) -> list[Ints]:
+        """Return the places of each source's sequences in a short stretch."""
+        of_sources = [np.empty(0, np.int64)] * len(self._shares)
+        places = np.arange(count)
+        for source, left in zip(self._ranked, self._left, strict=True):
+            # `counts` at first .. first + len(places), with its large part in Python's integers.
+            share = self._shares[source]
+            before, rest = divmod(2 * first * share + left, 2 * left)
+            counts = (rest // 2 + np.arange(len(places) + 1) * share) // left
+            mine = np.diff(counts) == 1
+            of_sources[source] = places[mine]
+            places, first = places[~mine], first - before
+        return of_sources
+
+    def position(self, source: int, number: int) -> int:
+        """Return the position of a source's sequence by its number, 0 for the first."""
+        low, high = number, (number + 4) * self._left[0] // self._shares[source]
+        while low < high:
+            middle = (low + high) // 2
+            if self.counts(middle + 1)[source] > number:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fraction]:
+    """Return the weight of each source of a dataset, as the decimal number that was written.
+
+    Raises:
+        ConfigError: the mix names an unknown source, or one twice, or leaves none.
+    """
+    names = [source.name for source in sources]
+    weight_of = {source.name: Fraction(repr(source.weight)) for source in sources}
+    for which, entry in enumerate(mix):
+        if entry.source not in names:
+            raise ConfigError(
+                f"data.mix.{which}.source = {entry.source!r}: the dataset has no such source; "
+                f"expected one of {', '.join(map(repr, names))}"
+            )
+        if entry.source in [other.source for other in mix[:which]]:
+            raise ConfigError(
+                f"data.mix.{which}.source = {entry.source!r} is given twice; remove one of the two"
+            )
+        weight_of[entry.source] = Fraction(repr(entry.weight))
+    if not any(weight_of.values()):
+        raise ConfigError("data.mix leaves no source: every weight is 0; raise one")
+    return [weight_of[name] for name in names]
+
 
 _ID_BITS = 48
 """Bits of a sample id that count sequences; the bits above distinguish segments."""
@@ -44,7 +154,6 @@ class Segment:
     seq_len: int
     mix: Mix
     orders: tuple[Order, ...]
-    """The order of each group."""
     leftovers: dict[int, Packing]
     """By block: the rest of windows that were not finished when the segment began."""
 
@@ -67,11 +176,6 @@ class RunOrder:
     def __init__(self, index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> None:
         """Find the segments; where one begins within a window, read its documents' ends.
 
-        Args:
-            index: the dataset's index.
-            config: seed, mix, phases.
-            split: the training split, with the numbers of sequences at each length of the run.
-
         Raises:
             ConfigError: the mix does not fit the dataset.
             DataError: a block is damaged.
@@ -79,7 +183,8 @@ class RunOrder:
         self._split = split
         self._seed = config.seed
         self.groups = _groups(index, config, split)
-        tokens = [group.weight * _tokens(index, split, group) for group in self.groups]
+        of_block = index.blocks.num_tokens[split.rows]
+        tokens = [group.weight * int(of_block[group.blocks].sum()) for group in self.groups]
         self._windows = [
             max(1, round(config.data.window_blocks * part / sum(tokens))) for part in tokens
         ]
@@ -104,10 +209,7 @@ class RunOrder:
     def places(self, block: int, pieces: range, stop: int) -> Iterator[int]:
         """Yield the places before `stop` at which some tokens of a block are seen, in rising order.
 
-        Args:
-            block: position in the split's list.
-            pieces: tokens of the block; a place counts if any of them is seen there.
-            stop: end of the search.
+        A place counts if any of the tokens `pieces` is seen there.
         """
         of_block = [g for g, found in enumerate(self.groups) if block in found.blocks]
         if not of_block:
@@ -203,13 +305,48 @@ def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) ->
     return [Group(index.sources[k].name, given[k], np.flatnonzero(of_block == k)) for k in present]
 
 
-def _tokens(index: DatasetIndex, split: PackedSplit, group: Group) -> int:
-    return int(index.blocks.num_tokens[split.rows[group.blocks]].sum())
-
-
 def _sequences_with(packing: Packing, tokens: range) -> list[int]:
     """Return the sequences of a block that hold any of some tokens."""
     pieces = np.flatnonzero(
         (packing.piece_start < tokens.stop) & (packing.piece_stop > tokens.start)
     )
     return sorted(set(np.searchsorted(packing.sequence_ends, pieces, side="right").tolist()))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every global batch a rank computes."""
+
+    rank: int
+    world_size: int
+
+
+class TrainSteps:
+    """Training batches."""
+
+    def __init__(
+        self,
+        index: DatasetIndex,
+        config: TrainDataConfig,
+        inputs: Inputs,
+        counts: Mapping[int, Ints] | None = None,
+    ) -> None:
+        """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail."""
+        if counts is None:
+            counts = sequences_at(index, config.batches.seq_lens, None)
+        self.plan = config.batches
+        self.split = PackedSplit(index, "train", config.data, counts)
+        self.order = RunOrder(index, config, self.split)
+        self._inputs = inputs
+
+    def micro_batches(self, cursor: int, share: Share) -> list[Batch]:
+        """A rank's micro-batches of the step that starts at a cursor."""
+        place = self.plan.at(cursor)
+        segment = self.order.segment(cursor)
+        per_rank = place.size // share.world_size
+        first = share.rank * per_rank
+        locations = segment.locate(cursor + first, per_rank)
+        slots = self.split.slots(locations, segment.seq_len, segment.leftovers)
+        return self._inputs(
+            slots, locations, place.number, micro_batch=place.micro_batch, first_place=first
+        )

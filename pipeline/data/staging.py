@@ -43,10 +43,7 @@ def stage(
 ) -> DatasetIndex:
     """Copy the missing shards of both splits, together with the other ranks of the node.
 
-    Args:
-        index: the dataset's index.
-        stage_dir: folder of this node.
-        get_on: called after each part of the work, which may take hours.
+    `get_on` is called after each part of the work, which may take hours.
 
     Returns:
         The index with shards read from that folder.

@@ -26,7 +26,7 @@ from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import Batch, Inputs
 from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
-from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import PostnormError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ class Workers:
         share: Share,
         counts: Mapping[int, Ints],
     ) -> None:
-        """Starts `number` processes; see `TrainSteps` for the rest."""
         # Not forked: the parent has threads, and CUDA does not work in a forked process.
         context = multiprocessing.get_context("spawn")
         self._asked: deque[int] = deque()
@@ -58,9 +57,10 @@ class Workers:
             for worker in range(number):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, index, config, inputs, share, counts),
+                    target=_serve,
+                    args=(theirs, index, config, inputs, share, counts),
                     name=f"data worker {worker} of rank {share.rank}",
-                )  # fmt: skip
+                )
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)

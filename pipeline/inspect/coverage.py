@@ -17,8 +17,7 @@ from pipeline.data.counts import Counts, packing_counts
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.order import Ints
 from pipeline.data.packing import Packing
-from pipeline.data.run_order import Segment
-from pipeline.data.steps import TrainSteps
+from pipeline.data.run_order import Segment, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
 
@@ -84,10 +83,6 @@ class Coverage:
 def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
     """Walk through a pass of a run's data and lay out its steps.
 
-    Args:
-        config: of the run.
-        num_steps: steps that are planned.
-
     Raises:
         ConfigError: the config does not fit the dataset.
         DataError: the dataset is damaged.
@@ -96,11 +91,12 @@ def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
     counts = {length: packing_counts(index, length, None) for length in config.batches.seq_lens}
     steps = train_steps(index, config, {length: each.sequences for length, each in counts.items()})
     stop = _pass_end(steps)
+    last = steps.plan.holding(stop)
     return Coverage(
         sources=tuple(_sources(steps, stop, config.batches.number(num_steps).cursor)),
         stretches=tuple(_stretches(num_steps, index, steps, counts)),
         pass_sequences=stop,
-        pass_steps=_steps_before(steps, stop),
+        pass_steps=last.number + (stop - last.cursor) / last.size,
         num_steps=num_steps,
     )
 
@@ -119,11 +115,6 @@ def _pass_end(steps: TrainSteps) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if is_before(middle) else (low, middle)
     return high
-
-
-def _steps_before(steps: TrainSteps, place: int) -> float:
-    batch = steps.plan.holding(place)
-    return batch.number + (place - batch.cursor) / batch.size
 
 
 def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCoverage]:
@@ -152,10 +143,7 @@ def _sources(steps: TrainSteps, stop: int, run_stop: int) -> Iterator[SourceCove
 def _times_seen(steps: TrainSteps, stop: int, whole_epochs: Ints) -> tuple[Ints, Ints]:
     """Count how often the tokens of blocks are seen before a place.
 
-    Args:
-        steps: of the run.
-        stop: the place.
-        whole_epochs: (b,) epochs of each block that are over then.
+    `whole_epochs` (b,) are the epochs of each block that are over then.
 
     Returns:
         (b, 2) the least and the most that any token of a block is seen in these epochs, and (b, 2)
@@ -247,11 +235,7 @@ def _stretches(
 
 
 def coverage_text(found: Coverage) -> Iterator[str]:
-    """Write the report as tables.
-
-    Raises:
-        DataError: tokens are lost or repeated, after the tables.
-    """
+    """Write the report as tables (DataError: tokens are lost or repeated, after the tables)."""
     yield (
         "source                    weight    documents            tokens  epochs of a pass  "
         "of the run  each token in an epoch"

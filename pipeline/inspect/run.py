@@ -1,28 +1,33 @@
 """A run's data as the files of its folder describe it: its batches, a document, what was skipped.
 
-Nothing here needs torch, a GPU or as many ranks as the run has.
+Of a step it shows documents, packing, text and masks. Nothing here needs torch, a GPU or as many
+ranks as the run has.
 """
 
 import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
-from pipeline.config.batches import BatchPlace
-from pipeline.config.data import TrainDataConfig
+from pipeline.config.data import BatchPlace, TrainDataConfig
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import mask_ratio
 from pipeline.config.train import BatchRange
 from pipeline.data.counts import sequences_at
+from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Ledger, read_ledger
+from pipeline.data.order import Locations
+from pipeline.data.packing import Packing
 from pipeline.data.record import BatchRecord, read_batches
-from pipeline.data.steps import TrainSteps
+from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
 from pipeline.runtime.files import read_json_lines
@@ -83,11 +88,7 @@ class OpenedRun:
         return self.config.batches.number(number)
 
     def batch(self, number: int) -> BatchPlace:
-        """Find a batch by its number, 0 for the first.
-
-        Raises:
-            DataError: the number is negative.
-        """
+        """Find a batch by its number, 0 for the first (DataError: the number is negative)."""
         if number < 0:
             raise DataError(f"--batch {number}: batches are counted from 0")
         return self.config.batches.number(number)
@@ -106,9 +107,7 @@ class OpenedRun:
 def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     """Open a run folder.
 
-    Args:
-        folder: of the run.
-        overrides: such as `data.dir=...`, where the dataset lies elsewhere on this machine.
+    The override `data.dir=...` says where the dataset lies on this machine.
 
     Raises:
         RunFolderError: the folder is not that of a started run.
@@ -135,27 +134,17 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     )
 
 
-@dataclass(frozen=True)
-class DocumentPlace:
-    """Where a document stands in the dataset."""
-
-    block: int
-    """Position in the training split."""
-    tokens: range
-    """Tokens of the block."""
-
-
 def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
     """Describe where a document is, with one line for each time that it is seen.
 
     Raises:
         DataError: the training split has no such document.
     """
-    found = find(run, document_id)
+    block, tokens = find(run, document_id)
     index, split, order = run.index, run.steps.split, run.steps.order
-    row = int(split.rows[found.block])
+    row = int(split.rows[block])
     yield (
-        f"document {document_id}: {len(found.tokens)} tokens, source "
+        f"document {document_id}: {len(tokens)} tokens, source "
         f"{index.sources[int(index.block_source[row])].name}, block {index.block_key(row)} of "
         f"{index.shards[int(index.blocks.shard[row])].file}"
     )
@@ -164,7 +153,7 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
     done = run.records[-1].batch if run.records else -1
     skipped = sum(record.step is None for record in run.records)
     count = 0
-    for place in order.places(found.block, found.tokens, stop):
+    for place in order.places(block, tokens, stop):
         batch = plan.holding(place)
         record = run.record(batch.number)
         if record is not None:
@@ -183,8 +172,10 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
         yield f"not seen in the {num_batches:,} batches of the run"
 
 
-def find(run: OpenedRun, document_id: str) -> DocumentPlace:
-    """Look a document up by its id; reads the ids of all blocks until it is found.
+def find(run: OpenedRun, document_id: str) -> tuple[int, range]:
+    """Look up a document's block in the training split, and its tokens there.
+
+    Reads the ids of all blocks until it is found.
 
     Raises:
         DataError: the training split has no such document.
@@ -204,7 +195,7 @@ def find(run: OpenedRun, document_id: str) -> DocumentPlace:
                     ends = split.reader.doc_ends(int(split.rows[block]))
                     row = ids.index(document_id)
                     first = int(ends[row - 1]) if row else 0
-                    return DocumentPlace(block, range(first, int(ends[row])))
+                    return block, range(first, int(ends[row]))
         finally:
             pool.shutdown(cancel_futures=True)
     example = split.block(0).document_ids[0]
@@ -257,3 +248,188 @@ def _why_skipped(run: OpenedRun, ledger: Ledger, batch: int) -> str:
         ranks = ", ".join(found.ranks) or "none"
         return f"gradient norm {found.grad_norm}, ranks whose loss is not finite: {ranks}"
     return "not finite; the version that skipped it kept no ledger"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a part of one, in a sequence."""
+
+    document_id: str
+    first_token: int
+    """The first of the document's tokens that is here."""
+    stop_token: int
+    num_document_tokens: int
+    slots: tuple[int, int]
+    """First slot, [CLS], and one past the last, [SEP]."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence of a step."""
+
+    place: int
+    sample_id: int
+    epoch: int
+    source: str
+    shard: str
+    block: str
+    pieces: tuple[Piece, ...]
+    input_ids: tuple[int, ...]
+    """Without padding."""
+    masked: tuple[int, ...]
+    """Slots to predict."""
+    targets: tuple[int, ...]
+
+
+def step_text(
+    run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None, *, as_json: bool
+) -> Iterator[str]:
+    """Describe a step: a head and its sequences with their text, or one JSON object a sequence.
+
+    A rank's part of them, or all without a rank.
+
+    Raises:
+        DataError: there is no such rank, or a shard is damaged.
+    """
+    share = _share(run, place, rank, world_size or run.world_size)
+    batches = run.steps.micro_batches(place.cursor, Share(0, 1))
+    if not as_json:
+        yield from _head(run, place, sum(batch.hash for batch in batches) % 2**64, share)
+    for number, sequence in enumerate(_sequences(run, place, batches)):
+        if number in share:
+            shown = json.dumps(asdict(sequence), ensure_ascii=False) if as_json else ""
+            yield shown or _as_text(run, sequence, place)
+
+
+def _share(run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None) -> range:
+    """Find the places of the step that are asked for."""
+    if rank is None:
+        return range(place.size)
+    if world_size is None:
+        raise DataError(
+            f"--rank {rank}: {run.folder} does not say how many ranks it has; give --world-size"
+        )
+    if not 0 <= rank < world_size:
+        raise DataError(f"--rank {rank} must be 0 to {world_size - 1}, of {world_size} ranks")
+    run.config.batches.require_split(world_size)
+    each = place.size // world_size
+    return range(rank * each, (rank + 1) * each)
+
+
+def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterator[str]:
+    record = run.record(place.number)
+    yield (
+        f"batch {place.number} of {run.folder}: sequences {place.cursor:,} to "
+        f"{place.cursor + place.size - 1:,} of the run, {place.size} x {place.seq_len} slots, mask "
+        f"ratio {mask_ratio(place.number, run.config.data):g}"
+    )
+    epochs = run.steps.order.epochs(place.cursor)
+    yield "epochs before it: " + ", ".join(f"{name} {value:.4f}" for name, value in epochs.items())
+    if record is None:
+        yield f"hash {found:016x}; the run has not logged this batch"
+    else:
+        outcome = f"step {record.step}" if record.step is not None else "a skipped step"
+        equal = "as the run logged it"
+        if record.hash != found:
+            equal = f"BUT THE RUN LOGGED {record.hash:016x}: it was trained on something else"
+        yield f"hash {found:016x}, {equal}, in {outcome}"
+    if len(share) < place.size:
+        yield f"the rank's part: places {share.start} to {share.stop - 1}"
+
+
+def _sequences(run: OpenedRun, place: BatchPlace, batches: list[Batch]) -> Iterator[Row]:
+    segment = run.steps.order.segment(place.cursor)
+    places = segment.locate(place.cursor, place.size)
+    number = 0
+    for batch in batches:
+        for row in range(len(batch.input_ids)):
+            one = places.rows(number, number + 1)
+            block = int(one.blocks[0])
+            if one.leftover[0]:
+                packing = segment.leftovers[block]
+            else:
+                packing = run.steps.split.packing(block, place.seq_len)
+            yield _sequence(run, number, one, packing, batch, row)
+            number += 1
+
+
+def _sequence(
+    run: OpenedRun, number: int, one: Locations, packing: Packing, batch: Batch, row: int
+) -> Row:
+    index, split = run.index, run.steps.split
+    position = int(one.blocks[0])
+    block, of_index = split.block(position), int(split.rows[position])
+    seq_len = batch.input_ids.shape[1]
+    first = row * seq_len
+    mine = slice(*np.searchsorted(batch.inputs["masked_index"], (first, first + seq_len)).tolist())
+    pieces, slot = [], 0
+    for piece in packing.pieces(int(one.sequences[0])):
+        document = int(packing.piece_doc[piece])
+        begin = int(block.doc_ends[document - 1]) if document else 0
+        start, stop = int(packing.piece_start[piece]), int(packing.piece_stop[piece])
+        end = slot + stop - start + 2
+        pieces.append(
+            Piece(
+                document_id=block.document_ids[document],
+                first_token=start - begin,
+                stop_token=stop - begin,
+                num_document_tokens=int(block.doc_ends[document]) - begin,
+                slots=(slot, end),
+            )
+        )
+        slot = end
+    assert slot == int(np.count_nonzero(batch.documents[row]))
+    return Row(
+        place=number,
+        sample_id=int(one.sample_ids[0]),
+        epoch=int(one.epochs[0]),
+        source=index.sources[int(index.block_source[of_index])].name,
+        shard=index.shards[int(index.blocks.shard[of_index])].file,
+        block=index.block_key(of_index),
+        pieces=tuple(pieces),
+        input_ids=tuple(batch.input_ids[row][:slot].tolist()),
+        masked=tuple((batch.inputs["masked_index"][mine] - first).tolist()),
+        targets=tuple(batch.inputs["targets"][mine].tolist()),
+    )
+
+
+def _as_text(run: OpenedRun, sequence: Row, place: BatchPlace) -> str:
+    lines = [
+        "",
+        f"place {sequence.place}: sample {sequence.sample_id}, epoch {sequence.epoch}, source "
+        f"{sequence.source}, block {sequence.block} of {sequence.shard}, {len(sequence.input_ids)} "
+        f"of {place.seq_len} slots filled, {len(sequence.masked)} to predict",
+    ]
+    for piece in sequence.pieces:
+        lines.append(
+            f"  document {piece.document_id}: tokens {piece.first_token} to {piece.stop_token - 1} "
+            f"of {piece.num_document_tokens}, slots {piece.slots[0]} to {piece.slots[1] - 1}"
+        )
+        lines.append("    " + _marked(run, sequence, piece).replace("\n", "\n    "))
+    return "\n".join(lines)
+
+
+def _marked(run: OpenedRun, sequence: Row, piece: Piece) -> str:
+    """Write a piece's text; masked tokens stand as {original -> what the model sees}."""
+    originals = dict(zip(sequence.masked, sequence.targets, strict=True))
+    parts, slot, stop = [], piece.slots[0] + 1, piece.slots[1] - 1
+    while slot < stop:
+        first, is_masked = slot, slot in originals
+        while slot < stop and (slot in originals) == is_masked:
+            slot += 1
+        shown = list(sequence.input_ids[first:slot])
+        if not is_masked:
+            parts.append(_text(run, shown))
+            continue
+        wanted = [originals[s] for s in range(first, slot)]
+        seen = "same" if shown == wanted else _text(run, shown).strip()
+        text = _text(run, wanted)
+        space = " " if text.startswith(" ") else ""
+        parts.append(f"{space}{{{text.strip()} -> {seen}}}")
+    return "".join(parts).strip()
+
+
+def _text(run: OpenedRun, ids: list[int]) -> str:
+    """Decode tokens; decoding drops a space at their beginning, which is put back."""
+    text = run.tokenizer.decode(ids)
+    return f" {text}" if run.tokenizer.piece(ids[0]).startswith(" ") else text

@@ -66,11 +66,9 @@ class RunStatus:
     """How a run is doing; None: not known, or not yet."""
 
     state: str
-    """State of the newest start."""
     step: int
     num_steps: int
     loss: float | None
-    """Loss of the last log line."""
     held_out_loss: float | None
     held_out_step: int | None
     tokens: int | None
@@ -81,7 +79,6 @@ class RunStatus:
     """At the pace of the last log lines, evaluations and saves included; less where the run's time
     budget ends earlier."""
     idle_s: float | None
-    """Time since the last log line."""
     checkpoint: Checkpoint | None
     starts: list[Start]
     warnings: list[str]
@@ -90,9 +87,7 @@ class RunStatus:
 def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     """Read a run folder; nothing in it is changed.
 
-    Args:
-        folder: of the run.
-        now_s: Unix time that ages are counted from; by default this moment.
+    `now_s` is the Unix time that ages are counted from.
 
     Raises:
         RunFolderError: the folder is not that of a started run.

@@ -38,10 +38,7 @@ def raw_scores(q_BNSH: Tensor, k_BNSH: Tensor, carry_BNSS: Tensor | None) -> Ten
     Source: He et al. 2020 (arXiv 2012.11747), section 3; google-research
     `realformer/realformer.py`, residual_attention_layer.
 
-    Args:
-        q_BNSH: scaled queries.
-        k_BNSH: keys.
-        carry_BNSS: S_(l-1); None in the first layer.
+    Queries are scaled; `carry_BNSS` is S_(l-1), None in the first layer.
     """
     wide = torch.promote_types(q_BNSH.dtype, torch.float32)
     scores_BNSS = torch.matmul(q_BNSH, k_BNSH.transpose(-1, -2)).to(wide)
@@ -68,12 +65,7 @@ def weighted_values(share_BNSS: Tensor, v_BNSH: Tensor, dropout: float) -> Tenso
 
 
 def flash_attention(
-    q_TNH: Tensor,
-    k_TNH: Tensor,
-    v_TNH: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout: float,
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, longest: int, dropout: float
 ) -> Tensor:
     """Compute softmax(q k^T) v within documents, dropout on it; queries are scaled already.
 

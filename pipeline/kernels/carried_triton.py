@@ -371,7 +371,6 @@ class Numbers(NamedTuple):
     longest: int
     """Tokens of the longest window, or more."""
     scale: float
-    """Factor of q k^T."""
     temperature: float
     """The softmax is over scores times this."""
     dropout: float
@@ -390,8 +389,7 @@ class Tile(NamedTuple):
 def turn_launch(tensors: Tensors) -> Launch:
     """Fill `turned`.
 
-    Args:
-        tensors: `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
+    Tensors are `qkv`, `turned`, `cos` and `sin` or None, `token_scale` or None.
     """
     num_tokens, _, num_heads, head_size = _shape(tensors, "qkv")
     constants = _of_turn(tensors) | {"H": head_size, "BLOCK": 16}
@@ -403,10 +401,8 @@ def turn_launch(tensors: Tensors) -> Launch:
 def forward(tensors: Tensors, numbers: Numbers) -> Launch:
     """Fill `scores`, `out` and `lse`.
 
-    Args:
-        tensors: `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, and
-            `seed`, None without dropout.
-        numbers: of the layer.
+    Tensors are `q`, `k`, `v`, `carry` or None, `scores`, `out`, `lse`, `spans`, `bounds`, and
+    `seed`, None without dropout.
     """
     constants = {"HAS_CARRY": tensors["carry"] is not None, "DROPS": numbers.dropout > 0}
     width, head_size = _shape(tensors, "scores")[-1], _shape(tensors, "q")[-1]
@@ -463,10 +459,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def _of_turn(tensors: Tensors) -> dict[str, bool]:
-    return {
-        "TURNS": tensors["cos"] is not None,
-        "SCALES": tensors["token_scale"] is not None,
-    }
+    return {"TURNS": tensors["cos"] is not None, "SCALES": tensors["token_scale"] is not None}
 
 
 def _is_hopper(capability: tuple[int, int]) -> bool:

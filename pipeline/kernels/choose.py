@@ -67,12 +67,7 @@ def choose(
 ) -> Choice:
     """Decide which parts fused kernels compute, and log it.
 
-    Args:
-        asked: the user's choice.
-        model: the architecture.
-        precision: `bf16` or `fp32`. The kernels are correct but slow in fp32, so `auto` then means
-            PyTorch.
-        device: the device that trains.
+    The kernels are correct but slow in fp32, so `auto` then means PyTorch.
 
     Raises:
         ConfigError: fused kernels are asked for and cannot run.
@@ -99,11 +94,7 @@ def expected_on_gpu(asked: KernelsConfig, model: ModelConfig, precision: str) ->
 
 
 def require_residual_norm(model: ModelConfig) -> None:
-    """Check that the fused residual and norm fits a model.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the fused residual and norm fits a model (ConfigError: it does not)."""
     if obstacle := _for_residual_norm(model):
         raise ConfigError(f"no fused residual and norm for this model: {obstacle}")
 

@@ -99,12 +99,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _by_chunks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    fused: bool,
-    needed: list[bool],
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, fused: bool, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute losses (M,), hits (M,), and those gradients of the losses' sum that are needed."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -142,7 +137,7 @@ def _by_chunks(
 def _by_kernel(
     logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor, differentiates: bool
 ) -> None:
-    from pipeline.kernels import loss_triton as kernels
+    from pipeline.kernels import rows_triton as kernels
 
     kernels.cross_entropy(logits, targets, losses, hits, differentiates).run()
 

@@ -51,10 +51,6 @@ def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
 def read_config(values: dict[str, Any], origin: str) -> ModelConfig:
     """Check an architecture that is given as plain values.
 
-    Args:
-        values: by the names of `ModelConfig`'s fields.
-        origin: they come from, for messages.
-
     Raises:
         ConfigError: a key or value is wrong.
     """

@@ -23,7 +23,6 @@ class CompiledLayer:
     """`run_layer`, compiled at its first call in each mode."""
 
     def __init__(self) -> None:
-        """Prepare the compilation, which happens at the first call."""
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         self._run = torch.compile(run_layer, fullgraph=True)
 

@@ -78,10 +78,7 @@ class Flops:
 
 
 def flops_per_token(
-    config: ModelConfig,
-    seq_len: int,
-    masked_share: float = 0.15,
-    document_len: float | None = None,
+    config: ModelConfig, seq_len: int, masked_share: float = 0.15, document_len: float | None = None
 ) -> Flops:
     """Count FLOPs per token: matrix multiplications only, 2 a multiply-add; lookups are free.
 

@@ -38,7 +38,6 @@ class Plan:
     checkpoint_layers: int | None = None
     """Layers of a group of which only the inputs are kept for backward; None keeps everything."""
     fused: Choice = REFERENCE
-    """The parts that fused kernels compute."""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -63,13 +62,9 @@ def read_plan(
 ) -> Plan:
     """Read a model's file, or the config of a run, which also has lengths and batches.
 
-    Args:
-        path: YAML file; that of a run if one of its top-level keys belongs to `PretrainConfig`.
-        overrides: see `load`: `num_layers=3` for a model's file, `model.num_layers=3` for a run.
-        seq_len: replaces the run's `data.seq_len`, or 512.
-        micro_batch: replaces the run's `train.micro_batch`, or 8.
-        num_ranks: ranks of the run.
-        document_len: tokens that a token sees, for attention of variable length.
+    It is a run's file if one of its top-level keys belongs to `PretrainConfig`. Overrides are
+    `num_layers=3` for a model's file, `model.num_layers=3` for a run; lengths and batches replace
+    the run's.
 
     Raises:
         ConfigError: `load` fails, or a number is below 1.

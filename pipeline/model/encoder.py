@@ -3,6 +3,18 @@
 Where each switch comes from is told in `docs/models.md`. Shapes: tokens lie in rows (B, S) or end
 to end (T,), written `...` where both fit; D hidden size, E embedding width, N heads, H head size,
 M masked positions, V vocabulary.
+
+Initialisation is `ModelConfig.init`. A truncated normal is cut at twice the standard deviation of
+the normal it is cut from.
+
+    unit         standard deviation 1 / sqrt(fan_in) after the cut; embeddings take their width
+    rsqrt_depth  that times num_layers^(-1/2). Source of both: bojone/bert4keras
+                 `bert4keras/models.py`, RoFormerV2.initializer (2022-03-20 and 2022-03-30)
+    bert         normal of 0.02 cut at 0.04, so 0.0176 after the cut. Source: google-research/bert
+                 `modeling.py`, create_initializer
+    deepnorm     Xavier, with gain (8N)^(-1/4) for values, attention output and feed-forward, 1 for
+                 queries and keys; embeddings as in unit. Source: Wang et al. 2022
+                 (arXiv 2203.00555), figure 2, encoder only
 """
 
 import math
@@ -16,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.config.model import ModelConfig
 from pipeline.kernels.choose import require_residual_norm
 from pipeline.kernels.loss import vocabulary_loss
-from pipeline.model.init import initialise
 from pipeline.model.layers import (
     Layer,
     SharedInputs,
@@ -27,6 +38,49 @@ from pipeline.model.layers import (
     run_layer,
 )
 from pipeline.model.layout import Layout
+
+# A normal cut at two standard deviations keeps 0.87962566 of its standard deviation.
+_CUT_CORRECTION = 1.0 / 0.8796256610342398
+_BERT_STD = 0.02
+
+
+def initialise(module: nn.Module, config: ModelConfig) -> None:
+    """Initialise all embeddings and linear layers below `module`, in place.
+
+    Norms and ReZero's gains start as they are made: gain 1, shift 0, and 0.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.Linear)):
+            for part, gain in _parts(name, child.weight, config):
+                std = _std(part, gain, config, isinstance(child, nn.Embedding))
+                # torch's default cut is an absolute 2, which does not cut small deviations at all.
+                nn.init.trunc_normal_(part, std=std, a=-2 * std, b=2 * std)
+        if isinstance(child, nn.Linear) and child.bias is not None:
+            nn.init.zeros_(child.bias)
+
+
+def _parts(name: str, weight: Tensor, config: ModelConfig) -> list[tuple[Tensor, float]]:
+    """Return the matrices that are stored as one, each with DeepNorm's gain."""
+    beta = (8 * config.num_layers) ** -0.25
+    if name.endswith("attention.qkv"):
+        return list(zip(weight.chunk(3), (1.0, 1.0, beta), strict=True))
+    if name.endswith("feed_forward.inner") and config.activation == "swiglu":
+        return [(part, beta) for part in weight.chunk(2)]
+    in_layer = name.endswith(("attention.output", "feed_forward.inner", "feed_forward.output"))
+    return [(weight, beta if in_layer else 1.0)]
+
+
+def _std(matrix: Tensor, gain: float, config: ModelConfig, is_embedding: bool) -> float:
+    """Return the standard deviation of the normal before it is cut."""
+    fan_out, fan_in = matrix.shape
+    if config.init == "bert":
+        return _BERT_STD
+    if config.init == "deepnorm" and not is_embedding:
+        return gain * math.sqrt(2.0 / (fan_in + fan_out)) * _CUT_CORRECTION
+    depth_gain = config.num_layers**-0.5 if config.init == "rsqrt_depth" else 1.0
+    # Linear layers and embeddings both keep their input width last.
+    return depth_gain / math.sqrt(fan_in) * _CUT_CORRECTION
+
 
 LayerRunner = Callable[
     [nn.Module, Tensor, SharedInputs, Tensor | None, int], tuple[Tensor, Tensor | None]
@@ -44,8 +98,7 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         """Makes an encoder and initialises it from torch's random state.
 
-        Args:
-            config: with `vocab_size` set.
+        `config` has `vocab_size` set.
         """
         super().__init__()
         assert config.vocab_size is not None, "the caller sets the vocabulary size"
@@ -96,8 +149,7 @@ class Encoder(nn.Module):
         The backward pass computes a group again, dropout included, so that gradients stay the same
         to the bit. The input of a group is x, and the scores if they are carried.
 
-        Args:
-            group_size: layers of a group; the last group may have fewer.
+        The last group may have fewer layers.
 
         Source: Chen et al. 2016 (arXiv 1604.06174), section 4.
         """
@@ -133,11 +185,8 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Encodes a batch.
 
-        Args:
-            input_ids: (B, S) or (T,) int64, as the layout has it.
-            layout: made by `pipeline.model.layout`.
-            segments: as input_ids: segment ids; all 0 when None.
-            trace: is filled.
+        `input_ids` and `segments` (all 0 when None) are (B, S) or (T,) int64, as the layout has it.
+        A trace is filled.
 
         Returns:
             (..., D) in the parameters' dtype.
@@ -228,7 +277,6 @@ class MaskedLanguageModel(EncoderModel):
     """Encoder with an MLM head whose output matrix is the token embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes the encoder and what the head has of its own."""
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)

@@ -36,11 +36,7 @@ def rotary_tables(
     They are computed where they are used and are no buffers: a module cast to bf16 casts its
     buffers too, and 8 bits cannot hold an angle.
 
-    Args:
-        positions: (...) int64.
-        head_size: even.
-        base: 10000 in the paper.
-        dtype: of the activations.
+    `positions` are (...) int64; the base is 10000 in the paper.
 
     Returns:
         Two (..., 1, H / 2) tables, fp32 at least: one angle for each pair of coordinates.
@@ -94,7 +90,6 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, size: int, eps: float, *, affine: bool) -> None:
-        """Makes the gain, if there is one."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size)) if affine else None
@@ -144,11 +139,7 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attends.
 
-        Args:
-            x: (..., D).
-            shared: of this forward pass.
-            carry_BNSS: scores of the layer below; None in the first layer.
-            index: number of this layer, from 0.
+        `carry_BNSS` are the scores of the layer below; None in the first layer.
 
         Returns:
             (..., D), and the scores for the layer above, None if they are not carried.
@@ -237,7 +228,6 @@ class Residual(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes ReZero's gain, if there is one."""
         super().__init__()
         deepnorm = config.residual == "deepnorm"
         self.keep = (2 * config.num_layers) ** 0.25 if deepnorm else 1.0
@@ -259,7 +249,6 @@ class Layer(nn.Module):
     """Attention and feed-forward, each with its residual, and a norm behind or before it."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes both sub-layers."""
         super().__init__()
         self.pre_norm = config.norm_placement == "pre"
         self.attention = SelfAttention(config)

@@ -63,7 +63,7 @@ def rows(documents: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None)
         documents: (B, S) integers, equal ones side by side. Padding has a number of its own, and
             sees itself.
         positions: (B, S) int64.
-        cu_seqlens: as `pipeline.data.batch.document_bounds` has it; flash attention needs it.
+        cu_seqlens: as `pipeline.data.loader.document_bounds` has it; flash attention needs it.
     """
     same_BSS = documents[:, :, None] == documents[:, None, :]
     num_rows, length = documents.shape
@@ -82,9 +82,7 @@ def rows(documents: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None)
 def padded(lengths: Tensor, num_slots: int) -> Layout:
     """Lay out one document in each row, padded at the end; padding sees the document, too.
 
-    Args:
-        lengths: (B,) integers >= 1.
-        num_slots: S, at least the longest of them.
+    `lengths` (B,) are at least 1; `num_slots`, S, is at least the longest.
     """
     positions = torch.arange(num_slots, device=lengths.device).expand(len(lengths), -1)
     allowed_BS = positions < lengths[:, None]
@@ -101,10 +99,8 @@ def padded(lengths: Tensor, num_slots: int) -> Layout:
 def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:
     """Lay out documents end to end, without padding. No host synchronisation.
 
-    Args:
-        cu_seqlens: (B + 1,) integers: 0, then the end of each document; none is empty.
-        max_seqlen: length of the longest document.
-        num_tokens: T, the last of cu_seqlens.
+    `cu_seqlens` (B + 1,) are 0, then the end of each document; none is empty. T, `num_tokens`, is
+    the last.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     row = torch.repeat_interleave(lengths, output_size=num_tokens)

@@ -10,14 +10,14 @@ import numpy as np
 
 from pipeline.config import schedule
 from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
-from pipeline.data.batch_hash import sequence_hashes
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex, Vocabulary
 from pipeline.data.masking import Sequences, mask_tokens
 from pipeline.data.order import Ints, Locations
+from pipeline.data.packing import Slots
 from pipeline.data.random import Purpose
-from pipeline.data.slots import Slots
-from pipeline.data.steps import TrainSteps
+from pipeline.data.record import sequence_hashes
+from pipeline.data.run_order import TrainSteps
 
 EVAL_MASK_SEED = 0
 """Not the run's seed: the evaluation masks are the same for every run."""

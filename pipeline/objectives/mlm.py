@@ -8,9 +8,9 @@ from torch import nn
 
 from pipeline.config.data import EvalDataConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
-from pipeline.data.batch import MicroBatch
 from pipeline.data.dataset import Inputs
 from pipeline.data.format import DatasetIndex
+from pipeline.data.loader import MicroBatch
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
 from pipeline.objectives import inputs

@@ -28,7 +28,6 @@ class Verb:
     """One command, such as `export`."""
 
     name: str
-    """As it is typed."""
     summary: str
     """One line of the list of verbs."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -51,7 +50,6 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
         self.verbs: dict[str, argparse.ArgumentParser] = {}
-        """Parsers of its verbs."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # argparse has no public place for this; its own text lists 30 verbs and does not choose.
@@ -72,13 +70,7 @@ def make_parser(program: str, description: str, examples: str) -> Parser:
 
 
 def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb]]) -> Parser:
-    """Make the parser of a table of verbs.
-
-    Args:
-        program: as it is typed.
-        description: one sentence.
-        groups: verbs under a heading each, for the list that `--help` shows.
-    """
+    """Make the parser of a table of verbs."""
     lists = [f"{heading}:\n{_listed(verbs)}" for heading, verbs in groups.items()]
     parser = Parser(
         prog=program,

@@ -41,10 +41,7 @@ def backend_of(device: torch.device) -> str:
 def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> None:
     """Join the process group, without DeepSpeed.
 
-    Args:
-        process: this rank.
-        device: of `own_device`.
-        timeout_s: of the wait for all ranks to start, and of each collective.
+    `timeout_s` bounds the wait for all ranks to start, and each collective.
     """
     dist.init_process_group(
         backend_of(device),
@@ -61,11 +58,7 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_modulo_2_64(values: list[int]) -> list[int]:
-    """Add up whole numbers below 2^64 over all ranks, exactly, modulo 2^64. Synchronises.
-
-    Args:
-        values: as many on every rank.
-    """
+    """Add up whole numbers below 2^64 over all ranks, exactly, modulo 2^64. Synchronises."""
     # NCCL adds on this rank's GPU only. Signed sums of two's complement wrap modulo 2^64 in both.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     signed = [value - (value >> 63 << 64) for value in values]
@@ -87,10 +80,6 @@ def wait_for(ranks: Collection[int], what: str) -> None:
     though the other ranks work. This asks the store of the process group, which has no timeout, and
     counts for this rank's watchdog as long as any rank calls `get_on`. All ranks call it together
     or not at all.
-
-    Args:
-        ranks: that have something to do before.
-        what: they do, such as `staging shards`.
 
     Raises:
         DistError: rank 0, which keeps the store, is gone.
@@ -148,9 +137,7 @@ def from_first(value: T) -> T:
 def on_first(function: Callable[[], T], what: str) -> T:
     """Run on rank 0 only and give every rank the result, or raise its PostnormError on all.
 
-    Args:
-        function: may take long, if it calls `get_on`.
-        what: it does, such as `verifying checkpoints`.
+    The function may take long if it calls `get_on`; `what` names it for the watchdog.
     """
     result: T | None = None
     with together([0], what):
@@ -166,10 +153,7 @@ def together(slow: Collection[int] = (), what: str = "") -> Iterator[None]:
     The only way in which ranks agree on an error. Otherwise those that have none would wait for the
     one that left, in their next collective, until it times out.
 
-    Args:
-        slow: ranks whose block may take longer than `train.collective_timeout_s`; they call
-            `get_on` in it.
-        what: they do, such as `staging shards`.
+    Ranks in `slow` may take longer than `train.collective_timeout_s`; they call `get_on`.
     """
     error: PostnormError | None = None
     try:

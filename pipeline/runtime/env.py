@@ -28,7 +28,6 @@ class ProcessInfo:
     world_size: int
     """Number of processes over all nodes."""
     host: str
-    """Name of this node."""
     job: str
     """SLURM job id and restart count, such as `1234.0`; `local` outside SLURM."""
 
@@ -111,10 +110,6 @@ def node_name() -> str:
 
 def expand(text: str, field: str) -> str:
     """Fill in `$NAME` and `${NAME}`; `$$` is a dollar sign.
-
-    Args:
-        text: such as a path.
-        field: of the config, for messages.
 
     Raises:
         ConfigError: a variable is not set or empty, or a `$` has no name.

@@ -117,7 +117,6 @@ class AppendedFile:
     """A file of one writer, opened for each record: it may have been replaced meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is opened yet."""
         self._path = path
         self._torn: tuple[tuple[int, int], int] | None = None
         """Which file has a part of a record that could not be removed, and where it begins."""
@@ -125,11 +124,8 @@ class AppendedFile:
     def append(self, record: bytes, first: bytes = b"", end: bytes = b"") -> None:
         """Write all of a record or nothing.
 
-        Args:
-            record: to write.
-            first: stands before the record in a new file.
-            end: of every complete record; a file that ends otherwise was left by a killed writer,
-                and is cut behind its last one.
+        `first` stands before the record in a new file. A file without `end` at its end was left by
+        a killed writer, and is cut behind its last complete record.
 
         Raises:
             OSError: the file or its folder cannot be written.

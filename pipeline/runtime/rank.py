@@ -29,7 +29,6 @@ class Rank:
     """This process while it works as a rank."""
 
     process: ProcessInfo
-    """Its place among the ranks."""
     run_dir: Path | None = None
     """Where the exit code is left for the job script; None: nowhere. Work may set it."""
     if_lost: str = "Start again"
@@ -46,10 +45,7 @@ def run_as_rank(
 ) -> int:
     """Do this rank's part of some work.
 
-    Args:
-        work: gives the exit code; it may import torch and open the process group.
-        process: this rank.
-        run_dir: where the exit code is left.
+    The exit code is left in `run_dir`.
 
     Returns:
         An exit code of `pipeline.errors`.

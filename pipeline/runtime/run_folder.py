@@ -21,6 +21,16 @@ _OTHER_KINDS = {
 """Files that tell what kind of folder was given in place of a run's."""
 
 
+class _Inside:
+    """A path below a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunFolder", _: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths in a run's folder, whether they exist or not."""
@@ -30,10 +40,6 @@ class RunFolder:
     @classmethod
     def started(cls, path: Path, expected: str = A_STARTED_RUN) -> "RunFolder":
         """Open the folder of a run that has started at least once.
-
-        Args:
-            path: the folder.
-            expected: what the caller takes, for the message.
 
         Raises:
             RunFolderError: the run has not started, or this is not the folder of a run.
@@ -53,11 +59,7 @@ class RunFolder:
         return any(map(_is_json, lines))
 
     def refusal(self, expected: str = A_STARTED_RUN) -> RunFolderError:
-        """Make the error that says what this is in place of a started run.
-
-        Args:
-            expected: what the caller takes.
-        """
+        """Make the error that says what this is in place of a started run."""
         path, remedy = self.path, f"Pass {expected}."
         if not path.exists():
             return RunFolderError(f"{path} does not exist. {remedy}")
@@ -81,57 +83,28 @@ class RunFolder:
 
     # Written at the start of the run.
 
-    @property
-    def resolved(self) -> Path:
-        """The config in full, with versions."""
-        return self.path / "resolved.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """The config that DeepSpeed gets; absent at ZeRO stage 0."""
-        return self.path / "deepspeed.json"
-
-    @property
-    def attempts(self) -> Path:
-        """One JSON line for each start."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        """Locked while rank 0 lives."""
-        return self.path / "lock"
-
+    resolved = _Inside("resolved.yaml")
+    """The config in full, with versions."""
+    deepspeed = _Inside("deepspeed.json")
+    """The config that DeepSpeed gets; absent at ZeRO stage 0."""
+    attempts = _Inside("attempts.jsonl")
+    """One JSON line for each start."""
+    lock = _Inside("lock")
+    """Locked while rank 0 lives."""
     # Written while it trains.
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON line for each time that numbers were logged."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def batches(self) -> Path:
-        """One line for each batch, with its hash."""
-        return self.path / "batches.tsv"
-
-    @property
-    def ledger(self) -> Path:
-        """One JSON line for each batch that was not trained on, and for each loss spike."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints; `pipeline.checkpoints.manifest` says what it holds."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the ranks' logs, and of the jobs' under SLURM."""
-        return self.path / "logs"
+    metrics = _Inside("metrics.jsonl")
+    """One JSON line for each time that numbers were logged."""
+    tensorboard = _Inside("tensorboard")
+    """Folder of TensorBoard's event files."""
+    batches = _Inside("batches.tsv")
+    """One line for each batch, with its hash."""
+    ledger = _Inside("ledger.jsonl")
+    """One JSON line for each batch that was not trained on, and for each loss spike."""
+    checkpoints = _Inside("checkpoints")
+    """Folder of checkpoints; `pipeline.checkpoints.manifest` says what it holds."""
+    logs = _Inside("logs")
+    """Folder of the ranks' logs, and of the jobs' under SLURM."""
 
     def log(self, rank: int) -> Path:
         """The log of a rank; the attempts of a requeued job follow each other in it."""
@@ -139,22 +112,13 @@ class RunFolder:
 
     # Written when it ends.
 
-    @property
-    def done(self) -> Path:
-        """Exists when the run is finished."""
-        return self.path / "done.json"
-
-    @property
-    def hangs(self) -> Path:
-        """Folder of the stacks of ranks that the watchdog ended."""
-        return self.path / "hangs"
+    done = _Inside("done.json")
+    """Exists when the run is finished."""
+    hangs = _Inside("hangs")
+    """Folder of the stacks of ranks that the watchdog ended."""
 
     def exits(self, job: str) -> Path:
-        """Folder of the exit codes of a job's ranks.
-
-        Args:
-            job: as `ProcessInfo.job`, with the restart count.
-        """
+        """Folder of the exit codes of a job's ranks."""
         return self.path / "exit" / job
 
     def exit_code(self, job: str, rank: int) -> Path:
@@ -163,25 +127,14 @@ class RunFolder:
 
     # Written by people and other commands.
 
-    @property
-    def stop(self) -> Path:
-        """Put there by a person: the run saves and ends, and does not start again."""
-        return self.path / "STOP"
-
-    @property
-    def save(self) -> Path:
-        """Put there by a person: the run saves, then removes the file and goes on."""
-        return self.path / "SAVE"
-
-    @property
-    def evaluations(self) -> Path:
-        """One JSON line for each checkpoint that was evaluated apart from training."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def launch(self) -> Path:
-        """Folder of submissions, with the code and config of each."""
-        return self.path / "launch"
+    stop = _Inside("STOP")
+    """Put there by a person: the run saves and ends, and does not start again."""
+    save = _Inside("SAVE")
+    """Put there by a person: the run saves, then removes the file and goes on."""
+    evaluations = _Inside("evaluations.jsonl")
+    """One JSON line for each checkpoint that was evaluated apart from training."""
+    launch = _Inside("launch")
+    """Folder of submissions, with the code and config of each."""
 
     def is_locked(self) -> bool:
         """Whether a process trains the run; holds the lock for a moment, starts wait longer."""

@@ -20,7 +20,6 @@ class StopRequest:
     """Whether this process was asked to stop."""
 
     def __init__(self) -> None:
-        """Install the handlers."""
         self.signal_name = ""
         for number in _NUMBERS:
             signal.signal(number, self._receive)
@@ -51,11 +50,7 @@ def listen() -> StopRequest:
 
 
 def listen_early(words: Sequence[str]) -> None:
-    """Install the handlers if the verb that was asked for looks at them.
-
-    Args:
-        words: of the command line, behind the program.
-    """
+    """Install the handlers if the verb that was asked for looks at them."""
     if words and words[0] in _EARLY:
         listen()
 

@@ -38,11 +38,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """Tensors of one file.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or holds more than tensors.
-    """
+    """Tensors of one file (CheckpointError: it is missing, damaged, or holds more than tensors)."""
     try:
         if path.suffix == ".safetensors":
             loaded: dict[str, Tensor] = load_file(path)
@@ -76,11 +72,7 @@ class SlicedFile:
     """A safetensors file whose tensors are read in part."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header.
-
-        Raises:
-            CheckpointError: the file is missing or damaged.
-        """
+        """Reads the header (CheckpointError: the file is missing or damaged)."""
         self.path = path
         try:
             self._file = _open(path, framework="pt")

@@ -49,9 +49,7 @@ _last = _Beat("starting", None, time.monotonic(), 0)
 def beat(phase: str, step: int | None = None) -> None:
     """Say that this process gets on; costs an assignment.
 
-    Args:
-        phase: what it does from now on, such as `waiting for data`.
-        step: optimizer step that begins; None: it is that of the last beat.
+    Without a `step` it is that of the last beat.
     """
     # The process has one main thread, so one last beat.
     global _last
@@ -63,18 +61,17 @@ def beat(phase: str, step: int | None = None) -> None:
 def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[None]:
     """Watch this process; the run's log must be open.
 
-    Args:
-        run_dir: folder of the run.
-        process: this rank.
-        timeout_s: longest time between two beats, once a step is done.
+    `timeout_s` is the longest time between two beats, once a step is done.
     """
     ended = threading.Event()
     beat("starting")
     with RunFolder(run_dir).log(process.rank).open("ab") as rank_log:
         thread = threading.Thread(
-            target=_watch, args=(ended, run_dir, process, timeout_s, rank_log), name="watchdog",
+            target=_watch,
+            args=(ended, run_dir, process, timeout_s, rank_log),
+            name="watchdog",
             daemon=True,
-        )  # fmt: skip
+        )
         thread.start()
         try:
             yield
@@ -85,9 +82,12 @@ def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[
 
 
 def _watch(
-    ended: threading.Event, run_dir: Path, process: ProcessInfo, timeout_s: float,
+    ended: threading.Event,
+    run_dir: Path,
+    process: ProcessInfo,
+    timeout_s: float,
     rank_log: IO[bytes],
-) -> None:  # fmt: skip
+) -> None:
     while not ended.wait(min(_LOOK_EVERY_S, timeout_s / 4)):
         last = _last
         idle_s = time.monotonic() - last.at_s
@@ -96,9 +96,11 @@ def _watch(
         if idle_s > limit_s:
             # What is written to may be what hangs.
             writer = threading.Thread(
-                target=_leave_record, args=(run_dir, process, timeout_s, last, idle_s),
-                name="record of the hang", daemon=True,
-            )  # fmt: skip
+                target=_leave_record,
+                args=(run_dir, process, timeout_s, last, idle_s),
+                name="record of the hang",
+                daemon=True,
+            )
             writer.start()
             writer.join(_WRITING_TAKES_S)
             os._exit(EXIT_FAILED_RETRY)
@@ -121,8 +123,9 @@ def _leave_record(
     logger.error(
         "error: %s. %s; look at those of the other ranks, too: what all wait for is a rank that "
         "has no file, or one in another phase. The process ends and can be started again",
-        text, where,
-    )  # fmt: skip
+        text,
+        where,
+    )
 
 
 def _write_stacks(run_dir: Path, process: ProcessInfo, text: str) -> Path:

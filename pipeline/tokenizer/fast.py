@@ -183,9 +183,7 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     merges.txt RoBERTa's byte-level BPE, both set up like BertTokenizer and RobertaTokenizer in
     huggingface/transformers, with the options in tokenizer_config.json. None without any of these.
 
-    Args:
-        folder: the model's folder.
-        default_class: the class that transformers uses if tokenizer_config.json names none.
+    `default_class` is what transformers uses if tokenizer_config.json names none.
 
     Raises:
         ForeignSplitterError: the tokenizer splits words with another program.
@@ -194,7 +192,7 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     try:
         path = folder / CONFIG_JSON
         config = json.loads(path.read_bytes()) if path.is_file() else {}
-        if _has_vocabulary(folder):
+        if any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json")):
             refuse_foreign_splitter(config.get("tokenizer_class") or default_class, folder)
         if (folder / TOKENIZER_JSON).is_file():
             return (folder / TOKENIZER_JSON).read_text(encoding="utf-8")
@@ -209,10 +207,6 @@ def build_tokenizer_json(folder: Path, default_class: str = "BertTokenizer") -> 
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"the tokenizer in {folder} cannot be read: {error}") from error
     return None
-
-
-def _has_vocabulary(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (TOKENIZER_JSON, "vocab.txt", "vocab.json"))
 
 
 @dataclass(frozen=True)
@@ -239,11 +233,6 @@ def split_lines(content: str) -> list[str]:
 
 def word_piece(pieces: Sequence[str], options: BertOptions, path: Path) -> tokenizers.Tokenizer:
     """Build BERT's tokenizer (google-research/bert, tokenization.py).
-
-    Args:
-        pieces: by token id.
-        options: rules of normalisation.
-        path: the vocabulary's file, for messages.
 
     Raises:
         DataError: a special token is missing.
@@ -310,11 +299,8 @@ def build_from_sentencepiece(
 ) -> str:
     """Build a tokenizer.json that splits text as a sentencepiece model does.
 
-    Args:
-        definition: the model.
-        breaks: regex of the places before characters that NFKC might compose with the text before
-            them, but the model's normalisation rules do not.
-        merges: for a bpe model: pairs of pieces, the first to be merged first.
+    `breaks` is a regex of the places before characters that NFKC might compose with the text before
+    them, but the model's rules do not; `merges` of a bpe model come in their order.
     """
     vocabulary = {piece: token for token, piece in enumerate(definition.pieces)}
     unk = SPECIAL_TOKENS[UNK_ID]

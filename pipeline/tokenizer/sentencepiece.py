@@ -200,8 +200,7 @@ class Tokenizer:
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
         """Return the normalised text that tokens spell, and where in it each token starts.
 
-        Args:
-            ids: (n,) tokens of whole characters, without specials.
+        `ids` (n,) are tokens of whole characters, without specials.
 
         Returns:
             Text with plain spaces, and (n,) character offsets; a byte that continues a character
@@ -308,11 +307,8 @@ def train(
 ) -> bytes:
     """Train a model and return its file's content, the same for the same text and settings.
 
-    Args:
-        sentences: training text.
-        vocab_size: pieces, with 5 special tokens and 256 bytes among them.
-        model_type: `unigram` or `bpe`.
-        character_coverage: share of characters that get pieces; the others fall back to bytes.
+    `vocab_size` includes 5 special tokens and 256 bytes. Characters that are not covered fall back
+    to bytes.
 
     Raises:
         DataError: the text does not support the vocabulary; says which size it would support.

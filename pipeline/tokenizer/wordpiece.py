@@ -125,11 +125,6 @@ def load_tokenizer(path: Path) -> DatasetTokenizer:
 def build(pieces: Sequence[str], options: BertOptions, path: Path) -> str:
     """Build the tokenizer.json of a dataset.
 
-    Args:
-        pieces: by token id.
-        options: rules of normalisation.
-        path: the vocabulary's file, for messages.
-
     Raises:
         DataError: a special token is missing, or a piece is listed twice.
     """

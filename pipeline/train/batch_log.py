@@ -31,11 +31,6 @@ class BatchLog:
     def __init__(self, run_dir: Path, cursor: int, is_first: bool) -> None:
         """Open the file or start a new one. Collective.
 
-        Args:
-            run_dir: folder of the run.
-            cursor: position of the next batch.
-            is_first: whether this is rank 0.
-
         Raises:
             DataError: the file is damaged or ends before the cursor.
             StorageError: it cannot be read or written.

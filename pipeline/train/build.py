@@ -12,16 +12,16 @@ from typing import IO
 
 import torch
 
-from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
+from pipeline.checkpoints.state import TrainState
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha, is_over
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from pipeline.errors import (
     EXIT_FINISHED,
     EXIT_PREEMPTED,

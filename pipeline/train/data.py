@@ -1,15 +1,12 @@
 """Opens a run's data on every rank: shards, counts of sequences, loaders. All ranks or none."""
 
-import numpy as np
-import numpy.typing as npt
-
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
+from pipeline.data.run_order import Share
 from pipeline.data.staging import stage
-from pipeline.data.steps import Share
 from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, env, watchdog
 
@@ -23,7 +20,9 @@ def open_data(
         PostnormError: on all ranks, if one finds damage.
     """
     index = _where_shards_are_read(config, index, share)
-    counts = _counts(config, index)
+    counts = dist.on_first(
+        lambda: sequences_at(index, config.batches.seq_lens, config.run_dir), "counting sequences"
+    )
     watchdog.beat("opening the data")
     train, held_out = config.train_data, config.eval_data
     with dist.together():
@@ -50,10 +49,3 @@ def _where_shards_are_read(
             folder = env.expand(config.data.stage_dir, "data.stage_dir")
             index = stage(index, folder, lambda: dist.get_on("staging shards"))
     return index
-
-
-def _counts(config: PretrainConfig, index: DatasetIndex) -> dict[int, npt.NDArray[np.int64]]:
-    """Count the sequences of every block at every length; only rank 0 reads. Collective."""
-    return dist.on_first(
-        lambda: sequences_at(index, config.batches.seq_lens, config.run_dir), "counting sequences"
-    )

@@ -202,11 +202,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tuned(tree: dict[str, Any], config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """Return the values to pass on, by dotted key.
-
-    Raises:
-        ConfigError: names every key that may not be set, or not to this value.
-    """
+    """Return the values to pass on, by dotted key."""
     own = decided(config, world_size)
     known = {*own, *TUNING}
     tuned, problems = {}, []

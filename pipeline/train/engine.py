@@ -22,15 +22,20 @@ from torch import Tensor, nn
 
 from pipeline.checkpoints.state import MASTER, MOMENTS, Part, SavedState
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.objectives.base import Objective, Sums, add_up, detached
 from pipeline.runtime import dist, env, watchdog
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.marks import UPDATE, mark
 from pipeline.train.deepspeed import deepspeed_config
-from pipeline.train.optimizer import Lamb, TensorSlice, make_optimizer, matrix_slices, share_of_rank
-from pipeline.train.replicated import Replicated
-from pipeline.train.timing import OwnTime
+from pipeline.train.optimizer import (
+    Lamb,
+    Replicated,
+    TensorSlice,
+    make_optimizer,
+    matrix_slices,
+    share_of_rank,
+)
+from pipeline.train.timing import UPDATE, OwnTime, mark
 
 
 @dataclass(frozen=True)

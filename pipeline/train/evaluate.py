@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batch import MicroBatch
-from pipeline.data.loader import EvalLoader
+from pipeline.data.loader import EvalLoader, MicroBatch
 from pipeline.errors import DataError
 from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, watchdog
@@ -60,14 +59,7 @@ class EvalResult:
 def evaluate(
     model: nn.Module, device: torch.device, objective: Objective, loader: EvalLoader
 ) -> EvalResult:
-    """Evaluate a model at the alpha that it has, without dropout. Collective.
-
-    Args:
-        model: as `Engine.model`, or any other that `objective` can call.
-        device: it lies on.
-        objective: gives the sums of losses.
-        loader: of this rank's share.
-    """
+    """Evaluate a model at the alpha that it has, without dropout. Collective."""
     sums = own_sums(model, device, objective, loader.batches(), len(loader.sources))
     return combine(sums, objective, loader.sources)
 

@@ -1,7 +1,7 @@
 """Reactions to faults of training: skipped steps, loss spikes, and batches that are left out.
 
 Every decision is a function of numbers that are the same on all ranks. Spikes are looked for at
-multiples of `monitor.log_every_steps` only, and `counters.LossHistory` is saved with every
+multiples of `monitor.log_every_steps` only, and `state.LossHistory` is saved with every
 checkpoint, so a run that was killed decides like one that was not.
 """
 
@@ -10,10 +10,10 @@ import math
 import time
 from pathlib import Path
 
-from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
 from pipeline.checkpoints.save import Saver
-from pipeline.config.batches import BatchPlace
+from pipeline.checkpoints.state import TrainState
+from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord
@@ -29,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class Rescue:
-    """Decide what to do about skipped steps and loss spikes. All ranks call it and agree."""
+    """Decide what to do about skipped steps and loss spikes. All ranks call it and agree.
+
+    Methods raise TrainingError if the run must end: too many steps in a row were skipped, there is
+    no checkpoint to go back to, or it went back too often; StorageError without a writable ledger.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,6 @@ class Rescue:
         saver: Saver,
         watch: Watch,
     ) -> None:
-        """Remember where decisions are recorded."""
         self._config = config
         self._run_dir = Path(config.run_dir)
         self._order = order
@@ -49,17 +52,7 @@ class Rescue:
         self._warned = False
 
     def report_skip(self, state: TrainState, result: StepResult, place: BatchPlace) -> None:
-        """Record a step that was skipped on all ranks. Collective.
-
-        Args:
-            state: the state after the step.
-            result: this rank's result of the step.
-            place: the step's batch.
-
-        Raises:
-            TrainingError: too many steps in a row were skipped.
-            StorageError: the ledger cannot be written.
-        """
+        """Record a step that was skipped on all ranks. Collective."""
         own = all(math.isfinite(float(each.total)) for each in result.sums.values())
         is_finite = dist.gather(own)
         each = place.size // len(is_finite)
@@ -104,14 +97,7 @@ class Rescue:
     def must_go_back(self, state: TrainState, interval: Interval, *, decide: bool) -> bool:
         """Follow the losses and return whether the run must rewind because of a spike. Collective.
 
-        Args:
-            state: the state after the interval's last step; gets the interval's losses.
-            interval: numbers over all ranks.
-            decide: whether spikes are looked for at this step.
-
-        Raises:
-            TrainingError: there is no checkpoint to go back to, or the run went back too often.
-            StorageError: the ledger cannot be written.
+        `decide` says whether spikes are looked for at this step.
         """
         config = self._config.spikes
         for batch, loss in interval.losses:
@@ -205,10 +191,7 @@ class Rescue:
 def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before: int) -> list[int]:
     """List batches of `train.skip_batches` that the run was already trained on.
 
-    Args:
-        config: the run's config.
-        records: the batches that the run has logged.
-        before: number of the run's next batch.
+    `before` is the number of the run's next batch.
     """
     skipped = LeftOut(config, [])
     return [
@@ -222,7 +205,6 @@ class LeftOut:
     """Batches that are not trained on: those of `train.skip_batches`, and those of rewinds."""
 
     def __init__(self, config: PretrainConfig, rewinds: list[Rewind]) -> None:
-        """Join the ranges of batches of both."""
         self._ranges = [range(each.first, each.last + 1) for each in config.train.skip_batches]
         self._ranges += [range(each.first_batch, each.last_batch + 1) for each in rewinds]
 

@@ -1,4 +1,4 @@
-"""Watches a run's health: plateaus at the unigram entropy, and ranks that slow down the others.
+"""Watches a run's health: norms by layer, plateaus at the unigram entropy, and slow ranks.
 
 Plateau: after both warm-ups (learning rate and alpha) the logged loss stays within 5% of the
 unigram entropy, the loss of a model that knows only the frequencies of tokens, in every log line of
@@ -7,17 +7,117 @@ unigram entropy, the loss of a model that knows only the frequencies of tokens, 
 Straggler: in each of three log intervals in a row, a rank's own work (waiting for data, and forward
 and backward passes until the first collective) takes more than `monitor.straggler_factor` times the
 median of the other ranks, and at least a hundredth of the step longer.
+
+Norms of gradient, update and weights by group of layers: on each rank the optimizer's hooks see the
+summed and clipped gradient of its own part of the master weights. Sums of squares of the parts add
+up over the ranks, so nothing is gathered and nothing waits for the GPU.
 """
 
 import json
+import re
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from pipeline.config.runs import PretrainConfig
-from pipeline.train.layer_norms import GroupNorms
+from pipeline.train.engine import Engine
+
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class GroupNorms:
+    """Norms of one update in a group of layers."""
+
+    gradient: float
+    """L2 norm before clipping."""
+    update_ratio: float
+    """Norm of the change (with the learning rate) over the norm of the weights before it."""
+
+
+def group_of(parameter: str) -> str:
+    """Return `embeddings`, `layer_00` and so on, or `head` for all after the last layer."""
+    layer = _LAYER.match(parameter)
+    if layer:
+        return f"layer_{int(layer[1]):02d}"
+    return "embeddings" if parameter.startswith("encoder.") and "embedding" in parameter else "head"
+
+
+class LayerNorms:
+    """Measures the update after `measure`, at the cost of a copy of this rank's master weights."""
+
+    def __init__(self, engine: Engine, grad_clip: float) -> None:
+        """Hook into the optimizer; without partitions there are no groups."""
+        partitions = engine.partitions()
+        # Names inside DeepSpeed's engine begin with `module.`.
+        names = {
+            group_of(name.removeprefix("module.")) for name, _ in engine.model.named_parameters()
+        }
+        self.groups = sorted(names) if partitions else []
+        self.sums = torch.zeros(len(self.groups), 3, dtype=torch.float64, device=engine.device)
+        """(groups, 3) this rank's sums of squares: clipped gradient, update, weights before."""
+        self._grad_clip = grad_clip
+        self._spans = {id(flat): self._group_spans(places) for flat, places in partitions}
+        self._before: dict[int, Tensor] = {}
+        self._wanted = False
+        if partitions:
+            engine.optimizer.register_step_pre_hook(self._before_step)
+            engine.optimizer.register_step_post_hook(self._after_step)
+
+    def measure(self) -> None:
+        """Measure the next update that is applied."""
+        self.sums.zero_()
+        self._wanted = True
+
+    def done(self) -> None:
+        """End a measurement after the step."""
+        self._wanted = False
+
+    def norms(self, sums: list[list[float]], grad_norm: float) -> dict[str, GroupNorms]:
+        """Compute norms by group from `sums` over all ranks and the global norm before clipping."""
+        # DeepSpeed divides the gradient by this if the norm is above the limit.
+        clipped = max(1.0, (grad_norm + 1e-6) / self._grad_clip) if self._grad_clip else 1.0
+        return {
+            group: GroupNorms(gradient**0.5 * clipped, (update / weights) ** 0.5 if weights else 0)
+            for group, (gradient, update, weights) in zip(self.groups, sums, strict=True)
+        }
+
+    def _group_spans(self, places: dict[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """List (group, start, stop) of a partition, with neighbours of one group joined."""
+        parts = sorted((*place, self.groups.index(group_of(n))) for n, place in places.items())
+        spans = []
+        for group, of_group in groupby(parts, key=lambda part: part[2]):
+            run = list(of_group)
+            spans.append((group, run[0][0], run[-1][1]))
+        return spans
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for flat in self._wanted_of(optimizer):
+            assert flat.grad is not None
+            self._before[id(flat)] = flat.detach().clone()
+            self._add(0, flat, flat.grad)
+            self._add(2, flat, flat)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for flat in self._wanted_of(optimizer):
+            self._add(1, flat, flat.detach() - self._before.pop(id(flat)))
+
+    def _wanted_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        # DeepSpeed updates one group of parameters at a time, with this list cut to that group.
+        return [group["params"][0] for group in optimizer.param_groups] if self._wanted else []
+
+    @torch.no_grad()
+    def _add(self, column: int, flat: Tensor, values: Tensor) -> None:
+        for group, start, stop in self._spans.get(id(flat), []):
+            norm = torch.linalg.vector_norm(values[start:stop])
+            self.sums[group, column] += norm.double().square()
+
 
 _NEAR = 0.05
 _LEAST_INTERVALS = 20
@@ -45,7 +145,6 @@ class PlateauDoctor:
     """Follows the logged losses of one attempt, and warns once of a plateau."""
 
     def __init__(self, config: PretrainConfig, unigram_entropy: float) -> None:
-        """Start without losses."""
         train = config.train
         self._config = config
         self._entropy = unigram_entropy
@@ -58,12 +157,7 @@ class PlateauDoctor:
         )
 
     def look(self, loss: float, last: LastStep) -> str | None:
-        """Return the warning in Markdown when the rule first holds; None at all other times.
-
-        Args:
-            loss: mean of the interval that ends with the last step.
-            last: the last step.
-        """
+        """Return the warning in Markdown when the rule first holds; None at all other times."""
         is_near = abs(loss - self._entropy) <= _NEAR * self._entropy
         if last.step <= self._warm_ups or not is_near:
             self._since = None
@@ -77,6 +171,7 @@ class PlateauDoctor:
 
     def _advice(self, loss: float, since: int, last: LastStep) -> str:
         train = self._config.train
+        norms = ", ".join(f"{name} {each.gradient:.2g}" for name, each in last.layers.items())
         return "\n".join(
             [
                 f"The loss has been within {_NEAR:.0%} of the unigram entropy "
@@ -90,7 +185,7 @@ class PlateauDoctor:
                 *self._start(last.alpha),
                 f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
                 "a noisy gradient: raise train.global_batch",
-                f"- gradient norm {last.grad_norm:.3g}, by layer: {_by_layer(last.layers)}; "
+                f"- gradient norm {last.grad_norm:.3g}, by layer: {norms or 'unknown'}; "
                 "lower layers near 0 next to the head mean that no gradient passes the norms",
                 f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
             ]
@@ -115,10 +210,6 @@ class PlateauDoctor:
                 "or model.init=rsqrt_depth, and start a new run"
             )
         return causes
-
-
-def _by_layer(layers: dict[str, GroupNorms]) -> str:
-    return ", ".join(f"{name} {norms.gradient:.2g}" for name, norms in layers.items()) or "unknown"
 
 
 def _duplicates(dataset: Path) -> str:
@@ -146,12 +237,6 @@ class Stragglers:
     """Follows the ranks of one attempt, and warns of slow ones."""
 
     def __init__(self, hosts: list[str], factor: float) -> None:
-        """Start without times.
-
-        Args:
-            hosts: the host of each rank.
-            factor: `monitor.straggler_factor`.
-        """
         self._hosts = hosts
         self._factor = factor
         self._slow = [0] * len(hosts)
@@ -164,10 +249,8 @@ class Stragglers:
 
         A rank is in the list once, until it was as fast as the others for an interval.
 
-        Args:
-            wait_s: (ranks,) time waiting for data in a step, mean of the interval.
-            compute_s: (ranks,) time of passes until the first collective, mean of the interval.
-            step_s: time of a whole step.
+        Times are (ranks,) seconds of a step: waiting for data, and passes until the first
+        collective.
         """
         if len(self._hosts) < 2:
             return []

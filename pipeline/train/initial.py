@@ -67,10 +67,6 @@ def start_from(
 def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:
     """Describe how a model's tokenizer differs from a dataset's.
 
-    Args:
-        theirs: file of the model's tokenizer; None if it has none.
-        index: the dataset's index.
-
     Returns:
         Why ids mean other tokens, and why the same text may get other ids; empty where they do not.
     """

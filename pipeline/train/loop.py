@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.checkpoints.counters import TrainState
+from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
-from pipeline.config.batches import BatchPlace
-from pipeline.data.batch import MicroBatch
+from pipeline.config.data import BatchPlace
+from pipeline.data.loader import MicroBatch
 from pipeline.data.record import BatchRecord
 from pipeline.errors import EXIT_FINISHED
 from pipeline.runtime import watchdog

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.objectives.base import Objective, Sums
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine, StepResult
-from pipeline.train.layer_norms import GroupNorms, LayerNorms
+from pipeline.train.health import GroupNorms, LayerNorms
 from pipeline.train.timing import memory_peaks
 
 _PEAKS = ("gpu_allocated_gb", "gpu_reserved_gb", "host_rss_gb")

@@ -2,22 +2,74 @@
 
 It uses the same few held-out sequences each time. All ranks use the same ones, so that it works
 for a model whose weights are divided, too.
+
+Falling entropy of attention in every head warns of collapse; with carried scores, the known danger
+is that all layers attend alike (He et al. 2020, arXiv 2012.11747, section 5 measures both).
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.data.batch import MicroBatch
 from pipeline.data.format import DatasetIndex
-from pipeline.data.loader import EvalLoader
-from pipeline.model.encoder import EncoderModel
-from pipeline.model.layout import rows
-from pipeline.model.statistics import AttentionStatistics, attention_statistics
+from pipeline.data.loader import EvalLoader, MicroBatch
+from pipeline.model.encoder import Encoder, EncoderModel
+from pipeline.model.layers import Trace
+from pipeline.model.layout import Layout, rows
 from pipeline.tokenizer.wordpiece import load_tokenizer
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Means over real tokens, fp32; L layers, N heads."""
+
+    entropy: Tensor
+    """(L, N) nats: 0 for attention to one token, log(keys) for equal attention to all."""
+    divergence: Tensor
+    """(L - 1, N) nats: Jensen-Shannon divergence of a head from the same head one layer below, 0
+    for equal attention, log 2 at most."""
+
+
+@torch.no_grad()
+def attention_statistics(
+    encoder: Encoder, input_ids: Tensor, layout: Layout, real: Tensor
+) -> AttentionStatistics:
+    """Run the encoder once, at the alpha that it has, and measure its attention.
+
+    `real`, as input_ids, are the tokens that are not padding.
+    """
+    trace = Trace()
+    encoder(input_ids, layout, trace=trace)
+    real_BNS = layout.to_rows(real[..., None, None].float())[..., 0]
+    shares = [share.float() for share in trace.probabilities]
+    none = torch.zeros(0, encoder.config.num_heads, device=input_ids.device)
+    entropy = [_mean(entropy_of(share), real_BNS) for share in shares]
+    divergence = [_mean(divergence_of(lower, upper), real_BNS) for lower, upper in pairwise(shares)]
+    return AttentionStatistics(
+        torch.stack(entropy), torch.stack(divergence) if divergence else none
+    )
+
+
+def entropy_of(share_BNSS: Tensor) -> Tensor:
+    """Compute (B, N, S) entropies, in nats, of (B, N, S, S) attention probabilities."""
+    terms_BNSS: Tensor = torch.special.xlogy(share_BNSS, share_BNSS)
+    return -terms_BNSS.sum(-1)
+
+
+def divergence_of(first_BNSS: Tensor, second_BNSS: Tensor) -> Tensor:
+    """Compute (B, N, S) Jensen-Shannon divergences, in nats, of two (B, N, S, S) attentions."""
+    middle_BNSS = (first_BNSS + second_BNSS) / 2
+    return entropy_of(middle_BNSS) - (entropy_of(first_BNSS) + entropy_of(second_BNSS)) / 2
+
+
+def _mean(value_BNS: Tensor, weight_BNS: Tensor) -> Tensor:
+    """Compute (N,) weighted means over sequences and slots."""
+    return (value_BNS * weight_BNS).sum((0, 2)) / weight_BNS.sum((0, 2))
+
 
 _NUM_EXAMPLES = 5
 _BEFORE, _AFTER = 12, 36
@@ -156,10 +208,7 @@ def _one_line(text: str) -> str:
 def heat_map(values: npt.NDArray[np.floating], low: float, high: float) -> npt.NDArray[np.uint8]:
     """Draw (rows, columns) numbers as an image, first row on top.
 
-    Args:
-        values: values out of range have the colour of the limit; NaN and infinity are grey.
-        low: value of the darkest colour.
-        high: value of the brightest colour.
+    Values out of range have the colour of the limit; NaN and infinity are grey.
 
     Returns:
         (16 * rows, 16 * columns, 3) pixels.

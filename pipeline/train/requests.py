@@ -49,7 +49,6 @@ class Requests:
     """Looks for requests on this rank; rank 0 looks at the files."""
 
     def __init__(self, signals: StopRequest, run_dir: Path, *, is_first: bool) -> None:
-        """Prepare to look at the files, from the first step on."""
         self._signals = signals
         run = RunFolder(run_dir)
         self._stop_file, self._save_file = run.stop, run.save

@@ -56,11 +56,8 @@ class Sinks:
     ) -> None:
         """Record named numbers of a step.
 
-        Args:
-            step: applied optimizer steps.
-            kind: `train`, `eval`, `skip`, `save` or `straggler`.
-            values: numbers by name; NaN, which JSON lacks, is written as null.
-            section: section in TensorBoard; by default `kind`.
+        The kind is `train`, `eval`, `skip`, `save` or `straggler`, and by default TensorBoard's
+        section. NaN, which JSON lacks, is written as null.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}

@@ -1,9 +1,10 @@
-"""Clocks and gauges of one rank: training time, its own work, and the memory that it holds."""
+"""Clocks and gauges of one rank: time, its own work, memory, and marks for a profiler."""
 
 import resource
 import time
 
 import torch
+from torch.profiler import record_function
 
 
 class Clock:
@@ -15,7 +16,6 @@ class Clock:
     """
 
     def __init__(self, elapsed_s: float) -> None:
-        """Continue from the time of earlier attempts."""
         self._start_s = time.perf_counter() - elapsed_s
 
     def read_s(self) -> float:
@@ -35,7 +35,6 @@ class OwnTime:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start at zero."""
         self._on_gpu = device.type == "cuda"
         self._sum_s = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -86,3 +85,22 @@ def memory_peaks(device: torch.device) -> tuple[float, float, float]:
     reserved = float(torch.cuda.max_memory_reserved(device))
     torch.cuda.reset_peak_memory_stats(device)
     return allocated, reserved, host
+
+
+PREFIX = "postnorm:"
+BEGIN, END, DATA, FORWARD, HEAD, BODY, UPDATE = (
+    "begin",
+    "end",
+    "data",
+    "forward",
+    "head",
+    "body",
+    "update",
+)
+"""What is done from a mark to the next: BODY is what is no HEAD in a backward pass."""
+
+
+def mark(phase: str) -> None:
+    """From now on the host is in another phase; costs microseconds where nothing is profiled."""
+    with record_function(PREFIX + phase):
+        pass

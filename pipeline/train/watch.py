@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoints.counters import TrainState
 from pipeline.checkpoints.save import SaveNumbers
+from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
-from pipeline.config.batches import BatchPlace
+from pipeline.config.data import BatchPlace
 from pipeline.config.load import resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import walk

@@ -110,11 +110,8 @@ def convert(
 ) -> ConvertReport:
     """Read a foreign checkpoint and write a model folder.
 
-    Args:
-        source: Hugging Face folder, or folder or prefix of a TensorFlow checkpoint.
-        out: folder to write.
-        family: needed where names do not tell: BERT's and RealFormer's TensorFlow checkpoints.
-        overrides: `field=value` of `ModelConfig` for what the foreign config does not say.
+    The family is needed for TensorFlow checkpoints of BERT and RealFormer. Overrides are
+    `field=value` of `ModelConfig`, for what the foreign config does not say.
 
     Raises:
         CheckpointError: the checkpoint is damaged, of an unknown form, or does not fit.
@@ -293,17 +290,9 @@ def _model_config(
 
 
 def _weights(
-    config: ModelConfig,
-    given: dict[str, Tensor],
-    style: names.Style,
-    read: _Source,
-    source: Path,
+    config: ModelConfig, given: dict[str, Tensor], style: names.Style, read: _Source, source: Path
 ) -> dict[str, Tensor]:
-    """Put our parameters together from theirs.
-
-    Raises:
-        CheckpointError: one of theirs is missing or left over; names it as it is called there.
-    """
+    """Put our parameters together from theirs."""
     model = without_storage(config)
     translate: Callable[[str], tuple[str, ...]] = (
         names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)
@@ -327,14 +316,12 @@ def _weights(
             f"{'; '.join(problems)}. Biases or LayerNorm where none are expected (or none where "
             "they are) mean another norm type or family"
         )
+    # TensorFlow keeps the matrices of dense layers as (in, out).
+    oriented = {
+        name: tensor.T if read.is_tensorflow and name.endswith("/kernel") else tensor
+        for name, tensor in given.items()
+    }
     return {
-        name: torch.cat([_oriented(part, given[part], read) for part in theirs])
-        .float()
-        .contiguous()
+        name: torch.cat([oriented[part] for part in theirs]).float().contiguous()
         for name, theirs in wanted.items()
     }
-
-
-def _oriented(name: str, tensor: Tensor, read: _Source) -> Tensor:
-    """Transpose what TensorFlow keeps as (in, out): the matrices of dense layers."""
-    return tensor.T if read.is_tensorflow and name.endswith("/kernel") else tensor

@@ -1,9 +1,10 @@
-"""`python -m pipeline encode`: one vector for each text."""
+"""What a model makes of texts: vectors (`encode`), and tokens at each [MASK] (`fill-mask`)."""
 
 import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.layers import Trace
-from pipeline.model.layout import packed
+from pipeline.model.layout import packed, padded
 from pipeline.runtime.files import write_atomic
-from pipeline.use.trained import load_trained
+from pipeline.use.folder import load_trained
 
 Pooling = Literal["cls", "mean", "first_last_avg"]
 _DEFAULT_LENGTH = 512
@@ -28,11 +29,9 @@ class TextEncoder:
     def __init__(self, source: Path, *, pooling: Pooling, max_length: int | None = None) -> None:
         """Load a run's newest checkpoint or a model folder.
 
-        Args:
-            source: run or model folder.
-            pooling: hidden state of [CLS]; mean of the last layer over all tokens; or mean of the
-                average of first and last layer (Su 2021, kexue.fm/archives/8069).
-            max_length: tokens of a text with [CLS] and [SEP]; longer ones are cut.
+        Pooling takes [CLS], the mean of the last layer, or the mean of the average of first and
+        last layer (Su 2021, kexue.fm/archives/8069). `max_length` counts [CLS] and [SEP]; longer
+        texts are cut.
 
         Raises:
             CheckpointError: there is no model, or it has no tokenizer.
@@ -58,11 +57,7 @@ class TextEncoder:
         return self._encoder.config.hidden_size
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """Compute (number of texts, D) fp32 vectors.
-
-        Raises:
-            DataError: there is no text.
-        """
+        """Compute (number of texts, D) fp32 vectors (DataError: there is no text)."""
         if not texts:
             raise DataError("no text to encode")
         documents = [self._ids(text) for text in texts]
@@ -101,12 +96,8 @@ def write_vectors(
 ) -> int:
     """Encode one text a line, an empty line too, so that line N has vector N.
 
-    Args:
-        encoder: a loaded model.
-        lines: texts.
-        batch_size: texts at once.
-        out: .npy file of (number of texts, D) float32, complete or absent; None prints each vector
-            as a JSON list.
+    `out` becomes an .npy file of (number of texts, D) float32, complete or absent; without it each
+    vector is printed as a JSON list.
 
     Returns:
         Number of texts.
@@ -134,3 +125,59 @@ def write_vectors(
     if not count:
         raise DataError("no text on standard input; give one a line")
     return count
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that may fill a mask."""
+
+    token: str
+    """With its leading space, if it has one."""
+    probability: float
+
+
+def fill_mask(source: Path, text: str, *, top: int) -> list[list[Candidate]]:
+    """Predict each `[MASK]` of a text.
+
+    Each stands for one token.
+
+    Raises:
+        DataError: the text has no `[MASK]`, or is longer than the model's positions.
+        CheckpointError: there is no model in `source`, or no tokenizer.
+    """
+    if top < 1:
+        raise DataError(f"--top {top} must be at least 1")
+    trained = load_trained(source)
+    tokenizer = trained.require_tokenizer()
+    encoded = [tokenizer.cls_id, *tokenizer.encode_with_masks(text), tokenizer.sep_id]
+    if tokenizer.mask_id not in encoded:
+        raise DataError(f"text {text!r} has no [MASK]; write one where a token is to be predicted")
+    limit = trained.model.config.longest_document
+    if limit and len(encoded) > limit:
+        raise DataError(f"text has {len(encoded)} tokens, the model has {limit} positions")
+    ids = torch.tensor([encoded])
+    masked_index = torch.nonzero(ids[0] == tokenizer.mask_id)[:, 0]
+    with torch.no_grad():
+        layout = padded(torch.tensor([ids.shape[1]]), ids.shape[1])
+        logits = trained.model(ids, layout, masked_index)
+    # Specials are never a target in training; the model's opinion of them means nothing. Nor does
+    # that of rows beyond the vocabulary.
+    logits[:, sorted(tokenizer.special_ids)] = float("-inf")
+    logits[:, tokenizer.vocab_size :] = float("-inf")
+    best = logits.softmax(-1).topk(min(top, tokenizer.vocab_size - len(tokenizer.special_ids)))
+    return [
+        [
+            Candidate(tokenizer.piece(token), probability)
+            for probability, token in zip(probabilities, tokens, strict=True)
+        ]
+        for probabilities, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def text_table(masks: list[list[Candidate]]) -> str:
+    """Write one line for each mask."""
+    return "\n".join(
+        f"[MASK] {number}: "
+        + "  ".join(f"{candidate.token!r} {candidate.probability:.3f}" for candidate in candidates)
+        for number, candidates in enumerate(masks, start=1)
+    )

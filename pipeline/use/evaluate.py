@@ -16,13 +16,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from pipeline.checkpoints.manifest import published, step_of, verify
-from pipeline.checkpoints.table import at_step, folder_of
+from pipeline.checkpoints.manifest import at_step, folder_of, published, step_of, verify
 from pipeline.config.data import EvalDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from pipeline.errors import CheckpointError, DataError, PostnormError
 from pipeline.model.architecture import is_model_folder, tokenizer_path
 from pipeline.objectives.mlm import MaskedLanguageModeling
@@ -32,8 +31,7 @@ from pipeline.runtime.log import duration_text
 from pipeline.runtime.rank import AgreedStop
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.folder import load_model
-from pipeline.use.trained import load_checkpoint
+from pipeline.use.folder import load_checkpoint, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +67,8 @@ class Evaluator:
     ) -> None:
         """Open the data. Collective.
 
-        Args:
-            config: the data.
-            precision: bf16 or fp32, of the weights and of all passes.
-            run: folder in which the numbers of sequences are cached; None: the dataset's only.
-            process: this rank.
-            device: of this rank.
-            stop: looked at between batches and checkpoints.
+        Numbers of sequences are cached in the dataset's folder, or in that of the `run`. `stop` is
+        looked at between batches and checkpoints.
 
         Raises:
             PostnormError: on all ranks, if one finds that something is wrong.
@@ -113,12 +106,8 @@ class Evaluator:
     ) -> Iterator[Evaluation]:
         """Evaluate a model folder, or checkpoints of a run, oldest first. Collective.
 
-        Args:
-            source: run folder or model folder.
-            step: of the checkpoint; None: the newest good one.
-            every: all good checkpoints in place of one.
-            passed_over: steps that are left out of `every`.
-            other_data: whether the data may be other than the run's.
+        Without a `step` it is the newest good checkpoint, or `every` one but those `passed_over`.
+        Data other than the run's must be asked for.
 
         Raises:
             CheckpointError: there is no such checkpoint, or none that verifies.
@@ -143,11 +132,7 @@ class Evaluator:
             yield Evaluation(path, manifest.step, manifest.alpha, result)
 
     def _require_fit(self, path: Path, fingerprint: str | None, *, other_data: bool) -> None:
-        """Check that the model's ids mean the dataset's tokens.
-
-        Raises:
-            DataError: they do not, or the run's dataset was replaced without --data.
-        """
+        """Check that the model's ids mean the dataset's tokens."""
         folder = self.index.folder
         if fingerprint == self.index.fingerprint:
             return

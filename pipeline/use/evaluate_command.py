@@ -18,12 +18,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import param, section
 from pipeline.config.train import TrainConfig
-from pipeline.errors import (
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    CheckpointError,
-    ConfigError,
-)
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, CheckpointError, ConfigError
 from pipeline.model.architecture import is_model_folder, read_architecture
 from pipeline.runtime import env
 from pipeline.runtime.cli import Verb
@@ -140,7 +135,6 @@ class Report:
     def __init__(
         self, source: Path, config: EvaluateConfig, evaluator: "Evaluator", process: ProcessInfo
     ) -> None:
-        """Collect what all records have in common; nothing is read or written yet."""
         self._source, self._config, self._process = source, config, process
         self._sources = evaluator.sources
         self._path = None if is_model_folder(source) else RunFolder(source).evaluations
@@ -194,11 +188,7 @@ class Report:
         }
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a line to the run's file; a model folder has none.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Add a line to the run's file; a model folder has none (OSError: it cannot be written)."""
         if self._path is not None:
             AppendedFile(self._path).append((json.dumps(record) + "\n").encode(), end=b"\n")
 

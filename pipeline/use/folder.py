@@ -1,16 +1,30 @@
-"""Writing and loading the folder that models are exchanged in; its files: `model.architecture`."""
+"""The folder that models are exchanged in; its files: `model.architecture`.
+
+A trained model is a run's newest good checkpoint, or such a folder. Before an exported folder
+appears under its name, it is read back and its logits are compared with the trainer's.
+"""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from pipeline.checkpoints.manifest import (
+    A_RUN_OR_ITS_COPY,
+    Manifest,
+    folder_of,
+    newest_good,
+    read_manifest,
+)
+from pipeline.checkpoints.state import read_weights
 from pipeline.config.load import provenance
 from pipeline.config.model import ModelConfig
+from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError
 from pipeline.model.architecture import (
     CONFIG_FILE,
@@ -19,14 +33,19 @@ from pipeline.model.architecture import (
     SENTENCEPIECE_FILE,
     TOKENIZERS_FILE,
     WEIGHTS_FILE,
+    is_model_folder,
     read_architecture,
+    read_config,
     tokenizer_path,
 )
 from pipeline.model.encoder import EncoderModel, without_storage
+from pipeline.model.layout import Layout, rows
 from pipeline.runtime import tensors
-from pipeline.runtime.files import write_json_atomic
+from pipeline.runtime.files import read_json_lines, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.train.initial import InitialWeights
 
 _LISTED = 5
 
@@ -41,11 +60,7 @@ class TrainedModel:
     """Step, dataset fingerprint, versions: what config.json holds beside the architecture."""
 
     def require_tokenizer(self) -> Tokenizer | FastTokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            CheckpointError: the model came without one.
-        """
+        """Return the tokenizer (CheckpointError: the model came without one)."""
         if self.tokenizer is None:
             raise CheckpointError(
                 "this model came without a tokenizer, so it cannot read text; put its "
@@ -105,11 +120,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def load_model(folder: Path) -> TrainedModel:
-    """Read a model folder.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or of another format.
-    """
+    """Read a model folder (CheckpointError: a file is missing, damaged, or of another format)."""
     config, facts = read_architecture(folder)
     model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
     return TrainedModel(model, read_tokenizer(folder), facts)
@@ -166,3 +177,142 @@ def require_fit(wanted: dict[str, Tensor], found: dict[str, Tensor], origin: str
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{len(names)} tensors: {', '.join(names[:_LISTED])}{more}"
+
+
+def load_trained(source: Path) -> TrainedModel:
+    """Load a run's newest good checkpoint, at the alpha that its step has, or a model folder.
+
+    Raises:
+        RunFolderError: this is neither a run, nor its copy, nor a model folder.
+        CheckpointError: there is no good checkpoint, or the model folder is damaged.
+    """
+    if is_model_folder(source):
+        return load_model(source)
+    path, _ = _newest(source)
+    model, manifest = load_checkpoint(path)
+    facts = {
+        "step": manifest.step,
+        "data_fingerprint": manifest.fingerprint,
+        "scores": _scores(source, manifest.step),
+        "trained_with": manifest.provenance,
+    }
+    return TrainedModel(model, read_tokenizer(path), facts)
+
+
+def require_full_alpha(trained: TrainedModel, source: Path, why: str) -> None:
+    """Refuse a model in mid-warm-up where only its weights are kept.
+
+    Raises:
+        CheckpointError: its alpha is not 1.
+    """
+    alpha = float(trained.model.encoder.alpha)
+    if alpha != 1.0:
+        raise CheckpointError(
+            f"{source}: alpha is {alpha:.3f}, and {why}, so that it would compute something else: "
+            "train beyond train.alpha_warmup_steps"
+        )
+
+
+def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest]:
+    """Load one checkpoint in fp32 and evaluation mode, at its alpha, without verifying its files.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not fit the architecture.
+    """
+    manifest = read_manifest(path)
+    config = read_config(manifest.identity["model"], str(path))
+    model = build_model(config, read_weights(path), str(path))
+    model.encoder.set_alpha(manifest.alpha)
+    return model, manifest
+
+
+def initial_weights(source: Path) -> InitialWeights:
+    """Load what `load_trained` does, and with its errors, as the start of another run."""
+    trained = load_trained(source)
+    require_full_alpha(trained, source, "a run that starts from it has an alpha of its own")
+    path = tokenizer_path(tokenizer_folder(source))
+    return InitialWeights(trained.model.config, dict(trained.model.state_dict()), path)
+
+
+def tokenizer_folder(source: Path) -> Path:
+    """Find the folder that holds the tokenizer of a run or model folder."""
+    return source if is_model_folder(source) else _newest(source)[0]
+
+
+def _newest(run_dir: Path) -> tuple[Path, Manifest]:
+    path, rejected = newest_good(folder_of(run_dir, f"{A_RUN_OR_ITS_COPY}, or a model folder"))
+    if path is None:
+        raise CheckpointError(f"{run_dir} has no good checkpoint: {'; '.join(rejected)}")
+    return path, read_manifest(path)
+
+
+def _scores(run_dir: Path, step: int) -> dict[str, float]:
+    """Find the last held-out evaluation up to a step; empty if there was none."""
+    records = read_json_lines(RunFolder(run_dir).metrics)
+    found = [record for record in records if record["kind"] == "eval" and record["step"] <= step]
+    return {name: found[-1][name] for name in ("step", "loss", "accuracy")} if found else {}
+
+
+LARGEST_DIFFERENCE = 1e-3
+"""Largest difference between exported and trained logits that is accepted."""
+_PROBE_SEQUENCES = 4
+_PROBE_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The comparison of the exported model with the trained one."""
+
+    max_abs_diff: float
+    num_logits: int
+
+
+def export(source: Path, out: Path) -> ExportReport:
+    """Write the newest good checkpoint of a run, or a copy of a model folder, to `out`.
+
+    Raises:
+        RunFolderError: the source is neither a run, nor its copy, nor a model folder.
+        CheckpointError: there is nothing good to export, `out` is not empty, or the exported logits
+            differ from the trainer's; nothing is left behind then.
+    """
+    trained = load_trained(source)
+    require_full_alpha(trained, source, "an exported model has alpha 1")
+    weights = dict(trained.model.state_dict())
+    with publishing(out) as folder:
+        write_model(folder, trained.model.config, weights, trained.facts)
+        copy_tokenizer(tokenizer_folder(source), folder)
+        exported = load_model(folder).model
+        report = compare(trained.model, exported)
+        facts = {**trained.facts, "max_abs_diff": report.max_abs_diff}
+        write_config(folder, trained.model.config, facts)
+    return report
+
+
+def compare(
+    trained: EncoderModel, exported: Callable[[Tensor, Layout, Tensor], Tensor]
+) -> ExportReport:
+    """Compare logits on random packed sequences, two documents in each.
+
+    `exported` maps (B, S) ids, layout and (M,) numbers of tokens to (M, V) logits.
+
+    Raises:
+        CheckpointError: they differ by more than `LARGEST_DIFFERENCE`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (_PROBE_SEQUENCES, _PROBE_LENGTH)
+    # Not the id that RoBERTa's positions leave out as padding.
+    lowest = max(NUM_SPECIAL, trained.config.position_offset)
+    ids = torch.randint(lowest, trained.config.vocab_size or 0, shape, generator=generator)
+    half = torch.arange(_PROBE_LENGTH).expand(shape)
+    layout = rows(half * 2 // _PROBE_LENGTH + 1, half % (_PROBE_LENGTH // 2))
+    every = torch.arange(ids.numel())
+    with torch.no_grad():
+        expected = trained(ids, layout, every)
+        found = exported(ids, layout, every)
+    difference = float((expected - found).abs().max())
+    if not difference <= LARGEST_DIFFERENCE:
+        raise CheckpointError(
+            f"exported logits differ from the trainer's by {difference:.3g}, at most "
+            f"{LARGEST_DIFFERENCE} is accepted; please report this with the run's resolved.yaml"
+        )
+    return ExportReport(difference, expected.numel())

@@ -18,8 +18,15 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.use.folder import build_model, copy_tokenizer, publishing, write_model
-from pipeline.use.trained import load_trained, require_full_alpha, tokenizer_folder
+from pipeline.use.folder import (
+    build_model,
+    copy_tokenizer,
+    load_trained,
+    publishing,
+    require_full_alpha,
+    tokenizer_folder,
+    write_model,
+)
 
 # Doubling is exact only with these values.
 _DOUBLES: dict[str, object] = {
@@ -46,14 +53,9 @@ def grow(
 ) -> GrowReport:
     """Write a larger model folder.
 
-    Args:
-        source: run or model folder.
-        out: folder to write.
-        width: 1, 2, 4, ...: factor on hidden size, heads and inner width.
-        depth: number of layers, a multiple of what there is; None keeps it.
-        noise: standard deviation of what is added to every matrix, as a share of the matrix' own;
-            without it the doubled units would learn the same for ever.
-        seed: of the noise.
+    `width`, a power of 2, is a factor on hidden size, heads and inner width; `depth` is a multiple
+    of the layers there are. `noise` is a share of each matrix' own deviation; without it the
+    doubled units would learn the same for ever.
 
     Raises:
         ConfigError: an argument is out of range, or the architecture cannot be doubled.

@@ -25,16 +25,21 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError
 from pipeline.kernels import attention
-from pipeline.model import encoder, init, layers, layout
+from pipeline.model import encoder, layers, layout
 from pipeline.model.layout import Layout
 from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use import names
-from pipeline.use.export import ExportReport, compare
-from pipeline.use.folder import TrainedModel, publishing
+from pipeline.use.folder import (
+    ExportReport,
+    TrainedModel,
+    compare,
+    load_trained,
+    publishing,
+    require_full_alpha,
+)
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
-from pipeline.use.trained import load_trained, require_full_alpha
 
 _NATIVE_LOADING = """\
 ```python
@@ -54,14 +59,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 
 
 def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_diff: float) -> str:
-    """Write the Markdown with the metadata block that model hubs read.
-
-    Args:
-        name: of the folder.
-        trained: the model and where it comes from.
-        family: transformers' own class that it was written for, if any.
-        max_abs_diff: largest difference of logits between transformers and the trainer's model.
-    """
+    """Write the Markdown with the metadata block that model hubs read."""
     config, facts = trained.model.config, trained.facts
     num_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
     scores = facts.get("scores") or {}
@@ -85,7 +83,7 @@ def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_dif
 
 
 MODELING_FILE = "modeling_postnorm.py"
-_SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, init, encoder)
+_SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, encoder)
 _BASE_PREFIX = "postnorm."
 # What transformers' own classes can express, beside sizes, dropout, eps and activation.
 _NATIVE: dict[str, Any] = {
@@ -133,7 +131,9 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     family = native_family(config)
     with publishing(out) as folder:
         if family:
-            _write_native(folder, trained, family)
+            weights = native_tensors(dict(trained.model.state_dict()), family)
+            tensors.write_file(weights, folder / "model.safetensors")
+            write_json_atomic(folder / "config.json", native_config(trained, family))
         else:
             _write_own(folder, trained)
         if trained.tokenizer is not None:
@@ -229,12 +229,6 @@ def modeling_source() -> str:
         "\nfrom __future__ import annotations\n\n"
     )
     return head + "\n".join(sorted(imports)) + "\n\n\n" + "\n\n\n".join(bodies) + "\n"
-
-
-def _write_native(folder: Path, trained: TrainedModel, family: names.Style) -> None:
-    weights = native_tensors(dict(trained.model.state_dict()), family)
-    tensors.write_file(weights, folder / "model.safetensors")
-    write_json_atomic(folder / "config.json", native_config(trained, family))
 
 
 def _write_own(folder: Path, trained: TrainedModel) -> None:

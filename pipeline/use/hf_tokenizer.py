@@ -57,11 +57,7 @@ def write_hf_tokenizer(
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json (special_tokens_map.json is history).
 
-    Args:
-        tokenizer: what the model was trained with.
-        folder: where to; is made if need be.
-        max_length: longest input of the model, in tokens with specials.
-        token_types: whether the model takes token_type_ids.
+    `max_length` counts specials.
 
     Raises:
         CheckpointError: the written tokenizer splits a text otherwise than the original.

@@ -51,9 +51,7 @@ class PostnormConfig(PretrainedConfig):
 def mask_layout(attention_mask: Tensor | None, input_ids: Tensor) -> Layout:
     """Make a layout of one document in each row; padding may stand on either side of it.
 
-    Args:
-        attention_mask: (B, S), 1 for tokens and 0 for padding; no padding when None.
-        input_ids: (B, S).
+    The mask is (B, S), 1 for tokens; without one there is no padding.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
@@ -79,7 +77,6 @@ class PostnormModel(PostnormPreTrainedModel):
     """Token ids to hidden states."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Make the encoder."""
         super().__init__(config)
         self.encoder = Encoder(config)
         self.post_init()
@@ -117,7 +114,6 @@ class PostnormForMaskedLM(PostnormPreTrainedModel):
     """The model as it was pre-trained."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Make encoder and head."""
         super().__init__(config)
         self.postnorm = MaskedLanguageModel(config)
         self.post_init()
@@ -151,7 +147,6 @@ class PostnormForSequenceClassification(PostnormPreTrainedModel):
     """A linear classifier, or regression with one label, on the first token."""
 
     def __init__(self, config: PostnormConfig) -> None:
-        """Make encoder and classifier."""
         super().__init__(config)
         self.postnorm = PostnormModel(config)
         self.dropout = nn.Dropout(config.dropout)

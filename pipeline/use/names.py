@@ -40,10 +40,6 @@ _HEADS = {
 def hugging_face(name: str, style: Style) -> tuple[str, ...]:
     """Translate the name of one of our parameters to those in a Hugging Face checkpoint.
 
-    Args:
-        name: ours, such as `encoder.layers.3.attention.qkv.weight`.
-        style: of the names.
-
     Returns:
         One name, or the three of queries, keys and values, whose rows follow each other in ours;
         none if their architecture has no such parameter.

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.manifest import FOLDER, published, state_file, verify
-from pipeline.checkpoints.mirror import Mirror
-from pipeline.checkpoints.retention import Retention
+from pipeline.checkpoints.background import Mirror
+from pipeline.checkpoints.manifest import FOLDER, Retention, published, state_file, verify
 from pipeline.errors import ConfigError
 from tests.support.checkpoints import make_checkpoint
 

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.commands import carry_out, plan
-from pipeline.checkpoints.manifest import FOLDER, published, state_file, verify
-from pipeline.checkpoints.retention import Retention, superseded
+from pipeline.checkpoints.manifest import (
+    FOLDER,
+    Retention,
+    published,
+    state_file,
+    superseded,
+    verify,
+)
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse
@@ -75,7 +81,7 @@ def test_killed_removal_leaves_no_checkpoint_that_looks_whole(tmp_path: Path) ->
     # Killed when the first of its files is gone.
     program = (
         "import os, shutil, signal, sys; from pathlib import Path\n"
-        "from pipeline.checkpoints.retention import remove\n"
+        "from pipeline.checkpoints.manifest import remove\n"
         "unlink = os.unlink\n"
         "def dying(*a, **k): unlink(*a, **k); os.kill(os.getpid(), signal.SIGKILL)\n"
         "os.unlink = dying\n"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.batches import BatchPlan, PhaseConfig
+from pipeline.config.data import BatchPlan, PhaseConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import build
 from pipeline.config.strict_yaml import parse

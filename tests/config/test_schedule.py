@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoints.counters import TrainState
+from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.train import SchedulePoint, TrainConfig
 from pipeline.runtime.log import duration_text

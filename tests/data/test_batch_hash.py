@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch_hash import sequence_hashes
+from pipeline.data.record import sequence_hashes
 
 MASK = 2**64 - 1
 

@@ -162,7 +162,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.train import TrainConfig
 from tests.support.steps import eval_loader, train_loader
 from pipeline.data.format import read_index
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 
 def peak_mib():  # ru_maxrss would be at least that of the process that started this one
     status = Path("/proc/self/status").read_text().split()

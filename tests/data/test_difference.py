@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.difference import dataset_differences
+from pipeline.checkpoints.resume import dataset_differences
 from pipeline.data.format import INDEX_FILE, DatasetIndex, _fingerprint, read_index
 from tests.support.large_index import write_large_index
 from tests.support.variants import Variants

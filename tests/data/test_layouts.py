@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.batches import PhaseConfig
-from pipeline.config.data import DataConfig
+from pipeline.config.data import DataConfig, PhaseConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import DatasetIndex
-from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.run_order import Share, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, WorkerError
 from tests.support.steps import Row, open_steps, rows_of_step, start_workers, step_on

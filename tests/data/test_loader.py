@@ -10,12 +10,11 @@ import torch
 from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
-from pipeline.data.batch import MicroBatch, document_bounds
 from pipeline.data.format import CLS_ID, MASK_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex
-from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader, document_bounds
 from pipeline.data.order import Locations
 from pipeline.data.reader import BlockReader
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from pipeline.errors import ConfigError
 from pipeline.objectives.inputs import train_inputs
 from tests.support.steps import eval_loader, train_loader

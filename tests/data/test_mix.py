@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config.data import MixConfig
 from pipeline.data.format import Source
-from pipeline.data.mix import Mix, weights
+from pipeline.data.run_order import Mix, weights
 from pipeline.errors import ConfigError
 
 AMOUNTS = {

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.batches import PhaseConfig
-from pipeline.config.data import DataConfig, MixConfig
+from pipeline.config.data import DataConfig, MixConfig, PhaseConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.dataset import PackedSplit

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from pipeline.data.format import DatasetIndex, Vocabulary
-from pipeline.data.packing import pack
+from pipeline.data.packing import Slots, lay_out, pack
 from pipeline.data.reader import Block, BlockReader
-from pipeline.data.slots import Slots, lay_out
 from tests.support.reference_slots import reference_slots
 
 

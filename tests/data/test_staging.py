@@ -24,8 +24,8 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data import reader as reading
 from pipeline.data.format import Blocks, DatasetIndex, index_bytes, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
+from pipeline.data.run_order import Share
 from pipeline.data.staging import stage
-from pipeline.data.steps import Share
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime import env
 from tests.support.ranks import CONFIG, Ranks

@@ -6,7 +6,7 @@ On rank 1 it takes 2 s, so that ranks which went by their own clocks would not a
 import os
 import runpy
 
-from pipeline.train.state import Clock
+from pipeline.train.timing import Clock
 
 
 def _start(self: Clock, elapsed_s: float) -> None:

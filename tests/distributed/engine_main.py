@@ -19,7 +19,7 @@ from torch import nn
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import MicroBatch, document_bounds
+from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling

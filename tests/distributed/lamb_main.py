@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.checkpoints.state import SavedState, read_weights
-from pipeline.data.batch import MicroBatch, document_bounds
+from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.model.layout import rows
 from tests.distributed import engine_main as case
 from tests.support.ranks import Starter, state_of

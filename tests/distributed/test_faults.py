@@ -209,7 +209,7 @@ def test_ranks_see_different_sequences(dataset: DatasetIndex) -> None:
     # A run in which all ranks train on the same data looks healthy; this is its direct check.
     from pipeline.config.load import load
     from pipeline.config.runs import PretrainConfig
-    from pipeline.data.steps import Share
+    from pipeline.data.run_order import Share
     from tests.support.ranks import CONFIG
     from tests.support.steps import train_loader
 

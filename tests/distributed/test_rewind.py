@@ -14,7 +14,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from tests.support.ranks import CONFIG, Ranks, losses, newest_state, records
 from tests.support.steps import train_loader
 

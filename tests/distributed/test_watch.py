@@ -14,7 +14,7 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.reader import BlockReader
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from tests.support.ranks import Ranks, newest_state, records
 from tests.support.steps import eval_loader, train_loader
 

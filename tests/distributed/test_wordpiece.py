@@ -18,14 +18,14 @@ from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import MicroBatch
 from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.loader import MicroBatch
 from pipeline.data.reader import BlockReader
-from pipeline.data.steps import Share
+from pipeline.data.run_order import Share
 from pipeline.tokenizer.wordpiece import load_tokenizer
 from pipeline.use.convert import convert
-from pipeline.use.export import export
-from pipeline.use.fill_mask import fill_mask
+from pipeline.use.encode import fill_mask
+from pipeline.use.folder import export
 from pipeline.use.hf import export_hf
 from tests.support import bert_vocabulary, near_texts
 from tests.support.ranks import Ranks, losses

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config.train import TrainConfig
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.env import ProcessInfo, process_info
 from pipeline.train.engine import Engine, close_process_group, init_process_group

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels import norm as operator
-from pipeline.kernels import norm_triton as kernels
+from pipeline.kernels import rows_triton as kernels
 from pipeline.kernels.choose import Choice
 from pipeline.kernels.norm import residual_norm
 from pipeline.model import cost

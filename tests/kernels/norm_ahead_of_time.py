@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pipeline.kernels import norm_triton as kernels
+from pipeline.kernels import rows_triton as kernels
 from pipeline.kernels.common_triton import Launch
 from tests.support.machine_code import compiled, found_in
 

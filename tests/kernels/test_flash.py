@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.data.batch import document_bounds
+from pipeline.data.loader import document_bounds
 from pipeline.kernels.attention import flash_attention
 from pipeline.model import layers
 from pipeline.model.encoder import MaskedLanguageModel

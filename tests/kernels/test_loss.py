@@ -324,7 +324,7 @@ def test_the_model_gives_the_loss_of_its_logits(
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("size", [50_000, 21_128, 30_522])
 def test_compiled_kernel(capability: int, size: int) -> None:
-    from pipeline.kernels.loss_triton import cross_entropy
+    from pipeline.kernels.rows_triton import cross_entropy
     from tests.support.machine_code import compiled, found_in
 
     logits = torch.empty(8, size, dtype=torch.bfloat16, device="meta")

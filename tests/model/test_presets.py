@@ -208,7 +208,7 @@ CUT = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sq
 
 
 def _formula(init: str, name: str, size: dict[str, int]) -> float:
-    """Standard deviation after the cut; the formulas are in `pipeline/model/init.py`."""
+    """Standard deviation after the cut; the formulas are in `pipeline/model/encoder.py`."""
     width, inner, depth = size["hidden_size"], size["ffn_size"], size["num_layers"]
     fan_in = inner if "feed_forward.output" in name else width
     fan_out = inner if "feed_forward.inner" in name else width

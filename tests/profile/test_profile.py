@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.format import DatasetIndex
-from pipeline.profile.step import attention_work
-from pipeline.profile.timeline import (
+from pipeline.profile.step import (
     ATTENTION,
     CATEGORIES,
     COMMUNICATION,
@@ -22,10 +21,11 @@ from pipeline.profile.timeline import (
     NORMS,
     OPTIMIZER,
     OTHER,
+    attention_work,
     category,
     read_timeline,
 )
-from pipeline.runtime.marks import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
+from pipeline.train.timing import BEGIN, BODY, DATA, END, FORWARD, HEAD, PREFIX, UPDATE
 from tests.support.ranks import CONFIG, Starter
 
 ROOT = Path(__file__).parents[2]

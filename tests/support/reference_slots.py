@@ -3,9 +3,8 @@
 import numpy as np
 
 from pipeline.data.format import Vocabulary
-from pipeline.data.packing import Packing
+from pipeline.data.packing import Packing, Slots
 from pipeline.data.reader import Block
-from pipeline.data.slots import Slots
 
 
 def reference_slots(

@@ -7,7 +7,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
-from pipeline.data.steps import Share, TrainSteps
+from pipeline.data.run_order import Share, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.objectives.inputs import eval_inputs, train_inputs, train_steps
 

@@ -4,8 +4,7 @@ import json
 from dataclasses import replace
 
 from pipeline.checkpoints.resume import identity
-from pipeline.config.batches import PhaseConfig
-from pipeline.config.data import DataConfig, MixConfig
+from pipeline.config.data import DataConfig, MixConfig, PhaseConfig
 from pipeline.config.runs import PretrainConfig
 
 

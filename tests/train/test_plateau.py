@@ -9,8 +9,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.train.health import LastStep, PlateauDoctor
-from pipeline.train.layer_norms import GroupNorms
+from pipeline.train.health import GroupNorms, LastStep, PlateauDoctor
 
 ENTROPY = 6.0
 

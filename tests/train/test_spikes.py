@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.checkpoints.counters import LossHistory
+from pipeline.checkpoints.state import LossHistory
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import SpikeConfig

@@ -8,8 +8,7 @@ import os
 import runpy
 from collections.abc import Iterator
 
-from pipeline.data.batch import MicroBatch
-from pipeline.data.loader import EvalLoader
+from pipeline.data.loader import EvalLoader, MicroBatch
 
 _original = EvalLoader.batches
 

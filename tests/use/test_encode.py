@@ -12,7 +12,7 @@ from pipeline.model.layers import Trace
 from pipeline.model.layout import padded
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.encode import Pooling, TextEncoder
-from pipeline.use.trained import load_trained
+from pipeline.use.folder import load_trained
 
 TEXTS = ["The assert statement.", "", "A class is a kind of object, and functions are objects too."]
 

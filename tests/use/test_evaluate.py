@@ -33,8 +33,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
 from pipeline.use.evaluate_command import EVALUATE
-from pipeline.use.export import export
-from pipeline.use.folder import write_model
+from pipeline.use.folder import export, write_model
 from tests.support.ranks import Ranks, records, start
 
 Command = Callable[..., list[dict[str, Any]]]

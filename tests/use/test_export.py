@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipeline.use.trained import initial_weights, load_trained
 from safetensors.torch import load_file
 
 from pipeline.checkpoints.manifest import newest_good, read_manifest
@@ -15,12 +16,9 @@ from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError, DataError, RunFolderError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.encode import TextEncoder
-from pipeline.use.export import export
-from pipeline.use.fill_mask import fill_mask
-from pipeline.use.folder import load_model
+from pipeline.use.encode import TextEncoder, fill_mask
+from pipeline.use.folder import export, load_model
 from pipeline.use.grow import grow
-from pipeline.use.trained import initial_weights, load_trained
 from tests.model import reference
 from tests.support.ranks import Ranks, newest_state
 

@@ -17,9 +17,8 @@ from pipeline.model.architecture import SENTENCEPIECE_FILE
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use import hf
-from pipeline.use.folder import load_model, publishing, write_model
+from pipeline.use.folder import load_model, load_trained, publishing, write_model
 from pipeline.use.hf import export_hf, modeling_source, native_family
-from pipeline.use.trained import load_trained
 from tests.model import reference
 
 # A process in which nothing of this project, nor what only it needs, can be imported.

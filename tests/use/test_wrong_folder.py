@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.difference import resolve
-from pipeline.checkpoints.table import at_step, rows
+from pipeline.checkpoints.commands import at_step, resolve, rows
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, RunFolderError
 from pipeline.inspect.run import open_run
 from pipeline.inspect.status import run_status
-from pipeline.use.encode import TextEncoder
+from pipeline.use.encode import TextEncoder, fill_mask
 from pipeline.use.evaluate_command import EVALUATE, evaluate_config
-from pipeline.use.export import export
-from pipeline.use.fill_mask import fill_mask
+from pipeline.use.folder import export, initial_weights
 from pipeline.use.grow import grow
-from pipeline.use.trained import initial_weights
 from tests.support.run_folder import RunFolder
 
 
