@@ -17,7 +17,7 @@ from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
 from launch.local import run_local, run_program
 from launch.plan import plan, plan_json, plan_text
 from launch.preflight.check import check_node
-from launch.preflight.report import gather, judge_nodes
+from launch.preflight.judge import gather, judge_nodes
 from launch.records import EVALUATE, PRETRAIN, PROGRAM, newest_checkpoint, prep_jobs, require_run
 from launch.script import render
 from launch.site import ask_sbatch, check, within_site
