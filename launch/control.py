@@ -7,8 +7,7 @@ from pathlib import Path
 from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
 from launch.records import newest, newest_checkpoint, submissions
 from launch.slurm import SlurmError, run_command
-from launch.status import own_status, prep_elements
-from launch.summary import duration
+from launch.status import duration, own_status, prep_elements
 from pipeline.errors import BusyError, DataError
 from pipeline.runtime.run_folder import RunFolder
 

@@ -23,12 +23,7 @@ from launch.script_parts import (
     srun_words,
     wrapped,
 )
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-)
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 
 _SECONDS_TO_REQUEUE = 30

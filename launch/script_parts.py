@@ -12,8 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from launch.cluster import ClusterConfig
-from launch.fields import option
+from launch.cluster import ClusterConfig, option
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
 

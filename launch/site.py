@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.cluster import ClusterConfig
-from launch.fields import mebibytes, seconds
+from launch.cluster import ClusterConfig, mebibytes, seconds
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import ConfigError
 

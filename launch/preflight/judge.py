@@ -24,7 +24,7 @@ from launch.preflight.record import (
     read_record,
 )
 from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
-from launch.summary import table
+from launch.status import table
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import read_index
