@@ -201,11 +201,7 @@ class PrepJobsConfig:
 
     @property
     def time_limit_s(self) -> int:
-        """The time limit in seconds.
-
-        Raises:
-            ConfigError: sbatch would not accept it.
-        """
+        """The time limit in seconds."""
         return seconds(self.time_limit, "prep.time_limit")
 
 
@@ -385,11 +381,7 @@ class ClusterConfig:
 
     @property
     def time_limit_s(self) -> int:
-        """The time limit in seconds.
-
-        Raises:
-            ConfigError: sbatch would not accept it.
-        """
+        """The time limit in seconds."""
         return seconds(self.time_limit, "time_limit")
 
     @property
@@ -404,22 +396,14 @@ class ClusterConfig:
 
 
 def cluster_of(path: str | None) -> ClusterConfig:
-    """Load a profile; without a path, return the defaults.
-
-    Raises:
-        ConfigError: the profile is wrong.
-    """
+    """Load a profile; without a path, return the defaults."""
     if path is None:
         return build(ClusterConfig, Node({}, "defaults"))
     return load(ClusterConfig, path).config
 
 
 def seconds(text: str, name: str) -> int:
-    """Convert a time limit to seconds.
-
-    Raises:
-        ConfigError: sbatch would not accept it.
-    """
+    """Convert a time limit to seconds; the error is for a text that sbatch would not accept."""
     match = _TIME.fullmatch(text)
     if not match:
         raise ConfigError(
@@ -437,11 +421,7 @@ def seconds(text: str, name: str) -> int:
 
 
 def mebibytes(text: str, name: str) -> float:
-    """Read a memory size as sbatch does: a whole number, of MiB unless it says K, M, G or T.
-
-    Raises:
-        ConfigError: sbatch would not accept it.
-    """
+    """Read a memory size as sbatch does: a whole number, of MiB unless it says K, M, G or T."""
     match = _MEMORY.fullmatch(text)
     if not match:
         raise ConfigError(
@@ -452,21 +432,13 @@ def mebibytes(text: str, name: str) -> float:
 
 
 def _require(pattern: str, text: str, name: str, expected: str) -> None:
-    """Check a text that is not empty against a pattern.
-
-    Raises:
-        ConfigError: the pattern does not match all of it.
-    """
+    """Check a text that is not empty against a pattern, which must match all of it."""
     if text and not re.fullmatch(pattern, text):
         raise ConfigError(f"{name}={text!r}: expected {expected}")
 
 
 def _require_variables(texts: Iterable[str], name: str) -> None:
-    """Check `NAME=value` texts.
-
-    Raises:
-        ConfigError: one has another form, is given twice, or is set by the launcher.
-    """
+    """Check `NAME=value` texts: their form, each once, none that the launcher sets itself."""
     seen: dict[str, str] = {}
     for text in texts:
         match = _ASSIGNMENT.fullmatch(text)
@@ -487,16 +459,7 @@ def _require_variables(texts: Iterable[str], name: str) -> None:
 
 
 def _require_options(texts: Iterable[str], name: str, taken: Iterable[str]) -> None:
-    """Check further options of sbatch, such as `--switches=1`.
-
-    Args:
-        texts: options with or without the dashes.
-        name: name of the field, for messages.
-        taken: long names of options that are set elsewhere.
-
-    Raises:
-        ConfigError: one is not a long option, is given twice, or is set elsewhere.
-    """
+    """Check further options of sbatch, such as `--switches=1`, each once and none of `taken`."""
     seen: set[str] = set()
     for text in texts:
         match = _OPTION.fullmatch(text)

@@ -71,15 +71,7 @@ class RunPlan:
 
 
 def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
-    """Compute the plan of a run.
-
-    Args:
-        config: config of the run; needs `model.vocab_size` or a prepared dataset.
-        cluster: the profile.
-
-    Raises:
-        ConfigError: the vocabulary is not known, or a batch does not split over the ranks.
-    """
+    """Compute the plan of a run, which needs `model.vocab_size` or a prepared dataset."""
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
     has_data = (Path(config.data.dir) / INDEX_FILE).is_file()
@@ -148,11 +140,7 @@ def best_interval_s(save_s: float, failure_s: float) -> float:
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
     dumps", equation 37, https://doi.org/10.1016/j.future.2004.11.016; Young 1974 has its first
-    term.
-
-    Args:
-        save_s: time of a save, during which training stands still.
-        failure_s: mean time between failures of the whole job.
+    term. `failure_s` is the mean time between failures of the whole job.
     """
     if save_s >= 2 * failure_s:
         return failure_s

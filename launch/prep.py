@@ -126,17 +126,7 @@ class PrepJob:
 def render_prep(
     plans: Sequence[StagePlan], cluster: ClusterConfig, job: PrepJob
 ) -> list[PrepStage]:
-    """Render the scripts of all stages with something left to do, in order.
-
-    Args:
-        plans: the stages.
-        cluster: the profile.
-        job: names and folders.
-
-    Raises:
-        ConfigError: an array task is expected to take longer than it may, or SLURM cannot use the
-            log folder, or a container one of the folders.
-    """
+    """Render the scripts of all stages with something left to do, in order. Pure."""
     stages = []
     for plan in plans:
         prep = cluster.prep
@@ -284,11 +274,7 @@ class SubmitError(PostnormError):
 
 
 def ask_plan(config_path: str, overrides: Sequence[str]) -> list[StagePlan]:
-    """Ask data preparation what its stages need.
-
-    Raises:
-        SubmitError: the config is wrong or an input is missing.
-    """
+    """Ask data preparation what its stages need."""
     # The plan is the last line; warnings may come before it.
     line = _ask_data_prep("plan", config_path, [*overrides, "--json"]).splitlines()[-1]
     plan: dict[str, Any] = json.loads(line)
@@ -313,12 +299,7 @@ class PrepDraft:
 def prepare(
     config_path: str, overrides: Sequence[str], cluster: ClusterConfig, work_dir: str
 ) -> PrepDraft:
-    """Ask data preparation what is left to do, and render it; change nothing.
-
-    Raises:
-        ConfigError: see `render_prep`.
-        SubmitError: the config is wrong or an input is missing.
-    """
+    """Ask data preparation what is left to do, and render it; change nothing."""
     text = _ask_data_prep("config", config_path, overrides)
     output_dir = str(strict_yaml.parse(text, config_path).plain()["output_dir"])
     work = Path(work_dir, output_dir) / "work"
@@ -335,10 +316,7 @@ def prepare(
 
 
 def submit(draft: PrepDraft) -> dict[str, list[str]]:
-    """Hand all arrays to sbatch, each stage waiting for all arrays of the one before.
-
-    Returns:
-        Job ids of each stage.
+    """Hand all arrays to sbatch, each stage waiting for the one before; return their job ids.
 
     Raises:
         BusyError: jobs of an earlier submission are still in the queue.

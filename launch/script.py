@@ -59,15 +59,7 @@ class Job:
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
-    """Render a job script. Pure.
-
-    Args:
-        job: the command and its folders.
-        cluster: the profile.
-
-    Raises:
-        ConfigError: SLURM cannot use a folder of that name.
-    """
+    """Render a job script. Pure."""
     start = _START.format(
         launch_folder=FOLDER, excluded=EXCLUDED_FILE, launcher=_launcher(job, cluster)
     )

@@ -54,12 +54,8 @@ def run_command(
 ) -> str:
     """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
-    Args:
-        command: the words, such as `["squeue", "--me"]`.
-        stdin: text for its standard input.
-        repeatable: whether running it twice does no harm; if not, it is retried only where the
-            controller was not reached at all. sbatch is not repeatable: it may have submitted.
-        patience_s: how long to retry while the controller does not answer.
+    While the controller does not answer it is retried; one that is not `repeatable` only where the
+    controller was not reached at all. sbatch is not repeatable: it may have submitted.
 
     Raises:
         NoSlurmError: the command does not exist here.

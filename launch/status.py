@@ -100,14 +100,7 @@ class PrepReport:
 
 
 def run_report(run_dir: Path) -> RunReport:
-    """Ask SLURM about a run, and read the run's files.
-
-    Args:
-        run_dir: the run folder, absolute.
-
-    Raises:
-        DataError: a record is damaged.
-    """
+    """Ask SLURM about a run, an absolute folder, and read the run's files."""
     jobs: list[JobFacts] = []
     problem = ""
     try:
@@ -156,11 +149,7 @@ def own_status(run_dir: Path) -> tuple[RunStatus | None, str]:
 
 
 def prep_report(output_dir: Path) -> PrepReport | None:
-    """Ask SLURM for the jobs of a data preparation; None if none was submitted from there.
-
-    Raises:
-        DataError: the record is damaged.
-    """
+    """Ask SLURM for the jobs of a data preparation; None if none was submitted from there."""
     stages = prep_jobs(output_dir)
     if stages is None:
         return None
@@ -171,22 +160,13 @@ def prep_report(output_dir: Path) -> PrepReport | None:
 
 
 def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[JobFacts]:
-    """List the elements of a preparation's arrays, without other jobs that have the same ids.
-
-    Raises:
-        SlurmError: SLURM does not answer.
-    """
+    """List the elements of a preparation's arrays, without other jobs that have the same ids."""
     queued = jobs_of([job for jobs in stages.values() for job in jobs])
     return [facts for facts in queued if not facts.comment or facts.is_of(output_dir)]
 
 
 def queue_reports() -> list[RunReport | PrepReport]:
-    """Report all runs and preparations of this user that have jobs in the queue.
-
-    Raises:
-        SlurmError: SLURM does not exist here or does not answer.
-        DataError: a record is damaged.
-    """
+    """Report all runs and preparations of this user that have jobs in the queue."""
     folders: dict[str, list[JobFacts]] = {}
     for facts in my_jobs():
         if facts.is_alive and facts.comment.startswith("/"):
@@ -231,12 +211,7 @@ def decision(report: RunReport, job: JobFacts) -> dict[str, Any] | None:
 
 
 def run_summary(report: RunReport, now_s: float | None = None) -> Summary:
-    """Summarise one run.
-
-    Args:
-        report: the report of the run.
-        now_s: Unix time that ages are counted from; by default this moment.
-    """
+    """Summarise one run, by default at this moment."""
     lines = list(_queue_lines(report, time.time() if now_s is None else now_s))
     if report.excluded:
         lines.append(("excluded", " ".join(report.excluded)))
@@ -430,12 +405,7 @@ def _prep_reason(elements: Sequence[JobFacts], jobs: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Align the columns of a table.
-
-    Args:
-        rows: rows of cells, the header first.
-        right: columns that are aligned to the right.
-    """
+    """Align the columns of a table, the header first; those of `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -85,13 +85,7 @@ class Draft:
 def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Draft:
     """Draft the training of a run; change nothing.
 
-    Args:
-        config: the resolved config.
-        cluster: the profile.
-        source: the files and overrides that a person named.
-
-    Raises:
-        ConfigError: the run could not start or not end: it should not wait in a queue first.
+    A run that could not start or not end is an error: it should not wait in a queue first.
     """
     data = Path(source.work_dir) / config.data.dir
     if not (data / INDEX_FILE).is_file():
@@ -119,15 +113,7 @@ def prepare_evaluation(
     cluster: ClusterConfig,
     source: Source,
 ) -> Draft:
-    """Draft an evaluation of a run's checkpoints; change nothing.
-
-    Args:
-        run_dir: folder of the run, absolute.
-        options: options of `python -m pipeline evaluate`.
-        inputs: folders that it reads in addition to the run's.
-        cluster: the profile.
-        source: the files and overrides that a person named.
-    """
+    """Draft an evaluation of a run's checkpoints, which also reads `inputs`; change nothing."""
     number = next_number(run_dir)
     words = ("pipeline", EVALUATE, str(run_dir), *options)
     job = _job(EVALUATE, run_dir, number, words, source, inputs)
@@ -137,14 +123,7 @@ def prepare_evaluation(
 def prepare_program(
     run_dir: Path, words: Sequence[str], cluster: ClusterConfig, source: Source
 ) -> Draft:
-    """Draft a job for the user's own program, such as a fine-tuning; change nothing.
-
-    Args:
-        run_dir: folder for its log and its ranks' exit codes, absolute.
-        words: the program and its arguments.
-        cluster: the profile.
-        source: the files and overrides that a person named.
-    """
+    """Draft a job for the user's own program, such as a fine-tuning; change nothing."""
     number = next_number(run_dir)
     start = ("launch", "rank", "--", *words)
     job = _job(PROGRAM, run_dir, number, start, source, [])
@@ -174,13 +153,7 @@ def _job(
 
 
 def checkout_job(config: PretrainConfig, source: Source) -> Job:
-    """Describe a training with the checkout itself, for a script that a person hands to sbatch.
-
-    Args:
-        config: the resolved config.
-        source: files and overrides for the trainer and for preflight; the log goes to its
-            `work_dir`.
-    """
+    """Describe a training with the checkout itself, for a script that a person hands to sbatch."""
     return Job(
         kind=PRETRAIN,
         name=Path(config.run_dir).name or PRETRAIN,
@@ -195,16 +168,7 @@ def checkout_job(config: PretrainConfig, source: Source) -> Job:
 
 
 def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | None) -> Source:
-    """Find what a run was submitted with last, or what a run started otherwise left.
-
-    Args:
-        run_dir: folder of the run, absolute.
-        overrides: changes to its config.
-        cluster: file of another profile than that of the last submission.
-
-    Raises:
-        ConfigError: the run was neither submitted, nor started with a profile named here.
-    """
+    """Find what a run was submitted with last, or what a run started otherwise left."""
     earlier = [one for one in submissions(run_dir) if one.kind == PRETRAIN]
     if earlier:
         folder, work_dir = submission_folder(run_dir, earlier[-1].number), earlier[-1].work_dir
@@ -220,11 +184,7 @@ def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | Non
 
 
 def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig:
-    """Load the config that a run resumes with.
-
-    Raises:
-        ConfigError: the config is wrong, or names another run folder.
-    """
+    """Load the config that a run resumes with, which must name its folder."""
     config = load(PretrainConfig, source.config, source.overrides).config
     if (Path(source.work_dir) / config.run_dir).resolve() != run_dir.resolve():
         raise ConfigError(
@@ -235,15 +195,12 @@ def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig:
 
 
 def submit(draft: Draft) -> str:
-    """Copy code and configs, and hand the script to sbatch.
+    """Copy code and configs, hand the script to sbatch, and return the job's id.
 
-    Returns:
-        The job's id.
+    If sbatch refuses or the copy fails, everything written is removed again.
 
     Raises:
         BusyError: an earlier job of the run is still in the queue.
-        ConfigError: the run folder has a STOP file.
-        PostnormError: sbatch refused, or the copy failed; everything written is removed again.
     """
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
@@ -277,11 +234,7 @@ def submit(draft: Draft) -> str:
 
 
 def refuse_twice(run_dir: Path, kind: str) -> None:
-    """Refuse a second job of a run, which would only wait for the lock of the first.
-
-    Raises:
-        BusyError: one is in the queue.
-    """
+    """Refuse a second job of a run, which would only wait for the lock of the first."""
     left = still_queued([one.job for one in submissions(run_dir) if one.kind == kind])
     if left:
         raise BusyError(

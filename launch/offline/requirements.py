@@ -46,11 +46,7 @@ class Pins:
 
 
 def read_pins(folder: Path, target: Target) -> Pins:
-    """Read `constraints.txt`, and `pyproject.toml` for what the project supports.
-
-    Raises:
-        DataError: the project does not support the target's Python.
-    """
+    """Read `constraints.txt`, and `pyproject.toml` for what the project supports."""
     content = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     supported = Requirement(f"python{content['requires-python']}").specifier
     if not supported.contains(f"{target.python}.0"):

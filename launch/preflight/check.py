@@ -35,14 +35,7 @@ _PACKAGES = frozenset(
 
 
 def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, node: str) -> Record:
-    """Run all checks, for at most `preflight.timeout_s`, and write the record.
-
-    Args:
-        config: the run.
-        cluster: the profile, which has the expectations.
-        folder: folder of the records; its name decides which shards are read.
-        node: name of this node.
-    """
+    """Run all checks, for at most `preflight.timeout_s`, and write the record into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     record = Record(node, time.time())
     # srun kills all tasks if it cannot start one: this record tells those that could start.
@@ -120,14 +113,7 @@ def check_folder(
 ) -> tuple[float | None, list[Finding]]:
     """Check that a folder can be written to, and its space; it is made if it does not exist.
 
-    Args:
-        config: the expectations.
-        name: name of the config field.
-        folder: folder of the run, or for staging.
-        blame: whose fault it is if the folder is bad on a lone node.
-
-    Returns:
-        Free space in GB, None if it cannot be measured, and the findings.
+    Return the free space in GB, None if it cannot be measured, and the findings.
     """
     where = f"{name}={folder}"
     try:
@@ -226,9 +212,6 @@ def ahead_of_file_server(folder: Path) -> list[float]:
     """Bound the number of seconds that this clock is ahead of the one that stamps files.
 
     NFS stamps a written file by the server's clock, Lustre by the client's: then it is about 0.
-
-    Raises:
-        OSError: nothing can be written there.
     """
     before = time.time()
     # A stamp is cut to the system's clock tick, or to whole seconds on old file systems.
@@ -253,13 +236,8 @@ def _write_through(beside: Path) -> float:
 def check_dataset(folder: str, num_shards: int, seed: str) -> tuple[str, list[Finding]]:
     """Read the index, and a random block of each of some random shards.
 
-    Args:
-        folder: folder of the dataset.
-        num_shards: number of shards to read.
-        seed: seed of the choice, another one for each node and each start.
-
-    Returns:
-        The fingerprint, empty if the index cannot be read, and the findings.
+    The seed differs for each node and each start. Return the fingerprint, empty if the index cannot
+    be read, and the findings.
     """
     try:
         index = read_index(folder)
@@ -284,8 +262,6 @@ def check_dataset(folder: str, num_shards: int, seed: str) -> tuple[str, list[Fi
 def read_block(index: DatasetIndex, block: int) -> None:
     """Compare the size of a block's shard, its end, and the block's bytes with the index.
 
-    Raises:
-        DataError: they differ.
-        StorageError: they cannot be read at the moment.
+    A DataError says that they differ, a StorageError that they cannot be read at the moment.
     """
     BlockReader(index, [int(index.blocks.shard[block])]).check(block)

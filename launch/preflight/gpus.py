@@ -64,13 +64,7 @@ class Gpu:
 def check_gpus(
     config: PreflightConfig, num_gpus: int, environ: Mapping[str, str]
 ) -> tuple[list[Gpu], list[Finding]]:
-    """Check the GPUs that a job was given on this node.
-
-    Args:
-        config: the expectations.
-        num_gpus: number that the profile asks for on each node.
-        environ: environment of this process; nvidia-smi ignores CUDA_VISIBLE_DEVICES.
-    """
+    """Check the GPUs that a job was given on this node; nvidia-smi ignores CUDA_VISIBLE_DEVICES."""
     try:
         listed = [Gpu(*row) for row in _query("gpu", _FIELDS)]
     except _SmiError as error:
@@ -162,11 +156,7 @@ def _known_values(what: str, uuid_field: str, names: list[str]) -> list[tuple[st
 
 
 def _query(what: str, fields: tuple[str, ...]) -> list[list[str]]:
-    """Return the rows of a query, without units.
-
-    Raises:
-        _SmiError: nvidia-smi does not exist or refuses.
-    """
+    """Return the rows of a query, without units."""
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(

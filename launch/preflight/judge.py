@@ -192,11 +192,7 @@ def judge(
 ) -> Verdict:
     """Find the bad nodes, and the problems that no other node cures. Pure.
 
-    Args:
-        evidence: the reports of all nodes.
-        config: the expectations.
-        excluded: nodes that the job already must not get.
-        max_excluded: most nodes that a job may exclude, including those.
+    Nodes in `excluded`, which the job already must not get, count for `max_excluded`, too.
     """
     verdict = Verdict()
     _judge_silence(evidence, config, verdict)

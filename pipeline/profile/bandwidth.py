@@ -78,16 +78,8 @@ def measure_bandwidth(
 ) -> int:
     """Measure between pairs of nodes and between all, and write this node's report.
 
-    Args:
-        process: this rank.
-        folder: folder of the reports.
-        nodes: names of all nodes of the job in the order of their ranks, with as many ranks on
-            each; to name missing nodes.
-        megabytes: size of the tensor of each rank.
-        timeout_s: limit for everything, from now on.
-
-    Returns:
-        The exit code.
+    `nodes` are all nodes of the job in the order of their ranks, with as many ranks on each, to
+    name missing ones. Everything ends within `timeout_s`.
 
     Raises:
         LostRankError: not all ranks came, or one was lost; names the missing nodes.
@@ -217,14 +209,9 @@ def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
-    """Time all-reduces over the open process group.
+    """Time all-reduces over the open process group; return GB/s by the time of the slowest rank.
 
-    Args:
-        num_ranks: number of ranks of the group.
-        tensor: (n,) float32 on the device of this rank; its values become meaningless.
-
-    Returns:
-        GB/s of bus bandwidth, by the time of the slowest rank.
+    The values of the tensor become meaningless.
     """
     for _ in range(_WARM_UPS):  # the first one opens the connections
         dist.all_reduce(tensor)
@@ -241,13 +228,7 @@ def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
 
 
 def bus_bandwidth(num_ranks: int, num_bytes: int, seconds: float) -> float:
-    """Compute the bytes/s of an all-reduce as nccl-tests reports them.
-
-    Args:
-        num_ranks: number of ranks that take part.
-        num_bytes: size of the tensor of each rank.
-        seconds: time of one all-reduce.
-    """
+    """Compute the bytes/s of an all-reduce as nccl-tests reports them."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
 
 
