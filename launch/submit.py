@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,10 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(f"this run cannot start as configured:{lines}")
     run_dir = Path(source.work_dir, config.run_dir)
-    number = next_number(run_dir)
-    file = submission_folder(run_dir, number) / CONFIG_FILE
+    file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
-    job = _job(PRETRAIN, run_dir, number, words, source, [config.data.dir])
-    return Draft(number, run_dir, job, config, cluster, source)
+    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir])
+    return replace(draft, config=config)
 
 
 def prepare_evaluation(
@@ -114,32 +113,28 @@ def prepare_evaluation(
     source: Source,
 ) -> Draft:
     """Draft an evaluation of a run's checkpoints, which also reads `inputs`; change nothing."""
-    number = next_number(run_dir)
     words = ("pipeline", EVALUATE, str(run_dir), *options)
-    job = _job(EVALUATE, run_dir, number, words, source, inputs)
-    return Draft(number, run_dir, job, None, cluster, source)
+    return _draft(EVALUATE, run_dir, words, cluster, source, inputs)
 
 
 def prepare_program(
     run_dir: Path, words: Sequence[str], cluster: ClusterConfig, source: Source
 ) -> Draft:
     """Draft a job for the user's own program, such as a fine-tuning; change nothing."""
-    number = next_number(run_dir)
-    start = ("launch", "rank", "--", *words)
-    job = _job(PROGRAM, run_dir, number, start, source, [])
-    return Draft(number, run_dir, job, None, cluster, source)
+    return _draft(PROGRAM, run_dir, ("launch", "rank", "--", *words), cluster, source, [])
 
 
-def _job(
+def _draft(
     kind: str,
     run_dir: Path,
-    number: int,
     words: tuple[str, ...],
+    cluster: ClusterConfig,
     source: Source,
     inputs: Sequence[str],
-) -> Job:
-    """Describe a job that runs a copy of the code."""
-    return Job(
+) -> Draft:
+    """Draft a job that runs a copy of the code."""
+    number = next_number(run_dir)
+    job = Job(
         kind=kind,
         name=run_dir.name if kind == PRETRAIN else f"{run_dir.name}-{kind}",
         run_dir=str(run_dir),
@@ -150,6 +145,7 @@ def _job(
         mounts=_mounts(source.work_dir, str(run_dir), *inputs),
         profile=str(submission_folder(run_dir, number) / CLUSTER_FILE),
     )
+    return Draft(number, run_dir, job, None, cluster, source)
 
 
 def checkout_job(config: PretrainConfig, source: Source) -> Job:
