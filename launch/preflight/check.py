@@ -32,6 +32,16 @@ _PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "triton", "safetensors", "tokenizers", "sentencepiece", "numba"}
 )
 """Packages that decide what a run computes; with all that start with `nvidia-`, such as NCCL."""
+_LEAST = {
+    "min_free_gb": ("space", "remove files there, or lower that"),
+    "min_free_inodes": ("inodes", "remove files there"),
+    "min_open_files": ("open files", "raise it in `setup` of the profile"),
+    "min_shm_gb": (
+        "shared memory",
+        "remove files that ended jobs left there, or give the container more (`--shm-size`)",
+    ),
+}
+"""By the expectation that a value is compared with: the name of the check, and what to change."""
 
 
 def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, node: str) -> Record:
@@ -123,32 +133,21 @@ def check_folder(
         _write_through(folder / "preflight")
     except OSError as error:
         return None, [Finding(name, f"{where} cannot be written to: {error}", blame)]
-    free, advice = f"{where}: {free_gb:.1f} GB free", "remove files there, or lower that"
-    findings = _at_least(config, "min_free_gb", free_gb, f"{name} space", free, advice, blame)
+    free, more = f"{free_gb:.1f} GB free", f"{inodes.f_favail} more files can be created"
+    findings = _at_least(config, "min_free_gb", free_gb, f"{where}: {free}", name, blame)
     # Some file systems have no fixed number of inodes and say 0.
-    if inodes.f_files:
-        left = inodes.f_favail
-        more, advice = f"{where}: {left} more files can be created", "remove files there"
-        findings += _at_least(
-            config, "min_free_inodes", left, f"{name} inodes", more, advice, blame
-        )
+    left = inodes.f_favail if inodes.f_files else config.min_free_inodes
+    findings += _at_least(config, "min_free_inodes", left, f"{where}: {more}", name, blame)
     return free_gb, findings
 
 
 def _at_least(
-    config: PreflightConfig,
-    field: str,
-    value: float,
-    check: str,
-    what: str,
-    advice: str,
-    blame: Blame = "all",
+    config: PreflightConfig, field: str, value: float, what: str, of: str = "", blame: Blame = "all"
 ) -> list[Finding]:
     """Compare a value with the least that the profile expects."""
-    least = getattr(config, field)
-    if value >= least:
-        return []
-    return [Finding(check, f"{what}, expected preflight.{field}={least}; {advice}", blame)]
+    least, (check, advice) = getattr(config, field), _LEAST[field]
+    text = f"{what}, expected preflight.{field}={least}; {advice}"
+    return [] if value >= least else [Finding(f"{of} {check}".strip(), text, blame)]
 
 
 def check_stage_dir(config: PreflightConfig, stage_dir: str | None) -> list[Finding]:
@@ -165,8 +164,7 @@ def check_stage_dir(config: PreflightConfig, stage_dir: str | None) -> list[Find
 def check_limits(config: PreflightConfig) -> list[Finding]:
     """Check the resource limits of this process."""
     files = _soft_limit(resource.RLIMIT_NOFILE)
-    what, advice = f"`ulimit -n` is {files:.0f}", "raise it in `setup` of the profile"
-    findings = _at_least(config, "min_open_files", files, "open files", what, advice)
+    findings = _at_least(config, "min_open_files", files, f"`ulimit -n` is {files:.0f}")
     locked = _soft_limit(resource.RLIMIT_MEMLOCK)
     if locked != float("inf") and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
         text = (
@@ -193,9 +191,7 @@ def check_shared_memory(config: PreflightConfig, folder: Path = Path("/dev/shm")
         free_gb = shutil.disk_usage(folder).free / _GB
     except OSError as error:
         return [Finding("shared memory", f"{folder} cannot be read: {error}", "all")]
-    what = f"{folder}: {free_gb:.3f} GB free"
-    advice = "remove files that ended jobs left there, or give the container more (`--shm-size`)"
-    return _at_least(config, "min_shm_gb", free_gb, "shared memory", what, advice)
+    return _at_least(config, "min_shm_gb", free_gb, f"{folder}: {free_gb:.3f} GB free")
 
 
 def packages() -> dict[str, str]:

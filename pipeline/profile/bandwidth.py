@@ -61,9 +61,8 @@ class _Report:
         """Stop the timer and write the report, if this rank is the first of its node."""
         self._timer.cancel()
         if self._path:
-            rounds, missing = self.rounds, self.missing
-            body = {"node": self.node, "rounds": rounds, "error": error, "missing": missing}
-            write_json_atomic(self._path, body)
+            body = {"node": self.node, "rounds": self.rounds, "missing": self.missing}
+            write_json_atomic(self._path, {**body, "error": error})
 
     def _end(self) -> None:
         """End the process: a collective that hangs cannot be left."""
