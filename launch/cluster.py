@@ -20,7 +20,6 @@ _VARIABLE = r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 _NAMES_TEXT = "a name as SLURM shows it, without white space"
 # Both container engines separate the parts of a mount by `:` and mounts by `,`.
 _MOUNT = r"/[^:,\s]*(:/[^:,\s]*(:[a-z+]+)?)?"
-_VERSION = re.compile(r"\d+(\.\d+)*")
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:...].
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
@@ -139,11 +138,8 @@ class PreflightConfig:
     bandwidth_share: float = param(0.7, "share of it that a good node reaches", gt=0, le=1)
 
     def __post_init__(self) -> None:
-        if self.min_driver and not _VERSION.fullmatch(self.min_driver):
-            raise ConfigError(
-                f"preflight.min_driver={self.min_driver!r}: expected numbers with dots, such as "
-                '"550.54.15", in quotes'
-            )
+        expected = 'numbers with dots, such as "550.54.15", in quotes'
+        _require(r"\d+(\.\d+)*", self.min_driver, "preflight.min_driver", expected)
 
 
 @dataclass(frozen=True, kw_only=True)

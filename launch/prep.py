@@ -44,7 +44,7 @@ from launch.script_parts import (
     srun_words,
     wrapped,
 )
-from launch.slurm import run_command
+from launch.slurm import run_command, sbatch
 from launch.snapshot import snapshot, start_file
 from launch.status import table
 from pipeline.config import strict_yaml
@@ -333,8 +333,9 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
         write_atomic(draft.folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         for stage in draft.stages:
             jobs[stage.name] = []
+            dependency = [_dependency(before)] if before else []
             for script in stage.scripts:
-                jobs[stage.name].append(_sbatch(script, before))
+                jobs[stage.name].append(sbatch(dependency, script))
             before = jobs[stage.name]
         write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
     except BaseException as error:
@@ -406,14 +407,6 @@ def _refuse_twice(draft: PrepDraft) -> None:
             f"jobs of an earlier submission are still in the queue: {' '.join(left)}; wait for "
             f"them, or cancel them: scancel {' '.join(left)}"
         )
-
-
-def _sbatch(script: str, before: Sequence[str]) -> str:
-    """Submit one array and return its job id."""
-    dependency = [_dependency(before)] if before else []
-    output = run_command(["sbatch", "--parsable", *dependency], script, repeatable=False)
-    # On a site of several clusters sbatch prints id;cluster.
-    return output.strip().partition(";")[0]
 
 
 def _code_folder(folder: Path) -> Path:

@@ -107,3 +107,10 @@ def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
     except subprocess.TimeoutExpired:
         return -1, "", f"Socket timed out: no answer in {_CALL_S:.0f} s"
     return done.returncode, done.stdout, (done.stderr or done.stdout).strip()
+
+
+def sbatch(words: Sequence[str], script: str = "") -> str:
+    """Submit a script, a file among the words or a text, and return the job's id."""
+    output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
+    # On a site of several clusters sbatch prints id;cluster.
+    return output.strip().partition(";")[0]

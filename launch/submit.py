@@ -32,7 +32,7 @@ from launch.records import (
     submissions,
 )
 from launch.script import Job, render
-from launch.slurm import run_command
+from launch.slurm import run_command, sbatch
 from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
@@ -217,9 +217,7 @@ def submit(draft: Draft) -> str:
             write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
-        command = ["sbatch", "--parsable", str(folder / SCRIPT_FILE)]
-        # On a site of several clusters sbatch prints id;cluster.
-        job = run_command(command, repeatable=False).strip().partition(";")[0]
+        job = sbatch([str(folder / SCRIPT_FILE)])
         write_json_atomic(folder / SUBMISSION_FILE, _record(draft, job))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

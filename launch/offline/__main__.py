@@ -171,7 +171,7 @@ def _python_version(text: str) -> str:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    folder = arguments.folder
+    folder: Path = arguments.folder
     target = Target(_python_version(arguments.python), this_machine().machine)
     wheelhouse.begin(folder, target)
     wheelhouse.fetch_pip(_SOURCE / "constraints.txt", folder)

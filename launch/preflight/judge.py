@@ -199,8 +199,7 @@ def judge(
     _judge_findings(evidence, verdict)
     _judge_likeness(evidence, verdict)
     _judge_clocks(evidence, config.max_clock_skew_s, verdict)
-    if evidence.bandwidths is not None:
-        _judge_bandwidth(evidence.nodes, evidence.bandwidths, config, verdict)
+    _judge_bandwidth(evidence, config, verdict)
     out = sorted({*excluded, *verdict.bad})
     if verdict.bad and len(out) > max_excluded:
         verdict.problems.append(
@@ -362,15 +361,13 @@ def _agreed(intervals: Sequence[_Interval], limit_s: float) -> float:
     return (max(low for low, _ in most) + min(high for _, high in most)) / 2
 
 
-def _judge_bandwidth(
-    every: Sequence[str],
-    reports: Mapping[str, Bandwidth],
-    config: PreflightConfig,
-    verdict: Verdict,
-) -> None:
+def _judge_bandwidth(evidence: Evidence, config: PreflightConfig, verdict: Verdict) -> None:
     """Find nodes that are slow or did not take part."""
+    reports = evidence.bandwidths
+    if reports is None:
+        return
     # Bad nodes held up the others: what those measured with them says nothing.
-    nodes = [node for node in every if node not in verdict.bad]
+    nodes = [node for node in evidence.nodes if node not in verdict.bad]
     if not reports:
         verdict.problems.append(
             "bandwidth: no node left a record: see above why `python -m pipeline bandwidth` failed"
