@@ -4,17 +4,10 @@ The root config of `python -m launch`. Files are in `configs/cluster/`.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.fields import (
-    SET_OPTIONS,
-    mebibytes,
-    require,
-    require_options,
-    require_variables,
-    seconds,
-)
 from pipeline.config.load import load
 from pipeline.config.schema import build, param, section
 from pipeline.config.strict_yaml import Node
@@ -27,7 +20,25 @@ _VARIABLE = r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
 _NAMES_TEXT = "a name as SLURM shows it, without white space"
 # Both container engines separate the parts of a mount by `:` and mounts by `,`.
 _MOUNT = r"/[^:,\s]*(:/[^:,\s]*(:[a-z+]+)?)?"
-_VERSION = re.compile(r"\d+(\.\d+)*")
+# As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:...].
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
+_MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII)
+_OPTION = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.+))?")
+
+# Variables that the launcher sets itself, or that would mislead it.
+_OWN_VARIABLES = re.compile(
+    r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|SBATCH|SRUN|POSTNORM)_.*"
+)
+SET_OPTIONS = frozenset({
+    "account", "array", "chdir", "comment", "cpus-per-task", "dependency", "error", "exclude",
+    "export", "export-file", "get-user-env", "gpus", "gpus-per-node", "gpus-per-socket",
+    "gpus-per-task", "job-name", "kill-on-invalid-dep", "mem", "no-kill", "no-requeue", "nodes",
+    "ntasks", "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "parsable", "partition",
+    "qos", "requeue", "signal", "test-only", "time", "wait", "wrap",
+})  # fmt: skip
+"""Options of sbatch that the launcher sets, or that would break what its scripts rely on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +76,7 @@ class ContainerConfig:
                 f"container.kind={self.kind} needs container.image, a file such as "
                 "/shared/images/train." + ("sif" if self.kind == "apptainer" else "sqsh")
             )
-        require(r"[^\s]+", self.image, "container.image", "a path or name without white space")
+        _require(r"[^\s]+", self.image, "container.image", "a path or name without white space")
         if self.kind == "pyxis" and self.image.endswith(".sqsh") and self.image[0] not in "./":
             raise ConfigError(
                 f"container.image={self.image!r}: pyxis takes a value that does not start with / "
@@ -74,9 +85,9 @@ class ContainerConfig:
             )
         expected = "SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, whole paths without `,` and spaces"
         for mount in self.mounts:
-            require(_MOUNT, mount or " ", "container.mounts", expected)
+            _require(_MOUNT, mount or " ", "container.mounts", expected)
         for word in self.arguments:
-            require(r"-[^\n]*", word or " ", "container.arguments", "options such as --no-home")
+            _require(r"-[^\n]*", word or " ", "container.arguments", "options such as --no-home")
 
     @property
     def image_file(self) -> str:
@@ -127,11 +138,8 @@ class PreflightConfig:
     bandwidth_share: float = param(0.7, "share of it that a good node reaches", gt=0, le=1)
 
     def __post_init__(self) -> None:
-        if self.min_driver and not _VERSION.fullmatch(self.min_driver):
-            raise ConfigError(
-                f"preflight.min_driver={self.min_driver!r}: expected numbers with dots, such as "
-                '"550.54.15", in quotes'
-            )
+        expected = 'numbers with dots, such as "550.54.15", in quotes'
+        _require(r"\d+(\.\d+)*", self.min_driver, "preflight.min_driver", expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,18 +190,14 @@ class PrepJobsConfig:
             )
         _ = self.time_limit_s
         for name in ("partition", "account", "qos"):
-            require(_NAMES, getattr(self, name), f"prep.{name}", _NAMES_TEXT)
+            _require(_NAMES, getattr(self, name), f"prep.{name}", _NAMES_TEXT)
         if self.mem:
             mebibytes(self.mem, "prep.mem")
-        require_options(self.sbatch, "prep.sbatch", SET_OPTIONS)
+        _require_options(self.sbatch, "prep.sbatch", SET_OPTIONS)
 
     @property
     def time_limit_s(self) -> int:
-        """The time limit in seconds.
-
-        Raises:
-            ConfigError: sbatch would not accept it.
-        """
+        """The time limit in seconds."""
         return seconds(self.time_limit, "prep.time_limit")
 
 
@@ -349,35 +353,31 @@ class ClusterConfig:
         if self.mem_per_node:
             mebibytes(self.mem_per_node, "mem_per_node")
         for name in ("partition", "account", "qos", "reservation", "gpu_type"):
-            require(_NAMES, getattr(self, name), name, _NAMES_TEXT)
+            _require(_NAMES, getattr(self, name), name, _NAMES_TEXT)
         expected = "features joined by & or |, without white space, such as ib&h200"
-        require(r"[\w.:=&|!*()\[\]-]+", self.constraint, "constraint", expected)
+        _require(r"[\w.:=&|!*()\[\]-]+", self.constraint, "constraint", expected)
         expected = "node names without white space, such as node[3-5],node9"
-        require(r"[\w.,\[\]-]+", self.exclude, "exclude", expected)
+        _require(r"[\w.,\[\]-]+", self.exclude, "exclude", expected)
         taken = SET_OPTIONS | {"constraint", "reservation", "exclusive"}
         taken |= {"gres"} if self.gpu_request == "gres" else set()
         taken |= {"mem-per-cpu", "mem-per-gpu"} if self.mem_per_node else set()
-        require_options(self.sbatch, "sbatch", taken)
+        _require_options(self.sbatch, "sbatch", taken)
 
     def _require_shell_texts(self) -> None:
-        require(r"[^\n]+", self.python, "python", "one line")
+        _require(r"[^\n]+", self.python, "python", "one line")
         expected = "names as `module avail` shows them, one an item, such as [gcc/13, cuda/13.0]"
         for module in self.modules:
-            require(r"[\w./+@:=-]+", module or " ", "modules", expected)
-        require_variables(self.network, "network")
+            _require(r"[\w./+@:=-]+", module or " ", "modules", expected)
+        _require_variables(self.network, "network")
         pattern = rf"(/|{_VARIABLE})({_VARIABLE}|[\w./@+-])*"
         expected = (
             "a whole path, in which $NAME stands for a variable of the job, such as /scratch/$USER"
         )
-        require(pattern, self.scratch, "scratch", expected)
+        _require(pattern, self.scratch, "scratch", expected)
 
     @property
     def time_limit_s(self) -> int:
-        """The time limit in seconds.
-
-        Raises:
-            ConfigError: sbatch would not accept it.
-        """
+        """The time limit in seconds."""
         return seconds(self.time_limit, "time_limit")
 
     @property
@@ -392,11 +392,90 @@ class ClusterConfig:
 
 
 def cluster_of(path: str | None) -> ClusterConfig:
-    """Load a profile; without a path, return the defaults.
-
-    Raises:
-        ConfigError: the profile is wrong.
-    """
+    """Load a profile; without a path, return the defaults."""
     if path is None:
         return build(ClusterConfig, Node({}, "defaults"))
     return load(ClusterConfig, path).config
+
+
+def seconds(text: str, name: str) -> int:
+    """Convert a time limit to seconds; the error is for a text that sbatch would not accept."""
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise ConfigError(
+            f"{name}={text!r}: expected minutes, hours:minutes:seconds or "
+            'days-hours:minutes:seconds, such as "1-12:00:00"'
+        )
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        units = (3600, 60, 1)  # days-hours:minutes:seconds
+    else:
+        units = (3600, 60, 1) if len(numbers) == 3 else (60, 1, 0)
+    total = sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return int(days or 0) * 86400 + total
+
+
+def mebibytes(text: str, name: str) -> float:
+    """Read a memory size as sbatch does: a whole number, of MiB unless it says K, M, G or T."""
+    match = _MEMORY.fullmatch(text)
+    if not match:
+        raise ConfigError(
+            f"{name}={text!r}: expected a whole number and K, M, G or T, such as 500G; leave it "
+            "out for the partition's default"
+        )
+    return int(match[1]) * _MIB[match[2].upper()]
+
+
+def _require(pattern: str, text: str, name: str, expected: str) -> None:
+    """Check a text that is not empty against a pattern, which must match all of it."""
+    if text and not re.fullmatch(pattern, text):
+        raise ConfigError(f"{name}={text!r}: expected {expected}")
+
+
+def _require_variables(texts: Iterable[str], name: str) -> None:
+    """Check `NAME=value` texts: their form, each once, none that the launcher sets itself."""
+    seen: dict[str, str] = {}
+    for text in texts:
+        match = _ASSIGNMENT.fullmatch(text)
+        if not match:
+            raise ConfigError(
+                f"{name}: {text!r} is not a variable; expected NAME=value on one line, such as "
+                "NCCL_SOCKET_IFNAME=ib0"
+            )
+        if _OWN_VARIABLES.fullmatch(match[1]):
+            raise ConfigError(
+                f"{name}: {text!r}: the launcher sets {match[1]} itself; leave it out"
+            )
+        if match[1] in seen:
+            raise ConfigError(
+                f"{name}: {match[1]} is given twice, {seen[match[1]]!r} and {text!r}; keep one"
+            )
+        seen[match[1]] = text
+
+
+def _require_options(texts: Iterable[str], name: str, taken: Iterable[str]) -> None:
+    """Check further options of sbatch, such as `--switches=1`, each once and none of `taken`."""
+    seen: set[str] = set()
+    for text in texts:
+        match = _OPTION.fullmatch(text)
+        if not match:
+            raise ConfigError(
+                f"{name}: {text!r} is not an option; expected --name or --name=value on one line, "
+                "such as --switches=1"
+            )
+        # sbatch accepts any prefix of a name that fits one option only (getopt_long).
+        same = sorted(option for option in taken if option.startswith(match[1]))
+        if same:
+            raise ConfigError(
+                f"{name}: {text!r}: the launcher or another field sets --{same[0]}; leave it out"
+            )
+        if match[1] in seen:
+            raise ConfigError(f"{name}: --{match[1]} is given twice; keep one")
+        seen.add(match[1])
+
+
+def option(text: str) -> tuple[str, str | bool]:
+    """Split an option that a profile accepted; the value is True if it has none."""
+    name, _, value = text.removeprefix("--").partition("=")
+    return name, value or True

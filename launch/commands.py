@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from launch import control, logs, prep_submit
+from launch import control, logs, prep
 from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
 from launch.local import run_local, run_program
 from launch.plan import plan, plan_json, plan_text
 from launch.preflight.check import check_node
-from launch.preflight.report import gather, judge_nodes
+from launch.preflight.judge import gather, judge_nodes
 from launch.records import EVALUATE, PRETRAIN, PROGRAM, newest_checkpoint, prep_jobs, require_run
 from launch.script import render
 from launch.site import ask_sbatch, check, within_site
@@ -198,13 +198,13 @@ def _submit_prep(arguments: argparse.Namespace) -> int:
         )
     work_dir, cluster = os.getcwd(), within_site(cluster_of(arguments.cluster))
     checked = check(cluster, "prep", work_dir=work_dir, optional=arguments.dry_run)
-    draft = prep_submit.prepare(arguments.config, arguments.overrides, cluster, work_dir)
+    draft = prep.prepare(arguments.config, arguments.overrides, cluster, work_dir)
     if not draft.stages:
-        print(f"nothing is left to do: {draft.output_dir} holds the dataset")
+        print(f"nothing is left to do: {draft.job.folder} holds the dataset")
     elif arguments.dry_run:
-        print(f"{prep_submit.dry_run_text(draft)}# {checked}")
+        print(f"{prep.dry_run_text(draft)}# {checked}")
     else:
-        print(f"{checked}\n{prep_submit.summary_text(draft, prep_submit.submit(draft))}")
+        print(f"{checked}\n{prep.summary_text(draft, prep.submit(draft))}")
     return EXIT_FINISHED
 
 
@@ -376,8 +376,8 @@ def _status(arguments: argparse.Namespace) -> None:
 def _status_text(folder: Path | None) -> str:
     if folder is None:
         return queue_text(queue_reports())
-    prep = prep_report(folder.resolve())
-    summary = prep_summary(prep) if prep else run_summary(run_report(require_run(folder)))
+    report = prep_report(folder.resolve())
+    summary = prep_summary(report) if report else run_summary(run_report(require_run(folder)))
     return summary.text()
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
 from launch.records import newest, newest_checkpoint, submissions
 from launch.slurm import SlurmError, run_command
-from launch.status import own_status, prep_elements
-from launch.summary import duration
+from launch.status import duration, own_status, prep_elements
 from pipeline.errors import BusyError, DataError
 from pipeline.runtime.run_folder import RunFolder
 
@@ -21,13 +20,7 @@ _DEAF_S = 10.0
 def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
     """Cancel all jobs of a run; yield what was done, line by line.
 
-    Args:
-        run_dir: the run folder, absolute.
-        save: let ranks that train save and end first.
-        save_s: how long to wait for that.
-
-    Raises:
-        SlurmError: SLURM does not answer, does not know the job, or does not end it.
+    With `save`, ranks that train may first save and end, for at most `save_s`.
     """
     jobs = [facts for facts in my_jobs() if facts.is_alive and facts.is_of(run_dir)]
     if not jobs:
@@ -64,11 +57,7 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
 
 
 def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]:
-    """Cancel all arrays of a data preparation; yield what was done.
-
-    Raises:
-        SlurmError: SLURM does not answer, or does not end them.
-    """
+    """Cancel all arrays of a data preparation; yield what was done."""
     alive = {facts.array for facts in prep_elements(output_dir, stages) if facts.is_alive}
     if not alive:
         yield f"no job of {output_dir} is in the queue"
@@ -78,16 +67,11 @@ def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]
 
 
 def requeue(run_dir: Path, *, now: bool) -> Iterator[str]:
-    """Send a running job back into the queue; yield what was done.
-
-    Args:
-        run_dir: the run folder, absolute.
-        now: do not let it save first.
+    """Send a running job back into the queue, unless `now` after it has saved; yield what was done.
 
     Raises:
         DataError: the run has no job, or it has ended.
         BusyError: the job is starting or ending at this moment.
-        SlurmError: SLURM does not answer, does not know the job, or refuses.
     """
     facts = _newest_job(run_dir)
     if facts.is_ended:

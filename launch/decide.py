@@ -64,12 +64,7 @@ class Decision:
 
 
 def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
-    """Read the exit codes that the ranks of an attempt left, in the order of ranks.
-
-    Args:
-        run_dir: folder of the run.
-        job: `JOB.RESTART`, or `local`.
-    """
+    """Read the exit codes that the ranks of `JOB.RESTART`, or `local`, left, in their order."""
     texts = [
         path.read_text(encoding="utf-8").strip()
         for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*"))
@@ -79,28 +74,14 @@ def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
 
 
 def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
-    """Say whether the work is complete: by the trainer's mark, or because all ranks say so.
-
-    Args:
-        kind: kind of the job.
-        run_dir: folder of the run.
-        codes: exit codes that the ranks left.
-        ranks: number of ranks that were started.
-    """
+    """Say whether the work is complete: by the trainer's mark, or because all ranks say so."""
     if kind == PRETRAIN:
         return RunFolder(run_dir).done.exists()
     return list(codes) == [EXIT_FINISHED] * ranks
 
 
 def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:
-    """Decide what follows an attempt. Pure.
-
-    Args:
-        attempt: the attempt that has ended.
-        misses_before: attempts without progress in a row before it.
-        limits: limits of the cluster profile.
-        run_dir: folder of the run, for messages.
-    """
+    """Decide what follows an attempt, after some without progress in a row. Pure."""
     newest = f"checkpoint {attempt.after or 'none'}"
     # done.json alone may be left from an earlier, shorter run.
     if attempt.is_done and attempt.codes[:1] == (EXIT_FINISHED,):

@@ -33,15 +33,9 @@ class DemoError(PostnormError):
 
 
 def demo(out: str, *, corpus: str | None) -> int:
-    """Run the demo and write `OUT/summary.json`.
+    """Run the demo and write `OUT/summary.json`; an earlier demo in `out` is replaced.
 
-    Args:
-        out: folder for everything; an earlier demo in it is replaced.
-        corpus: file, folder or glob of text; the embedded corpus if None.
-
-    Raises:
-        DemoError: a step failed, or the run did not end as it must.
-        ConfigError: `out` holds something other than a demo.
+    Without a `corpus`, a file, folder or glob of text, the embedded one is taken.
     """
     folder = Path(out)
     _clear(folder)

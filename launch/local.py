@@ -31,17 +31,9 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits: Limits) -> int:
-    """Run to the end, or until another attempt cannot help.
+    """Run to the end, or until another attempt cannot help, and return the exit code.
 
-    Args:
-        words: module of the ranks and its arguments.
-        kind: kind of the job.
-        run_dir: the run's folder, as the config has it.
-        num_ranks: processes on this machine.
-        limits: when to give up.
-
-    Returns:
-        An exit code of `pipeline.errors`.
+    `words` are the module of the ranks and its arguments.
     """
     # The time makes the id new: attempts of an earlier call do not count, since a person may have
     # fixed what stopped it.
@@ -91,16 +83,9 @@ def _run_ranks(words: list[str], run_dir: Path, num_ranks: int) -> None:
 def run_program(words: Sequence[str]) -> int:
     """Run the user's program as one rank of a job, pass signals on, and record its exit code.
 
-    Args:
-        words: the program and its arguments; RANK, WORLD_SIZE and the others are in its
-            environment, and it should end with a code of `pipeline.errors` (0: done, 75: saved,
-            start again, 2: do not retry).
-
-    Returns:
-        Its exit code; 128 + N if signal N ended it.
-
-    Raises:
-        ConfigError: the program does not exist, or this is not a rank of a job.
+    RANK, WORLD_SIZE and the others are in its environment, and it should end with a code of
+    `pipeline.errors` (0: done, 75: saved, start again, 2: do not retry). Where signal N ended it,
+    the code is 128 + N.
     """
     process, run_dir = env.process_info(), env.launched_run_dir()
     if run_dir is None:

@@ -34,11 +34,7 @@ def newest_job(run_dir: Path) -> str | None:
 
 
 def find_log(run_dir: Path, job: str | None, rank: int | None) -> Path:
-    """Choose a log: by default that of the newest job, for a local run that of rank 0.
-
-    Raises:
-        DataError: the run has no such job or rank.
-    """
+    """Choose a log: by default that of the newest job, for a local run that of rank 0."""
     if rank is not None:
         path = log_path(run_dir, rank)
         others = sorted(path.parent.glob("rank-*.log"))
@@ -59,11 +55,7 @@ def find_log(run_dir: Path, job: str | None, rank: int | None) -> Path:
 
 
 def show(path: Path, num_lines: int) -> None:
-    """Print the last lines of a log.
-
-    Raises:
-        DataError: it does not exist yet.
-    """
+    """Print the last lines of a log."""
     if not path.exists():
         raise DataError(
             f"{path} does not exist yet; --follow waits for it, and `python -m launch status` says "
@@ -87,15 +79,9 @@ def tail(path: Path, num_lines: int) -> tuple[bytes, int]:
 
 
 def follow(path: Path, num_lines: int, why_over: Callable[[], str]) -> str:
-    """Print a log's last lines and everything appended to it, until the job has ended.
+    """Print a log's last lines and everything appended to it; return why nothing more will come.
 
-    Args:
-        path: the log; need not exist yet.
-        num_lines: lines of what exists already.
-        why_over: asked now and then; says why nothing more will come, or is empty.
-
-    Returns:
-        Why nothing more will come.
+    The log need not exist yet. `why_over` is asked now and then, and is empty while more may come.
     """
     position: int | None = None
     asked_s = float("-inf")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
+from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import ConfigError
@@ -71,15 +72,7 @@ class RunPlan:
 
 
 def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
-    """Compute the plan of a run.
-
-    Args:
-        config: config of the run; needs `model.vocab_size` or a prepared dataset.
-        cluster: the profile.
-
-    Raises:
-        ConfigError: the vocabulary is not known, or a batch does not split over the ranks.
-    """
+    """Compute the plan of a run, which needs `model.vocab_size` or a prepared dataset."""
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
     has_data = (Path(config.data.dir) / INDEX_FILE).is_file()
@@ -90,8 +83,8 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
             f"model.vocab_size is null and data.dir={config.data.dir} has no {INDEX_FILE} to take "
             "it from; prepare the data first, or add model.vocab_size=N to the command"
         )
-    model = _with_vocabulary(config, vocab_size).model
-    slots, flops = _work(config, vocab_size)
+    model = replace(config.model, vocab_size=vocab_size)
+    slots, flops = _work(config, model)
     steps = config.train.num_steps
     speed = hardware.flops_per_rank
     train_s = flops / (speed * hardware.utilisation * ranks) if speed else None
@@ -121,11 +114,9 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         sequences_per_rank=share,
         micro_batch=last.micro_batch,
         accumulation=share // last.micro_batch,
-        largest_micro_batch=_largest_micro_batch(
-            config, vocab_size, share, state, gpu_bytes, fused
-        ),
+        largest_micro_batch=_largest_micro_batch(config, model, share, state, gpu_bytes, fused),
         state_bytes=state,
-        activation_bytes=_activations(config, vocab_size, last.micro_batch, last.seq_len, fused),
+        activation_bytes=_activations(config, model, last.micro_batch, last.seq_len, fused),
         fused=cost.fused_parts(config.model, fused),
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=checkpoint,
@@ -148,11 +139,7 @@ def best_interval_s(save_s: float, failure_s: float) -> float:
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
     dumps", equation 37, https://doi.org/10.1016/j.future.2004.11.016; Young 1974 has its first
-    term.
-
-    Args:
-        save_s: time of a save, during which training stands still.
-        failure_s: mean time between failures of the whole job.
+    term. `failure_s` is the mean time between failures of the whole job.
     """
     if save_s >= 2 * failure_s:
         return failure_s
@@ -266,9 +253,8 @@ def _problems(
         )
 
 
-def _work(config: PretrainConfig, vocab_size: int) -> tuple[float, float]:
+def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, float]:
     """Count slots and FLOPs of the whole run, in which every token attends to its whole row."""
-    model = _with_vocabulary(config, vocab_size).model
     stretches = config.batches.stretches
     ends = [place.number for place in stretches[1:]] + [config.train.num_steps]
     slots = flops = 0.0
@@ -281,10 +267,6 @@ def _work(config: PretrainConfig, vocab_size: int) -> tuple[float, float]:
     return slots, flops
 
 
-def _with_vocabulary(config: PretrainConfig, vocab_size: int) -> PretrainConfig:
-    return replace(config, model=replace(config.model, vocab_size=vocab_size))
-
-
 def _fused(config: PretrainConfig, cluster: ClusterConfig) -> Choice:
     """Predict the kernels that the run will choose, if its GPUs support fused ones."""
     if not cluster.gpus_per_node:
@@ -293,9 +275,8 @@ def _fused(config: PretrainConfig, cluster: ClusterConfig) -> Choice:
 
 
 def _activations(
-    config: PretrainConfig, vocab_size: int, micro_batch: int, seq_len: int, fused: Choice
+    config: PretrainConfig, model: ModelConfig, micro_batch: int, seq_len: int, fused: Choice
 ) -> int:
-    model = _with_vocabulary(config, vocab_size).model
     value = 2 if config.train.precision == "bf16" else 4
     return cost.activation_bytes(
         model,
@@ -310,7 +291,7 @@ def _activations(
 
 def _largest_micro_batch(
     config: PretrainConfig,
-    vocab_size: int,
+    model: ModelConfig,
     share: int,
     state: int,
     gpu_bytes: float | None,
@@ -321,9 +302,7 @@ def _largest_micro_batch(
     seq_len = config.batches.stretches[-1].seq_len
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     room = _MEMORY_SHARE * gpu_bytes - state
-    fits = [
-        size for size in sizes if _activations(config, vocab_size, size, seq_len, fused) <= room
-    ]
+    fits = [size for size in sizes if _activations(config, model, size, seq_len, fused) <= room]
     return max(fits, default=None)
 
 

@@ -7,6 +7,8 @@ anything, comes last.
 A job that the queue does not know may still run: a controller that crashes forgets young jobs while
 their tasks run on, and later gives their ids to other jobs. So a job counts as ended only if SLURM
 says so, and as ours only if it carries the comment that it was submitted with.
+
+Every question fails as `run_command` does where SLURM does not exist or does not answer.
 """
 
 from collections.abc import Sequence
@@ -125,26 +127,14 @@ class JobFacts:
         return self.state != UNKNOWN and not self.is_ended
 
     def is_of(self, folder: Path) -> bool:
-        """Whether its comment names a run or dataset folder.
-
-        Args:
-            folder: absolute path; symbolic links in it do not matter.
-        """
+        """Whether its comment names a run or dataset folder; symbolic links do not matter."""
         return self.comment.startswith("/") and (
             self.comment == str(folder) or Path(self.comment).resolve() == folder.resolve()
         )
 
 
 def reason_in_words(reason: str, job: str) -> str:
-    """Explain why a job is pending and, where a person can do something, what.
-
-    Args:
-        reason: as squeue prints it, such as `Resources` or `ReqNodeNotAvail, May be reserved...`.
-        job: id of the job, for the words.
-
-    Returns:
-        Empty for a reason that is not known here.
-    """
+    """Explain why a job is pending and what a person can do; empty for an unknown reason."""
     name = reason.partition(",")[0]
     if name.startswith(("QOSMax", "AssocMax")) and "PerJob" in name:
         giver = "QOS" if name.startswith("QOS") else "account"
@@ -156,22 +146,12 @@ def reason_in_words(reason: str, job: str) -> str:
 
 
 def my_jobs() -> list[JobFacts]:
-    """List this user's jobs in the queue, ended ones for some minutes; arrays element-wise.
-
-    Raises:
-        NoSlurmError: this machine has no SLURM.
-        SlurmError: SLURM does not answer.
-    """
+    """List this user's jobs in the queue, ended ones for some minutes; arrays element-wise."""
     return _squeue(["--me"])
 
 
 def jobs_of(jobs: Sequence[str]) -> list[JobFacts]:
-    """List those of `jobs` that the queue knows; arrays element-wise.
-
-    Raises:
-        NoSlurmError: this machine has no SLURM.
-        SlurmError: SLURM does not answer.
-    """
+    """List those of `jobs` that the queue knows; arrays element-wise."""
     if not jobs:
         return []
     try:
@@ -186,20 +166,10 @@ def jobs_of(jobs: Sequence[str]) -> list[JobFacts]:
 def job_facts(
     job: str, folder: Path | None = None, submitted_unix_s: float | None = None
 ) -> JobFacts:
-    """Ask the queue, then accounting, about one job.
+    """Ask the queue, then accounting, about one job; `UNKNOWN` with the reason if neither can tell.
 
-    Args:
-        job: its id.
-        folder: folder that it belongs to; another job may have the same id by chance. None takes
-            any job.
-        submitted_unix_s: time of its submission; older accounting records are of another job.
-
-    Returns:
-        State `UNKNOWN`, with the reason, where SLURM cannot tell.
-
-    Raises:
-        NoSlurmError: this machine has no SLURM.
-        SlurmError: SLURM does not answer.
+    Another job may have the same id by chance: only one of `folder` counts, if it is given, and no
+    accounting record from before the submission.
     """
     queued = jobs_of([job])
     ours = [facts for facts in queued if folder is None or facts.is_of(folder)]
@@ -302,12 +272,7 @@ def _exit_code(value: str) -> str:
 
 
 def still_queued(jobs: Sequence[str]) -> list[str]:
-    """List those of some jobs or arrays that are waiting or running.
-
-    Raises:
-        NoSlurmError: this machine has no SLURM.
-        SlurmError: SLURM does not answer.
-    """
+    """List those of some jobs or arrays that are waiting or running."""
     if not jobs:
         return []
     there = run_command(["squeue", "--me", "--noheader", "--format=%F"]).split()

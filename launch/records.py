@@ -60,11 +60,7 @@ def next_number(run_dir: Path) -> int:
 
 
 def submissions(run_dir: Path) -> list[Submission]:
-    """Read all submissions of a run, oldest first; empty if it was never submitted.
-
-    Raises:
-        DataError: a record is damaged.
-    """
+    """Read all submissions of a run, oldest first; empty if it was never submitted."""
     return [_submission(path) for path in sorted((run_dir / FOLDER).glob(f"*/{SUBMISSION_FILE}"))]
 
 
@@ -99,11 +95,7 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def append_history(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Record the end of an attempt, with the time.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Record the end of an attempt, with the time."""
     line = json.dumps({"unix_s": round(time.time(), 1), **record})
     AppendedFile(run_dir / FOLDER / HISTORY_FILE).append(f"{line}\n".encode(), end=b"\n")
 
@@ -129,11 +121,7 @@ def excluded_nodes(run_dir: Path) -> list[str]:
 
 
 def prep_jobs(output_dir: Path) -> dict[str, list[str]] | None:
-    """Read the jobs of each stage of a data preparation; None if it was never submitted.
-
-    Raises:
-        DataError: the record is damaged.
-    """
+    """Read the jobs of each stage of a data preparation; None if it was never submitted."""
     path = output_dir / PREP_RECORD
     try:
         jobs = json.loads(path.read_bytes())["jobs"]
@@ -154,11 +142,7 @@ def is_run(folder: Path) -> bool:
 
 
 def require_run(folder: Path) -> Path:
-    """Return a run folder as an absolute path.
-
-    Raises:
-        DataError: it is not a run folder.
-    """
+    """Return a run folder as an absolute path, or say why it is not one."""
     if is_run(folder):
         return folder.resolve()
     if (folder / "work").is_dir():

@@ -23,12 +23,7 @@ from launch.script_parts import (
     srun_words,
     wrapped,
 )
-from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-)
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 
 _SECONDS_TO_REQUEUE = 30
@@ -64,15 +59,7 @@ class Job:
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
-    """Render a job script. Pure.
-
-    Args:
-        job: the command and its folders.
-        cluster: the profile.
-
-    Raises:
-        ConfigError: SLURM cannot use a folder of that name.
-    """
+    """Render a job script. Pure."""
     start = _START.format(
         launch_folder=FOLDER, excluded=EXCLUDED_FILE, launcher=_launcher(job, cluster)
     )

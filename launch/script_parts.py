@@ -12,8 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from launch.cluster import ClusterConfig
-from launch.fields import option
+from launch.cluster import ClusterConfig, option
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
 
@@ -42,13 +41,10 @@ echo "end: the job could not be requeued, submit it again"; exit 1
 
 
 def sbatch_lines(options: Mapping[str, object]) -> list[str]:
-    """Write `#SBATCH` lines: those of every job, and `options` that are not empty.
+    """Write `#SBATCH` lines: those of every job, and `options` that are not empty (True: a flag).
 
     SLURM truncates logs on requeue unless told to append, and leaves a job whose dependency failed
     in the queue forever unless told to cancel it.
-
-    Args:
-        options: values by name; True stands for an option without a value.
     """
     given = [
         name if value is True else f"{name}={value}"
@@ -62,8 +58,7 @@ def sbatch_lines(options: Mapping[str, object]) -> list[str]:
 def slurm_path(folder: str) -> str:
     """Quote a folder for `--output`, where `%` would start a pattern.
 
-    Raises:
-        ConfigError: SLURM would look for another folder, and fail the job without a message.
+    With some names SLURM would look for another folder, and fail the job without a message.
     """
     if {"\\", "\n"} & set(folder):
         raise ConfigError(
@@ -104,12 +99,7 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> dict[str, object]:
-    """List the options of sbatch that choose the nodes of a run; for `sbatch_lines`.
-
-    Args:
-        cluster: the profile.
-        excluded: nodes that the job must not get, in addition to those of the profile.
-    """
+    """List the options of sbatch that choose the nodes of a run; for `sbatch_lines`."""
     gpus = ":".join(filter(None, [cluster.gpu_type, str(cluster.gpus_per_node)]))
     if cluster.gpu_request == "gres":
         gpus = f"gpu:{gpus}"
@@ -131,16 +121,8 @@ def prep_resources(cluster: ClusterConfig) -> dict[str, object]:
 def srun_words(cluster: ClusterConfig, mounts: Sequence[str], *, work_dir: str) -> list[str]:
     """List the options of srun, which starts the container where `container.kind` is pyxis.
 
-    The home folder is not mounted unless the profile asks for it: its packages and settings would
-    shadow those of the image.
-
-    Args:
-        cluster: the profile.
-        mounts: folders of this machine that the ranks need, at the same path.
-        work_dir: folder to start in, one of `mounts` or below.
-
-    Raises:
-        ConfigError: a folder cannot be mounted.
+    The `mounts` are at the same path inside. The home folder is not mounted unless the profile asks
+    for it: its packages and settings would shadow those of the image.
     """
     container = cluster.container
     if container.kind != "pyxis":
@@ -164,21 +146,11 @@ def wrapped(
     work_dir: str,
     gpus: bool,
 ) -> list[str]:
-    """Wrap a command so that it runs in the container, if there is one.
+    """Wrap a command, words as bash reads them, so that it runs in the container if there is one.
 
     Both engines pass on this machine's variables, but those that the image sets itself win; so the
     `network` variables are set again inside. (Values may have commas, which `apptainer exec --env`
     takes as the end of a value.)
-
-    Args:
-        cluster: the profile.
-        mounts: folders of this machine that the command needs, at the same path.
-        words: the command as bash reads it.
-        work_dir: folder to start in, one of `mounts` or below.
-        gpus: whether the command uses the GPUs of the node.
-
-    Raises:
-        ConfigError: a folder cannot be mounted.
     """
     container = cluster.container
     if container.kind == "none":

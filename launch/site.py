@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.cluster import ClusterConfig
-from launch.fields import mebibytes, seconds
+from launch.cluster import ClusterConfig, mebibytes, seconds
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import ConfigError
 
@@ -72,12 +71,7 @@ class Site:
 
 
 def read() -> Site:
-    """Ask SLURM what the site offers.
-
-    Raises:
-        NoSlurmError: this machine has no SLURM.
-        NoAnswerError: it did not answer.
-    """
+    """Ask SLURM what the site offers."""
     # --all: hidden partitions take jobs, too.
     partitions, default = parse_nodes(
         run_command(["sinfo", "--all", "--noheader", "--Node", f"--format={_NODE_FORMAT}"])
@@ -106,9 +100,6 @@ def within_site(cluster: ClusterConfig) -> ClusterConfig:
     """Lower `prep.max_array_size` of a profile to the site's MaxArraySize.
 
     Where SLURM cannot be asked, the profile stays as it is, and sbatch has the last word.
-
-    Raises:
-        ConfigError: `prep.max_concurrent` is too small for that many arrays.
     """
     try:
         size = parse_settings(run_command(["scontrol", "show", "config"])).get("MaxArraySize", "")
@@ -120,30 +111,17 @@ def within_site(cluster: ClusterConfig) -> ClusterConfig:
 
 
 def host_names(host_list: str) -> list[str]:
-    """Expand a list of nodes such as `node[1-3],node9`.
-
-    Raises:
-        NoSlurmError: this machine has no SLURM.
-        SlurmError: it cannot read the list.
-    """
+    """Expand a list of nodes such as `node[1-3],node9`."""
     return run_command(["scontrol", "show", "hostnames", host_list]).split() if host_list else []
 
 
 def ask_sbatch(script: str) -> str:
-    """Ask sbatch whether it would accept a script (`--test-only`), the last check of a script.
+    """Ask sbatch whether it would accept a script (`--test-only`), and return its answer.
 
     It knows what only the controller knows, such as partitions that an account may not use.
     Measured on SLURM 22.05: a time limit above the partition's passes where EnforcePartLimits=NO,
     and nodes that are drained or reserved at the moment make it refuse what sbatch itself would
     queue; so that refusal is only reported, and `check` compares limits and nodes.
-
-    Returns:
-        When and where the job would start, in SLURM's words.
-
-    Raises:
-        ConfigError: sbatch would refuse the script.
-        NoSlurmError: this machine has no SLURM.
-        NoAnswerError: the controller did not answer.
     """
     try:
         # sbatch answers on standard error.
@@ -210,19 +188,8 @@ def parse_associations(text: str) -> tuple[frozenset[str], frozenset[str]]:
 def check(cluster: ClusterConfig, kind: str, *, work_dir: str, optional: bool = False) -> str:
     """Compare a profile with the SLURM site of this machine, before a job could pend forever.
 
-    Args:
-        cluster: the profile.
-        kind: kind of the job; data preparation asks for other resources than runs do.
-        work_dir: folder that the job starts in.
-        optional: whether to go on where there is no SLURM or it does not answer.
-
-    Returns:
-        A line that says what was checked.
-
-    Raises:
-        ConfigError: names everything that does not fit.
-        NoSlurmError: this machine has no SLURM.
-        NoAnswerError: it did not answer.
+    Return a line that says what was checked, or raise a ConfigError with everything that does not
+    fit. With `optional` it is not an error that there is no SLURM or that it does not answer.
     """
     try:
         site, excluded = read(), host_names(cluster.exclude)
@@ -246,11 +213,7 @@ def problems(
 ) -> list[str]:
     """List everything that SLURM would refuse or never start; empty if there is nothing.
 
-    Args:
-        cluster: the profile.
-        kind: kind of the job.
-        site: the site.
-        excluded: node names that `exclude` stands for.
+    `excluded` are the node names that `exclude` stands for.
     """
     request = _request(cluster, kind)
     texts = _partition_problems(request, site, excluded)
@@ -274,12 +237,7 @@ def problems(
 
 
 def missing_files(cluster: ClusterConfig, work_dir: str) -> list[str]:
-    """List files that the profile names and this machine lacks; it shares folders with the nodes.
-
-    Args:
-        cluster: the profile.
-        work_dir: folder that relative paths start at.
-    """
+    """List files that the profile names and this machine, which shares folders, lacks."""
     container = cluster.container
     texts = [] if Path(work_dir).is_dir() else [f"the working folder {work_dir} does not exist"]
     python = Path(work_dir, cluster.python)

@@ -54,12 +54,8 @@ def run_command(
 ) -> str:
     """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
-    Args:
-        command: the words, such as `["squeue", "--me"]`.
-        stdin: text for its standard input.
-        repeatable: whether running it twice does no harm; if not, it is retried only where the
-            controller was not reached at all. sbatch is not repeatable: it may have submitted.
-        patience_s: how long to retry while the controller does not answer.
+    While the controller does not answer it is retried; one that is not `repeatable` only where the
+    controller was not reached at all. sbatch is not repeatable: it may have submitted.
 
     Raises:
         NoSlurmError: the command does not exist here.
@@ -111,3 +107,10 @@ def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
     except subprocess.TimeoutExpired:
         return -1, "", f"Socket timed out: no answer in {_CALL_S:.0f} s"
     return done.returncode, done.stdout, (done.stderr or done.stdout).strip()
+
+
+def sbatch(words: Sequence[str], script: str = "") -> str:
+    """Submit a script, a file among the words or a text, and return the job's id."""
+    output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
+    # On a site of several clusters sbatch prints id;cluster.
+    return output.strip().partition(";")[0]

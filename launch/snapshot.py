@@ -33,14 +33,9 @@ def start_file(folder: Path) -> Path:
 
 
 def snapshot(folder: Path, root: Path = _ROOT) -> Path:
-    """Copy the packages to `folder/HASH`; an existing copy is verified and kept.
+    """Copy the packages to `folder/HASH`, with the git revision in `REVISION`; return that folder.
 
-    Args:
-        folder: folder of all copies, which are named by the hash of their contents.
-        root: folder of the packages.
-
-    Returns:
-        The copy's folder, with the git revision in `REVISION`.
+    An existing copy is verified and kept.
 
     Raises:
         SnapshotError: a copy does not match its name: files were changed, in the checkout during
@@ -70,15 +65,7 @@ def snapshot(folder: Path, root: Path = _ROOT) -> Path:
 
 
 def snapshot_for(start: Path, folder: Path) -> None:
-    """Make the copy that a job runs.
-
-    Args:
-        start: `start_file(folder)` at the time when the job was rendered.
-        folder: as for `snapshot`.
-
-    Raises:
-        SnapshotError: see `snapshot`; or the code was edited since the job was rendered.
-    """
+    """Make the copy that a job runs, unless the code was edited since `start_file` was asked."""
     if snapshot(folder) not in start.parents:
         raise SnapshotError("the code was edited while it was being submitted; submit again")
 

@@ -20,14 +20,39 @@ from launch.records import (
     submissions,
 )
 from launch.slurm import SlurmError
-from launch.summary import Line, Summary, date, duration, progress_bar, short_path, table
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import RunStatus, run_status
+from pipeline.runtime.log import duration_text
 from pipeline.runtime.run_folder import RunFolder
+
+_LABEL_WIDTH = 12
+_BAR_WIDTH = 40
+Line = str | tuple[str, str]
+"""A whole line, or a label and its text; an empty label continues the line before."""
 
 _LAST_DECISIONS = ("finished", "stopped", "failed")
 """Decisions of `launch decide` after which the job script ends."""
 _MAX_STARTS = 5
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The status of one folder, the most important first."""
+
+    folder: str
+    state: str
+    """The state in a few words."""
+    lines: Sequence[Line] = ()
+    warnings: Sequence[str] = ()
+
+    def text(self) -> str:
+        """Render the summary for a terminal."""
+        head = f"{short_path(self.folder)}: {self.state}"
+        lines = [
+            line if isinstance(line, str) else f"{line[0]:<{_LABEL_WIDTH}}{line[1]}"
+            for line in self.lines
+        ]
+        return "\n".join([head, *lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 @dataclass(frozen=True)
@@ -75,14 +100,7 @@ class PrepReport:
 
 
 def run_report(run_dir: Path) -> RunReport:
-    """Ask SLURM about a run, and read the run's files.
-
-    Args:
-        run_dir: the run folder, absolute.
-
-    Raises:
-        DataError: a record is damaged.
-    """
+    """Ask SLURM about a run, an absolute folder, and read the run's files."""
     jobs: list[JobFacts] = []
     problem = ""
     try:
@@ -131,11 +149,7 @@ def own_status(run_dir: Path) -> tuple[RunStatus | None, str]:
 
 
 def prep_report(output_dir: Path) -> PrepReport | None:
-    """Ask SLURM for the jobs of a data preparation; None if none was submitted from there.
-
-    Raises:
-        DataError: the record is damaged.
-    """
+    """Ask SLURM for the jobs of a data preparation; None if none was submitted from there."""
     stages = prep_jobs(output_dir)
     if stages is None:
         return None
@@ -146,22 +160,13 @@ def prep_report(output_dir: Path) -> PrepReport | None:
 
 
 def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[JobFacts]:
-    """List the elements of a preparation's arrays, without other jobs that have the same ids.
-
-    Raises:
-        SlurmError: SLURM does not answer.
-    """
+    """List the elements of a preparation's arrays, without other jobs that have the same ids."""
     queued = jobs_of([job for jobs in stages.values() for job in jobs])
     return [facts for facts in queued if not facts.comment or facts.is_of(output_dir)]
 
 
 def queue_reports() -> list[RunReport | PrepReport]:
-    """Report all runs and preparations of this user that have jobs in the queue.
-
-    Raises:
-        SlurmError: SLURM does not exist here or does not answer.
-        DataError: a record is damaged.
-    """
+    """Report all runs and preparations of this user that have jobs in the queue."""
     folders: dict[str, list[JobFacts]] = {}
     for facts in my_jobs():
         if facts.is_alive and facts.comment.startswith("/"):
@@ -206,12 +211,7 @@ def decision(report: RunReport, job: JobFacts) -> dict[str, Any] | None:
 
 
 def run_summary(report: RunReport, now_s: float | None = None) -> Summary:
-    """Summarise one run.
-
-    Args:
-        report: the report of the run.
-        now_s: Unix time that ages are counted from; by default this moment.
-    """
+    """Summarise one run, by default at this moment."""
     lines = list(_queue_lines(report, time.time() if now_s is None else now_s))
     if report.excluded:
         lines.append(("excluded", " ".join(report.excluded)))
@@ -402,3 +402,40 @@ def _prep_reason(elements: Sequence[JobFacts], jobs: Sequence[str]) -> str:
         del ends["COMPLETED"]
         return ", ".join(f"{number} {state}" for state, number in sorted(ends.items()))
     return _explained(waiting.most_common(1)[0][0], elements[0].array)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
+    """Align the columns of a table, the header first; those of `right` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def progress_bar(done: int, total: int, unit: str) -> str:
+    """Draw such as `[####----] 50.0%  step 5 of 10`."""
+    share = done / total
+    filled = int(share * _BAR_WIDTH)
+    bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
+    return f"[{bar}] {share:.1%}  {unit} {done:,} of {total:,}"
+
+
+def duration(seconds: float | None) -> str:
+    """Write a duration as `HH:MM:SS`; clocks of two machines may make it negative, which is 0."""
+    return "unknown" if seconds is None else duration_text(max(0.0, seconds))
+
+
+def date(unix_s: float) -> str:
+    """Write a moment in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def short_path(path: str) -> str:
+    """Write a path relative to the current folder, where it is below it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path

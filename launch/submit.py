@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from launch.records import (
     submissions,
 )
 from launch.script import Job, render
-from launch.slurm import run_command
+from launch.slurm import run_command, sbatch
 from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
@@ -85,13 +85,7 @@ class Draft:
 def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Source) -> Draft:
     """Draft the training of a run; change nothing.
 
-    Args:
-        config: the resolved config.
-        cluster: the profile.
-        source: the files and overrides that a person named.
-
-    Raises:
-        ConfigError: the run could not start or not end: it should not wait in a queue first.
+    A run that could not start or not end is an error: it should not wait in a queue first.
     """
     data = Path(source.work_dir) / config.data.dir
     if not (data / INDEX_FILE).is_file():
@@ -105,11 +99,10 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(f"this run cannot start as configured:{lines}")
     run_dir = Path(source.work_dir, config.run_dir)
-    number = next_number(run_dir)
-    file = submission_folder(run_dir, number) / CONFIG_FILE
+    file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
-    job = _job(PRETRAIN, run_dir, number, words, source, [config.data.dir])
-    return Draft(number, run_dir, job, config, cluster, source)
+    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir])
+    return replace(draft, config=config)
 
 
 def prepare_evaluation(
@@ -119,48 +112,29 @@ def prepare_evaluation(
     cluster: ClusterConfig,
     source: Source,
 ) -> Draft:
-    """Draft an evaluation of a run's checkpoints; change nothing.
-
-    Args:
-        run_dir: folder of the run, absolute.
-        options: options of `python -m pipeline evaluate`.
-        inputs: folders that it reads in addition to the run's.
-        cluster: the profile.
-        source: the files and overrides that a person named.
-    """
-    number = next_number(run_dir)
+    """Draft an evaluation of a run's checkpoints, which also reads `inputs`; change nothing."""
     words = ("pipeline", EVALUATE, str(run_dir), *options)
-    job = _job(EVALUATE, run_dir, number, words, source, inputs)
-    return Draft(number, run_dir, job, None, cluster, source)
+    return _draft(EVALUATE, run_dir, words, cluster, source, inputs)
 
 
 def prepare_program(
     run_dir: Path, words: Sequence[str], cluster: ClusterConfig, source: Source
 ) -> Draft:
-    """Draft a job for the user's own program, such as a fine-tuning; change nothing.
-
-    Args:
-        run_dir: folder for its log and its ranks' exit codes, absolute.
-        words: the program and its arguments.
-        cluster: the profile.
-        source: the files and overrides that a person named.
-    """
-    number = next_number(run_dir)
-    start = ("launch", "rank", "--", *words)
-    job = _job(PROGRAM, run_dir, number, start, source, [])
-    return Draft(number, run_dir, job, None, cluster, source)
+    """Draft a job for the user's own program, such as a fine-tuning; change nothing."""
+    return _draft(PROGRAM, run_dir, ("launch", "rank", "--", *words), cluster, source, [])
 
 
-def _job(
+def _draft(
     kind: str,
     run_dir: Path,
-    number: int,
     words: tuple[str, ...],
+    cluster: ClusterConfig,
     source: Source,
     inputs: Sequence[str],
-) -> Job:
-    """Describe a job that runs a copy of the code."""
-    return Job(
+) -> Draft:
+    """Draft a job that runs a copy of the code."""
+    number = next_number(run_dir)
+    job = Job(
         kind=kind,
         name=run_dir.name if kind == PRETRAIN else f"{run_dir.name}-{kind}",
         run_dir=str(run_dir),
@@ -171,16 +145,11 @@ def _job(
         mounts=_mounts(source.work_dir, str(run_dir), *inputs),
         profile=str(submission_folder(run_dir, number) / CLUSTER_FILE),
     )
+    return Draft(number, run_dir, job, None, cluster, source)
 
 
 def checkout_job(config: PretrainConfig, source: Source) -> Job:
-    """Describe a training with the checkout itself, for a script that a person hands to sbatch.
-
-    Args:
-        config: the resolved config.
-        source: files and overrides for the trainer and for preflight; the log goes to its
-            `work_dir`.
-    """
+    """Describe a training with the checkout itself, for a script that a person hands to sbatch."""
     return Job(
         kind=PRETRAIN,
         name=Path(config.run_dir).name or PRETRAIN,
@@ -195,16 +164,7 @@ def checkout_job(config: PretrainConfig, source: Source) -> Job:
 
 
 def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | None) -> Source:
-    """Find what a run was submitted with last, or what a run started otherwise left.
-
-    Args:
-        run_dir: folder of the run, absolute.
-        overrides: changes to its config.
-        cluster: file of another profile than that of the last submission.
-
-    Raises:
-        ConfigError: the run was neither submitted, nor started with a profile named here.
-    """
+    """Find what a run was submitted with last, or what a run started otherwise left."""
     earlier = [one for one in submissions(run_dir) if one.kind == PRETRAIN]
     if earlier:
         folder, work_dir = submission_folder(run_dir, earlier[-1].number), earlier[-1].work_dir
@@ -220,11 +180,7 @@ def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | Non
 
 
 def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig:
-    """Load the config that a run resumes with.
-
-    Raises:
-        ConfigError: the config is wrong, or names another run folder.
-    """
+    """Load the config that a run resumes with, which must name its folder."""
     config = load(PretrainConfig, source.config, source.overrides).config
     if (Path(source.work_dir) / config.run_dir).resolve() != run_dir.resolve():
         raise ConfigError(
@@ -235,15 +191,12 @@ def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig:
 
 
 def submit(draft: Draft) -> str:
-    """Copy code and configs, and hand the script to sbatch.
+    """Copy code and configs, hand the script to sbatch, and return the job's id.
 
-    Returns:
-        The job's id.
+    If sbatch refuses or the copy fails, everything written is removed again.
 
     Raises:
         BusyError: an earlier job of the run is still in the queue.
-        ConfigError: the run folder has a STOP file.
-        PostnormError: sbatch refused, or the copy failed; everything written is removed again.
     """
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
@@ -264,9 +217,7 @@ def submit(draft: Draft) -> str:
             write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
-        command = ["sbatch", "--parsable", str(folder / SCRIPT_FILE)]
-        # On a site of several clusters sbatch prints id;cluster.
-        job = run_command(command, repeatable=False).strip().partition(";")[0]
+        job = sbatch([str(folder / SCRIPT_FILE)])
         write_json_atomic(folder / SUBMISSION_FILE, _record(draft, job))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -277,11 +228,7 @@ def submit(draft: Draft) -> str:
 
 
 def refuse_twice(run_dir: Path, kind: str) -> None:
-    """Refuse a second job of a run, which would only wait for the lock of the first.
-
-    Raises:
-        BusyError: one is in the queue.
-    """
+    """Refuse a second job of a run, which would only wait for the lock of the first."""
     left = still_queued([one.job for one in submissions(run_dir) if one.kind == kind])
     if left:
         raise BusyError(

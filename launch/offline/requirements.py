@@ -35,36 +35,18 @@ class Pins:
 
     def missing(self, wheels: list[Path]) -> list[str]:
         """List pins that no wheel meets, such as `numpy==2.4.6`."""
-        there = {
-            (name, str(version))
-            for name, version, *_ in (parse_wheel_filename(path.name) for path in wheels)
-        }
+        parsed = (parse_wheel_filename(path.name) for path in wheels)
+        there = {(name, str(version)) for name, version, *_ in parsed}
         return [f"{pin[0]}=={pin[1]}" for pin in self.versions.items() if pin not in there]
 
     def check_torch(self, version: str, what: str) -> None:
-        """Compare a version of torch with what the project requires.
-
-        Args:
-            version: version of torch.
-            what: where it comes from, for the message.
-
-        Raises:
-            DataError: it is too old or too new.
-        """
+        """Refuse a torch that is too old or too new; `what` says where it comes from."""
         if not self.torch.specifier.contains(version, prereleases=True):
             raise DataError(f"{what}: the project needs {self.torch}")
 
 
 def read_pins(folder: Path, target: Target) -> Pins:
-    """Read `constraints.txt`, and `pyproject.toml` for what the project supports.
-
-    Args:
-        folder: the folder that holds them.
-        target: the machines to install on.
-
-    Raises:
-        DataError: the project does not support the target's Python.
-    """
+    """Read `constraints.txt`, and `pyproject.toml` for what the project supports."""
     content = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     supported = Requirement(f"python{content['requires-python']}").specifier
     if not supported.contains(f"{target.python}.0"):
@@ -72,16 +54,6 @@ def read_pins(folder: Path, target: Target) -> Pins:
     torch = next(need for need in map(Requirement, content["dependencies"]) if need.name == "torch")
     lines = (folder / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    versions: dict[str, str] = {
-        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
-        for pin in pins
-        if pin.name != "torch" and _holds(pin, target)
-    }
-    return Pins(target, versions, torch)
-
-
-def _holds(pin: Requirement, target: Target) -> bool:
-    """Evaluate a pin's condition for the target, which may not be this machine."""
     values = {
         "python_version": target.python,
         "python_full_version": f"{target.python}.0",
@@ -89,4 +61,9 @@ def _holds(pin: Requirement, target: Target) -> bool:
         "sys_platform": "linux",
         "platform_system": "Linux",
     }
-    return pin.marker is None or pin.marker.evaluate(values)
+    versions: dict[str, str] = {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for pin in pins
+        if pin.name != "torch" and (pin.marker is None or pin.marker.evaluate(values))
+    }
+    return Pins(target, versions, torch)

@@ -15,7 +15,7 @@ from pipeline.errors import DataError
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import sha256_file, write_json_atomic
 
-MANIFEST_FILE = "manifest.json"
+_MANIFEST_FILE = "manifest.json"
 """Written last: a wheelhouse without it is not complete."""
 
 
@@ -59,10 +59,10 @@ def begin(folder: Path, target: Target) -> None:
     """Leave in a folder only wheels that an earlier collection for the same target completed."""
     folder.mkdir(parents=True, exist_ok=True)
     before = _read(folder)
-    keep: set[str] = set()
-    if before is not None and before.target == target:
+    keep = set[str]()
+    if before and before.target == target:
         keep = before.files.keys() - before.damage(folder).keys()
-    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    (folder / _MANIFEST_FILE).unlink(missing_ok=True)
     for path in folder.glob("*.whl"):
         if path.name not in keep:
             path.unlink()
@@ -72,22 +72,17 @@ def complete(folder: Path, target: Target, torch: str | None) -> Manifest:
     """Write the manifest of all wheels in a folder, which declares it complete."""
     files = {path.name: sha256_file(path) for path in sorted(folder.glob("*.whl"))}
     manifest = Manifest(target, torch, files)
-    write_json_atomic(folder / MANIFEST_FILE, asdict(manifest))
+    write_json_atomic(folder / _MANIFEST_FILE, asdict(manifest))
     return manifest
 
 
 def open_for(folder: Path, here: Target) -> Manifest:
-    """Read the manifest of a wheelhouse that is whole and for machines like this one.
-
-    Raises:
-        DataError: there is none, it is for another Python or machine, or files are missing or
-            changed.
-    """
+    """Read the manifest of a wheelhouse, which must be whole and for machines like this one."""
     again = f"where there is a network, run `make wheelhouse PYTHON={here.python}`"
     manifest = _read(folder)
     if manifest is None:
         raise DataError(
-            f"{folder / MANIFEST_FILE} does not exist, so {folder} is not a complete wheelhouse; "
+            f"{folder / _MANIFEST_FILE} does not exist, so {folder} is not a complete wheelhouse; "
             f"{again} and copy the folder here"
         )
     target = manifest.target
@@ -104,7 +99,7 @@ def open_for(folder: Path, here: Target) -> Manifest:
 
 
 def _read(folder: Path) -> Manifest | None:
-    path = folder / MANIFEST_FILE
+    path = folder / _MANIFEST_FILE
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         return Manifest(Target(**value["target"]), value["torch"], dict(value["files"]))
@@ -117,36 +112,21 @@ def _read(folder: Path) -> Manifest | None:
         ) from error
 
 
-def fetch_pip(source: Path, folder: Path) -> None:
-    """Fetch the pinned pip, which then does everything else.
-
-    Args:
-        source: the folder of `constraints.txt`.
-        folder: the wheelhouse.
-
-    Raises:
-        DataError: no version is pinned, or it cannot be fetched.
-    """
-    text = (source / "constraints.txt").read_text(encoding="utf-8")
-    pin = re.search(r"^pip==(\S+)$", text, flags=re.MULTILINE)
+def fetch_pip(constraints: Path, folder: Path) -> None:
+    """Fetch the pip that `constraints.txt` pins, which then does everything else."""
+    pin = re.search(r"^pip==(\S+)$", constraints.read_text(encoding="utf-8"), re.MULTILINE)
     if pin is None:
         raise DataError("constraints.txt has no version of pip; add a line pip==VERSION")
-    wanted = f"pip-{pin[1]}-py3-none-any.whl"
     for path in folder.glob("pip-*.whl"):
-        if path.name != wanted:
+        if path.name != f"pip-{pin[1]}-py3-none-any.whl":
             path.unlink()
-    if not (folder / wanted).exists():
-        failure = f"{pin[0]} cannot be fetched with this Python's own pip:"
-        arguments = ["download", "--no-deps", "--dest", str(folder), pin[0]]
-        run_pip(arguments, failure, folder=None)
+    if not any(folder.glob("pip-*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
+        run([*command, pin[0]], f"{pin[0]} cannot be fetched with this Python's own pip:")
 
 
 def pip_wheel(folder: Path) -> Path:
-    """Return the one wheel of pip in a wheelhouse.
-
-    Raises:
-        DataError: there is none or more than one.
-    """
+    """Return the one wheel of pip in a wheelhouse."""
     wheels = sorted(folder.glob("pip-*-py3-none-any.whl"))
     if len(wheels) != 1:
         raise DataError(
@@ -156,34 +136,19 @@ def pip_wheel(folder: Path) -> Path:
 
 
 def run_pip(
-    arguments: list[str],
-    failure: str,
-    *,
-    folder: Path | None,
-    python: str = sys.executable,
-    **environ: str,
+    folder: Path, words: list[str], failure: str, python: str = sys.executable, **environ: str
 ) -> None:
-    """Run pip.
+    """Run the pip of a wheelhouse; if it fails, the error is `failure` and pip's last lines."""
+    command = [python, "-m", "pip", "--disable-pip-version-check", *words]
+    run(command, failure, PYTHONPATH=str(pip_wheel(folder)), **environ)
 
-    Args:
-        arguments: pip's command line.
-        failure: message if it fails; pip's last lines follow it.
-        folder: wheelhouse whose pip is run; None: the pip that the interpreter has.
-        python: interpreter to run it with.
-        environ: variables to set for it.
 
-    Raises:
-        DataError: pip failed.
-    """
-    if folder is not None:
-        environ["PYTHONPATH"] = str(pip_wheel(folder))
-    command = [python, "-m", "pip", "--disable-pip-version-check", *arguments]
-    variables = child_environment(**environ)
-    done = subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
+def run(command: list[str], failure: str, **environ: str) -> str:
+    """Return what a program prints; if it fails, the error is `failure` and its last lines."""
+    done = subprocess.run(
+        command, env=child_environment(**environ), text=True, capture_output=True, check=False
+    )
     if done.returncode != 0:
-        raise DataError(f"{failure}{last_lines(done.stdout + done.stderr)}")
-
-
-def last_lines(text: str, count: int = 12) -> str:
-    """Indent the last lines of a program's output."""
-    return "".join(f"\n  {line}" for line in text.strip().splitlines()[-count:])
+        lines = (done.stdout + done.stderr).strip().splitlines()[-12:]
+        raise DataError(failure + "".join(f"\n  {line}" for line in lines))
+    return done.stdout

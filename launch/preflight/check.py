@@ -13,7 +13,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.cluster import ClusterConfig, PreflightConfig
@@ -32,17 +32,20 @@ _PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "triton", "safetensors", "tokenizers", "sentencepiece", "numba"}
 )
 """Packages that decide what a run computes; with all that start with `nvidia-`, such as NCCL."""
+_LEAST = {
+    "min_free_gb": ("space", "remove files there, or lower that"),
+    "min_free_inodes": ("inodes", "remove files there"),
+    "min_open_files": ("open files", "raise it in `setup` of the profile"),
+    "min_shm_gb": (
+        "shared memory",
+        "remove files that ended jobs left there, or give the container more (`--shm-size`)",
+    ),
+}
+"""By the expectation that a value is compared with: the name of the check, and what to change."""
 
 
 def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, node: str) -> Record:
-    """Run all checks, for at most `preflight.timeout_s`, and write the record.
-
-    Args:
-        config: the run.
-        cluster: the profile, which has the expectations.
-        folder: folder of the records; its name decides which shards are read.
-        node: name of this node.
-    """
+    """Run all checks, for at most `preflight.timeout_s`, and write the record into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     record = Record(node, time.time())
     # srun kills all tasks if it cannot start one: this record tells those that could start.
@@ -52,7 +55,7 @@ def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, nod
 
     def run(name: str) -> None:
         try:
-            results[name] = list(parts[name]())
+            results[name] = parts[name]()
         except Exception as error:  # noqa: BLE001 - an error in a thread is a finding like others
             results[name] = [Finding(name, f"{name}: {type(error).__name__}: {error}", "all")]
 
@@ -62,11 +65,11 @@ def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, nod
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    done = dict(results)
-    record.findings = [finding for findings in done.values() for finding in findings]
-    for name in (name for name in parts if name not in done):
-        text = f"{name}: not done within preflight.timeout_s={cluster.preflight.timeout_s}"
-        record.findings.append(Finding(f"{name} in time", text, "few"))
+    late = f"not done within preflight.timeout_s={cluster.preflight.timeout_s}"
+    done = dict(results)  # a thread that was given up may still add to the other
+    for name in parts:
+        unfinished = [Finding(f"{name} in time", f"{name}: {late}", "few")]
+        record.findings += done.get(name, unfinished)
     record.last, record.is_finished = time.time(), True
     write_record(folder, record)
     return record
@@ -107,7 +110,7 @@ def _parts(
         "GPUs": gpus,
         "run_dir": run_folder,
         "data.stage_dir": lambda: check_stage_dir(expected, config.data.stage_dir),
-        "limits": lambda: list(check_limits(expected)),
+        "limits": lambda: check_limits(expected),
         "/dev/shm": lambda: check_shared_memory(expected),
         "packages": versions,
         "clock": clock,
@@ -120,41 +123,31 @@ def check_folder(
 ) -> tuple[float | None, list[Finding]]:
     """Check that a folder can be written to, and its space; it is made if it does not exist.
 
-    Args:
-        config: the expectations.
-        name: name of the config field.
-        folder: folder of the run, or for staging.
-        blame: whose fault it is if the folder is bad on a lone node.
-
-    Returns:
-        Free space in GB, None if it cannot be measured, and the findings.
+    Return the free space in GB, None if it cannot be measured, and the findings.
     """
+    where = f"{name}={folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free_gb = shutil.disk_usage(folder).free / _GB
         inodes = os.statvfs(folder)
-        probe = temporary_beside(folder / "preflight")
-        try:
-            _write_through(probe)
-        finally:
-            probe.unlink(missing_ok=True)
+        _write_through(folder / "preflight")
     except OSError as error:
-        return None, [Finding(name, f"{name}={folder} cannot be written to: {error}", blame)]
-    findings = []
-    if free_gb < config.min_free_gb:
-        text = (
-            f"{name}={folder}: {free_gb:.1f} GB free, expected preflight.min_free_gb="
-            f"{config.min_free_gb:g}; remove files there, or lower that"
-        )
-        findings.append(Finding(f"{name} space", text, blame))
+        return None, [Finding(name, f"{where} cannot be written to: {error}", blame)]
+    free, more = f"{free_gb:.1f} GB free", f"{inodes.f_favail} more files can be created"
+    findings = _at_least(config, "min_free_gb", free_gb, f"{where}: {free}", name, blame)
     # Some file systems have no fixed number of inodes and say 0.
-    if inodes.f_files and inodes.f_favail < config.min_free_inodes:
-        text = (
-            f"{name}={folder}: {inodes.f_favail} more files can be created, expected "
-            f"preflight.min_free_inodes={config.min_free_inodes}; remove files there"
-        )
-        findings.append(Finding(f"{name} inodes", text, blame))
+    left = inodes.f_favail if inodes.f_files else config.min_free_inodes
+    findings += _at_least(config, "min_free_inodes", left, f"{where}: {more}", name, blame)
     return free_gb, findings
+
+
+def _at_least(
+    config: PreflightConfig, field: str, value: float, what: str, of: str = "", blame: Blame = "all"
+) -> list[Finding]:
+    """Compare a value with the least that the profile expects."""
+    least, (check, advice) = getattr(config, field), _LEAST[field]
+    text = f"{what}, expected preflight.{field}={least}; {advice}"
+    return [] if value >= least else [Finding(f"{of} {check}".strip(), text, blame)]
 
 
 def check_stage_dir(config: PreflightConfig, stage_dir: str | None) -> list[Finding]:
@@ -168,15 +161,10 @@ def check_stage_dir(config: PreflightConfig, stage_dir: str | None) -> list[Find
     return check_folder(config, "data.stage_dir", folder, "few")[1]
 
 
-def check_limits(config: PreflightConfig) -> Iterator[Finding]:
+def check_limits(config: PreflightConfig) -> list[Finding]:
     """Check the resource limits of this process."""
     files = _soft_limit(resource.RLIMIT_NOFILE)
-    if files < config.min_open_files:
-        text = (
-            f"`ulimit -n` is {files:.0f}, expected preflight.min_open_files="
-            f"{config.min_open_files}; raise it in `setup` of the profile"
-        )
-        yield Finding("open files", text, "all")
+    findings = _at_least(config, "min_open_files", files, f"`ulimit -n` is {files:.0f}")
     locked = _soft_limit(resource.RLIMIT_MEMLOCK)
     if locked != float("inf") and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
         text = (
@@ -184,11 +172,17 @@ def check_limits(config: PreflightConfig) -> Iterator[Finding]:
             "memory; put `ulimit -l unlimited` into `setup` of the profile, or "
             "LimitMEMLOCK=infinity for slurmd"
         )
-        yield Finding("locked memory", text, "all")
+        findings.append(Finding("locked memory", text, "all"))
     stack = _soft_limit(resource.RLIMIT_STACK)
     if stack < 1 << 20:
         text = f"`ulimit -s` is {stack / 1024:.0f} KiB, expected 1024 at least; raise it in `setup`"
-        yield Finding("stack", text, "all")
+        findings.append(Finding("stack", text, "all"))
+    return findings
+
+
+def _soft_limit(kind: int) -> float:
+    limit = resource.getrlimit(kind)[0]
+    return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
 
 def check_shared_memory(config: PreflightConfig, folder: Path = Path("/dev/shm")) -> list[Finding]:
@@ -197,13 +191,7 @@ def check_shared_memory(config: PreflightConfig, folder: Path = Path("/dev/shm")
         free_gb = shutil.disk_usage(folder).free / _GB
     except OSError as error:
         return [Finding("shared memory", f"{folder} cannot be read: {error}", "all")]
-    if free_gb >= config.min_shm_gb:
-        return []
-    text = (
-        f"{folder}: {free_gb:.3f} GB free, expected preflight.min_shm_gb={config.min_shm_gb:g}; "
-        "remove files that ended jobs left there, or give the container more (`--shm-size`)"
-    )
-    return [Finding("shared memory", text, "all")]
+    return _at_least(config, "min_shm_gb", free_gb, f"{folder}: {free_gb:.3f} GB free")
 
 
 def packages() -> dict[str, str]:
@@ -220,45 +208,44 @@ def ahead_of_file_server(folder: Path) -> list[float]:
     """Bound the number of seconds that this clock is ahead of the one that stamps files.
 
     NFS stamps a written file by the server's clock, Lustre by the client's: then it is about 0.
-
-    Raises:
-        OSError: nothing can be written there.
     """
     before = time.time()
-    path = temporary_beside(folder / "clock")
+    # A stamp is cut to the system's clock tick, or to whole seconds on old file systems.
+    stamp = _write_through(folder / "clock")
+    coarse = 1.0 if stamp == int(stamp) else 0.02
+    return [before - stamp - coarse, time.time() - stamp]
+
+
+def _write_through(beside: Path) -> float:
+    """Write a small file, wait until the storage has it, and return its time stamp."""
+    path = temporary_beside(beside)
     try:
-        _write_through(path)
-        # A stamp is cut to the system's clock tick, or to whole seconds on old file systems.
-        stamp = path.stat().st_mtime
-        coarse = 1.0 if stamp == int(stamp) else 0.02
-        after = time.time()
+        with path.open("wb") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        return path.stat().st_mtime
     finally:
         path.unlink(missing_ok=True)
-    return [before - stamp - coarse, after - stamp]
 
 
 def check_dataset(folder: str, num_shards: int, seed: str) -> tuple[str, list[Finding]]:
     """Read the index, and a random block of each of some random shards.
 
-    Args:
-        folder: folder of the dataset.
-        num_shards: number of shards to read.
-        seed: seed of the choice, another one for each node and each start.
-
-    Returns:
-        The fingerprint, empty if the index cannot be read, and the findings.
+    The seed differs for each node and each start. Return the fingerprint, empty if the index cannot
+    be read, and the findings.
     """
     try:
         index = read_index(folder)
     except (PostnormError, OSError) as error:
         return "", [Finding("dataset", str(error), "all")]
     chance = random.Random(seed)
-    shards = chance.sample(range(len(index.shards)), min(num_shards, len(index.shards)))
-    rows: list[list[int]] = [[] for _ in index.shards]
-    for block, shard in enumerate(index.blocks.shard.tolist()):
-        rows[shard].append(block)
     findings = []
-    for block in [chance.choice(rows[shard]) for shard in shards if rows[shard]]:
+    for shard in chance.sample(range(len(index.shards)), min(num_shards, len(index.shards))):
+        rows = (index.blocks.shard == shard).nonzero()[0].tolist()
+        if not rows:
+            continue
+        block = chance.choice(rows)
         try:
             read_block(index, block)
         except DataError as error:
@@ -271,21 +258,6 @@ def check_dataset(folder: str, num_shards: int, seed: str) -> tuple[str, list[Fi
 def read_block(index: DatasetIndex, block: int) -> None:
     """Compare the size of a block's shard, its end, and the block's bytes with the index.
 
-    Raises:
-        DataError: they differ.
-        StorageError: they cannot be read at the moment.
+    A DataError says that they differ, a StorageError that they cannot be read at the moment.
     """
     BlockReader(index, [int(index.blocks.shard[block])]).check(block)
-
-
-def _write_through(path: Path) -> None:
-    """Write a small file and wait until the storage has it."""
-    with path.open("wb") as file:
-        file.write(b"x" * 4096)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _soft_limit(kind: int) -> float:
-    limit = resource.getrlimit(kind)[0]
-    return float("inf") if limit == resource.RLIM_INFINITY else float(limit)

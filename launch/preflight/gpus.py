@@ -20,17 +20,20 @@ _FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.us
 _ECC = "ecc.errors.uncorrected.volatile.total"
 _HOT, _WEAK = "it is slowed down by its temperature", "it is slowed down by its power supply"
 _HEALTH = {
-    _ECC: "uncorrected memory errors since its driver was loaded",
-    "retired_pages.pending": "pages of memory wait to be retired",
-    "clocks_event_reasons.hw_thermal_slowdown": _HOT,
-    "clocks_throttle_reasons.hw_thermal_slowdown": _HOT,
-    "clocks_event_reasons.hw_power_brake_slowdown": _WEAK,
-    "clocks_throttle_reasons.hw_power_brake_slowdown": _WEAK,
+    ("gpu", "uuid"): {
+        _ECC: "uncorrected memory errors since its driver was loaded",
+        "retired_pages.pending": "pages of memory wait to be retired",
+        "clocks_event_reasons.hw_thermal_slowdown": _HOT,
+        "clocks_throttle_reasons.hw_thermal_slowdown": _HOT,
+        "clocks_event_reasons.hw_power_brake_slowdown": _WEAK,
+        "clocks_throttle_reasons.hw_power_brake_slowdown": _WEAK,
+    },
+    ("remapped-rows", "gpu_uuid"): {
+        "remapped_rows.pending": "rows of memory wait to be remapped",
+        "remapped_rows.failure": "rows of memory could not be remapped",
+    },
 }
-_ROWS = {
-    "remapped_rows.pending": "rows of memory wait to be remapped",
-    "remapped_rows.failure": "rows of memory could not be remapped",
-}
+"""By query and the name of its UUID field: fields that are set where a GPU is not healthy."""
 _REFUSED = re.compile(r'Field "([^"]+)" is not a valid field')
 _MOST_USED_MIB = 2048
 """Memory in use on an idle GPU at most: drivers and daemons hold some hundred MiB."""
@@ -61,13 +64,7 @@ class Gpu:
 def check_gpus(
     config: PreflightConfig, num_gpus: int, environ: Mapping[str, str]
 ) -> tuple[list[Gpu], list[Finding]]:
-    """Check the GPUs that a job was given on this node.
-
-    Args:
-        config: the expectations.
-        num_gpus: number that the profile asks for on each node.
-        environ: environment of this process; nvidia-smi ignores CUDA_VISIBLE_DEVICES.
-    """
+    """Check the GPUs that a job was given on this node; nvidia-smi ignores CUDA_VISIBLE_DEVICES."""
     try:
         listed = [Gpu(*row) for row in _query("gpu", _FIELDS)]
     except _SmiError as error:
@@ -134,40 +131,32 @@ def _in_use(gpus: list[Gpu]) -> Iterator[Finding]:
 
 def _health(gpus: list[Gpu]) -> Iterator[Finding]:
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    for what, uuid_field, meanings in (
-        ("gpu", "uuid", _HEALTH),
-        ("remapped-rows", "gpu_uuid", _ROWS),
-    ):
-        for name, uuid, value in _known_values(what, uuid_field, list(meanings)):
-            is_set = value in ("Yes", "Active") or (value.isdecimal() and int(value) > 0)
-            if is_set and uuid in by_uuid:
-                count = f"{value} " if name == _ECC else ""
-                text = f"{by_uuid[uuid].title}: {count}{meanings[name]} ({name}); reset it, or "
-                yield Finding("GPU health", f"{text}drain the node", "node")
+    for (what, uuid_field), meanings in _HEALTH.items():
+        for uuid, values in _known_values(what, uuid_field, list(meanings)):
+            for name, value in values.items():
+                is_set = value in ("Yes", "Active") or (value.isdecimal() and int(value) > 0)
+                if is_set and uuid in by_uuid:
+                    trouble = f"{value} {meanings[name]}" if name == _ECC else meanings[name]
+                    text = f"{by_uuid[uuid].title}: {trouble} ({name}); reset it, or drain the node"
+                    yield Finding("GPU health", text, "node")
 
 
-def _known_values(what: str, uuid_field: str, names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, UUID and value of the fields that this driver knows."""
+def _known_values(what: str, uuid_field: str, names: list[str]) -> list[tuple[str, dict[str, str]]]:
+    """Return the UUID of each GPU with those of the fields that this driver knows."""
     while names:
         try:
             rows = _query(what, (uuid_field, *names))
+            return [(uuid, dict(zip(names, row, strict=True))) for uuid, *row in rows]
         except _SmiError as error:
             refused = _REFUSED.search(str(error))
             if refused is None or refused[1] not in names:
-                return
+                return []
             names.remove(refused[1])
-        else:
-            for uuid, *values in rows:
-                yield from ((name, uuid, value) for name, value in zip(names, values, strict=True))
-            return
+    return []
 
 
 def _query(what: str, fields: tuple[str, ...]) -> list[list[str]]:
-    """Return the rows of a query, without units.
-
-    Raises:
-        _SmiError: nvidia-smi does not exist or refuses.
-    """
+    """Return the rows of a query, without units."""
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(

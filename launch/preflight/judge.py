@@ -1,17 +1,43 @@
 """The verdict on the nodes of a job: go, go without some of them, or stop.
 
-A pure function of the evidence. Where nodes should be alike, the majority is right. Where every
-node has the same trouble, another node would have it as well, so the message asks to change the
-config or the site and nothing is requeued.
+`judge` is a pure function of the evidence; `gather` reads that evidence, and `judge_nodes` acts on
+the verdict. Where nodes should be alike, the majority is right. Where every node has the same
+trouble, another node would have it as well, so the message asks to change the config or the site
+and nothing is requeued.
 """
 
+import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from launch.cluster import PreflightConfig
-from launch.preflight.record import Bandwidth, BandwidthRound, Record
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED
+from launch.cluster import ClusterConfig, PreflightConfig
+from launch.preflight.check import read_block
+from launch.preflight.record import (
+    STARTED_FILE,
+    Bandwidth,
+    BandwidthRound,
+    Record,
+    read_bandwidth,
+    read_record,
+)
+from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
+from launch.status import table
+from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import read_index
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    CheckpointError,
+    DataError,
+    PostnormError,
+)
+
+logger = logging.getLogger(__name__)
 
 _Interval = Sequence[float]
 
@@ -59,6 +85,103 @@ class Verdict:
         """Note that a node is bad."""
         self.bad.setdefault(node, []).append(text)
 
+    def text(self, evidence: Evidence) -> Iterator[str]:
+        """Yield a line for each node, then what is wrong, then what follows."""
+        header = ("node", "state", "free GB", "GB/s", "GPUs")
+        rows = [_row(evidence, self, node) for node in evidence.nodes]
+        yield from table([header, *rows], right=(2, 3))
+        for node, texts in self.bad.items():
+            yield from (f"bad node {node}: {text}" for text in texts)
+        yield from (f"warning: {text}" for text in self.warnings)
+        yield from (f"problem: {text}" for text in self.problems)
+        if self.problems:
+            yield "stop: no other node cures these problems; fix the cause and resubmit"
+        elif self.bad:
+            yield f"go on without {', '.join(self.bad)}"
+        else:
+            yield f"go: {len(evidence.nodes)} good node{'s' * (len(evidence.nodes) > 1)}"
+
+
+def _row(evidence: Evidence, verdict: Verdict, node: str) -> tuple[str, ...]:
+    record = evidence.records.get(node)
+    state = "bad" if node in verdict.bad else "good" if record else "?"
+    if record is None:
+        return node, state, "-", "-", "not done" if node in evidence.begun else "no record"
+    free = "-" if record.free_gb is None else f"{record.free_gb:,.1f}"
+    report = (evidence.bandwidths or {}).get(node)
+    speeds = [one.gb_per_s for one in report.rounds] if report else []
+    gpus = "-"
+    if record.gpus is not None:
+        names = ", ".join(sorted(set(record.gpus))) or "none"
+        gpus = f"{len(record.gpus)} x {names}, driver {record.driver or '-'}"
+    return node, state, free, f"{min(speeds):.3g}" if speeds else "-", gpus
+
+
+def gather(
+    folder: Path, nodes: Sequence[str], config: PretrainConfig, *, with_bandwidth: bool
+) -> Evidence:
+    """Read the reports of all nodes, and compare suspected blocks with what this node reads."""
+    left = {node: record for node in nodes if (record := read_record(folder, node))}
+    records = {node: record for node, record in left.items() if record.is_finished}
+    measured = {node: report for node in nodes if (report := read_bandwidth(folder, node))}
+    try:
+        started = float((folder / STARTED_FILE).read_text())
+    except (OSError, ValueError):
+        started = None
+    return Evidence(
+        nodes=nodes,
+        records=records,
+        begun=left.keys() - records.keys(),
+        bandwidths=measured if with_bandwidth else None,
+        started=started,
+        judged=time.time(),
+        damaged=_confirmed(config.data.dir, records.values()),
+        checkpoint=_newest_checkpoint(Path(config.run_dir)),
+    )
+
+
+def _confirmed(folder: str, records: Iterable[Record]) -> set[int]:
+    """Return the suspected blocks that are damaged as this node reads them, too."""
+    damaged = set()
+    for block in {f.block for r in records for f in r.findings if f.block is not None}:
+        try:
+            read_block(read_index(folder), block)
+        except DataError:
+            damaged.add(block)
+        except (PostnormError, OSError):
+            continue
+    return damaged
+
+
+def _newest_checkpoint(run_dir: Path) -> tuple[str, str] | None:
+    for path in published(run_dir / FOLDER):
+        try:
+            return str(path), read_manifest(path).fingerprint
+        except CheckpointError:
+            continue  # the trainer says what is wrong with it, and takes the one before
+    return None
+
+
+def judge_nodes(
+    config: PretrainConfig, cluster: ClusterConfig, evidence: Evidence, *, job: str, restart: int
+) -> Verdict:
+    """Judge the nodes, print the verdict, and exclude bad nodes if other nodes would help."""
+    run_dir = Path(config.run_dir)
+    excluded, most = excluded_nodes(run_dir), cluster.max_excluded_nodes
+    verdict = judge(evidence, cluster.preflight, excluded=excluded, max_excluded=most)
+    for line in verdict.text(evidence):
+        logger.info("preflight: %s", line)
+    if verdict.bad and not verdict.problems:
+        exclude_nodes(run_dir, verdict.bad)
+        texts = "; ".join(text for texts in verdict.bad.values() for text in texts)
+        newest = newest_checkpoint(run_dir)
+        attempt = {"job": job, "restart": restart, "nodes": list(evidence.nodes)}
+        # None: no attempt of the ranks, which `decide` must not count as one without progress.
+        attempt |= {"before": newest, "after": newest, "miss": None, "decision": "requeue"}
+        reason = f"preflight: without {', '.join(verdict.bad)}: {texts}"
+        append_history(run_dir, {**attempt, "reason": reason})
+    return verdict
+
 
 def judge(
     evidence: Evidence,
@@ -67,24 +190,16 @@ def judge(
     excluded: Collection[str] = (),
     max_excluded: int,
 ) -> Verdict:
-    """Find the bad nodes, and the problems that no other node cures.
+    """Find the bad nodes, and the problems that no other node cures. Pure.
 
-    Args:
-        evidence: the reports of all nodes.
-        config: the expectations.
-        excluded: nodes that the job already must not get.
-        max_excluded: most nodes that a job may exclude, including those.
+    Nodes in `excluded`, which the job already must not get, count for `max_excluded`, too.
     """
     verdict = Verdict()
     _judge_silence(evidence, config, verdict)
     _judge_findings(evidence, verdict)
     _judge_likeness(evidence, verdict)
-    for node, text in wrong_clocks(evidence, config.max_clock_skew_s):
-        verdict.blame(node, text)
-    if evidence.bandwidths is not None:
-        # Bad nodes held up the others: what those measured with them says nothing.
-        rest = [node for node in evidence.nodes if node not in verdict.bad]
-        _judge_bandwidth(rest, evidence.bandwidths, config, verdict)
+    _judge_clocks(evidence, config.max_clock_skew_s, verdict)
+    _judge_bandwidth(evidence, config, verdict)
     out = sorted({*excluded, *verdict.bad})
     if verdict.bad and len(out) > max_excluded:
         verdict.problems.append(
@@ -117,48 +232,47 @@ def _judge_silence(evidence: Evidence, config: PreflightConfig, verdict: Verdict
         )
     for node in (node for node in evidence.nodes if node in evidence.begun):
         if silent:
-            verdict.warnings.append(
-                f"{node} was not checked: srun ended its check because of another node"
-            )
+            text = f"{node} was not checked: srun ended its check because of another node"
+            verdict.warnings.append(text)
         else:
             verdict.blame(node, "its check began and was killed: out of memory, or it hangs")
 
 
 def _judge_findings(evidence: Evidence, verdict: Verdict) -> None:
-    num_nodes = len(evidence.records)
-    having = Counter(
-        check
-        for record in evidence.records.values()
-        for check in {finding.check for finding in record.findings}
-    )
+    """Tell what is wrong with a node from what is wrong with all."""
+    records = evidence.records
+    having = Counter(name for r in records.values() for name in {f.check for f in r.findings})
     reported = set()
-    for node, record in evidence.records.items():
-        for finding in record.findings:
-            check, blame = finding.check, finding.blame
-            if finding.block is not None and finding.block in evidence.damaged:
-                verdict.problems.append(f"found by {node}, and on this node, too: {finding.text}")
-            elif finding.block is not None:
-                verdict.blame(node, f"only this node reads it so: {finding.text}")
-            elif having[check] < num_nodes or blame == "node" or (num_nodes, blame) == (1, "few"):
-                verdict.blame(node, finding.text)
-            elif (check, finding.text) not in reported:
-                reported.add((check, finding.text))
-                who = f"all {num_nodes} nodes, {node} says" if num_nodes > 1 else node
-                verdict.problems.append(f"{who}: {finding.text}")
+    for node, finding in ((node, one) for node, r in records.items() for one in r.findings):
+        check, blame, text = finding.check, finding.blame, finding.text
+        if finding.block is not None and finding.block in evidence.damaged:
+            verdict.problems.append(f"found by {node}, and on this node, too: {text}")
+        elif finding.block is not None:
+            verdict.blame(node, f"only this node reads it so: {text}")
+        elif (
+            having[check] < len(records)
+            or blame == "node"
+            or (len(records) == 1 and blame == "few")
+        ):
+            verdict.blame(node, text)
+        elif (check, text) not in reported:
+            reported.add((check, text))
+            who = f"all {len(records)} nodes, {node} says" if len(records) > 1 else node
+            verdict.problems.append(f"{who}: {text}")
 
 
 def _judge_likeness(evidence: Evidence, verdict: Verdict) -> None:
     """Compare what should be equal on all nodes."""
     records = evidence.records
-    gpus = {node: set(record.gpus) for node, record in records.items() if record.gpus}
+    gpus = {node: set(record.gpus or ()) for node, record in records.items()}
+    advice = "name the right one as preflight.gpu, or ask SLURM for one kind (--constraint)"
+    _compare("GPUs", gpus, advice, verdict)
     packages = {
         node: {f"{name} {version}" for name, version in record.packages.items()}
         for node, record in records.items()
     }
-    fingerprints = {node: {r.fingerprint} for node, r in records.items() if r.fingerprint}
-    advice = "name the right one as preflight.gpu, or ask SLURM for one kind (--constraint)"
-    _compare("GPUs", gpus, advice, verdict)
     _compare("packages", packages, "use one environment or image on all nodes", verdict)
+    fingerprints = {node: {r.fingerprint} for node, r in records.items() if r.fingerprint}
     advice = "every node must read the same index.json"
     usual = _compare("dataset fingerprint", fingerprints, advice, verdict)
     drivers = {node: {record.driver} for node, record in records.items() if record.driver}
@@ -182,9 +296,8 @@ def _compare(
         return None
     usual, count = Counter(map(frozenset, values.values())).most_common(1)[0]
     if 2 * count <= len(values):
-        verdict.problems.append(
-            f"{what} differ, and no value has a majority: {_groups(values)}; {advice}"
-        )
+        text = f"{what} differ, and no value has a majority: {_groups(values)}; {advice}"
+        verdict.problems.append(text)
         return None
     for node, value in values.items():
         if value != usual:
@@ -206,18 +319,14 @@ def _listed(items: Collection[str]) -> str:
     return ", ".join(sorted(items)) or "nothing more"
 
 
-def wrong_clocks(evidence: Evidence, limit_s: float) -> Iterator[tuple[str, str]]:
-    """Yield nodes whose clock is provably wrong, and by how much. Needs no time server.
+def _judge_clocks(evidence: Evidence, limit_s: float, verdict: Verdict) -> None:
+    """Find nodes whose clock is provably wrong. Needs no time server.
 
     srun starts tasks seconds apart, so starts cannot be compared. But a check begins after the
     batch node has written the time, and the judge reads its record after it has ended: node minus
     batch node lies in [last - judged, first - started], a few seconds wide. Where the file server
     stamps files, a node minus that server is known within milliseconds. As in NTP (Marzullo's
     algorithm; RFC 5905, section 11.2.1), the right time is the one that most intervals agree on.
-
-    Args:
-        evidence: the reports of all nodes.
-        limit_s: largest difference from most clocks that is still good.
     """
     records = evidence.records.values()
     by_server: dict[str, _Interval] = {r.node: r.file_server for r in records if r.file_server}
@@ -225,20 +334,20 @@ def wrong_clocks(evidence: Evidence, limit_s: float) -> Iterator[tuple[str, str]
     if evidence.started is not None:
         begin, end = evidence.started, evidence.judged
         by_batch = {r.node: (r.last - end, r.first - begin) for r in records}
-    reported = set()
+    wrong: dict[str, str] = {}
     for intervals in (by_server, by_batch):
         right = _agreed([*intervals.values(), (0.0, 0.0)], limit_s)
         for node, (low, high) in intervals.items():
             ahead, behind = low - right, right - high
-            if max(ahead, behind) > limit_s and node not in reported:
-                reported.add(node)
-                direction = "ahead of" if ahead > behind else "behind"
-                yield (
-                    node,
-                    f"its clock is at least {max(ahead, behind):.1f} s {direction} the others', "
-                    f"expected at most preflight.max_clock_skew_s={limit_s:g}: it does not "
-                    "follow the time server",
-                )
+            if max(ahead, behind) > limit_s:
+                by = f"{max(ahead, behind):.1f} s {'ahead of' if ahead > behind else 'behind'}"
+                wrong.setdefault(node, by)
+    for node, by in wrong.items():
+        verdict.blame(
+            node,
+            f"its clock is at least {by} the others', expected at most preflight.max_clock_skew_s="
+            f"{limit_s:g}: it does not follow the time server",
+        )
 
 
 def _agreed(intervals: Sequence[_Interval], limit_s: float) -> float:
@@ -252,30 +361,22 @@ def _agreed(intervals: Sequence[_Interval], limit_s: float) -> float:
     return (max(low for low, _ in most) + min(high for _, high in most)) / 2
 
 
-def _judge_bandwidth(
-    nodes: Sequence[str],
-    reports: Mapping[str, Bandwidth],
-    config: PreflightConfig,
-    verdict: Verdict,
-) -> None:
-    """Find nodes that are slow or did not take part.
-
-    Args:
-        nodes: nodes that are good so far.
-        reports: bandwidth reports by node.
-        config: the expectations.
-        verdict: receives what is found.
-    """
+def _judge_bandwidth(evidence: Evidence, config: PreflightConfig, verdict: Verdict) -> None:
+    """Find nodes that are slow or did not take part."""
+    reports = evidence.bandwidths
+    if reports is None:
+        return
+    # Bad nodes held up the others: what those measured with them says nothing.
+    nodes = [node for node in evidence.nodes if node not in verdict.bad]
     if not reports:
         verdict.problems.append(
             "bandwidth: no node left a record: see above why `python -m pipeline bandwidth` failed"
         )
         return
-    absent = {node for report in reports.values() for node in report.missing}
-    absent |= {node for node in nodes if node not in reports}
-    if absent:
+    missing = {node for report in reports.values() for node in report.missing}
+    if absent := [node for node in nodes if node in missing or node not in reports]:
         # The errors of the others say only that they waited.
-        for node in (node for node in nodes if node in absent):
+        for node in absent:
             verdict.blame(node, "bandwidth: not all of its ranks joined the others")
         return
     errors = {node: reports[node].error for node in nodes if reports[node].error}
@@ -288,14 +389,11 @@ def _judge_bandwidth(
     for node, error in errors.items():
         verdict.blame(node, f"bandwidth: {error}")
     if not errors:
-        _judge_speed(nodes, reports, config, verdict)
+        _judge_speed({node: reports[node].rounds for node in nodes}, config, verdict)
 
 
 def _judge_speed(
-    nodes: Sequence[str],
-    reports: Mapping[str, Bandwidth],
-    config: PreflightConfig,
-    verdict: Verdict,
+    rounds: Mapping[str, Sequence[BandwidthRound]], config: PreflightConfig, verdict: Verdict
 ) -> None:
     """Tell slow nodes from a slow network.
 
@@ -308,31 +406,32 @@ def _judge_speed(
         f"bandwidth_gb_per_s={config.bandwidth_gb_per_s:g})"
     )
     # A lone node has no pair; its only round is its own.
-    size = min(2, len(nodes))
-    own = {n: [r for r in reports[n].rounds if len(r.nodes) == size] for n in nodes}
-    good = {n for n, rounds in own.items() if any(r.gb_per_s >= least for r in rounds)}
-    if not good and len(nodes) > 1:
-        best = max((r.gb_per_s for rounds in own.values() for r in rounds), default=0.0)
+    size = min(2, len(rounds))
+    own = {node: [r for r in every if len(r.nodes) == size] for node, every in rounds.items()}
+    good = {node for node, pairs in own.items() if any(r.gb_per_s >= least for r in pairs)}
+    if not good and len(rounds) > 1:
+        best = max((r.gb_per_s for pairs in own.values() for r in pairs), default=0.0)
         verdict.problems.append(
             f"bandwidth: no pair of nodes reaches more than {best:.3g} GB/s, {expected}: the "
             "network or its variables are wrong (does NCCL_DEBUG=INFO name the network that you "
             "expect?), or the expectation is; of two nodes, either may be the slow one"
         )
         return
-    for node, rounds in own.items():
-        if node not in good:
-            verdict.blame(node, f"bandwidth: {_measured(node, rounds)}, {expected}")
-    slow = {tuple(sorted(r.nodes)): r for n in nodes for r in own[n] if r.gb_per_s < least}
+    for node in (node for node in own if node not in good):
+        verdict.blame(node, f"bandwidth: {_measured(node, own[node])}, {expected}")
+    slow = {
+        tuple(sorted(r.nodes)): r for pairs in own.values() for r in pairs if r.gb_per_s < least
+    }
     for pair, one in slow.items():
         if good.issuperset(pair):
             verdict.warnings.append(
                 f"bandwidth: {' with '.join(pair)} {one.gb_per_s:.3g} GB/s, {expected}; both are "
                 "fast with another node, so the path between them is slow"
             )
-    together = [r for n in nodes for r in reports[n].rounds if len(r.nodes) > 2]
-    if not verdict.bad and together and together[0].gb_per_s < least:
+    together = [r.gb_per_s for every in rounds.values() for r in every if len(r.nodes) > 2]
+    if not verdict.bad and together and together[0] < least:
         verdict.warnings.append(
-            f"bandwidth: {len(nodes)} nodes together reach {together[0].gb_per_s:.3g} GB/s, pairs "
+            f"bandwidth: {len(rounds)} nodes together reach {together[0]:.3g} GB/s, pairs "
             f"more than {least:.3g}: the network between them is narrow, or busy with other jobs"
         )
 

@@ -3,9 +3,11 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from pipeline.runtime.files import write_json_atomic
+
+_R = TypeVar("_R")
 
 STARTED_FILE = "started"
 """In the folder of records: Unix time by the clock of the batch node, before any check."""
@@ -85,25 +87,17 @@ def write_record(folder: Path, record: Record) -> None:
 
 def read_record(folder: Path, node: str) -> Record | None:
     """Read the record of a node; None if it left none that can be read."""
-    body = _read(folder / f"{node}.json")
-    try:
-        return Record(**{**body, "findings": [Finding(**one) for one in body["findings"]]})
-    except (KeyError, TypeError):
-        return None
+    return _read(folder / f"{node}.json", Record, "findings", Finding)
 
 
 def read_bandwidth(folder: Path, node: str) -> Bandwidth | None:
     """Read the bandwidth report of a node; None if it left none that can be read."""
-    body = _read(folder / f"{node}.bandwidth.json")
-    try:
-        return Bandwidth(**{**body, "rounds": [BandwidthRound(**one) for one in body["rounds"]]})
-    except (KeyError, TypeError):
-        return None
+    return _read(folder / f"{node}.bandwidth.json", Bandwidth, "rounds", BandwidthRound)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type[_R], items: str, item: type) -> _R | None:
     try:
         body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return body if isinstance(body, dict) else {}
+        return kind(**{**body, items: [item(**one) for one in body[items]]})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

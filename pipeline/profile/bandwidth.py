@@ -61,9 +61,8 @@ class _Report:
         """Stop the timer and write the report, if this rank is the first of its node."""
         self._timer.cancel()
         if self._path:
-            rounds, missing = self.rounds, self.missing
-            body = {"node": self.node, "rounds": rounds, "error": error, "missing": missing}
-            write_json_atomic(self._path, body)
+            body = {"node": self.node, "rounds": self.rounds, "missing": self.missing}
+            write_json_atomic(self._path, {**body, "error": error})
 
     def _end(self) -> None:
         """End the process: a collective that hangs cannot be left."""
@@ -78,16 +77,8 @@ def measure_bandwidth(
 ) -> int:
     """Measure between pairs of nodes and between all, and write this node's report.
 
-    Args:
-        process: this rank.
-        folder: folder of the reports.
-        nodes: names of all nodes of the job in the order of their ranks, with as many ranks on
-            each; to name missing nodes.
-        megabytes: size of the tensor of each rank.
-        timeout_s: limit for everything, from now on.
-
-    Returns:
-        The exit code.
+    `nodes` are all nodes of the job in the order of their ranks, with as many ranks on each, to
+    name missing ones. Everything ends within `timeout_s`.
 
     Raises:
         LostRankError: not all ranks came, or one was lost; names the missing nodes.
@@ -217,14 +208,9 @@ def pairs_in_ring(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
-    """Time all-reduces over the open process group.
+    """Time all-reduces over the open process group; return GB/s by the time of the slowest rank.
 
-    Args:
-        num_ranks: number of ranks of the group.
-        tensor: (n,) float32 on the device of this rank; its values become meaningless.
-
-    Returns:
-        GB/s of bus bandwidth, by the time of the slowest rank.
+    The values of the tensor become meaningless.
     """
     for _ in range(_WARM_UPS):  # the first one opens the connections
         dist.all_reduce(tensor)
@@ -241,13 +227,7 @@ def _measure(num_ranks: int, tensor: torch.Tensor) -> float:
 
 
 def bus_bandwidth(num_ranks: int, num_bytes: int, seconds: float) -> float:
-    """Compute the bytes/s of an all-reduce as nccl-tests reports them.
-
-    Args:
-        num_ranks: number of ranks that take part.
-        num_bytes: size of the tensor of each rank.
-        seconds: time of one all-reduce.
-    """
+    """Compute the bytes/s of an all-reduce as nccl-tests reports them."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
-from launch.fields import SET_OPTIONS, mebibytes
-from launch.prep_script import PrepJob, StagePlan, render_prep
+from launch.cluster import SET_OPTIONS, ClusterConfig, ContainerConfig, PrepJobsConfig, mebibytes
+from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script import render
 from launch.script_parts import sbatch_resources
 from launch.submit import Source, checkout_job

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import ClusterConfig
-from launch.prep_script import PrepJob, StagePlan, render_prep
+from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script import render
 from launch.submit import Source, checkout_job
 from pipeline.config.load import load

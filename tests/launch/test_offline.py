@@ -9,8 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launch.offline.collect import collect
-from launch.offline.install import install
+from launch.offline.__main__ import collect, install
 from launch.offline.requirements import read_pins
 from launch.offline.wheelhouse import (
     Target,

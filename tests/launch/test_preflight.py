@@ -220,7 +220,7 @@ def test_limits() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        found = list(check_limits(replace(EASY, min_open_files=1024)))
+        found = check_limits(replace(EASY, min_open_files=1024))
         assert [f.check for f in found if f.check == "open files"] == ["open files"]
         assert "`ulimit -n` is 200, expected preflight.min_open_files=1024" in found[0].text
     finally:
@@ -280,7 +280,7 @@ def test_missing_shard_and_missing_dataset(damaged: DatasetIndex, tmp_path: Path
 def test_command_ends_in_time_though_the_driver_hangs(
     dataset: DatasetIndex, smi: FakeSmi, tmp_path: Path
 ) -> None:
-    smi.sleep_s = 15
+    smi.sleep_s = 6
     smi.save()
     profile = tmp_path / "cluster.yaml"
     profile.write_text(

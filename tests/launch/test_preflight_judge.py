@@ -22,7 +22,6 @@ from launch.preflight.record import (
     Record,
     write_record,
 )
-from launch.preflight.report import verdict_text
 from launch.records import exclude_nodes, excluded_nodes
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import DataError
@@ -67,7 +66,7 @@ def _judge(
     verdict = judge(
         given, config or PreflightConfig(), excluded=excluded, max_excluded=max_excluded
     )
-    assert list(verdict_text(given, verdict))[-1].startswith(("go: ", "go on without ", "stop: "))
+    assert list(verdict.text(given))[-1].startswith(("go: ", "go on without ", "stop: "))
     return verdict
 
 

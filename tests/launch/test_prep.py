@@ -13,8 +13,16 @@ from data_prep.config import PrepConfig
 from data_prep.plan import plan
 from data_prep.run import run
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.prep_script import PrepJob, PrepStage, StagePlan, render_prep
-from launch.prep_submit import PrepDraft, SubmitError, dry_run_text, submit
+from launch.prep import (
+    PrepDraft,
+    PrepJob,
+    PrepStage,
+    StagePlan,
+    SubmitError,
+    dry_run_text,
+    render_prep,
+    submit,
+)
 from launch.records import PREP_RECORD, next_number, submission_folder
 from launch.site import within_site
 from pipeline.config.load import load
@@ -51,7 +59,10 @@ def _render(
 def _draft(output_dir: Path, stages: list[PrepStage]) -> PrepDraft:
     work = output_dir / "work"
     folder = submission_folder(work, next_number(work))
-    return PrepDraft(stages, output_dir, folder, "output_dir: data\n", ClusterConfig())
+    job = PrepJob(
+        name="web", config_path="web.yaml", start=("-m",), output_dir=str(output_dir), work_dir="/"
+    )
+    return PrepDraft(stages, job, folder, "output_dir: data\n", ClusterConfig())
 
 
 def _options(script: str) -> dict[str, str]:
@@ -277,7 +288,7 @@ def test_each_stage_waits_for_all_arrays_of_the_one_before(
     draft = _draft(tmp_path / "data", stages)
     jobs = submit(draft)
     assert jobs == {"ingest": ["101", "102", "103"], "dedup": ["104"], "shards": ["105"]}
-    assert draft.logs.is_dir()
+    assert draft.job.logs.is_dir()
     assert (draft.folder / "config.yaml").read_text() == draft.config
     assert load(ClusterConfig, draft.folder / "cluster.yaml").config == draft.cluster
     assert len(list((draft.folder.parent / "code").iterdir())) == 1
@@ -291,10 +302,10 @@ def test_dry_run_is_a_script_that_does_the_same(tmp_path: Path, slurm: FakeSlurm
     draft = _draft(tmp_path / "it's the data", stages)
     text = dry_run_text(draft)
     assert not slurm.calls
-    assert not draft.output_dir.exists()
+    assert not draft.job.folder.exists()
     subprocess.run(["bash"], input=text, text=True, check=True)
     by_dry_run = slurm.calls
-    assert draft.logs.is_dir()
+    assert draft.job.logs.is_dir()
     (slurm.folder / "calls.jsonl").unlink()
     submit(draft)
     assert by_dry_run == slurm.calls

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
-from launch.prep_script import PrepJob, StagePlan, render_prep
+from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script_parts import (
     prep_resources,
     sbatch_lines,

@@ -1,4 +1,4 @@
-"""The job arrays of a data preparation as pure text: plan in, sbatch scripts out.
+"""Data preparation on SLURM: a chain of job arrays, one stage after the other.
 
 An array task runs `python -m data_prep run --stage NAME --rank R --world W`, which does its share
 of the stage's tasks, skips those that are done, and refuses to start before all earlier stages are
@@ -7,17 +7,34 @@ them.
 
 SIGTERM (preemption, the time limit, scancel) needs no handler: a data-preparation task is written
 completely or not at all, so there is nothing to save, and the next start redoes unfinished tasks.
+
+`OUTPUT/work/launch/NNNN` holds the resolved config and profile of a submission, and `code` beside
+it the code, so that editing a checkout changes nothing for tasks that wait.
 """
 
+import json
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.records import PREP_RECORD
+from launch.queue import still_queued
+from launch.records import (
+    CLUSTER_FILE,
+    CODE_FOLDER,
+    CONFIG_FILE,
+    PREP_RECORD,
+    next_number,
+    prep_jobs,
+    submission_folder,
+)
 from launch.script_parts import (
     REQUEUE,
     prep_resources,
@@ -27,7 +44,19 @@ from launch.script_parts import (
     srun_words,
     wrapped,
 )
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
+from launch.slurm import run_command, sbatch
+from launch.snapshot import snapshot, start_file
+from launch.status import table
+from pipeline.config import strict_yaml
+from pipeline.config.load import to_yaml
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FINISHED,
+    BusyError,
+    ConfigError,
+    PostnormError,
+)
+from pipeline.runtime.files import write_atomic, write_json_atomic
 
 _PARENT_GB = 1
 """Memory of the parent process and of the script."""
@@ -97,17 +126,7 @@ class PrepJob:
 def render_prep(
     plans: Sequence[StagePlan], cluster: ClusterConfig, job: PrepJob
 ) -> list[PrepStage]:
-    """Render the scripts of all stages with something left to do, in order.
-
-    Args:
-        plans: the stages.
-        cluster: the profile.
-        job: names and folders.
-
-    Raises:
-        ConfigError: an array task is expected to take longer than it may, or SLURM cannot use the
-            log folder, or a container one of the folders.
-    """
+    """Render the scripts of all stages with something left to do, in order. Pure."""
     stages = []
     for plan in plans:
         prep = cluster.prep
@@ -248,3 +267,167 @@ if [ "$failures" -ge {max_failures} ]; then
 fi
 echo "requeue: exit code $code, failure $failures of {max_failures}"
 """
+
+
+class SubmitError(PostnormError):
+    """SLURM or data preparation refused what was asked of it."""
+
+
+def ask_plan(config_path: str, overrides: Sequence[str]) -> list[StagePlan]:
+    """Ask data preparation what its stages need."""
+    # The plan is the last line; warnings may come before it.
+    line = _ask_data_prep("plan", config_path, [*overrides, "--json"]).splitlines()[-1]
+    plan: dict[str, Any] = json.loads(line)
+    fields = ("name", "max_tasks", "core_hours", "memory_gb", "todo")
+    return [StagePlan(**{name: stage[name] for name in fields}) for stage in plan["stages"]]
+
+
+@dataclass(frozen=True)
+class PrepDraft:
+    """Everything that `submit` writes and does; making one changes nothing."""
+
+    stages: list[PrepStage]
+    """Stages with something left to do."""
+    job: PrepJob
+    folder: Path
+    """Folder of the submission."""
+    config: str
+    """Resolved YAML text."""
+    cluster: ClusterConfig
+
+
+def prepare(
+    config_path: str, overrides: Sequence[str], cluster: ClusterConfig, work_dir: str
+) -> PrepDraft:
+    """Ask data preparation what is left to do, and render it; change nothing."""
+    text = _ask_data_prep("config", config_path, overrides)
+    output_dir = str(strict_yaml.parse(text, config_path).plain()["output_dir"])
+    work = Path(work_dir, output_dir) / "work"
+    folder = submission_folder(work, next_number(work))
+    job = PrepJob(
+        name=Path(config_path).stem,
+        config_path=str(folder / CONFIG_FILE),
+        start=(str(start_file(_code_folder(folder))),),
+        output_dir=output_dir,
+        work_dir=work_dir,
+    )
+    stages = render_prep(ask_plan(config_path, overrides), cluster, job)
+    return PrepDraft(stages, job, folder, text, cluster)
+
+
+def submit(draft: PrepDraft) -> dict[str, list[str]]:
+    """Hand all arrays to sbatch, each stage waiting for the one before; return their job ids.
+
+    Raises:
+        BusyError: jobs of an earlier submission are still in the queue.
+        SubmitError: sbatch failed; jobs submitted until then are cancelled.
+    """
+    _refuse_twice(draft)
+    draft.job.logs.mkdir(parents=True, exist_ok=True)
+    draft.folder.mkdir(parents=True)
+    jobs: dict[str, list[str]] = {}
+    before: list[str] = []
+    try:
+        snapshot(_code_folder(draft.folder))
+        write_atomic(draft.folder / CONFIG_FILE, draft.config.encode())
+        write_atomic(draft.folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
+        for stage in draft.stages:
+            jobs[stage.name] = []
+            dependency = [_dependency(before)] if before else []
+            for script in stage.scripts:
+                jobs[stage.name].append(sbatch(dependency, script))
+            before = jobs[stage.name]
+        write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
+    except BaseException as error:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        raise SubmitError(f"{error or type(error).__name__}; {_cancel(_all(jobs))}") from error
+    return jobs
+
+
+def dry_run_text(draft: PrepDraft) -> str:
+    """Show what `submit` does, as a shell script with comments."""
+    lines = [
+        "#!/bin/bash",
+        "set -e",
+        f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}) and the code beside it",
+        f"mkdir -p {shlex.quote(str(draft.job.logs))}",
+    ]
+    before: list[str] = []
+    number = 0
+    for stage in draft.stages:
+        names = []
+        for script in stage.scripts:
+            number += 1
+            names.append(f"$job{number}")
+            # In double quotes: bash fills in the ids of the jobs before.
+            dependency = f' "{_dependency(before)}"' if before else ""
+            command = f"sbatch --parsable{dependency}"
+            lines.append(f"job{number}=$({command} <<'END_OF_SCRIPT'\n{script}END_OF_SCRIPT\n)")
+        before = names
+    return "\n".join([*lines, ""])
+
+
+def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
+    """Say what was submitted, and how to look at it."""
+    rows = [("stage", "array tasks", "hours each", "job")]
+    for stage in draft.stages:
+        ids = " ".join(jobs[stage.name])
+        rows.append((stage.name, f"{stage.num_parts:,}", f"{stage.hours:.2f}", ids))
+    config = shlex.quote(str(draft.folder / CONFIG_FILE))
+    folder = shlex.quote(str(draft.job.folder))
+    lines = [
+        *table(rows, right=(1, 2)),
+        "",
+        f"queue:    python -m launch status {folder}",
+        f"progress: python -m data_prep status {config}",
+        f"logs:     {draft.job.logs}",
+        f"cancel:   python -m launch cancel {folder}",
+        "If a part fails: fix the cause and resubmit; only unfinished parts run.",
+    ]
+    return "\n".join(lines)
+
+
+def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> str:
+    """Run a command of `data_prep`, which `launch` does not import, and return its output."""
+    words = [sys.executable, "-m", "data_prep", command, config_path, *arguments]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SubmitError(
+            f"`{shlex.join(words[1:])}` failed with exit code {done.returncode}: "
+            f"{done.stdout.strip().removeprefix('error: ') or 'see above'}"
+        )
+    return done.stdout
+
+
+def _refuse_twice(draft: PrepDraft) -> None:
+    """Refuse a second chain: two would redo and overwrite each other's tasks."""
+    left = still_queued(_all(prep_jobs(draft.job.folder) or {}))
+    if left:
+        raise BusyError(
+            f"jobs of an earlier submission are still in the queue: {' '.join(left)}; wait for "
+            f"them, or cancel them: scancel {' '.join(left)}"
+        )
+
+
+def _code_folder(folder: Path) -> Path:
+    """Name the folder of code that all submissions of a preparation share."""
+    return folder.parent / CODE_FOLDER
+
+
+def _dependency(jobs: Sequence[str]) -> str:
+    return f"--dependency=afterok:{':'.join(jobs)}"
+
+
+def _cancel(jobs: list[str]) -> str:
+    """Cancel jobs and say what became of them."""
+    if not jobs:
+        return "nothing was submitted"
+    try:
+        run_command(["scancel", *jobs])
+    except PostnormError as error:
+        return f"cancelling failed, do it by hand: scancel {' '.join(jobs)} ({error})"
+    return f"the jobs submitted before it were cancelled: {' '.join(jobs)}"
+
+
+def _all(jobs: dict[str, list[str]]) -> list[str]:
+    return [job for ids in jobs.values() for job in ids]
