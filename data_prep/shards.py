@@ -21,16 +21,7 @@ import numpy.typing as npt
 from data_prep.config import ShardsConfig
 from data_prep.counts import Counts
 from data_prep.pieces import Pieces, hash_share, read_documents
-from data_prep.stage import (
-    Done,
-    Estimate,
-    Result,
-    Size,
-    Task,
-    make_key,
-    replacing,
-    save_array,
-)
+from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing, save_array
 from data_prep.words import word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling
@@ -93,10 +84,7 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
 
 
 def tasks(
-    groups: list[list[int]],
-    job: ShardJob,
-    upstream: tuple[list[Done], Done, Done],
-    folder: Path,
+    groups: list[list[int]], job: ShardJob, upstream: tuple[list[Done], Done, Done], folder: Path
 ) -> list[Task[ShardJob]]:
     """Make one task per group.
 

@@ -51,16 +51,7 @@ from data_prep.dedup.dropped import Dropped, list_bytes, listed_per_piece, write
 from data_prep.dedup.minhash import NUM_BINS, SignatureSettings, bins, signatures, similarity
 from data_prep.dedup.sketches import Rows, Sketches, least_agreements
 from data_prep.pieces import Pieces, batches, read_documents
-from data_prep.stage import (
-    Done,
-    Estimate,
-    Result,
-    Size,
-    Task,
-    make_key,
-    replacing,
-    save_array,
-)
+from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing, save_array
 from pipeline.errors import DataError
 
 REASON = "near duplicate of an earlier document"

@@ -7,9 +7,7 @@ rejected by type, and only their address is stored.
 from typing import Any
 
 from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,import-not-found]
-from warcio.exceptions import (  # type: ignore[import-untyped,import-not-found]
-    ArchiveLoadFailed,
-)
+from warcio.exceptions import ArchiveLoadFailed  # type: ignore[import-untyped,import-not-found]
 
 from data_prep.readers.items import CUT_SHORT, DAMAGED, BrokenFileError, Place, Rejected
 from data_prep.readers.streams import Stream
