@@ -13,11 +13,21 @@ from typing import Any, Literal
 from data_prep import index, ingest, shards
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
-from data_prep.counts import INGEST_STAGES, Counts, table
 from data_prep.decontaminate import stages as decontaminate
 from data_prep.dedup import exact, lines, near
 from data_prep.pieces import Pieces
-from data_prep.stage import Done, Estimate, Function, Size, Stage, Task, finished
+from data_prep.stage import (
+    INGEST_STAGES,
+    Counts,
+    Done,
+    Estimate,
+    Function,
+    Size,
+    Stage,
+    Task,
+    finished,
+    table,
+)
 from data_prep.tokenizer import vocabulary
 from pipeline.errors import DataError
 

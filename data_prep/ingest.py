@@ -15,13 +15,21 @@ import numpy as np
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, FiltersConfig
-from data_prep.counts import INGEST_STAGES, REPEATED_IDS, Counts
 from data_prep.filters.rules import Dropped, Filters, key_parts
 from data_prep.inputs import Piece
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document, Rejected
-from data_prep.stage import Estimate, Result, Size, Task, make_key
+from data_prep.stage import (
+    INGEST_STAGES,
+    REPEATED_IDS,
+    Counts,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+)
 
 logger = logging.getLogger(__name__)
 

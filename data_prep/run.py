@@ -9,9 +9,8 @@ from data_prep import corpus
 from data_prep.chain import steps, walk
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
-from data_prep.counts import Counts, table
 from data_prep.datasheet.gather import REPORT_FILE
-from data_prep.stage import Done, Stage, finished, run_tasks
+from data_prep.stage import Counts, Done, Stage, finished, run_tasks, table
 from pipeline.config.load import resolved_text
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic

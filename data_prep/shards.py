@@ -19,9 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
-from data_prep.counts import Counts
 from data_prep.pieces import Pieces, hash_share, read_documents
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing, save_array
+from data_prep.stage import (
+    Counts,
+    Done,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+    replacing,
+    save_array,
+)
 from data_prep.words import word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling

@@ -20,8 +20,8 @@ from typing import Any
 
 import jinja2
 
-from data_prep.counts import INGEST_STAGES
 from data_prep.datasheet.gather import REPORT_FILE
+from data_prep.stage import INGEST_STAGES
 from pipeline.config import strict_yaml
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic

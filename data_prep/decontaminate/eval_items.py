@@ -24,8 +24,7 @@ from data_prep.inputs import (
     refuse_changed,
 )
 from data_prep.readers.items import storable
-from data_prep.readers.streams import opened
-from data_prep.readers.text import decode, detect_encoding, invalid_line
+from data_prep.readers.text import decode, detect_encoding, invalid_line, opened
 from pipeline.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".txt")

@@ -35,12 +35,21 @@ import numpy.typing as npt
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
-from data_prep.counts import Counts
 from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.inputs import InputFile
 from data_prep.pieces import Pieces, batches, read_documents
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing, save_array
+from data_prep.stage import (
+    Counts,
+    Done,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+    replacing,
+    save_array,
+)
 from pipeline.errors import DataError
 
 REASON = "shares text with an evaluation set"

@@ -15,7 +15,7 @@ Stage exact writes per part
                            are numbered over all pieces
 Stage dedup writes per piece
     NAME.keep.npy          (d,) bool
-    NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.dedup.dropped`
+    NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.pieces`
 """
 
 import logging
@@ -26,11 +26,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.counts import Counts
-from data_prep.dedup.dropped import Dropped, list_bytes, listed_per_piece, write_lists
 from data_prep.dedup.minhash import bins
-from data_prep.pieces import Pieces, id_hash
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, save_array
+from data_prep.pieces import (
+    Mask,
+    Numbers,
+    Pieces,
+    id_hash,
+    list_bytes,
+    listed_per_piece,
+    write_dropped,
+)
+from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +141,7 @@ def run_dedup(task: Task[DedupJob]) -> Result:
         save_array(masks[-1], keep)
         listed.append(dropped[:, : listed_per_piece(pieces)])
     rows = np.concatenate(listed, axis=1)
-    lists = write_lists(pieces, Dropped(rows[0], rows[1]), task.folder, ".duplicates.jsonl")
+    lists = write_dropped((task.folder, ".duplicates.jsonl"), pieces, rows[0], rows[1])
     examples = [text for example in job.examples if (text := _id_of(pieces, example))]
     if job.repeated:
         text = (
@@ -153,7 +159,7 @@ def estimate_dedup(size: Size) -> Estimate:
     return Estimate(1, size.documents * 2.5e-6, size.documents, memory)
 
 
-def _between(tables: list[npt.NDArray[np.int64]], start: int, end: int) -> npt.NDArray[np.int64]:
+def _between(tables: list[Numbers], start: int, end: int) -> Numbers:
     """Return the (2, m) duplicates of the documents from `start` to `end`, rising."""
     slices = []
     for table in tables:
@@ -163,7 +169,7 @@ def _between(tables: list[npt.NDArray[np.int64]], start: int, end: int) -> npt.N
     return joined[:, np.argsort(joined[0])]
 
 
-def _equal_texts(job: ExactJob) -> npt.NDArray[np.int64]:
+def _equal_texts(job: ExactJob) -> Numbers:
     """Return (2, m): documents whose text an earlier one has, rising, and the first one of each."""
     first, second = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.uint64)]
     numbers = [np.zeros(0, dtype=np.int64)]
@@ -184,9 +190,7 @@ def _equal_texts(job: ExactJob) -> npt.NDArray[np.int64]:
     return _later_and_first(documents[order], new)
 
 
-def _later_and_first(
-    documents: npt.NDArray[np.integer[Any]], new: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64]:
+def _later_and_first(documents: npt.NDArray[np.integer[Any]], new: Mask) -> Numbers:
     """Return (2, m): documents that are not `new`, rising, and the last new one before each."""
     later = np.flatnonzero(~new)
     firsts = np.flatnonzero(new)

@@ -30,10 +30,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.counts import Counts
 from data_prep.pieces import piece_paths, piece_writer, read_documents
 from data_prep.readers.items import Rejected
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, save_array
+from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
 
 PART_LINES = 16_000_000
 REASON = "line seen before"

@@ -7,7 +7,7 @@ from pathlib import Path
 from data_prep import embedded
 from data_prep.config import SourceConfig
 from data_prep.inputs import InputFile, Piece, format_of, refuse_changed
-from data_prep.readers import streams, text
+from data_prep.readers import text
 from data_prep.readers.items import BrokenFileError, Document, Place, Rejected
 from pipeline.errors import DataError
 
@@ -99,13 +99,13 @@ def _items(
 
         yield from parquet.documents(place, source.text_field, source.id_field, max_bytes)
         return
-    with streams.opened(file.path) as stream:
+    with text.opened(file.path) as stream:
         if kind == "wet":
             from data_prep.readers import wet
 
             yield from wet.documents(stream, place, max_bytes)
             return
-        lines = streams.lines(stream, place, file.start, max_bytes)
+        lines = text.lines(stream, place, file.start, max_bytes)
         in_range = text.owned(lines, file.start, file.end)
         if kind == "wikiextractor":
             yield from text.wiki_documents(lines, place, encoding, max_bytes)

@@ -10,8 +10,7 @@ from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,i
 from warcio.exceptions import ArchiveLoadFailed  # type: ignore[import-untyped,import-not-found]
 
 from data_prep.readers.items import CUT_SHORT, DAMAGED, BrokenFileError, Place, Rejected
-from data_prep.readers.streams import Stream
-from data_prep.readers.text import Items, whole_document
+from data_prep.readers.text import Items, Stream, whole_document
 
 _STEP = 1 << 16
 

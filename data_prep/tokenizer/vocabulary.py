@@ -11,7 +11,7 @@ from pathlib import Path
 from data_prep.config import DEFAULT_VOCAB_SIZE, SourceConfig, TokenizerConfig
 from data_prep.pieces import Pieces
 from data_prep.stage import Done, Estimate, Result, Size, Task, make_key
-from data_prep.tokenizer import measure, sample
+from data_prep.tokenizer import sample
 from data_prep.tokenizer.given import GivenTokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tokenizer import sentencepiece
@@ -79,7 +79,7 @@ def run(task: Task[VocabularyJob]) -> Result:
         write_atomic(path, model)
     made = load_tokenizer(path)
     report_path = task.path(".report.json")
-    write_json_atomic(report_path, measure.measure(made, job.pieces, others, training))
+    write_json_atomic(report_path, sample.measure(made, job.pieces, others, training))
     of_sources = {
         part.source: {
             "documents": len(part.documents),

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from data_prep.config import PrepConfig
-from data_prep.counts import Counts
 from data_prep.dedup.lines import NOTHING_NEW, REASON
 from data_prep.pieces import id_hash, read_lines
 from data_prep.run import run
-from data_prep.stage import Done
+from data_prep.stage import Counts, Done
 from pipeline.config.load import load
 from tests.support.prepare import run_before
 
