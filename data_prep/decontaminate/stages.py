@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,6 @@ from pipeline.errors import DataError
 
 REASON = "shares text with an evaluation set"
 _SHOWN_ITEMS = 50
-_BATCH_CHARS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,7 @@ def eval_set_task(
 
 
 def run_eval_sets(task: Task[EvalSetJob]) -> Result:
-    """Make the tables.
-
-    Raises:
-        DataError: a file cannot be used, or all texts of a set are too short.
-    """
+    """Make the tables."""
     job = task.payload
     sets: dict[str, dict[str, int]] = {}
     paths = [task.path(suffix) for suffix in (*ARRAYS, ".items.jsonl")]
@@ -91,14 +86,14 @@ def run_eval_sets(task: Task[EvalSetJob]) -> Result:
         tables = Tables(job.config, listing)
         for name, files in job.files.items():
             reading = eval_items.Reading()
-            counts = tables.add_set(name, _items(files, reading, job.clean))
+            counts = tables.add_set(name, batches(_items(files, reading, job.clean)))
             if not counts["items"]:
                 raise DataError(
                     f"evaluation set {name!r}: none of its {len(files)} files, such as "
                     f"{files[0].path}, has a text that is long enough to search for "
                     f"({dict(counts)}); correct decontaminate.sets, or lower min_chars"
                 )
-            sets[name] = {"files": len(files), **counts, **reading.counts}
+            sets[name] = {"files": len(files), **counts, **reading}
     for path, array in zip(paths, tables.arrays(), strict=False):
         save_array(path, array)
     return {"sets": sets}, paths
@@ -112,19 +107,11 @@ def estimate_eval_sets(size: Size) -> Estimate:
 
 def _items(
     files: tuple[InputFile, ...], reading: eval_items.Reading, clean: CleanConfig
-) -> Iterator[list[tuple[str, str]]]:
-    """Yield (place, normalised text) of all items, in batches."""
-    batch: list[tuple[str, str]] = []
-    size = 0
+) -> Iterator[dict[str, str]]:
+    """Yield {"place", "text"}, normalised, of all items."""
     for file in files:
         for place, text in eval_items.read(file, reading):
-            batch.append((place, normalise(text, clean)))
-            size += len(text)
-            if size >= _BATCH_CHARS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
+            yield {"place": place, "text": normalise(text, clean)}
 
 
 def _lengths(config: DecontaminateConfig) -> tuple[int, int, int, int]:
@@ -148,16 +135,7 @@ def overlap_tasks(
     config: DecontaminateConfig,
     folder: Path,
 ) -> list[Task[OverlapJob]]:
-    """Make one task per piece.
-
-    Args:
-        upstream: records of the stage that wrote the pieces, of the last one with masks, and of
-            eval_sets.
-        pieces: all pieces.
-        eval_folder: folder of the tables.
-        config: lengths of n-grams.
-        folder: folder of this stage.
-    """
+    """Make one task per piece; `upstream`: pieces' texts, the last masks, and eval_sets."""
     written, kept, evaluated = upstream
     tasks = []
     for name, done in zip(pieces.names, written, strict=True):
@@ -244,9 +222,12 @@ def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
             for record in _read(job, name):
                 matches = rows.matches(record["stretches"])
                 documents_of.update(matches.keys())
-                for match in matches.values():
-                    documents_with.update(match.items)
-                    _write(file, record["id"], match, listing)
+                for items, most, hits, text in matches.values():
+                    documents_with.update(items)
+                    item = json.loads(listing[most])
+                    shown = {"id": record["id"], "set": item["set"], "item": item["item"]}
+                    shown |= {"hits": hits, "text": text}
+                    file.write(json.dumps(shown, ensure_ascii=False) + "\n")
                 if matches and job.config.action == "drop":
                     counts.reject(REASON, int(sizes[record["document"]]))
                     mask[record["document"]] = False
@@ -266,17 +247,6 @@ def estimate_decontaminate(size: Size) -> Estimate:
     """Estimate the cost of stage decontaminate."""
     memory = 100e6 + 10 * size.documents / size.pieces
     return Estimate(1, size.documents * 1e-6, size.documents, memory)
-
-
-@dataclass(frozen=True)
-class _Match:
-    """The text that a document shares with one set."""
-
-    item: int
-    hits: int
-    text: str
-    items: list[int]
-    """All items of the set with shared text."""
 
 
 class _Rows:
@@ -303,8 +273,15 @@ class _Rows:
         """Rows that occur in too many documents."""
         return int(self._ignored.sum())
 
-    def matches(self, stretches: list[dict[str, Any]]) -> dict[str, _Match]:
-        """Return the sets with which a document shares enough text, in order."""
+    def matches(
+        self, stretches: list[dict[str, Any]]
+    ) -> dict[str, tuple[list[int], int, int, str]]:
+        """Tell what a document shares with each set with which it shares enough text, in order.
+
+        Returns:
+            Set -> all items with shared text, the one with most n-grams, the number of n-grams,
+            and the first text.
+        """
         rows = np.concatenate([np.array(part["rows"], dtype=np.int64) for part in stretches])
         stretch = np.repeat(np.arange(len(stretches)), [len(part["rows"]) for part in stretches])
         counted = ~self._ignored[rows]
@@ -320,7 +297,7 @@ class _Rows:
             item = int(shared[hits.argmax()])
             first = own[items[own] == item][0]
             text = stretches[int(stretch[first])]["text"]
-            matches[self._sets[number]] = _Match(item, len(own), text, shared.tolist())
+            matches[self._sets[number]] = (shared.tolist(), item, len(own), text)
         return matches
 
 
@@ -343,17 +320,4 @@ class _Lines:
 
 def _read(job: DecontaminateJob, name: str) -> Iterator[dict[str, Any]]:
     with (job.overlap_folder / f"{name}.overlaps.jsonl").open("rb") as lines:
-        for line in lines:
-            yield json.loads(line)
-
-
-def _write(file: IO[str], document_id: str, match: _Match, listing: _Lines) -> None:
-    item = json.loads(listing[match.item])
-    record = {
-        "id": document_id,
-        "set": item["set"],
-        "item": item["item"],
-        "hits": match.hits,
-        "text": match.text,
-    }
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        yield from map(json.loads, lines)

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from data_prep.pieces import piece_paths, piece_writer, read_documents
+from data_prep.pieces import Hashes, Mask, Numbers, piece_paths, piece_writer, read_documents
 from data_prep.readers.items import Rejected
 from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
 
@@ -63,16 +62,14 @@ class PartJob:
 
 @dataclass(frozen=True)
 class RewriteJob:
-    """One piece, and the results of all parts."""
+    """The task that hashed a piece, and the results of all parts."""
 
-    ingested: Path
-    """Path of the piece's files, without suffix."""
-    hashes: Path
+    hashed: Task[HashJob]
     part_paths: tuple[Path, ...]
     first_line: int
     num_lines: int
-    line_min_chars: int
-    document_min_chars: int
+    min_chars: int
+    """Shorter documents are rejected."""
 
 
 def hash_tasks(
@@ -154,13 +151,13 @@ def rewrite_tasks(
     document_min_chars: int,
     folder: Path,
 ) -> list[Task[RewriteJob]]:
-    """Make one task per piece.
+    """Make one task per piece; the folder of this stage replaces that of ingestion.
 
     Args:
         tasks: those of line_hashes and line_parts.
         upstream: records of ingest, line_hashes and line_parts.
         document_min_chars: documents that are shorter afterwards are rejected.
-        folder: folder of this stage; replaces that of ingestion.
+        folder: folder of this stage.
     """
     hash_tasks, part_tasks = tasks
     ingested, hashed, compared = upstream
@@ -170,15 +167,7 @@ def rewrite_tasks(
     start = 0
     for task, own, done in zip(hash_tasks, hashed, ingested, strict=True):
         num_lines = own.result["lines"]
-        job = RewriteJob(
-            ingested=task.payload.documents.with_name(task.name),
-            hashes=task.folder / task.name,
-            part_paths=part_paths,
-            first_line=start,
-            num_lines=num_lines,
-            line_min_chars=task.payload.min_chars,
-            document_min_chars=document_min_chars,
-        )
+        job = RewriteJob(task, part_paths, start, num_lines, document_min_chars)
         made.append(Task(task.name, folder, make_key(key, done.digest, own.key, start), job))
         start += num_lines
     return made
@@ -186,13 +175,14 @@ def rewrite_tasks(
 
 def run_rewrite(task: Task[RewriteJob]) -> Result:
     """Write one piece without the lines that occurred before."""
-    job = task.payload
+    job, ingested = task.payload, task.payload.hashed.payload
     counts = Counts()
     keep = iter(_kept(job).tolist())
     with piece_writer(task) as writer:
-        writer.id_hashes.frombytes(np.load(f"{job.ingested}.id_hashes.npy").tobytes())
-        for document in read_documents(Path(f"{job.ingested}.jsonl.zst")):
-            text, num_dropped, num_kept = _without(document["text"], keep, job.line_min_chars)
+        id_hashes = np.load(ingested.documents.with_name(f"{task.name}.id_hashes.npy"))
+        writer.id_hashes.frombytes(id_hashes.tobytes())
+        for document in read_documents(ingested.documents):
+            text, num_dropped, num_kept = _without(document["text"], keep, ingested.min_chars)
             size, left = (len(part.encode()) for part in (document["text"], text))
             counts.take(size)
             if num_dropped:
@@ -200,8 +190,8 @@ def run_rewrite(task: Task[RewriteJob]) -> Result:
             reason = None
             if num_dropped and not num_kept:
                 reason = NOTHING_NEW
-            elif len(text) < job.document_min_chars:
-                reason = f"shorter than {job.document_min_chars} characters"
+            elif len(text) < job.min_chars:
+                reason = f"shorter than {job.min_chars} characters"
             if reason:
                 counts.reject(reason, left)
                 writer.reject(Rejected(document["id"], reason, document["text"].encode()))
@@ -216,7 +206,7 @@ def estimate_rewrite(size: Size) -> Estimate:
     return Estimate(size.pieces, size.text_bytes / 1e6 / 35, 0.45 * size.text_bytes, 150e6)
 
 
-def _range(table: npt.NDArray[np.uint64], part: int, parts: int) -> slice:
+def _range(table: Hashes, part: int, parts: int) -> slice:
     """Return the slice of a rising table with the part's hashes."""
     first, after = (-(-number * 2**32 // parts) << 32 for number in (part, part + 1))
     low = int(np.searchsorted(table, np.uint64(first)))
@@ -224,9 +214,7 @@ def _range(table: npt.NDArray[np.uint64], part: int, parts: int) -> slice:
     return slice(low, high)
 
 
-def _repeated(
-    hashes: npt.NDArray[np.uint64], lines: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _repeated(hashes: Hashes, lines: Numbers) -> Numbers:
     """Return the lines whose hash an earlier entry has, rising."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
@@ -236,10 +224,10 @@ def _repeated(
     return repeated
 
 
-def _kept(job: RewriteJob) -> npt.NDArray[np.bool_]:
+def _kept(job: RewriteJob) -> Mask:
     """Return (L,) bool: the long lines of the piece that stay."""
     keep = np.zeros(job.num_lines, dtype=bool)
-    keep[np.load(f"{job.hashes}.first.npy")] = True
+    keep[np.load(job.hashed.path(".first.npy"))] = True
     for path in job.part_paths:
         table = np.load(path, mmap_mode="r")
         low, high = np.searchsorted(table, [job.first_line, job.first_line + job.num_lines])

@@ -43,6 +43,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -236,11 +237,7 @@ def estimate_signatures(size: Size) -> Estimate:
 def bucket_tasks(
     signed: list[Done], deduplicated: Done, place: Place, bands: int, folder: Path
 ) -> list[Task[BucketJob]]:
-    """Make one task per band and part.
-
-    Raises:
-        DataError: there are too many documents to number them in a pair.
-    """
+    """Make one task per band and part."""
     documents = deduplicated.result["dedup"]["documents_in"]
     if documents >= 2**32:
         raise DataError(
@@ -250,18 +247,16 @@ def bucket_tasks(
     upstream = make_key([done.digest for done in signed], deduplicated.digest)
     parts = 1 + documents // PART_DOCUMENTS
     made = []
-    for band in range(bands):
-        for part in range(parts):
-            key = make_key(upstream, band, part, parts)
-            job = BucketJob(place, band, part, parts)
-            made.append(Task(f"{band:03d}-{part:03d}", folder, key, job))
+    for band, part in product(range(bands), range(parts)):
+        key = make_key(upstream, band, part, parts)
+        job = BucketJob(place, band, part, parts)
+        made.append(Task(f"{band:03d}-{part:03d}", folder, key, job))
     return made
 
 
 def run_buckets(task: Task[BucketJob]) -> Result:
     """Find the pairs of one part of a band."""
-    hashes, documents = _column(task.payload)
-    pairs = bucket_pairs(hashes, documents)
+    pairs = bucket_pairs(*_column(task.payload))
     path = task.path(".pairs.npy")
     save_array(path, pairs)
     return {"pairs": len(pairs)}, [path]
@@ -287,8 +282,7 @@ def bucket_pairs(hashes: Hashes, documents: npt.NDArray[np.uint32]) -> Hashes:
     """
     order = np.argsort(hashes, kind="stable")  # equal hashes stay in the order of documents
     ordered = hashes[order]
-    new = np.ones(len(ordered), dtype=bool)
-    new[1:] = ordered[1:] != ordered[:-1]
+    new = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
     numbers = documents[order].astype(np.uint64)
     del ordered, order
     later = np.flatnonzero(~new)
