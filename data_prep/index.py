@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from data_prep.config import SourceConfig
-from data_prep.corpus import Corpus
+from data_prep.corpus import Progress
 from data_prep.datasheet import gather, page
-from data_prep.pieces import Pieces
 from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing
 from pipeline.data import format as dataset_format
 from pipeline.data.format import MEMBERS, SPLITS, Blocks, ShardInfo, Source
@@ -34,28 +33,24 @@ logger = logging.getLogger(__name__)
 class IndexJob:
     """Results of all stages before."""
 
-    corpus: Corpus
-    pieces: Pieces
-    masks: dict[str, Path]
-    """stage -> folder of its `NAME.keep.npy`, in order."""
+    progress: Progress
     tokenizer_path: Path
-    records: dict[str, list[Done]]
-    """stage -> records of its tasks; of the stages that the report is about."""
 
 
 def task(job: IndexJob) -> Task[IndexJob]:
     """Make the one task of this stage."""
-    digests = {stage: [done.digest for done in records] for stage, records in job.records.items()}
-    return Task("dataset", job.corpus.output, make_key(job.corpus.key, digests), job)
+    corpus, records = job.progress.corpus, job.progress.results
+    digests = {stage: [done.digest for done in made] for stage, made in records.items()}
+    return Task("dataset", corpus.output, make_key(corpus.key, digests), job)
 
 
 def run(task: Task[IndexJob]) -> Result:
     """Write index, report and datasheet, and remove shards of an earlier plan."""
     job, output = task.payload, task.folder
-    sharded = job.records["shards"]
-    _write_index(output, job.tokenizer_path, sharded, job.corpus.config.sources)
+    sharded = job.progress.records["shards"]
+    _write_index(output, job.tokenizer_path, sharded, job.progress.corpus.config.sources)
     _remove_stale(output / SHARD_FOLDER, {name for done in sharded for name in done.files})
-    report = gather.gather(job.corpus, job.pieces, job.masks, job.records)
+    report = gather.gather(job.progress)
     write_json_atomic(output / gather.REPORT_FILE, report)
     try:
         page.write(output)
@@ -87,11 +82,7 @@ def _remove_stale(folder: Path, current: set[str]) -> None:
 def _write_index(
     output: Path, tokenizer_path: Path, sharded: list[Done], sources: Sequence[SourceConfig]
 ) -> None:
-    """Write tokenizer, `index.npz` and `index.json`, in this order.
-
-    Raises:
-        DataError: one of the splits is empty.
-    """
+    """Write tokenizer, `index.npz` and `index.json`, in this order."""
     totals = {
         split: {
             name: sum(done.result["totals"][split][name] for done in sharded)

@@ -55,11 +55,7 @@ class IngestJob:
 def tasks(
     pieces: Sequence[Piece], clean: CleanConfig, filters: FiltersConfig, folder: Path
 ) -> list[Task[IngestJob]]:
-    """Make one task per piece.
-
-    Raises:
-        ConfigError: the list of bad words is unusable.
-    """
+    """Make one task per piece."""
     settings = [asdict(clean), *key_parts(filters)]
     made = []
     for i, piece in enumerate(pieces):

@@ -11,7 +11,6 @@ import mmap
 import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
-from data_prep.pieces import Pieces, hash_share, read_documents
+from data_prep.pieces import Pieces, batches, hash_share, read_documents
 from data_prep.stage import (
     Counts,
     Done,
@@ -64,22 +63,19 @@ class _Tokenised:
 
 @dataclass
 class _Block:
-    """A block being filled."""
+    """A block being filled; it holds documents of one source."""
 
-    source: str
-    tokens: list[npt.NDArray[np.unsignedinteger]]
-    spellings: list[Spelling]
-    document_ids: list[str]
+    documents: list[_Tokenised]
     num_tokens: int = 0
+
+    @property
+    def tokens(self) -> npt.NDArray[np.unsignedinteger]:
+        """Tokens of all documents in a row."""
+        return np.concatenate([document.tokens for document in self.documents])
 
 
 def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
-    """Group consecutive pieces so that a group's tar is about `shard_mb` large.
-
-    Args:
-        kept_bytes: text bytes left of every piece.
-        shard_mb: target size.
-    """
+    """Group consecutive pieces, by the text left of each, so that a tar is about `shard_mb`."""
     target = shard_mb * 1_000_000 / _TAR_BYTES_PER_TEXT_BYTE
     groups: list[list[int]] = []
     size = 0
@@ -95,15 +91,7 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
 def tasks(
     groups: list[list[int]], job: ShardJob, upstream: tuple[list[Done], Done, Done], folder: Path
 ) -> list[Task[ShardJob]]:
-    """Make one task per group.
-
-    Args:
-        groups: numbers of the pieces of each group, from `plan`.
-        job: all pieces, and settings.
-        upstream: records of the stage that wrote the pieces, of the last one with masks, and of
-            tokenizer.
-        folder: folder of the shards.
-    """
+    """Make one task per group of `plan`; `upstream`: pieces' texts, last masks, and tokenizer."""
     written, kept, vocabulary = upstream
     made = []
     for number, group in enumerate(groups):
@@ -138,10 +126,9 @@ def run(task: Task[ShardJob]) -> Result:
         blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
-                sources[split][block.source]["blocks"] += 1
+                sources[split][block.documents[0].source]["blocks"] += 1
                 if split == "train":
-                    tokens = np.concatenate(block.tokens)
-                    frequencies += np.bincount(tokens, minlength=len(frequencies))
+                    frequencies += np.bincount(block.tokens, minlength=len(frequencies))
             described = describe(temporary)
         if described["blocks"]:
             tars.append({"split": split, "file": path.name, **described})
@@ -231,7 +218,7 @@ def _counted(
 ) -> Iterator[_Tokenised]:
     """Tokenise documents and add them to the counts of the stage, their source and the split."""
     dtype = token_dtype(tokenizer.vocab_size)
-    for document, encoded, spelling in _spelt(documents, tokenizer):
+    for document, (encoded, spelling) in _spelt(documents, tokenizer):
         num_bytes = len(document["text"].encode())
         counts.take(num_bytes)
         ids: npt.NDArray[Any] = np.array(encoded, dtype=dtype)
@@ -254,22 +241,15 @@ def _counted(
 
 def _spelt(
     documents: Iterator[dict[str, str]], tokenizer: DatasetTokenizer
-) -> Iterator[tuple[dict[str, str], Any, Spelling]]:
+) -> Iterator[tuple[dict[str, str], tuple[Any, Spelling]]]:
     """Yield documents with their tokens and spelling.
 
     Many are read, then tokenised: if reading and the tokenizer took turns, they would push each
     other's tables out of the processor's cache, and the tokenizer would take a quarter longer.
     """
-    batch: list[dict[str, str]] = []
-    size = 0
-    for document in chain(documents, [None]):
-        if document is None or size > _BATCH_CHARS:
-            spelt = [tokenizer.spell(text["text"]) for text in batch]
-            yield from ((text, *tokens) for text, tokens in zip(batch, spelt, strict=True))
-            batch, size = [], 0
-        if document is not None:
-            batch.append(document)
-            size += len(document["text"])
+    for batch in batches(documents, _BATCH_CHARS):
+        spelt = [tokenizer.spell(document["text"]) for document in batch]
+        yield from zip(batch, spelt, strict=True)
 
 
 def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
@@ -278,14 +258,13 @@ def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Blo
     for document in documents:
         num_tokens = len(document.tokens)
         if block and (
-            block.source != document.source or block.num_tokens + num_tokens > block_tokens
+            block.documents[0].source != document.source
+            or block.num_tokens + num_tokens > block_tokens
         ):
             yield block
             block = None
-        block = block or _Block(document.source, [], [], [])
-        block.tokens.append(document.tokens)
-        block.spellings.append(document.spelling)
-        block.document_ids.append(document.id)
+        block = block or _Block([])
+        block.documents.append(document)
         block.num_tokens += num_tokens
     if block:
         yield block
@@ -293,18 +272,17 @@ def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Blo
 
 def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     """Return the contents of a block's members, by name."""
-    lengths = [len(part) for part in block.tokens]
-    documents = list(zip(block.spellings, block.tokens, strict=True))
+    documents = block.documents
     meta = {
-        "source": block.source,
+        "source": documents[0].source,
         "num_tokens": block.num_tokens,
-        "num_documents": len(lengths),
-        "document_ids": block.document_ids,
+        "num_documents": len(documents),
+        "document_ids": [document.id for document in documents],
     }
     contents = (
-        _npy(np.concatenate(block.tokens).astype(token_dtype(vocab_size))),
-        _npy(np.cumsum(lengths, dtype=np.int64)),
-        _npy(np.packbits(word_starts_of(documents))),
+        _npy(block.tokens.astype(token_dtype(vocab_size))),
+        _npy(np.cumsum([len(document.tokens) for document in documents], dtype=np.int64)),
+        _npy(np.packbits(word_starts_of([(d.spelling, d.tokens) for d in documents]))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
     return dict(zip(MEMBERS, contents, strict=True))

@@ -22,10 +22,10 @@ import numpy as np
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import PrepConfig
-from data_prep.corpus import Corpus
+from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
 from data_prep.inputs import Piece
-from data_prep.pieces import Pieces, read_lines
+from data_prep.pieces import read_lines
 from data_prep.readers.items import storable
 from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Counts, Done
 from pipeline.config.load import provenance
@@ -52,22 +52,10 @@ _WINDOW_CHARS = 4000
 _UNSURE_CHARS = 256
 _ESCAPED = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|([nrtbf])|([\"/\\]))")
 
-_Size = tuple[int, int]
-Records = Mapping[str, list[Done]]
-"""Stage -> records of its tasks."""
 
-
-def gather(
-    corpus: Corpus, pieces: Pieces, masks: dict[str, Path], records: Records
-) -> dict[str, Any]:
-    """Gather the report; the index must be written.
-
-    Args:
-        corpus: the corpus that was prepared.
-        pieces: its pieces with the last texts.
-        masks: stage -> folder of its `NAME.keep.npy`, in order.
-        records: records of the stages that write texts, masks, tokenizer or shards.
-    """
+def gather(progress: Progress) -> dict[str, Any]:
+    """Gather the report; the index must be written."""
+    corpus, pieces, records = progress.corpus, progress.pieces, progress.results
     index = read_index(corpus.output)
     [trained], [deduplicated] = records["tokenizer"], records["dedup"]
     notes = Counter[str]()
@@ -75,7 +63,7 @@ def gather(
         notes.update(done.result["notes"])
     # Ingestion counts them within a piece, stage dedup over all pieces.
     notes[REPEATED_IDS] = deduplicated.result["repeated_ids"]
-    sources = _by_source(corpus, pieces, masks, records)
+    sources = _by_source(progress)
     lengths = Counter[int]()
     for source in sources.values():
         lengths.update(source.lengths)
@@ -97,7 +85,7 @@ def gather(
         "num_shards": len(index.shards),
         "num_blocks": len(index.blocks),
         "shard_bytes": {split: _shard_bytes(index, split) for split in SPLITS},
-        "stages": {name: counts.to_json() for name, counts in _stages(masks, records).items()},
+        "stages": {name: counts.to_json() for name, counts in _stages(progress).items()},
         "notes": {name: count for name, count in notes.items() if count},
         "repeated_ids": deduplicated.result["examples"],
         "decontaminate": {
@@ -116,10 +104,11 @@ def gather(
     }
 
 
-def _stages(masks: dict[str, Path], records: Records) -> dict[str, Counts]:
+def _stages(progress: Progress) -> dict[str, Counts]:
     """Count documents and bytes of all stages that take or drop text, in order."""
+    records = progress.results
     groups = [(stage, names) for stage, names in _PIECE_STAGES.items() if stage in records]
-    groups += [(stage, (stage,)) for stage in (*masks, "shards")]
+    groups += [(stage, (stage,)) for stage in (*progress.masks, "shards")]
     return {
         name: Counts.total(done.result[name] for done in records[stage])
         for stage, names in groups
@@ -158,16 +147,6 @@ class _SourceReport:
             for name in _PIECE_STAGES[stage]:
                 self.stages[name].add(record.result[name])
 
-    def add(self, stage: str, before: _Size, after: _Size, reason: str) -> None:
-        """Add (documents, bytes) before and after a stage that drops documents for one reason."""
-        counts = self.stages[stage]
-        counts.documents_in += before[0]
-        counts.bytes_in += before[1]
-        counts.documents_out += after[0]
-        counts.bytes_out += after[1]
-        if before[0] > after[0]:
-            counts.reject(reason, before[1] - after[1], before[0] - after[0])
-
     def rejected_at_ingest(self) -> dict[str, list[int]]:
         """Return reason -> [documents, bytes]."""
         return {k: v for name in INGEST_STAGES for k, v in self.stages[name].rejected.items()}
@@ -193,10 +172,10 @@ class _SourceReport:
         }
 
 
-def _by_source(
-    corpus: Corpus, pieces: Pieces, masks: dict[str, Path], records: Records
-) -> dict[str, _SourceReport]:
+def _by_source(progress: Progress) -> dict[str, _SourceReport]:
     """Report on all sources; reads the lengths and masks of one piece at a time."""
+    corpus, pieces, records = progress.corpus, progress.pieces, progress.results
+    masks = progress.masks
     of_pieces = {stage: records[stage] for stage in _PIECE_STAGES if stage in records}
     stages = [name for stage in of_pieces for name in _PIECE_STAGES[stage]]
     sources = {s.name: _SourceReport([*stages, *masks, "shards"]) for s in corpus.config.sources}
@@ -204,24 +183,25 @@ def _by_source(
     for i, (piece, name) in enumerate(zip(corpus.pieces, pieces.names, strict=True)):
         source = sources[piece.source.name]
         source.add_piece(piece, {stage: done[i] for stage, done in of_pieces.items()})
-        sizes = left = pieces.sizes(name)
+        sizes = pieces.sizes(name)
+        left = np.ones(len(sizes), dtype=bool)
         for stage, folder in masks.items():
-            kept = sizes[np.load(folder / f"{name}.keep.npy")]
-            source.add(
-                stage, (len(left), int(left.sum())), (len(kept), int(kept.sum())), reasons[stage]
-            )
+            kept = np.load(folder / f"{name}.keep.npy")
+            source.stages[stage].mask(sizes[left], kept[left], reasons[stage])
             left = kept
-        values, counts = np.unique(left, return_counts=True)
+        values, counts = np.unique(sizes[left], return_counts=True)
         source.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     for done in records["shards"]:
         for split, of_sources in done.result["sources"].items():
             for source_name, totals in of_sources.items():
                 sources[source_name].totals[split].update(totals)
     for source in sources.values():
-        last = list(source.stages.values())[-2]
+        last, sharded = list(source.stages.values())[-2:]
         whole = sum(source.totals.values(), Counter())
-        after = whole["documents"], whole["text_bytes"]
-        source.add("shards", (last.documents_out, last.bytes_out), after, "no tokens")
+        sharded.documents_in, sharded.bytes_in = last.documents_out, last.bytes_out
+        sharded.documents_out, sharded.bytes_out = whole["documents"], whole["text_bytes"]
+        if lost := last.documents_out - whole["documents"]:
+            sharded.reject("no tokens", last.bytes_out - whole["text_bytes"], lost)
     return sources
 
 
@@ -260,16 +240,13 @@ def collect(
     ingested: Sequence[Done],
     rejected: dict[str, dict[str, list[int]]],
 ) -> dict[str, list[dict[str, str]]]:
-    """Collect samples of every reason.
+    """Collect samples of every reason: reason -> up to `SAMPLES` of {"source", "id", "text"}.
 
     Args:
         config: settings of masking.
         pieces: source and `.rejected.jsonl.zst` of every piece.
         ingested: records of stage ingest, one per piece.
         rejected: source -> reason -> [documents, bytes] of ingestion and filters.
-
-    Returns:
-        Reason -> up to `SAMPLES` of {"source", "id", "text"}.
     """
     mask = _mask(config)
     samples: defaultdict[str, list[dict[str, str]]] = defaultdict(list)

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -181,7 +181,9 @@ class Finder:
             for (sieve, _), hashes, parts in zip(tables, every, candidates, strict=True):
                 places = sieve.candidates(hashes[:_WINDOW])
                 parts.append((start + places, hashes[places]))
-        columns = ([np.concatenate(column) for column in zip(*parts)] for parts in candidates)
+        columns = (
+            [np.concatenate(column) for column in zip(*parts, strict=True)] for parts in candidates
+        )
         return [(places, hashes) for places, hashes in columns]
 
     def _shared(self, letters: Letters, ends: Numbers, places: Numbers, hashes: Hashes) -> Numbers:
@@ -189,7 +191,7 @@ class Finder:
         places, rows = _look_up(places, hashes, self._ngrams)
         behind = places + shingle_lengths(letters[places], *self._lengths)
         within = behind <= ends[np.searchsorted(ends, places, side="right")]
-        return np.stack([places, behind, rows], axis=1)[within]
+        return cast("Numbers", np.stack([places, behind, rows], axis=1)[within])
 
     def _whole_items(
         self, letters: Letters, ends: Numbers, places: Numbers, hashes: Hashes
@@ -229,10 +231,10 @@ class _Sieve:
         return places[self._marked[self._second(hashes[places])]]
 
     def _first(self, hashes: Hashes) -> Numbers:
-        return (hashes >> np.uint64(64 - self._bits)).view(np.int64)
+        return cast("Numbers", (hashes >> np.uint64(64 - self._bits)).view(np.int64))
 
     def _second(self, hashes: Hashes) -> Numbers:
-        return (hashes & np.uint64(2**self._bits - 1)).view(np.int64)
+        return cast("Numbers", (hashes & np.uint64(2**self._bits - 1)).view(np.int64))
 
 
 def _look_up(places: Numbers, wanted: Hashes, table: Hashes) -> tuple[Numbers, Numbers]:

@@ -214,9 +214,8 @@ def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
     listing = _Lines(job.eval_folder / "all.items.jsonl")
     paths = []
     for name in pieces.names:
-        mask, sizes = pieces.keep(name), pieces.sizes(name)
-        counts.documents_in += int(mask.sum())
-        counts.bytes_in += int(sizes[mask].sum())
+        before = pieces.keep(name)
+        mask = before.copy()
         paths += [task.folder / f"{name}{end}" for end in (".keep.npy", ".contaminated.jsonl")]
         with replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as file:
             for record in _read(job, name):
@@ -229,10 +228,8 @@ def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
                     shown |= {"hits": hits, "text": text}
                     file.write(json.dumps(shown, ensure_ascii=False) + "\n")
                 if matches and job.config.action == "drop":
-                    counts.reject(REASON, int(sizes[record["document"]]))
                     mask[record["document"]] = False
-        counts.documents_out += int(mask.sum())
-        counts.bytes_out += int(sizes[mask].sum())
+        counts.mask(pieces.sizes(name)[before], mask[before], REASON)
         save_array(paths[-2], mask)
     top = sorted(documents_with.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN_ITEMS]
     return {

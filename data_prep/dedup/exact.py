@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from data_prep.dedup.minhash import bins
 from data_prep.pieces import (
-    Mask,
     Numbers,
     Pieces,
     id_hash,

@@ -107,46 +107,33 @@ class _Lines:
         return _duplicates(list(filter(None, parts)))
 
 
-class _LineRules:
-    """Applies the rules of C4 that drop lines."""
+def _without_lines(config: C4Config, text: str, lower: str) -> str:
+    """Apply the rules of C4 that drop lines; `lower` is the text in lower case.
 
-    def __init__(self, config: C4Config) -> None:
-        self._config = config
+    Returns:
+        The text without these lines; the same object if there are none.
+    """
+    javascript = config.javascript_lines and _JAVASCRIPT in lower
+    if not (javascript or config.terminal_punctuation or config.min_line_words):
+        return text
+    lines = text.split("\n")
+    kept = [line for line in lines if not line.strip() or _keeps(config, line)]
+    if len(kept) == len(lines):
+        return text
+    # A dropped line may have stood between two empty ones.
+    return re.sub("\n\n\n+", "\n\n", "\n".join(kept)).strip()
 
-    def apply(self, text: str, lower: str) -> str:
-        """Return the text without the lines that a rule drops; the same object if there are none.
 
-        Args:
-            text: a document.
-            lower: the same in lower case.
-        """
-        config = self._config
-        javascript = config.javascript_lines and _JAVASCRIPT in lower
-        if not (javascript or config.terminal_punctuation or config.min_line_words):
-            return text
-        lines = text.split("\n")
-        kept = [line for line in lines if not line.strip() or self._keeps(line)]
-        if len(kept) == len(lines):
-            return text
-        # A dropped line may have stood between two empty ones.
-        return re.sub("\n\n\n+", "\n\n", "\n".join(kept)).strip()
-
-    def _keeps(self, line: str) -> bool:
-        config = self._config
-        if config.javascript_lines and _JAVASCRIPT in line.lower():
-            return False
-        if config.terminal_punctuation and not line.rstrip().endswith(_LINE_ENDS):
-            return False
-        least = config.min_line_words
-        return not least or Measured(line).num_units >= least
+def _keeps(config: C4Config, line: str) -> bool:
+    if config.javascript_lines and _JAVASCRIPT in line.lower():
+        return False
+    if config.terminal_punctuation and not line.rstrip().endswith(_LINE_ENDS):
+        return False
+    return not config.min_line_words or Measured(line).num_units >= config.min_line_words
 
 
 def read_words(path: str) -> list[str]:
-    """Read the words of a file, one a line, in lower case, without empty lines and # comments.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8, or holds no words.
-    """
+    """Read the words of a file, one a line, in lower case, without empty lines and # comments."""
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8-sig").lower().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -196,15 +183,10 @@ class WordFinder:
 
 
 class Filters:
-    """Applies the rules that a config switches on.
-
-    Raises:
-        ConfigError: the list of bad words is unusable.
-    """
+    """Applies the rules that a config switches on."""
 
     def __init__(self, config: FiltersConfig) -> None:
         self._config = config
-        self._lines = _LineRules(config.c4) if config.c4.enabled else None
         words = read_words(config.bad_words.file) if config.bad_words.enabled else []
         self._bad_words = WordFinder(words)
         self._masker = Masker(config.mask) if config.mask.enabled else None
@@ -215,10 +197,10 @@ class Filters:
         """Decide about one normalised document."""
         config = self._config
         lower = text.lower() if config.c4.enabled or config.bad_words.enabled else ""
-        if self._lines is not None:
+        if config.c4.enabled:
             if dropped := self._page(text, lower):
                 return dropped
-            shortened = self._lines.apply(text, lower)
+            shortened = _without_lines(config.c4, text, lower)
             if shortened is not text:
                 text, lower = shortened, shortened.lower()
             if not text:
@@ -348,11 +330,7 @@ class Filters:
 
 
 def key_parts(config: FiltersConfig) -> list[Any]:
-    """Return plain values on which the results depend: the config, and the list of bad words.
-
-    Raises:
-        ConfigError: the list cannot be read.
-    """
+    """Return plain values on which the results depend: the config, and the list of bad words."""
     if not config.bad_words.enabled:
         return [asdict(config)]
     words = "\n".join(read_words(config.bad_words.file))

@@ -23,9 +23,6 @@ def read_piece(
         piece: files, or ranges of them.
         max_bytes: longest document.
         gb18030_files: paths of files that turn out to be GB18030 are added to it.
-
-    Raises:
-        DataError: a file cannot be read, changed since it was listed, or has a longer document.
     """
     for file in piece.files:
         try:
@@ -75,9 +72,6 @@ def read_file(
         source: its settings.
         max_bytes: longest document.
         encoding: see `encoding_of`.
-
-    Raises:
-        DataError: one document is longer than `max_bytes`.
     """
     place = Place(source.name, file.path, file.name)
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Protocol, cast
+from typing import IO, Any, Literal
 
 from backports import zstd
 
@@ -43,20 +43,8 @@ _OPENING = re.compile(r'<doc id="([^"]*)"[^\n]*>\s*')
 _CLOSING = "</doc>"
 
 
-class _Decoder(Protocol):
-    """The interface of the decoders of lzma and zstd."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class _Gzip:
-    """zlib's decoder of one gzip member, with checksum, seen as a `_Decoder`."""
+    """zlib's decoder of one gzip member, with checksum, with the interface of lzma's and zstd's."""
 
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(wbits=31)
@@ -77,11 +65,11 @@ class _Gzip:
         return self._decoder.decompress(self._decoder.unconsumed_tail + data, max_length)
 
 
-_DECODERS: dict[str, tuple[Callable[[], _Decoder], bytes]] = {
+_DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
     # With the byte that may be repeated between members as padding.
     ".gz": (_Gzip, b"\0"),
-    ".zst": (cast("Callable[[], _Decoder]", zstd.ZstdDecompressor), b""),
-    ".xz": (cast("Callable[[], _Decoder]", lzma.LZMADecompressor), b"\0"),
+    ".zst": (zstd.ZstdDecompressor, b""),
+    ".xz": (lzma.LZMADecompressor, b"\0"),
 }
 
 
@@ -125,7 +113,7 @@ class _Decompressed(io.RawIOBase):
             if not data and self._decoder.needs_input:
                 data = self._file.read(_STEP)
                 at_end = not data
-            text = self._decoder.decompress(data, limit)
+            text: bytes = self._decoder.decompress(data, limit)
             if text:
                 return text
             if at_end and not self._decoder.eof:
@@ -286,11 +274,7 @@ class Draft:
         self._size = 0
 
     def add(self, offset: int, raw: bytes, line: str | None) -> Items:
-        """Add a line, or yield it back as rejected if it could not be decoded.
-
-        Raises:
-            DataError: the document is too long.
-        """
+        """Add a line, or yield it back as rejected if it could not be decoded."""
         if line is None:
             yield Rejected(self._place.at(offset), invalid_line(self._encoding), raw)
             return

@@ -34,14 +34,7 @@ class VocabularyJob:
 
 
 def task(job: VocabularyJob, written: list[Done], kept: Done, folder: Path) -> Task[VocabularyJob]:
-    """Make the one task of this stage; `job.given` is the result of `read_given(job.config)`.
-
-    Args:
-        job: documents and settings.
-        written: records of the stage that wrote the pieces.
-        kept: record of the last stage with masks.
-        folder: folder of this stage.
-    """
+    """Make the one task of this stage; `job.given` is the result of `read_given(job.config)`."""
     key = make_key(
         [done.digest for done in written],
         kept.digest,

@@ -16,8 +16,8 @@ from markupsafe import escape
 
 from data_prep import corpus, ingest
 from data_prep.config import PrepConfig
+from data_prep.datasheet import gather as samples
 from data_prep.datasheet import page as datasheet
-from data_prep.datasheet import samples
 from data_prep.datasheet.gather import EDGES, QUANTILES, distribution
 from data_prep.datasheet.page import bar, histogram, percent, render, short, spark, to_markdown
 from data_prep.pieces import read_documents
