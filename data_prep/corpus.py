@@ -14,6 +14,8 @@ from data_prep.stage import Done, Task, make_key
 from data_prep.tokenizer.given import GivenTokenizer, read_given
 from pipeline.errors import DataError
 
+SHARD_FOLDER = "shards"
+
 logger = logging.getLogger(__name__)
 
 
@@ -95,6 +97,12 @@ class Progress:
         masks = [self.folder("dedup"), *self.masks.values()][-1]
         names = tuple(f"{i:05d}" for i in range(len(self.corpus.pieces)))
         return Pieces(self.folder(self._texts), masks, names)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """File of the tokenizer, trained or given."""
+        given = self.corpus.tokenizer
+        return self.folder("tokenizer") / f"tokenizer{given.suffix if given else '.model'}"
 
     @property
     def written(self) -> list[Done]:

@@ -8,14 +8,13 @@ again.
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_prep.config import SourceConfig
-from data_prep.corpus import Progress
+from data_prep.corpus import SHARD_FOLDER, Progress
 from data_prep.datasheet import gather, page
 from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing
 from pipeline.data import format as dataset_format
@@ -24,33 +23,23 @@ from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
 from pipeline.tokenizer.wordpiece import load_tokenizer
 
-SHARD_FOLDER = "shards"
-
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class IndexJob:
-    """Results of all stages before."""
-
-    progress: Progress
-    tokenizer_path: Path
-
-
-def task(job: IndexJob) -> Task[IndexJob]:
-    """Make the one task of this stage."""
-    corpus, records = job.progress.corpus, job.progress.results
+def tasks(progress: Progress, folder: Path) -> list[Task[Progress]]:
+    """Make the one task of this stage; its files belong to the dataset, not to work/."""
+    corpus, records = progress.corpus, progress.results
     digests = {stage: [done.digest for done in made] for stage, made in records.items()}
-    return Task("dataset", corpus.output, make_key(corpus.key, digests), job)
+    return [Task("dataset", corpus.output, make_key(corpus.key, digests), progress)]
 
 
-def run(task: Task[IndexJob]) -> Result:
+def run(task: Task[Progress]) -> Result:
     """Write index, report and datasheet, and remove shards of an earlier plan."""
-    job, output = task.payload, task.folder
-    sharded = job.progress.records["shards"]
-    _write_index(output, job.tokenizer_path, sharded, job.progress.corpus.config.sources)
+    progress, output = task.payload, task.folder
+    sharded = progress.records["shards"]
+    _write_index(output, progress.tokenizer_path, sharded, progress.corpus.config.sources)
     _remove_stale(output / SHARD_FOLDER, {name for done in sharded for name in done.files})
-    report = gather.gather(job.progress)
+    report = gather.gather(progress)
     write_json_atomic(output / gather.REPORT_FILE, report)
     try:
         page.write(output)
@@ -61,13 +50,14 @@ def run(task: Task[IndexJob]) -> Result:
             "`python -m data_prep datasheet %s` tries again"
         )
         logger.exception(text, output)
-    names = (job.tokenizer_path.name, "index.npz", "index.json", gather.REPORT_FILE)
+    names = (progress.tokenizer_path.name, "index.npz", "index.json", gather.REPORT_FILE)
     return {"fingerprint": report["fingerprint"]}, [output / name for name in names]
 
 
-def estimate(size: Size) -> Estimate:
+def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost of this stage."""
-    return Estimate(1, 5 + size.text_bytes / 1e9, 0.001 * size.text_bytes, 500e6)
+    text_bytes = size.text_bytes
+    return {"index": Estimate(1, 5 + text_bytes / 1e9, 0.001 * text_bytes, 500e6)}
 
 
 def _remove_stale(folder: Path, current: set[str]) -> None:

@@ -93,14 +93,15 @@ def run(task: Task[IngestJob]) -> Result:
     return {**stages, "notes": notes, "scripts": scripts}, piece_paths(task)
 
 
-def estimate(size: Size) -> Estimate:
+def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost; filters take nearly as long as all the rest."""
     filters = size.config.filters
     groups = (filters.shape, filters.script, filters.quality, filters.repetition, filters.c4)
     filtered = any(group.enabled for group in groups) or filters.mask.enabled
     cpu_s = size.text_bytes / 1e6 * (1 / 32 + (1 / 23 if filtered else 0))
     longest_mb = size.config.clean.max_document_mb if size.largest_bytes > 1e9 else 0
-    return Estimate(size.pieces, cpu_s, 0.45 * size.text_bytes, 150e6 + 25e6 * longest_mb)
+    memory = 150e6 + 25e6 * longest_mb
+    return {"ingest": Estimate(size.pieces, cpu_s, 0.45 * size.text_bytes, memory)}
 
 
 class _Results:

@@ -6,7 +6,7 @@ The text is not read. `data_prep.stage.Estimate` says where the rates come from.
 from typing import Any
 
 from data_prep import corpus
-from data_prep.chain import look, steps
+from data_prep.chain import estimates, look
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.stage import Size
@@ -31,7 +31,7 @@ def plan(config: PrepConfig) -> dict[str, Any]:
     """
     given = corpus.find(config)
     size = _size(given)
-    estimates = {step.name: step.estimate(size) for step in steps(config)}
+    costs = estimates(size)
     todo = {
         stage.name: [i for i, done in enumerate(records) if done is None]
         for stage, records in look(given)
@@ -46,15 +46,15 @@ def plan(config: PrepConfig) -> dict[str, Any]:
             "memory_gb": round(made.memory_bytes / 1e9, 2),
             "todo": todo.get(name),
         }
-        for name, made in estimates.items()
+        for name, made in costs.items()
     ]
     return {
         "files": len({file.path for piece in given.pieces for file in piece.files}),
         "pieces": size.pieces,
         "text_gb": round(size.text_bytes / 1e9, 3),
         "stages": stages,
-        "core_hours": round(sum(e.cpu_s for e in estimates.values()) / _SECONDS_PER_HOUR, 3),
-        "disk_gb": round(sum(e.disk_bytes for e in estimates.values()) / 1e9, 3),
+        "core_hours": round(sum(e.cpu_s for e in costs.values()) / _SECONDS_PER_HOUR, 3),
+        "disk_gb": round(sum(e.disk_bytes for e in costs.values()) / 1e9, 3),
     }
 
 

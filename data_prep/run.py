@@ -21,9 +21,7 @@ logger = logging.getLogger(__name__)
 def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     """Prepare a dataset, continuing where an earlier run stopped, and return its report.
 
-    Args:
-        config: sources and settings.
-        replace: allow a finished dataset made from other inputs or settings to be replaced.
+    `replace` allows a finished dataset made from other inputs or settings to be replaced.
 
     Raises:
         DataError: the input is unusable, or `output_dir` holds another finished dataset.
@@ -40,14 +38,9 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
 def run_part(
     config: PrepConfig, name: str, *, rank: int = 0, world: int = 1, replace: bool = False
 ) -> None:
-    """Do one part of one stage, as an array task; all earlier stages must be complete.
+    """Do part `rank` of `world` of one stage, as an array task; earlier stages must be complete.
 
-    Args:
-        config: sources and settings.
-        name: name of the stage.
-        rank: number of the part, 0 to world - 1.
-        world: number of parts; results do not depend on it.
-        replace: see `run`.
+    Results do not depend on the number of parts.
 
     Raises:
         ConfigError: the config has no such stage, or rank and world do not fit.

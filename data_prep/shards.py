@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
+from data_prep.corpus import SHARD_FOLDER, Progress
 from data_prep.pieces import Pieces, batches, hash_share, read_documents
 from data_prep.stage import (
     Counts,
-    Done,
     Estimate,
     Result,
     Size,
@@ -88,23 +88,22 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
     return groups
 
 
-def tasks(
-    groups: list[list[int]], job: ShardJob, upstream: tuple[list[Done], Done, Done], folder: Path
-) -> list[Task[ShardJob]]:
-    """Make one task per group of `plan`; `upstream`: pieces' texts, last masks, and tokenizer."""
-    written, kept, vocabulary = upstream
+def tasks(progress: Progress, folder: Path) -> list[Task[ShardJob]]:
+    """Make one task per group of `plan`; shards belong to the dataset, not to work/."""
+    pieces, config = progress.pieces, progress.corpus.config.shards
+    kept_bytes = [int(pieces.kept_sizes(name).sum()) for name in pieces.names]
     made = []
-    for number, group in enumerate(groups):
-        names = tuple(job.pieces.names[i] for i in group)
+    for number, group in enumerate(plan(kept_bytes, config.shard_mb)):
+        names = tuple(pieces.names[i] for i in group)
         key = make_key(
             number,
-            [written[i].digest for i in group],
-            [kept.files[f"{name}.keep.npy"] for name in names],
-            vocabulary.digest,
-            asdict(job.config),
+            [progress.written[i].digest for i in group],
+            [progress.kept.files[f"{name}.keep.npy"] for name in names],
+            progress.records["tokenizer"][0].digest,
+            asdict(config),
         )
-        own = replace(job, pieces=replace(job.pieces, names=names))
-        made.append(Task(f"{number:06d}", folder, key, own))
+        job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config)
+        made.append(Task(f"{number:06d}", progress.corpus.output / SHARD_FOLDER, key, job))
     return made
 
 
@@ -142,11 +141,12 @@ def run(task: Task[ShardJob]) -> Result:
     return result, [*paths, frequency_path]
 
 
-def estimate(size: Size) -> Estimate:
+def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost of this stage."""
     pieces = [int(size.text_bytes / size.pieces)] * size.pieces
     groups = plan(pieces, size.config.shards.shard_mb)
-    return Estimate(len(groups), size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes, 500e6)
+    cpu_s, disk_bytes = size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes
+    return {"shards": Estimate(len(groups), cpu_s, disk_bytes, 500e6)}
 
 
 def _write_tar(

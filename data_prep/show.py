@@ -97,13 +97,7 @@ def document_text(config: PrepConfig, document_id: str) -> str:
 
 
 def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
-    """Show rejected documents and lines, up to `limit` per reason.
-
-    Args:
-        config: the preparation.
-        reason: part of the reason; empty for all.
-        limit: number to show for each reason.
-    """
+    """Show documents and lines whose reason has `reason` in it, up to `limit` per reason."""
     given = corpus.find(config)
     counts = Counter[str]()
     parts = []

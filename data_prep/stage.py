@@ -280,16 +280,9 @@ def state_of(task: Task[Any]) -> State:
 
 
 def run_tasks(stage: Stage, workers: int, rank: int = 0, world: int = 1) -> list[Done]:
-    """Run the unfinished tasks of a stage over several processes, with a progress bar.
+    """Run the unfinished tasks of a part of a stage over several processes, with a progress bar.
 
-    Args:
-        stage: the tasks; their folders are made.
-        workers: number of processes.
-        rank: which part of the stage, 0 to world - 1; task i belongs to rank i % world.
-        world: number of parts.
-
-    Returns:
-        Records of the part's tasks, in order.
+    Task i belongs to rank i % world. Returns the records of the part's tasks, in order.
 
     Raises:
         BusyError: a process was killed.

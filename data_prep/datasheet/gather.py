@@ -215,10 +215,7 @@ def distribution(lengths: Mapping[int, int]) -> dict[str, Any]:
     """Return the histogram over `EDGES`, and quantiles, which are lengths of documents.
 
     At least a share q of the documents is no longer than the quantile q. `half_of_text`: half of
-    the bytes are in documents of at least this length.
-
-    Args:
-        lengths: length in bytes -> number of documents.
+    the bytes are in documents of at least this length. `lengths`: bytes -> number of documents.
     """
     histogram = np.zeros(len(EDGES) - 1, dtype=np.int64)
     if not lengths:
@@ -307,12 +304,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _beginning(record: dict[str, Any], is_unread: bool, mask: Mask) -> str:
-    """Return the beginning of a document as a page may show it.
+    """Return the beginning of a rejected document as a page may show it, without personal data.
 
-    Args:
-        record: a line of a `.rejected.jsonl.zst`.
-        is_unread: the raw text may be a line of JSON.
-        mask: replaces personal data.
+    The raw text of one that `is_unread` may be a line of JSON.
     """
     raw = record.get("raw")
     if raw is None:

@@ -31,11 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import DecontaminateConfig
-from data_prep.dedup.minhash import fold, letter_positions, shingle_hashes, shingle_lengths
+from data_prep.dedup.minhash import Letters, fold, letter_positions, shingle_hashes, shingle_lengths
 from data_prep.pieces import Hashes, Numbers
 
 ARRAYS = (".ngrams.npy", ".items.npy", ".anchors.npy", ".whole.npy", ".letters.npy")
-Letters = npt.NDArray[np.uint32]
 _SHOWN_CHARS = 80
 _WINDOW = 1 << 14  # the text that is hashed at a time fits the second-level cache
 _STRETCH_CHARS = 1000

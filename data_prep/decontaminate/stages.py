@@ -35,13 +35,13 @@ import numpy.typing as npt
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
+from data_prep.corpus import Progress
 from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.inputs import InputFile
 from data_prep.pieces import Pieces, batches, read_documents
 from data_prep.stage import (
     Counts,
-    Done,
     Estimate,
     Result,
     Size,
@@ -99,12 +99,6 @@ def run_eval_sets(task: Task[EvalSetJob]) -> Result:
     return {"sets": sets}, paths
 
 
-def estimate_eval_sets(size: Size) -> Estimate:
-    """Estimate the cost of stage eval_sets."""
-    memory = 100e6 + 12 * size.eval_bytes
-    return Estimate(1, size.eval_bytes / 1e6 / 4, 4 * size.eval_bytes, memory)
-
-
 def _items(
     files: tuple[InputFile, ...], reading: eval_items.Reading, clean: CleanConfig
 ) -> Iterator[dict[str, str]]:
@@ -128,23 +122,19 @@ class OverlapJob:
     config: DecontaminateConfig
 
 
-def overlap_tasks(
-    upstream: tuple[list[Done], Done, Done],
-    pieces: Pieces,
-    eval_folder: Path,
-    config: DecontaminateConfig,
-    folder: Path,
-) -> list[Task[OverlapJob]]:
-    """Make one task per piece; `upstream`: pieces' texts, the last masks, and eval_sets."""
-    written, kept, evaluated = upstream
-    tasks = []
-    for name, done in zip(pieces.names, written, strict=True):
-        mask = kept.files[f"{name}.keep.npy"]["sha256"]
+def overlap_tasks(progress: Progress, folder: Path) -> list[Task[OverlapJob]]:
+    """Make one task per piece."""
+    pieces, config = progress.pieces, progress.corpus.config.decontaminate
+    [evaluated] = progress.records["eval_sets"]
+    made = []
+    for name, done in zip(pieces.names, progress.written, strict=True):
+        mask = progress.kept.files[f"{name}.keep.npy"]["sha256"]
         key = make_key(done.digest, mask, evaluated.digest, _lengths(config))
         mask_path = pieces.masks / f"{name}.keep.npy"
+        eval_folder = progress.folder("eval_sets")
         job = OverlapJob(pieces.documents_path(name), mask_path, eval_folder, config)
-        tasks.append(Task(name, folder, key, job))
-    return tasks
+        made.append(Task(name, folder, key, job))
+    return made
 
 
 def run_overlaps(task: Task[OverlapJob]) -> Result:
@@ -169,12 +159,6 @@ def run_overlaps(task: Task[OverlapJob]) -> Result:
     return {"documents": documents}, [path]
 
 
-def estimate_overlaps(size: Size) -> Estimate:
-    """Estimate the cost of stage overlaps."""
-    memory = 200e6 + 6 * size.eval_bytes
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 50, 0.001 * size.text_bytes, memory)
-
-
 def _kept(job: OverlapJob) -> Iterator[dict[str, Any]]:
     keep = np.load(job.mask).tolist()
     documents = read_documents(job.documents)
@@ -195,17 +179,18 @@ class DecontaminateJob:
     config: DecontaminateConfig
 
 
-def decontaminate_task(
-    job: DecontaminateJob, upstream: tuple[Done, Done, list[Done]], folder: Path
-) -> Task[DecontaminateJob]:
-    """Make the one task of its stage; `upstream`: the last masks, eval_sets and overlaps."""
-    kept, evaluated, overlaps = upstream
-    rules = (job.config.min_hits, job.config.max_documents, job.config.action)
-    digests = [kept.digest, evaluated.digest, [done.digest for done in overlaps]]
-    return Task("all", folder, make_key(digests, rules), job)
+def tasks(progress: Progress, folder: Path) -> list[Task[DecontaminateJob]]:
+    """Make the one task of stage decontaminate."""
+    config, [evaluated] = progress.corpus.config.decontaminate, progress.records["eval_sets"]
+    folders = progress.folder("eval_sets"), progress.folder("overlaps")
+    job = DecontaminateJob(progress.pieces, *folders, evaluated.result["sets"], config)
+    overlaps = [done.digest for done in progress.records["overlaps"]]
+    digests = [progress.kept.digest, evaluated.digest, overlaps]
+    rules = (config.min_hits, config.max_documents, config.action)
+    return [Task("all", folder, make_key(digests, rules), job)]
 
 
-def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
+def run(task: Task[DecontaminateJob]) -> Result:
     """Decide about all documents."""
     job, pieces = task.payload, task.payload.pieces
     rows = _Rows(job)
@@ -240,10 +225,15 @@ def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
     }, paths
 
 
-def estimate_decontaminate(size: Size) -> Estimate:
-    """Estimate the cost of stage decontaminate."""
-    memory = 100e6 + 10 * size.documents / size.pieces
-    return Estimate(1, size.documents * 1e-6, size.documents, memory)
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    text, evaluated, documents = size.text_bytes, size.eval_bytes, size.documents
+    memory = 100e6 + 10 * documents / size.pieces
+    return {
+        "eval_sets": Estimate(1, evaluated / 1e6 / 4, 4 * evaluated, 100e6 + 12 * evaluated),
+        "overlaps": Estimate(size.pieces, text / 1e6 / 50, 0.001 * text, 200e6 + 6 * evaluated),
+        "decontaminate": Estimate(1, documents * 1e-6, documents, memory),
+    }
 
 
 class _Rows:

@@ -86,13 +86,6 @@ def run_exact(task: Task[ExactJob]) -> Result:
     return {"repeated_ids": repeated, "examples": examples}, [path]
 
 
-def estimate_exact(size: Size) -> Estimate:
-    """Estimate the cost of stage exact."""
-    parts = 1 + int(size.documents) // PART_DOCUMENTS
-    memory = 100e6 + 60 * size.documents / parts
-    return Estimate(parts, size.documents * 1e-6, size.documents, memory)
-
-
 def dedup_tasks(
     exact: list[Task[ExactJob]], compared: list[Done], written: list[Done], folder: Path
 ) -> list[Task[DedupJob]]:
@@ -136,10 +129,14 @@ def run_dedup(task: Task[DedupJob]) -> Result:
     return result, [*masks, *lists]
 
 
-def estimate_dedup(size: Size) -> Estimate:
-    """Estimate the cost of stage dedup."""
-    memory = 150e6 + list_bytes(size.documents)
-    return Estimate(1, size.documents * 2.5e-6, size.documents, memory)
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    documents, parts = size.documents, 1 + int(size.documents) // PART_DOCUMENTS
+    memory = 150e6 + list_bytes(documents)
+    return {
+        "exact": Estimate(parts, documents * 1e-6, documents, 100e6 + 60 * documents / parts),
+        "dedup": Estimate(1, documents * 2.5e-6, documents, memory),
+    }
 
 
 def _between(tables: list[Numbers], start: int, end: int) -> Numbers:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.corpus import Progress
 from data_prep.pieces import Hashes, Mask, Numbers, piece_paths, piece_writer, read_documents
 from data_prep.readers.items import Rejected
 from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
@@ -72,13 +73,12 @@ class RewriteJob:
     """Shorter documents are rejected."""
 
 
-def hash_tasks(
-    ingested: list[Done], names: tuple[str, ...], ingest_folder: Path, min_chars: int, folder: Path
-) -> list[Task[HashJob]]:
+def hash_tasks(progress: Progress, folder: Path) -> list[Task[HashJob]]:
     """Make one task per piece."""
+    pieces, min_chars = progress.pieces, progress.corpus.config.dedup.line_min_chars
     made = []
-    for name, done in zip(names, ingested, strict=True):
-        job = HashJob(ingest_folder / f"{name}.jsonl.zst", min_chars)
+    for name, done in zip(pieces.names, progress.written, strict=True):
+        job = HashJob(pieces.documents_path(name), min_chars)
         made.append(Task(name, folder, make_key(done.digest, min_chars), job))
     return made
 
@@ -96,13 +96,6 @@ def run_hashes(task: Task[HashJob]) -> Result:
     save_array(paths[0], distinct)
     save_array(paths[1], first.astype(np.uint32))
     return {"lines": len(hashes), "distinct": len(distinct)}, paths
-
-
-def estimate_hashes(size: Size) -> Estimate:
-    """Estimate the cost of stage line_hashes."""
-    lines = size.text_bytes / _LINE_BYTES
-    memory = 100e6 + 40 * lines / size.pieces
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 60, 12 * lines, memory)
 
 
 def part_tasks(
@@ -138,36 +131,21 @@ def run_part(task: Task[PartJob]) -> Result:
     return {"repeated": len(repeated)}, [path]
 
 
-def estimate_parts(size: Size) -> Estimate:
-    """Estimate the cost of stage line_parts."""
-    lines = size.text_bytes / _LINE_BYTES
-    parts = 1 + int(lines) // PART_LINES
-    return Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts)
-
-
-def rewrite_tasks(
-    tasks: tuple[list[Task[HashJob]], list[Task[PartJob]]],
-    upstream: tuple[list[Done], list[Done], list[Done]],
-    document_min_chars: int,
-    folder: Path,
-) -> list[Task[RewriteJob]]:
-    """Make one task per piece; the folder of this stage replaces that of ingestion.
-
-    Args:
-        tasks: those of line_hashes and line_parts.
-        upstream: records of ingest, line_hashes and line_parts.
-        document_min_chars: documents that are shorter afterwards are rejected.
-        folder: folder of this stage.
-    """
-    hash_tasks, part_tasks = tasks
-    ingested, hashed, compared = upstream
-    key = make_key([done.digest for done in compared], document_min_chars)
-    part_paths = tuple(task.path(".repeated.npy") for task in part_tasks)
+def rewrite_tasks(progress: Progress, folder: Path) -> list[Task[RewriteJob]]:
+    """Make one task per piece; `folder` replaces that of ingestion."""
+    tasks, records, min_chars = (
+        progress.tasks,
+        progress.records,
+        progress.corpus.config.clean.min_chars,
+    )
+    key = make_key([done.digest for done in records["line_parts"]], min_chars)
+    part_paths = tuple(task.path(".repeated.npy") for task in tasks["line_parts"])
     made = []
     start = 0
-    for task, own, done in zip(hash_tasks, hashed, ingested, strict=True):
+    hashed = zip(tasks["line_hashes"], records["line_hashes"], progress.written, strict=True)
+    for task, own, done in hashed:
         num_lines = own.result["lines"]
-        job = RewriteJob(task, part_paths, start, num_lines, document_min_chars)
+        job = RewriteJob(task, part_paths, start, num_lines, min_chars)
         made.append(Task(task.name, folder, make_key(key, done.digest, own.key, start), job))
         start += num_lines
     return made
@@ -201,9 +179,15 @@ def run_rewrite(task: Task[RewriteJob]) -> Result:
     return {"lines": counts.to_json()}, piece_paths(task)
 
 
-def estimate_rewrite(size: Size) -> Estimate:
-    """Estimate the cost of stage lines."""
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 35, 0.45 * size.text_bytes, 150e6)
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    lines, mb, pieces = size.text_bytes / _LINE_BYTES, size.text_bytes / 1e6, size.pieces
+    parts = 1 + int(lines) // PART_LINES
+    return {
+        "line_hashes": Estimate(pieces, mb / 60, 12 * lines, 100e6 + 40 * lines / pieces),
+        "line_parts": Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts),
+        "lines": Estimate(pieces, mb / 35, 0.45 * size.text_bytes, 150e6),
+    }
 
 
 def _range(table: Hashes, part: int, parts: int) -> slice:

@@ -51,6 +51,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import DedupConfig
+from data_prep.corpus import Progress
 from data_prep.dedup.minhash import NUM_BINS, SignatureSettings, bins, signatures, similarity
 from data_prep.pieces import (
     Hashes,
@@ -107,10 +108,8 @@ class Place:
     def agreements(self, pairs: Hashes) -> npt.NDArray[np.uint16]:
         """Count the bytes in which the sketches of each of P pairs agree: (P,).
 
-        Holds the rows of all later documents, and those of the earlier ones piece by piece.
-
-        Args:
-            pairs: (P,) later document * 2^32 + earlier one, in any order.
+        A pair is later document * 2^32 + earlier one, in any order. Holds the rows of all later
+        documents, and those of the earlier ones piece by piece.
         """
         counts = np.zeros(len(pairs), dtype=np.uint16)
         later, later_row = np.unique((pairs >> np.uint64(32)).astype(np.int64), return_inverse=True)
@@ -189,16 +188,14 @@ def settings_of(config: DedupConfig) -> SignatureSettings:
     )
 
 
-def signature_tasks(
-    written: list[Done], place: Place, config: DedupConfig
-) -> list[Task[SignatureJob]]:
-    """Make one task per piece; `written` are the records of the stage that wrote the pieces."""
-    settings = settings_of(config)
+def signature_tasks(progress: Progress, folder: Path) -> list[Task[SignatureJob]]:
+    """Make one task per piece."""
+    pieces, settings = progress.pieces, settings_of(progress.corpus.config.dedup)
     made = []
-    for name, done in zip(place.pieces.names, written, strict=True):
-        documents = place.pieces.documents_path(name)
-        job = SignatureJob(documents, place.pieces.texts / f"{name}.bytes.npy", settings)
-        made.append(Task(name, place.signatures, make_key(done.digest, asdict(settings)), job))
+    for name, done in zip(pieces.names, progress.written, strict=True):
+        documents = pieces.documents_path(name)
+        job = SignatureJob(documents, pieces.texts / f"{name}.bytes.npy", settings)
+        made.append(Task(name, folder, make_key(done.digest, asdict(settings)), job))
     return made
 
 
@@ -228,26 +225,20 @@ def run_signatures(task: Task[SignatureJob]) -> Result:
     return {"signed": signed}, paths
 
 
-def estimate_signatures(size: Size) -> Estimate:
-    """Estimate the cost of stage signatures."""
-    disk_bytes = size.documents * (8 * size.config.dedup.bands + NUM_BINS)
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 60, disk_bytes, 300e6)
-
-
-def bucket_tasks(
-    signed: list[Done], deduplicated: Done, place: Place, bands: int, folder: Path
-) -> list[Task[BucketJob]]:
+def bucket_tasks(progress: Progress, folder: Path) -> list[Task[BucketJob]]:
     """Make one task per band and part."""
-    documents = deduplicated.result["dedup"]["documents_in"]
+    documents = progress.kept.result["dedup"]["documents_in"]
     if documents >= 2**32:
         raise DataError(
             f"{documents:,} documents are too many for dedup.near_duplicates, which numbers up to "
             f"{2**32:,}; prepare the corpus as several datasets"
         )
-    upstream = make_key([done.digest for done in signed], deduplicated.digest)
+    place = Place(progress.pieces, progress.folder("signatures"))
+    signed = [done.digest for done in progress.records["signatures"]]
+    upstream = make_key(signed, progress.kept.digest)
     parts = 1 + documents // PART_DOCUMENTS
     made = []
-    for band, part in product(range(bands), range(parts)):
+    for band, part in product(range(progress.corpus.config.dedup.bands), range(parts)):
         key = make_key(upstream, band, part, parts)
         job = BucketJob(place, band, part, parts)
         made.append(Task(f"{band:03d}-{part:03d}", folder, key, job))
@@ -262,20 +253,8 @@ def run_buckets(task: Task[BucketJob]) -> Result:
     return {"pairs": len(pairs)}, [path]
 
 
-def estimate_buckets(size: Size) -> Estimate:
-    """Estimate the cost of stage buckets."""
-    bands, parts = size.config.dedup.bands, 1 + int(size.documents) // PART_DOCUMENTS
-    cpu_s = size.documents * bands * 0.3e-6
-    memory = 100e6 + 70 * size.documents / parts
-    return Estimate(bands * parts, cpu_s, size.documents * 8 * _PAIRS, memory)
-
-
 def bucket_pairs(hashes: Hashes, documents: npt.NDArray[np.uint32]) -> Hashes:
-    """Pair documents with equal hashes.
-
-    Args:
-        hashes: (d,) hashes of one band.
-        documents: (d,) numbers of the documents, rising.
+    """Pair documents, rising, that have equal hashes in a band.
 
     Returns:
         (p,) rising: later document * 2^32 + the bucket's first one, or the one before.
@@ -379,14 +358,6 @@ def run_candidates(task: Task[CandidateJob]) -> Result:
     return {"pairs": total}, paths
 
 
-def estimate_candidates(size: Size) -> Estimate:
-    """Estimate the cost of stage candidates."""
-    groups = 1 + int(size.documents) // GROUP_DOCUMENTS
-    pairs = size.documents * _PAIRS
-    memory = 150e6 + size.documents / groups * (256 + 60 * min(8, _PAIRS))
-    return Estimate(groups, pairs * 2.2e-6, 10 * pairs, memory)
-
-
 def near_tasks(
     groups: list[Task[CandidateJob]],
     compared: list[Done],
@@ -424,10 +395,21 @@ def run_near(task: Task[NearJob]) -> Result:
     return {"near": counts.to_json()}, [*masks, *lists]
 
 
-def estimate_near(size: Size) -> Estimate:
-    """Estimate the cost of stage near."""
-    memory = 200e6 + 5 * size.documents + list_bytes(size.documents)
-    return Estimate(1, size.documents * _PAIRS * 1.9e-6, size.documents, memory)
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    documents, bands = size.documents, size.config.dedup.bands
+    parts, groups = (1 + int(documents) // most for most in (PART_DOCUMENTS, GROUP_DOCUMENTS))
+    pairs = documents * _PAIRS
+    signature_bytes = documents * (8 * bands + NUM_BINS)
+    bucket_memory = 100e6 + 70 * documents / parts
+    group_memory = 150e6 + documents / groups * (256 + 60 * min(8, _PAIRS))
+    memory = 200e6 + 5 * documents + list_bytes(documents)
+    return {
+        "signatures": Estimate(size.pieces, size.text_bytes / 1e6 / 60, signature_bytes, 300e6),
+        "buckets": Estimate(bands * parts, documents * bands * 0.3e-6, 8 * pairs, bucket_memory),
+        "candidates": Estimate(groups, pairs * 2.2e-6, 10 * pairs, group_memory),
+        "near": Estimate(1, pairs * 1.9e-6, documents, memory),
+    }
 
 
 def _decisions(job: NearJob) -> npt.NDArray[np.uint32]:

@@ -81,30 +81,9 @@ class Dropped:
     """Measured value and limit, such as `0.31 > 0.2`."""
 
 
-class _Lines:
-    """Measures the lines of a text, without spaces around them; empty ones do not count."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._lines = list(filter(None, map(str.strip, text.split("\n"))))
-
-    def bullets(self) -> float:
-        """Return the share of lines that start with a bullet."""
-        firsts = map(itemgetter(0), self._lines)
-        return sum(map(_BULLETS.__contains__, firsts)) / (len(self._lines) or 1)
-
-    def ellipses(self) -> float:
-        """Return the share of lines that end with an ellipsis."""
-        return sum(line.endswith(_ELLIPSES) for line in self._lines) / (len(self._lines) or 1)
-
-    def duplicate_lines(self) -> tuple[float, float]:
-        """Return the share of lines that equal an earlier one, and of characters in such lines."""
-        return _duplicates(self._lines)
-
-    def duplicate_paragraphs(self) -> tuple[float, float]:
-        """Return the same two shares for paragraphs, which end at an empty line."""
-        parts = map(str.strip, _PARAGRAPH.split(self._text))
-        return _duplicates(list(filter(None, parts)))
+def _lines_of(text: str) -> list[str]:
+    """Return the lines of a text, without spaces around them and without empty ones."""
+    return list(filter(None, map(str.strip, text.split("\n"))))
 
 
 def _without_lines(config: C4Config, text: str, lower: str) -> str:
@@ -244,11 +223,11 @@ class Filters:
         measured = Measured(text)
         checks = [*self._shape(measured), *self._script(measured)]
         yield from filter(None, checks)
-        lines = _Lines(text)
+        lines = _lines_of(text)
         if config.quality.enabled:
             yield from filter(None, self._quality(text, lines, measured))
         if config.repetition.enabled:
-            yield from filter(None, self._repeated_lines(lines))
+            yield from filter(None, self._repeated_lines(text, lines))
             yield from filter(None, self._repeated_ngrams(measured))
 
     def _shape(self, measured: Measured) -> Iterator[Dropped | None]:
@@ -268,7 +247,7 @@ class Filters:
                 "script: few expected letters", expected / (letters or 1), script.min_share
             )
 
-    def _quality(self, text: str, lines: _Lines, measured: Measured) -> Iterator[Dropped | None]:
+    def _quality(self, text: str, lines: list[str], measured: Measured) -> Iterator[Dropped | None]:
         rules, words = self._config.quality, measured.num_units
         yield _below("quality: few words", words, rules.min_words)
         yield _above("quality: many words", words, rules.max_words)
@@ -280,9 +259,11 @@ class Filters:
             ellipses = len(_ELLIPSIS.findall(text))
             yield _above("quality: ellipses", ellipses / (words or 1), limit)
         if rules.max_bullet_lines is not None:
-            yield _above("quality: bullet lines", lines.bullets(), rules.max_bullet_lines)
+            share = sum(map(_BULLETS.__contains__, map(itemgetter(0), lines))) / (len(lines) or 1)
+            yield _above("quality: bullet lines", share, rules.max_bullet_lines)
         if most and rules.max_ellipsis_lines is not None:
-            yield _above("quality: ellipsis lines", lines.ellipses(), rules.max_ellipsis_lines)
+            share = sum(line.endswith(_ELLIPSES) for line in lines) / (len(lines) or 1)
+            yield _above("quality: ellipsis lines", share, rules.max_ellipsis_lines)
         if not measured.is_cjk:
             yield from self._word_make_up(measured)
         least = rules.min_stop_words
@@ -300,14 +281,15 @@ class Filters:
             share = measured.num_alphabetic() / words
             yield _below("quality: few alphabetic words", share, rules.min_alphabetic_words)
 
-    def _repeated_lines(self, lines: _Lines) -> Iterator[Dropped | None]:
+    def _repeated_lines(self, text: str, lines: list[str]) -> Iterator[Dropped | None]:
         rules = self._config.repetition
-        share, chars = lines.duplicate_lines()
+        share, chars = _duplicates(lines)
         if share == 0:
             return  # without a repeated line, paragraphs cannot repeat either
         yield _above("repetition: duplicate lines", share, rules.max_duplicate_lines)
         yield _above("repetition: duplicate line characters", chars, rules.max_duplicate_line_chars)
-        share, chars = lines.duplicate_paragraphs()
+        paragraphs = map(str.strip, _PARAGRAPH.split(text))
+        share, chars = _duplicates(list(filter(None, paragraphs)))
         yield _above("repetition: duplicate paragraphs", share, rules.max_duplicate_paragraphs)
         limit = rules.max_duplicate_paragraph_chars
         yield _above("repetition: duplicate paragraph characters", chars, limit)
@@ -375,6 +357,7 @@ def _shown(value: float, limit: float) -> str:
 
 
 def _duplicates(parts: Sequence[str]) -> tuple[float, float]:
+    """Return the share of parts that equal an earlier one, and of characters in such parts."""
     unique = set(parts)
     if len(unique) == len(parts):
         return 0.0, 0.0

@@ -172,8 +172,7 @@ class NGrams:
         return self._kept[size]
 
     def _chars(self, size: int) -> Ints:
-        chars: Ints = self._ends[size:] - self._ends[:-size]
-        return chars
+        return cast("Ints", self._ends[size:] - self._ends[:-size])
 
     def top_bound(self, n: int) -> float:
         """Return an upper bound of `top(n)`, without sorting.
@@ -208,8 +207,7 @@ class NGrams:
         places = (ordered & np.uint64((1 << bits) - 1)).view(np.intp)
         tied = firsts[counts == most]
         best = tied[np.lexsort((places[tied], -self._chars(size)[places[tied]]))[0]]
-        share: float = self._covered(places[best : best + most], size) / self._num_chars
-        return share
+        return self._covered(places[best : best + most], size) / self._num_chars
 
     def duplicates(self, limits: dict[int, float]) -> tuple[int, float] | None:
         """Find the first n whose duplicate n-grams hold more than their share of the characters.
@@ -218,11 +216,7 @@ class NGrams:
         duplicate at some n is one at each smaller n: once a share is below all remaining limits,
         the rest passes, and only places that were repeated are looked at again.
 
-        Args:
-            limits: n -> highest share.
-
-        Returns:
-            n and the share, or None if all are within their limits.
+        `limits`: n -> highest share. Returns n and the share, or None if all are within theirs.
         """
         orders = sorted(limits)
         places: Ints | None = None
@@ -293,8 +287,7 @@ class _Repeated:
 
     def later(self) -> Ints:
         """Return the places of repeated hashes, without the first of equal ones."""
-        places: Ints = (self._ordered[self._later] & self._mask).view(np.intp)
-        return places
+        return cast("Ints", (self._ordered[self._later] & self._mask).view(np.intp))
 
     def every(self) -> Ints:
         """Return all places of repeated hashes, in order, so that the first one stays the first."""

@@ -19,10 +19,7 @@ def read_piece(
 ) -> Iterator[Document | Rejected]:
     """Yield the documents of a piece as they are in its files, and the unreadable parts.
 
-    Args:
-        piece: files, or ranges of them.
-        max_bytes: longest document.
-        gb18030_files: paths of files that turn out to be GB18030 are added to it.
+    Paths of files that turn out to be GB18030 are added to `gb18030_files`.
     """
     for file in piece.files:
         try:
@@ -66,12 +63,6 @@ def read_file(
 
     A file that is cut short or damaged gives all documents before the break, then one `Rejected`
     with the beginning of the document that the break goes through.
-
-    Args:
-        file: the file or range.
-        source: its settings.
-        max_bytes: longest document.
-        encoding: see `encoding_of`.
     """
     place = Place(source.name, file.path, file.name)
     try:

@@ -158,12 +158,8 @@ def opened(path: str) -> Iterator[Stream]:
 def lines(stream: Stream, place: Place, start: int, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield (byte offset, line without its end).
 
-    Args:
-        stream: the file.
-        place: its name, for errors.
-        start: if not 0, the first line is the one that holds byte `start - 1`: readers of a range
-            need to see the text before it.
-        max_bytes: longest line.
+    If `start` is not 0, the first line is the one that holds byte `start - 1`: readers of a range
+    need to see the text before it.
 
     Raises:
         DataError: a line is longer.

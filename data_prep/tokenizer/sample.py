@@ -15,7 +15,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -82,9 +82,6 @@ def draw(
         pieces: documents to choose from.
         source_of: piece -> name of its source.
         budgets: bytes by source, of the first sample and of the second.
-
-    Returns:
-        Both samples, each with one entry a source, sorted by name.
     """
     drawn: list[list[Sample]] = [[], []]
     for source in sorted(set(source_of.values())):
@@ -121,8 +118,7 @@ def _hashes(pieces: Pieces, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArr
     hashes = np.zeros(len(texts), dtype=[("id", "<f8"), ("text", "<u8")])
     hashes["id"] = [hash_share(i, "sample") for i in pieces.ids(name)]
     hashes["text"] = texts[:, 0]
-    selected: npt.NDArray[np.void] = hashes[rows]
-    return selected
+    return cast("npt.NDArray[np.void]", hashes[rows])
 
 
 @dataclass
@@ -146,16 +142,9 @@ class _Measured:
 def measure(
     tokenizer: DatasetTokenizer, pieces: Pieces, parts: list[Sample], training: list[Sample]
 ) -> dict[str, Any]:
-    """Measure a tokenizer.
+    """Measure a tokenizer on `parts`: {"vocabulary": ..., "sources": {name: ...}}, plain values.
 
-    Args:
-        tokenizer: the dataset's.
-        pieces: all pieces.
-        parts: sample of each source to measure on.
-        training: the tokenizer's training sample, in the same order of sources.
-
-    Returns:
-        {"vocabulary": ..., "sources": {name: ...}}, plain values.
+    `training` is the tokenizer's training sample, in the same order of sources.
     """
     used = np.zeros(tokenizer.vocab_size, dtype=bool)
     sources = {}
@@ -221,12 +210,11 @@ def _source(measured: _Measured) -> dict[str, Any]:
     quantiles = {
         f"{share:g}": lengths[round(share * (len(lengths) - 1))] for share in _QUANTILES if lengths
     }
-    differences = []
-    for character, count in _most(measured.differences):
-        text, decoded = measured.examples[character]
-        differences.append(
-            {"character": character, "lines": count, "text": text, "decoded": decoded}
-        )
+    names = ("character", "lines", "text", "decoded")
+    differences = [
+        dict(zip(names, (character, count, *measured.examples[character]), strict=True))
+        for character, count in _most(measured.differences)
+    ]
     return {
         "documents": len(lengths),
         "characters": measured.characters,
