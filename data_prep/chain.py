@@ -46,8 +46,7 @@ class Step:
 
 
 def _eval_sets(progress: Progress, folder: Path) -> list[Task[Any]]:
-    corpus, config = progress.corpus, progress.corpus.config
-    files = corpus.eval_sets
+    files, config = progress.corpus.eval_sets, progress.corpus.config
     return [evaluated.eval_set_task(files, config.decontaminate, config.clean, folder)]
 
 
@@ -62,7 +61,8 @@ def _line_parts(progress: Progress, folder: Path) -> list[Task[Any]]:
 
 
 def _exact(progress: Progress, folder: Path) -> list[Task[Any]]:
-    num_read = _ingested(progress)["ingest"].documents_in
+    ingested = progress.records["ingest"]
+    num_read = sum(done.result["ingest"]["documents_in"] for done in ingested)
     return exact.exact_tasks(progress.written, progress.pieces, num_read, folder)
 
 
@@ -151,13 +151,9 @@ def look(corpus: Corpus) -> list[tuple[Stage, list[Done | None]]]:
     return seen
 
 
-def _ingested(progress: Progress) -> dict[str, Counts]:
-    records = progress.records["ingest"]
-    return {name: Counts.total(done.result[name] for done in records) for name in INGEST_STAGES}
-
-
 def _refuse_empty(progress: Progress) -> None:
-    counts = _ingested(progress)
+    records = progress.records["ingest"]
+    counts = {name: Counts.total(done.result[name] for done in records) for name in INGEST_STAGES}
     if not counts["filter"].documents_out:
         raise DataError(
             f"the corpus is empty: the filters left no document\n{table(counts)}\n"

@@ -132,17 +132,10 @@ def _write_index(
 
 def _row(shard: int, block: dict[str, Any]) -> dict[str, Any]:
     members = [block["members"][name] for name in MEMBERS]
-    return {
-        "shard": shard,
-        "offset": block["offset"],
-        "length": block["length"],
-        "sha256": block["sha256"],
-        "member_offset": [member["offset"] for member in members],
-        "member_length": [member["length"] for member in members],
-        "member_sha256": [member["sha256"] for member in members],
-        "num_tokens": block["num_tokens"],
-        "num_documents": block["num_documents"],
-    }
+    names = ("offset", "length", "sha256")
+    of_block = {name: block[name] for name in (*names, "num_tokens", "num_documents")}
+    of_members = {f"member_{name}": [member[name] for member in members] for name in names}
+    return {"shard": shard, **of_block, **of_members}
 
 
 def _entropy_nats(frequencies: np.ndarray[Any, Any]) -> float:

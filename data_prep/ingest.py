@@ -96,8 +96,8 @@ def run(task: Task[IngestJob]) -> Result:
 def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost; filters take nearly as long as all the rest."""
     filters = size.config.filters
-    groups = (filters.shape, filters.script, filters.quality, filters.repetition, filters.c4)
-    filtered = any(group.enabled for group in groups) or filters.mask.enabled
+    names = ("shape", "script", "quality", "repetition", "c4", "mask")
+    filtered = any(getattr(filters, name).enabled for name in names)
     cpu_s = size.text_bytes / 1e6 * (1 / 32 + (1 / 23 if filtered else 0))
     longest_mb = size.config.clean.max_document_mb if size.largest_bytes > 1e9 else 0
     memory = 150e6 + 25e6 * longest_mb

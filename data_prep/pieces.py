@@ -187,7 +187,7 @@ class Pieces:
         sizes = [len(np.load(self.texts / f"{n}.bytes.npy", mmap_mode="r")) for n in self.names]
         return np.cumsum(sizes, dtype=np.int64)
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """The number of each piece's first document."""
         return [0, *self.ends[:-1].tolist()]

@@ -245,7 +245,11 @@ def collect(
         ingested: records of stage ingest, one per piece.
         rejected: source -> reason -> [documents, bytes] of ingestion and filters.
     """
-    mask = _mask(config)
+    masker = Masker(config.filters.mask) if config.filters.mask.enabled else None
+
+    def mask(text: str) -> str:
+        return masker(text)[0] if masker else text
+
     samples: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
     wanted = _wanted(rejected)
     num_read = Counter[str]()
@@ -265,13 +269,6 @@ def collect(
             if not here & wanted[source].keys():
                 break
     return dict(sorted(samples.items()))
-
-
-def _mask(config: PrepConfig) -> Mask:
-    if not config.filters.mask.enabled:
-        return lambda text: text
-    masker = Masker(config.filters.mask)
-    return lambda text: masker(text)[0]
 
 
 def _wanted(rejected: dict[str, dict[str, list[int]]]) -> dict[str, Counter[str]]:

@@ -133,11 +133,8 @@ def run_part(task: Task[PartJob]) -> Result:
 
 def rewrite_tasks(progress: Progress, folder: Path) -> list[Task[RewriteJob]]:
     """Make one task per piece; `folder` replaces that of ingestion."""
-    tasks, records, min_chars = (
-        progress.tasks,
-        progress.records,
-        progress.corpus.config.clean.min_chars,
-    )
+    tasks, records = progress.tasks, progress.records
+    min_chars = progress.corpus.config.clean.min_chars
     key = make_key([done.digest for done in records["line_parts"]], min_chars)
     part_paths = tuple(task.path(".repeated.npy") for task in tasks["line_parts"])
     made = []

@@ -207,7 +207,7 @@ class NGrams:
         places = (ordered & np.uint64((1 << bits) - 1)).view(np.intp)
         tied = firsts[counts == most]
         best = tied[np.lexsort((places[tied], -self._chars(size)[places[tied]]))[0]]
-        return self._covered(places[best : best + most], size) / self._num_chars
+        return float(self._covered(places[best : best + most], size) / self._num_chars)
 
     def duplicates(self, limits: dict[int, float]) -> tuple[int, float] | None:
         """Find the first n whose duplicate n-grams hold more than their share of the characters.
