@@ -20,16 +20,7 @@ import numpy.typing as npt
 from data_prep.config import ShardsConfig
 from data_prep.corpus import SHARD_FOLDER, Progress
 from data_prep.pieces import Pieces, batches, hash_share, read_documents
-from data_prep.stage import (
-    Counts,
-    Estimate,
-    Result,
-    Size,
-    Task,
-    make_key,
-    replacing,
-    save_array,
-)
+from data_prep.stage import Counts, Estimate, Result, Size, Task, make_key, replacing, save_array
 from data_prep.words import word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling
@@ -168,34 +159,27 @@ def describe(path: Path) -> dict[str, Any]:
     """Read a tar back: size, hash, and offset, length and sha256 of blocks and members."""
     with tarfile.open(path) as tar:
         members = tar.getmembers()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _describe(members, data)
-
-
-def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]:
     blocks: dict[str, dict[str, Any]] = {}
-    for member in members:
-        key, _, suffix = member.name.partition(".")
-        block = blocks.setdefault(key, {"key": key, "offset": member.offset, "members": {}})
-        end = member.offset_data + -(-member.size // _TAR_RECORD) * _TAR_RECORD
-        block["length"] = end - block["offset"]
-        content = data[member.offset_data : member.offset_data + member.size]
-        block["members"][suffix] = {
-            "offset": member.offset_data,
-            "length": member.size,
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-        if suffix == "meta.json":
-            meta = json.loads(content)
-            block.update({name: meta[name] for name in ("num_tokens", "num_documents", "source")})
-    for block in blocks.values():
-        region = data[block["offset"] : block["offset"] + block["length"]]
-        block["sha256"] = hashlib.sha256(region).hexdigest()
-    return {
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "blocks": list(blocks.values()),
-    }
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+
+        def located(offset: int, length: int) -> dict[str, Any]:
+            digest = hashlib.sha256(data[offset : offset + length]).hexdigest()
+            return {"offset": offset, "length": length, "sha256": digest}
+
+        for member in members:
+            key, _, suffix = member.name.partition(".")
+            block = blocks.setdefault(key, {"key": key, "offset": member.offset, "members": {}})
+            end = member.offset_data + -(-member.size // _TAR_RECORD) * _TAR_RECORD
+            block["length"] = end - block["offset"]
+            block["members"][suffix] = located(member.offset_data, member.size)
+            if suffix == "meta.json":
+                meta = json.loads(data[member.offset_data : member.offset_data + member.size])
+                names = ("num_tokens", "num_documents", "source")
+                block.update({name: meta[name] for name in names})
+        for block in blocks.values():
+            block["sha256"] = located(block["offset"], block["length"])["sha256"]
+        digest = hashlib.sha256(data).hexdigest()
+        return {"bytes": len(data), "sha256": digest, "blocks": list(blocks.values())}
 
 
 def _documents(job: ShardJob, held_out: list[dict[str, str]]) -> Iterator[dict[str, str]]:

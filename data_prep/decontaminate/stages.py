@@ -40,16 +40,7 @@ from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.inputs import InputFile
 from data_prep.pieces import Pieces, batches, read_documents
-from data_prep.stage import (
-    Counts,
-    Estimate,
-    Result,
-    Size,
-    Task,
-    make_key,
-    replacing,
-    save_array,
-)
+from data_prep.stage import Counts, Estimate, Result, Size, Task, make_key, replacing, save_array
 from pipeline.errors import DataError
 
 REASON = "shares text with an evaluation set"

@@ -26,14 +26,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dedup.minhash import bins
-from data_prep.pieces import (
-    Numbers,
-    Pieces,
-    id_hash,
-    list_bytes,
-    listed_per_piece,
-    write_dropped,
-)
+from data_prep.pieces import Numbers, Pieces, id_hash, list_bytes, listed_per_piece, write_dropped
 from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
 
 logger = logging.getLogger(__name__)
