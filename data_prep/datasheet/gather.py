@@ -254,7 +254,8 @@ def collect(
     wanted = _wanted(rejected)
     num_read = Counter[str]()
     for (source, path), done in zip(pieces, ingested, strict=True):
-        here = _reasons(done) & wanted[source].keys()
+        reasons = {reason for stage in INGEST_STAGES for reason in done.result[stage]["rejected"]}
+        here = reasons & wanted[source].keys()
         if not here or num_read[source] == _MAX_PIECES:
             continue
         num_read[source] += 1
@@ -284,10 +285,6 @@ def _wanted(rejected: dict[str, dict[str, list[int]]]) -> dict[str, Counter[str]
             source = largest[number % min(len(largest), SAMPLES)]
             wanted[source][reason] += 1
     return wanted
-
-
-def _reasons(done: Done) -> set[str]:
-    return {reason for stage in INGEST_STAGES for reason in done.result[stage]["rejected"]}
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

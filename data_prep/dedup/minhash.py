@@ -155,18 +155,18 @@ def _window_hashes(values: Hashes, lengths: set[int]) -> dict[int, Any]:
     the first value on, a window is the difference of two running sums; a power of the base, which
     is odd and so has an inverse, makes its last weight 1 again.
     """
-    powers, inverses = _powers(1 << len(values).bit_length())
+    rising, inverses = powers(1 << len(values).bit_length())
     sums = np.zeros(len(values) + 1, dtype=_U64)
     np.cumsum(values * inverses[: len(values)], out=sums[1:])
     return {
         length: (sums[length:] - sums[: len(sums) - length])
-        * powers[length - 1 : length - 1 + len(sums) - length]
+        * rising[length - 1 : length - 1 + len(sums) - length]
         for length in lengths
     }
 
 
 @functools.lru_cache(maxsize=4)
-def _powers(count: int) -> tuple[Hashes, Hashes]:
+def powers(count: int) -> tuple[Hashes, Hashes]:
     """Make (count,) powers of the base and of its inverse, from 0 on."""
     factors = np.ones((2, count), dtype=_U64)
     factors[:, 1:] = np.array([[_BASE], [pow(_BASE, -1, 2**64)]], dtype=_U64)

@@ -177,8 +177,10 @@ class Filters:
         config = self._config
         lower = text.lower() if config.c4.enabled or config.bad_words.enabled else ""
         if config.c4.enabled:
-            if dropped := self._page(text, lower):
-                return dropped
+            if config.c4.curly_bracket and "{" in text:
+                return Dropped("c4: curly bracket")
+            if config.c4.lorem_ipsum and "lorem ipsum" in lower:
+                return Dropped("c4: lorem ipsum")
             shortened = _without_lines(config.c4, text, lower)
             if shortened is not text:
                 text, lower = shortened, shortened.lower()
@@ -195,14 +197,6 @@ class Filters:
         if self._masker is None:
             return Kept(text)
         return Kept(*self._masker(text))
-
-    def _page(self, text: str, lower: str) -> Dropped | None:
-        c4 = self._config.c4
-        if c4.curly_bracket and "{" in text:
-            return Dropped("c4: curly bracket")
-        if c4.lorem_ipsum and "lorem ipsum" in lower:
-            return Dropped("c4: lorem ipsum")
-        return None
 
     def _length(self, text: str) -> Dropped | None:
         shape, c4 = self._config.shape, self._config.c4
