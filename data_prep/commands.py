@@ -17,9 +17,8 @@ def _load(arguments: argparse.Namespace) -> PrepConfig:
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replace", action="store_true", help="replace another finished dataset")
-    parser.add_argument(
-        "--stage", help="do only this stage, as an array task; earlier ones must be complete"
-    )
+    stage_help = "do only this stage, as an array task; earlier ones must be complete"
+    parser.add_argument("--stage", help=stage_help)
     parser.add_argument("--rank", type=int, default=0, help="number of the part (default 0)")
     parser.add_argument("--world", type=int, default=1, help="parts of the stage (default 1)")
     cli.add_config_arguments(parser)
@@ -41,14 +40,13 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    parser.add_argument(
-        "--cores", type=int, default=64, help="cores for the column of hours (default 64)"
-    )
+    cores_help = "cores for the column of hours (default 64)"
+    parser.add_argument("--cores", type=int, default=64, help=cores_help)
     cli.add_config_arguments(parser)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from data_prep.plan import plan, plan_text
+    from data_prep.show import plan, plan_text
 
     made = plan(_load(arguments))
     print(json.dumps(made) if arguments.json else plan_text(made, arguments.cores))

@@ -1,15 +1,20 @@
-"""The corpus to prepare: a config, and its input files, evaluation sets and given tokenizer."""
+"""The corpus to prepare, and how far its stages are."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from data_prep import inputs
 from data_prep.config import PrepConfig
 from data_prep.decontaminate import eval_items
-from data_prep.stage import make_key
+from data_prep.pieces import Pieces
+from data_prep.stage import Done, Task, make_key
 from data_prep.tokenizer.given import GivenTokenizer, read_given
 from pipeline.errors import DataError
+
+SHARD_FOLDER = "shards"
 
 logger = logging.getLogger(__name__)
 
@@ -67,3 +72,54 @@ def find(config: PrepConfig) -> Corpus:
     return Corpus(
         config, tuple(pieces), read_given(config.tokenizer), eval_items.find(config.decontaminate)
     )
+
+
+class Progress:
+    """Tasks and records of the stages so far, and the pieces as these stages left them."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.tasks: dict[str, list[Task[Any]]] = {}
+        self.records: dict[str, list[Done]] = {}
+        self.results: dict[str, list[Done]] = {}
+        """Records of the stages that the report is about: those whose `Step.gives` is not empty."""
+        self.masks: dict[str, Path] = {}
+        """Stage -> folder of its masks, in order."""
+        self._texts = ""
+
+    def folder(self, stage: str) -> Path:
+        """Return the folder of a stage's results."""
+        return self.corpus.work / stage
+
+    @property
+    def pieces(self) -> Pieces:
+        """All pieces, with the last texts and masks."""
+        masks = [self.folder("dedup"), *self.masks.values()][-1]
+        names = tuple(f"{i:05d}" for i in range(len(self.corpus.pieces)))
+        return Pieces(self.folder(self._texts), masks, names)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """File of the tokenizer, trained or given."""
+        given = self.corpus.tokenizer
+        return self.folder("tokenizer") / f"tokenizer{given.suffix if given else '.model'}"
+
+    @property
+    def written(self) -> list[Done]:
+        """Records of the stage that wrote the texts last."""
+        return self.records[self._texts]
+
+    @property
+    def kept(self) -> Done:
+        """Record of the stage that wrote masks last."""
+        return self.records[list(self.masks)[-1]][0]
+
+    def add(self, stage: str, tasks: Sequence[Task[Any]], records: list[Done], gives: str) -> None:
+        """Take the tasks and records of a complete stage; `gives` is that of `chain.Step`."""
+        self.tasks[stage], self.records[stage] = list(tasks), records
+        if gives:
+            self.results[stage] = records
+        if gives == "texts":
+            self._texts = stage
+        elif gives == "masks":
+            self.masks[stage] = self.folder(stage)

@@ -8,16 +8,14 @@ again.
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_prep.config import SourceConfig
-from data_prep.corpus import Corpus
+from data_prep.corpus import SHARD_FOLDER, Progress
 from data_prep.datasheet import gather, page
-from data_prep.pieces import Pieces
 from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, replacing
 from pipeline.data import format as dataset_format
 from pipeline.data.format import MEMBERS, SPLITS, Blocks, ShardInfo, Source
@@ -25,37 +23,23 @@ from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
 from pipeline.tokenizer.wordpiece import load_tokenizer
 
-SHARD_FOLDER = "shards"
-
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class IndexJob:
-    """Results of all stages before."""
-
-    corpus: Corpus
-    pieces: Pieces
-    masks: dict[str, Path]
-    """stage -> folder of its `NAME.keep.npy`, in order."""
-    tokenizer_path: Path
-    records: dict[str, list[Done]]
-    """stage -> records of its tasks; of the stages that the report is about."""
+def tasks(progress: Progress, folder: Path) -> list[Task[Progress]]:
+    """Make the one task of this stage; its files belong to the dataset, not to work/."""
+    corpus, records = progress.corpus, progress.results
+    digests = {stage: [done.digest for done in made] for stage, made in records.items()}
+    return [Task("dataset", corpus.output, make_key(corpus.key, digests), progress)]
 
 
-def task(job: IndexJob) -> Task[IndexJob]:
-    """Make the one task of this stage."""
-    digests = {stage: [done.digest for done in records] for stage, records in job.records.items()}
-    return Task("dataset", job.corpus.output, make_key(job.corpus.key, digests), job)
-
-
-def run(task: Task[IndexJob]) -> Result:
+def run(task: Task[Progress]) -> Result:
     """Write index, report and datasheet, and remove shards of an earlier plan."""
-    job, output = task.payload, task.folder
-    sharded = job.records["shards"]
-    _write_index(output, job.tokenizer_path, sharded, job.corpus.config.sources)
+    progress, output = task.payload, task.folder
+    sharded = progress.records["shards"]
+    _write_index(output, progress.tokenizer_path, sharded, progress.corpus.config.sources)
     _remove_stale(output / SHARD_FOLDER, {name for done in sharded for name in done.files})
-    report = gather.gather(job.corpus, job.pieces, job.masks, job.records)
+    report = gather.gather(progress)
     write_json_atomic(output / gather.REPORT_FILE, report)
     try:
         page.write(output)
@@ -66,13 +50,14 @@ def run(task: Task[IndexJob]) -> Result:
             "`python -m data_prep datasheet %s` tries again"
         )
         logger.exception(text, output)
-    names = (job.tokenizer_path.name, "index.npz", "index.json", gather.REPORT_FILE)
+    names = (progress.tokenizer_path.name, "index.npz", "index.json", gather.REPORT_FILE)
     return {"fingerprint": report["fingerprint"]}, [output / name for name in names]
 
 
-def estimate(size: Size) -> Estimate:
+def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost of this stage."""
-    return Estimate(1, 5 + size.text_bytes / 1e9, 0.001 * size.text_bytes, 500e6)
+    text_bytes = size.text_bytes
+    return {"index": Estimate(1, 5 + text_bytes / 1e9, 0.001 * text_bytes, 500e6)}
 
 
 def _remove_stale(folder: Path, current: set[str]) -> None:
@@ -87,11 +72,7 @@ def _remove_stale(folder: Path, current: set[str]) -> None:
 def _write_index(
     output: Path, tokenizer_path: Path, sharded: list[Done], sources: Sequence[SourceConfig]
 ) -> None:
-    """Write tokenizer, `index.npz` and `index.json`, in this order.
-
-    Raises:
-        DataError: one of the splits is empty.
-    """
+    """Write tokenizer, `index.npz` and `index.json`, in this order."""
     totals = {
         split: {
             name: sum(done.result["totals"][split][name] for done in sharded)
@@ -151,17 +132,10 @@ def _write_index(
 
 def _row(shard: int, block: dict[str, Any]) -> dict[str, Any]:
     members = [block["members"][name] for name in MEMBERS]
-    return {
-        "shard": shard,
-        "offset": block["offset"],
-        "length": block["length"],
-        "sha256": block["sha256"],
-        "member_offset": [member["offset"] for member in members],
-        "member_length": [member["length"] for member in members],
-        "member_sha256": [member["sha256"] for member in members],
-        "num_tokens": block["num_tokens"],
-        "num_documents": block["num_documents"],
-    }
+    names = ("offset", "length", "sha256")
+    of_block = {name: block[name] for name in (*names, "num_tokens", "num_documents")}
+    of_members = {f"member_{name}": [member[name] for member in members] for name in names}
+    return {"shard": shard, **of_block, **of_members}
 
 
 def _entropy_nats(frequencies: np.ndarray[Any, Any]) -> float:

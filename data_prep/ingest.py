@@ -15,13 +15,21 @@ import numpy as np
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, FiltersConfig
-from data_prep.counts import INGEST_STAGES, REPEATED_IDS, Counts
 from data_prep.filters.rules import Dropped, Filters, key_parts
 from data_prep.inputs import Piece
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document, Rejected
-from data_prep.stage import Estimate, Result, Size, Task, make_key
+from data_prep.stage import (
+    INGEST_STAGES,
+    REPEATED_IDS,
+    Counts,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +55,7 @@ class IngestJob:
 def tasks(
     pieces: Sequence[Piece], clean: CleanConfig, filters: FiltersConfig, folder: Path
 ) -> list[Task[IngestJob]]:
-    """Make one task per piece.
-
-    Raises:
-        ConfigError: the list of bad words is unusable.
-    """
+    """Make one task per piece."""
     settings = [asdict(clean), *key_parts(filters)]
     made = []
     for i, piece in enumerate(pieces):
@@ -89,14 +93,15 @@ def run(task: Task[IngestJob]) -> Result:
     return {**stages, "notes": notes, "scripts": scripts}, piece_paths(task)
 
 
-def estimate(size: Size) -> Estimate:
+def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost; filters take nearly as long as all the rest."""
     filters = size.config.filters
-    groups = (filters.shape, filters.script, filters.quality, filters.repetition, filters.c4)
-    filtered = any(group.enabled for group in groups) or filters.mask.enabled
+    names = ("shape", "script", "quality", "repetition", "c4", "mask")
+    filtered = any(getattr(filters, name).enabled for name in names)
     cpu_s = size.text_bytes / 1e6 * (1 / 32 + (1 / 23 if filtered else 0))
     longest_mb = size.config.clean.max_document_mb if size.largest_bytes > 1e9 else 0
-    return Estimate(size.pieces, cpu_s, 0.45 * size.text_bytes, 150e6 + 25e6 * longest_mb)
+    memory = 150e6 + 25e6 * longest_mb
+    return {"ingest": Estimate(size.pieces, cpu_s, 0.45 * size.text_bytes, memory)}
 
 
 class _Results:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from data_prep import embedded
@@ -76,10 +76,6 @@ def find(source: SourceConfig) -> Listing:
 
     In folders, files are chosen by their names. A file given by its name or a glob is read as
     `source.format`, whatever its name is, unless that is `auto`.
-
-    Raises:
-        DataError: an input does not exist, a file named one by one is of an unknown kind, or a
-            file's name is unfit for ids.
     """
     if source.kind == "embedded":
         pairs = embedded.find()
@@ -127,12 +123,7 @@ def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -
 
 
 def refuse_changed(file: InputFile) -> None:
-    """Check that a file is still as it was when the files were listed.
-
-    Raises:
-        DataError: its size or time of modification changed.
-        OSError: it does not exist any more.
-    """
+    """Check that a file has the size and time of modification that it had when it was listed."""
     status = os.stat(file.path)
     if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
         raise DataError(
@@ -156,14 +147,19 @@ def _split(source: SourceConfig, file: InputFile, piece_bytes: int) -> list[Inpu
 
 
 def _format_by_name(path: str) -> str | None:
-    name = Path(path).name.lower()
-    plain = name
-    for compressed in COMPRESSED_SUFFIXES:
-        plain = plain.removesuffix(compressed)
+    plain = plain_name(path)
     if _WIKIEXTRACTOR_NAME.fullmatch(plain):
         return "wikiextractor"
     kind = FORMATS.get(Path(plain).suffix)
-    return None if kind == "parquet" and plain != name else kind
+    return None if kind == "parquet" and plain != Path(path).name.lower() else kind
+
+
+def plain_name(path: str) -> str:
+    """Return a file's name in lower case, without the suffix of a compression."""
+    name = Path(path).name.lower()
+    for compressed in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(compressed)
+    return name
 
 
 def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFile]:
@@ -187,15 +183,7 @@ def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFil
 
 
 def matching_files(owner: str, text: str) -> list[tuple[Path, str]]:
-    """List the files of one input, with their names in ids.
-
-    Args:
-        owner: the source or evaluation set, for errors.
-        text: folder, glob or file.
-
-    Raises:
-        DataError: no such file exists.
-    """
+    """List the files of one input of `owner`: a folder, glob or file, with their names in ids."""
     path = Path(text).expanduser()
     if path.is_dir():
         below = [p for p in sorted(path.rglob("*")) if p.is_file()]
@@ -209,25 +197,12 @@ def matching_files(owner: str, text: str) -> list[tuple[Path, str]]:
             "(relative paths start at the current folder)"
         )
     # Names start below the glob's fixed part, so that a/x.txt and b/x.txt stay apart.
-    fixed = Path(*_until_wildcard(path.parts))
+    fixed = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
     return [(hit, hit.relative_to(fixed).as_posix()) for hit in hits if hit.is_file()]
 
 
-def _until_wildcard(parts: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    for part in parts:
-        if glob.has_magic(part):
-            break
-        kept.append(part)
-    return kept
-
-
 def input_file(path: Path, name: str) -> InputFile:
-    """Describe a whole file as it is now.
-
-    Raises:
-        DataError: its name is not UTF-8.
-    """
+    """Describe a whole file as it is now."""
     try:
         str(path.resolve()).encode()
     except UnicodeEncodeError:

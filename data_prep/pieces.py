@@ -10,6 +10,10 @@ A piece is the documents of some consecutive input files of one source. Files of
                           that are not UTF-8 are under "raw_base64"
 Stages that drop whole documents write a mask per piece instead of the texts:
     NAME.keep.npy         (d,) bool, the documents that are left
+and deduplication a list for people, {"id", "kept"[, "jaccard"]} a line, that names dropped
+documents and, for each, the document that is kept instead, which may be in any piece. At most
+`LISTED` are named, the first ones of every piece, which bounds the memory for ids: about 0.7 GB
+with ids of 100 characters.
 """
 
 import hashlib
@@ -38,8 +42,13 @@ _SUFFIXES = (
     ".ids.jsonl.zst",
     ".id_hashes.npy",
 )
-_BATCH_CHARS = 1 << 18
+BATCH_CHARS = 1 << 18
 _BATCH_DOCUMENTS = 1 << 12
+LISTED = 500_000
+
+Numbers = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
 
 def piece_paths(task: Task[Any]) -> list[Path]:
@@ -111,14 +120,16 @@ def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
                 yield json.loads(line)
 
 
-def batches(documents: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def batches(
+    documents: Iterable[dict[str, Any]], max_chars: int = BATCH_CHARS
+) -> Iterator[list[dict[str, Any]]]:
     """Group documents into lists of about as much text as fits caches."""
     batch: list[dict[str, Any]] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += len(document["text"])
-        if size >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+        if size >= max_chars or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -154,38 +165,88 @@ class Pieces:
         """Read the ids of a piece's documents."""
         return read_lines(self.texts / f"{name}.ids.jsonl.zst")
 
-    def sizes(self, name: str) -> npt.NDArray[np.int64]:
+    def sizes(self, name: str) -> Numbers:
         """Load the (d,) UTF-8 bytes of a piece's documents."""
-        sizes: npt.NDArray[np.int64] = np.load(self.texts / f"{name}.bytes.npy")
-        return sizes
+        return cast("Numbers", np.load(self.texts / f"{name}.bytes.npy"))
 
-    def keep(self, name: str) -> npt.NDArray[np.bool_]:
+    def keep(self, name: str) -> Mask:
         """Load the (d,) mask of a piece."""
-        keep: npt.NDArray[np.bool_] = np.load(self.masks / f"{name}.keep.npy")
-        return keep
+        return cast("Mask", np.load(self.masks / f"{name}.keep.npy"))
 
-    def kept_rows(self, name: str) -> npt.NDArray[np.int64]:
+    def kept_rows(self, name: str) -> Numbers:
         """Return the rows of the documents that are left of a piece."""
         return np.flatnonzero(self.keep(name))
 
-    def kept_sizes(self, name: str) -> npt.NDArray[np.int64]:
+    def kept_sizes(self, name: str) -> Numbers:
         """Return the UTF-8 bytes of the documents that are left of a piece."""
         return self.sizes(name)[self.kept_rows(name)]
 
     @cached_property
-    def ends(self) -> npt.NDArray[np.int64]:
+    def ends(self) -> Numbers:
         """(pieces,) the number behind each piece's last document."""
         sizes = [len(np.load(self.texts / f"{n}.bytes.npy", mmap_mode="r")) for n in self.names]
         return np.cumsum(sizes, dtype=np.int64)
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """The number of each piece's first document."""
         return [0, *self.ends[:-1].tolist()]
 
-    def split(self, documents: npt.NDArray[np.int64]) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    def split(self, documents: Numbers) -> list[tuple[int, Numbers]]:
         """Group rising numbers of documents by piece: (number of the piece, its documents)."""
         pieces = np.searchsorted(self.ends, documents, side="right")
         cuts = np.flatnonzero(np.diff(pieces)) + 1
         firsts = pieces[np.concatenate([[0], cuts])].tolist() if len(documents) else []
         return list(zip(firsts, np.split(documents, cuts), strict=False))
+
+
+def listed_per_piece(pieces: Pieces) -> int:
+    """Return the number of dropped documents that are named per piece."""
+    return max(1, LISTED // len(pieces.names))
+
+
+def list_bytes(num_documents: float) -> float:
+    """Estimate the memory for the ids in the lists of dropped documents."""
+    return 1400 * min(num_documents / 5, LISTED)
+
+
+def write_dropped(
+    path: tuple[Path, str],
+    pieces: Pieces,
+    documents: Numbers,
+    kept: Numbers,
+    jaccard: npt.NDArray[np.float64] | None = None,
+) -> list[Path]:
+    """Write the list of dropped documents of every piece.
+
+    Args:
+        path: folder and suffix of the lists.
+        pieces: all pieces.
+        documents: (M,) dropped ones, rising.
+        kept: (M,) the document that is kept instead of each.
+        jaccard: (M,) estimated similarity of the two; None for equal documents.
+    """
+    ids = _ids(pieces, np.union1d(documents, kept))
+    cuts = np.searchsorted(documents, pieces.ends).tolist()
+    paths = [path[0] / f"{name}{path[1]}" for name in pieces.names]
+    for place, low, high in zip(paths, [0, *cuts], cuts, strict=False):
+        with replacing(place) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for row in range(low, high):
+                record: dict[str, Any] = {"id": ids[documents[row]], "kept": ids[kept[row]]}
+                if jaccard is not None:
+                    record["jaccard"] = round(float(jaccard[row]), 3)
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return paths
+
+
+def _ids(pieces: Pieces, documents: Numbers) -> dict[int, str]:
+    ids = {}
+    for piece, wanted in pieces.split(documents):
+        remaining = iter(wanted.tolist())
+        next_one = next(remaining)
+        start = pieces.starts[piece]
+        for number, text in enumerate(pieces.ids(pieces.names[piece]), start):
+            if number == next_one:
+                ids[number] = text
+                next_one = next(remaining, -1)
+    return ids

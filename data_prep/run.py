@@ -9,9 +9,8 @@ from data_prep import corpus
 from data_prep.chain import steps, walk
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
-from data_prep.counts import Counts, table
 from data_prep.datasheet.gather import REPORT_FILE
-from data_prep.stage import Done, Stage, finished, run_tasks
+from data_prep.stage import Counts, Done, Stage, finished, run_tasks, table
 from pipeline.config.load import resolved_text
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
@@ -22,9 +21,7 @@ logger = logging.getLogger(__name__)
 def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     """Prepare a dataset, continuing where an earlier run stopped, and return its report.
 
-    Args:
-        config: sources and settings.
-        replace: allow a finished dataset made from other inputs or settings to be replaced.
+    `replace` allows a finished dataset made from other inputs or settings to be replaced.
 
     Raises:
         DataError: the input is unusable, or `output_dir` holds another finished dataset.
@@ -41,14 +38,9 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
 def run_part(
     config: PrepConfig, name: str, *, rank: int = 0, world: int = 1, replace: bool = False
 ) -> None:
-    """Do one part of one stage, as an array task; all earlier stages must be complete.
+    """Do part `rank` of `world` of one stage, as an array task; earlier stages must be complete.
 
-    Args:
-        config: sources and settings.
-        name: name of the stage.
-        rank: number of the part, 0 to world - 1.
-        world: number of parts; results do not depend on it.
-        replace: see `run`.
+    Results do not depend on the number of parts.
 
     Raises:
         ConfigError: the config has no such stage, or rank and world do not fit.

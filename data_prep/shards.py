@@ -11,7 +11,6 @@ import mmap
 import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import ShardsConfig
-from data_prep.counts import Counts
-from data_prep.pieces import Pieces, hash_share, read_documents
-from data_prep.stage import (
-    Done,
-    Estimate,
-    Result,
-    Size,
-    Task,
-    make_key,
-    replacing,
-    save_array,
-)
+from data_prep.corpus import SHARD_FOLDER, Progress
+from data_prep.pieces import Pieces, batches, hash_share, read_documents
+from data_prep.stage import Counts, Estimate, Result, Size, Task, make_key, replacing, save_array
 from data_prep.words import word_starts_of
 from pipeline.data.format import MEMBERS, SPLITS, token_dtype
 from pipeline.tokenizer.sentencepiece import Spelling
@@ -64,22 +54,19 @@ class _Tokenised:
 
 @dataclass
 class _Block:
-    """A block being filled."""
+    """A block being filled; it holds documents of one source."""
 
-    source: str
-    tokens: list[npt.NDArray[np.unsignedinteger]]
-    spellings: list[Spelling]
-    document_ids: list[str]
+    documents: list[_Tokenised]
     num_tokens: int = 0
+
+    @property
+    def tokens(self) -> npt.NDArray[np.unsignedinteger]:
+        """Tokens of all documents in a row."""
+        return np.concatenate([document.tokens for document in self.documents])
 
 
 def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
-    """Group consecutive pieces so that a group's tar is about `shard_mb` large.
-
-    Args:
-        kept_bytes: text bytes left of every piece.
-        shard_mb: target size.
-    """
+    """Group consecutive pieces, by the text left of each, so that a tar is about `shard_mb`."""
     target = shard_mb * 1_000_000 / _TAR_BYTES_PER_TEXT_BYTE
     groups: list[list[int]] = []
     size = 0
@@ -92,34 +79,22 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
     return groups
 
 
-def tasks(
-    groups: list[list[int]],
-    job: ShardJob,
-    upstream: tuple[list[Done], Done, Done],
-    folder: Path,
-) -> list[Task[ShardJob]]:
-    """Make one task per group.
-
-    Args:
-        groups: numbers of the pieces of each group, from `plan`.
-        job: all pieces, and settings.
-        upstream: records of the stage that wrote the pieces, of the last one with masks, and of
-            tokenizer.
-        folder: folder of the shards.
-    """
-    written, kept, vocabulary = upstream
+def tasks(progress: Progress, folder: Path) -> list[Task[ShardJob]]:
+    """Make one task per group of `plan`; shards belong to the dataset, not to work/."""
+    pieces, config = progress.pieces, progress.corpus.config.shards
+    kept_bytes = [int(pieces.kept_sizes(name).sum()) for name in pieces.names]
     made = []
-    for number, group in enumerate(groups):
-        names = tuple(job.pieces.names[i] for i in group)
+    for number, group in enumerate(plan(kept_bytes, config.shard_mb)):
+        names = tuple(pieces.names[i] for i in group)
         key = make_key(
             number,
-            [written[i].digest for i in group],
-            [kept.files[f"{name}.keep.npy"] for name in names],
-            vocabulary.digest,
-            asdict(job.config),
+            [progress.written[i].digest for i in group],
+            [progress.kept.files[f"{name}.keep.npy"] for name in names],
+            progress.records["tokenizer"][0].digest,
+            asdict(config),
         )
-        own = replace(job, pieces=replace(job.pieces, names=names))
-        made.append(Task(f"{number:06d}", folder, key, own))
+        job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config)
+        made.append(Task(f"{number:06d}", progress.corpus.output / SHARD_FOLDER, key, job))
     return made
 
 
@@ -141,10 +116,9 @@ def run(task: Task[ShardJob]) -> Result:
         blocks = _blocks(documents, job.config.block_tokens)
         with replacing(path) as temporary:
             for block in _write_tar(temporary, path.stem, blocks, tokenizer.vocab_size):
-                sources[split][block.source]["blocks"] += 1
+                sources[split][block.documents[0].source]["blocks"] += 1
                 if split == "train":
-                    tokens = np.concatenate(block.tokens)
-                    frequencies += np.bincount(tokens, minlength=len(frequencies))
+                    frequencies += np.bincount(block.tokens, minlength=len(frequencies))
             described = describe(temporary)
         if described["blocks"]:
             tars.append({"split": split, "file": path.name, **described})
@@ -158,11 +132,12 @@ def run(task: Task[ShardJob]) -> Result:
     return result, [*paths, frequency_path]
 
 
-def estimate(size: Size) -> Estimate:
+def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost of this stage."""
     pieces = [int(size.text_bytes / size.pieces)] * size.pieces
     groups = plan(pieces, size.config.shards.shard_mb)
-    return Estimate(len(groups), size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes, 500e6)
+    cpu_s, disk_bytes = size.text_bytes / 1e6 / 10, 0.6 * size.text_bytes
+    return {"shards": Estimate(len(groups), cpu_s, disk_bytes, 500e6)}
 
 
 def _write_tar(
@@ -184,34 +159,27 @@ def describe(path: Path) -> dict[str, Any]:
     """Read a tar back: size, hash, and offset, length and sha256 of blocks and members."""
     with tarfile.open(path) as tar:
         members = tar.getmembers()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _describe(members, data)
-
-
-def _describe(members: list[tarfile.TarInfo], data: mmap.mmap) -> dict[str, Any]:
     blocks: dict[str, dict[str, Any]] = {}
-    for member in members:
-        key, _, suffix = member.name.partition(".")
-        block = blocks.setdefault(key, {"key": key, "offset": member.offset, "members": {}})
-        end = member.offset_data + -(-member.size // _TAR_RECORD) * _TAR_RECORD
-        block["length"] = end - block["offset"]
-        content = data[member.offset_data : member.offset_data + member.size]
-        block["members"][suffix] = {
-            "offset": member.offset_data,
-            "length": member.size,
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-        if suffix == "meta.json":
-            meta = json.loads(content)
-            block.update({name: meta[name] for name in ("num_tokens", "num_documents", "source")})
-    for block in blocks.values():
-        region = data[block["offset"] : block["offset"] + block["length"]]
-        block["sha256"] = hashlib.sha256(region).hexdigest()
-    return {
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "blocks": list(blocks.values()),
-    }
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+
+        def located(offset: int, length: int) -> dict[str, Any]:
+            digest = hashlib.sha256(data[offset : offset + length]).hexdigest()
+            return {"offset": offset, "length": length, "sha256": digest}
+
+        for member in members:
+            key, _, suffix = member.name.partition(".")
+            block = blocks.setdefault(key, {"key": key, "offset": member.offset, "members": {}})
+            end = member.offset_data + -(-member.size // _TAR_RECORD) * _TAR_RECORD
+            block["length"] = end - block["offset"]
+            block["members"][suffix] = located(member.offset_data, member.size)
+            if suffix == "meta.json":
+                meta = json.loads(data[member.offset_data : member.offset_data + member.size])
+                names = ("num_tokens", "num_documents", "source")
+                block.update({name: meta[name] for name in names})
+        for block in blocks.values():
+            block["sha256"] = located(block["offset"], block["length"])["sha256"]
+        digest = hashlib.sha256(data).hexdigest()
+        return {"bytes": len(data), "sha256": digest, "blocks": list(blocks.values())}
 
 
 def _documents(job: ShardJob, held_out: list[dict[str, str]]) -> Iterator[dict[str, str]]:
@@ -234,7 +202,7 @@ def _counted(
 ) -> Iterator[_Tokenised]:
     """Tokenise documents and add them to the counts of the stage, their source and the split."""
     dtype = token_dtype(tokenizer.vocab_size)
-    for document, encoded, spelling in _spelt(documents, tokenizer):
+    for document, (encoded, spelling) in _spelt(documents, tokenizer):
         num_bytes = len(document["text"].encode())
         counts.take(num_bytes)
         ids: npt.NDArray[Any] = np.array(encoded, dtype=dtype)
@@ -257,22 +225,15 @@ def _counted(
 
 def _spelt(
     documents: Iterator[dict[str, str]], tokenizer: DatasetTokenizer
-) -> Iterator[tuple[dict[str, str], Any, Spelling]]:
+) -> Iterator[tuple[dict[str, str], tuple[Any, Spelling]]]:
     """Yield documents with their tokens and spelling.
 
     Many are read, then tokenised: if reading and the tokenizer took turns, they would push each
     other's tables out of the processor's cache, and the tokenizer would take a quarter longer.
     """
-    batch: list[dict[str, str]] = []
-    size = 0
-    for document in chain(documents, [None]):
-        if document is None or size > _BATCH_CHARS:
-            spelt = [tokenizer.spell(text["text"]) for text in batch]
-            yield from ((text, *tokens) for text, tokens in zip(batch, spelt, strict=True))
-            batch, size = [], 0
-        if document is not None:
-            batch.append(document)
-            size += len(document["text"])
+    for batch in batches(documents, _BATCH_CHARS):
+        spelt = [tokenizer.spell(document["text"]) for document in batch]
+        yield from zip(batch, spelt, strict=True)
 
 
 def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Block]:
@@ -281,14 +242,13 @@ def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Blo
     for document in documents:
         num_tokens = len(document.tokens)
         if block and (
-            block.source != document.source or block.num_tokens + num_tokens > block_tokens
+            block.documents[0].source != document.source
+            or block.num_tokens + num_tokens > block_tokens
         ):
             yield block
             block = None
-        block = block or _Block(document.source, [], [], [])
-        block.tokens.append(document.tokens)
-        block.spellings.append(document.spelling)
-        block.document_ids.append(document.id)
+        block = block or _Block([])
+        block.documents.append(document)
         block.num_tokens += num_tokens
     if block:
         yield block
@@ -296,18 +256,17 @@ def _blocks(documents: Iterator[_Tokenised], block_tokens: int) -> Iterator[_Blo
 
 def _members(block: _Block, vocab_size: int) -> dict[str, bytes]:
     """Return the contents of a block's members, by name."""
-    lengths = [len(part) for part in block.tokens]
-    documents = list(zip(block.spellings, block.tokens, strict=True))
+    documents = block.documents
     meta = {
-        "source": block.source,
+        "source": documents[0].source,
         "num_tokens": block.num_tokens,
-        "num_documents": len(lengths),
-        "document_ids": block.document_ids,
+        "num_documents": len(documents),
+        "document_ids": [document.id for document in documents],
     }
     contents = (
-        _npy(np.concatenate(block.tokens).astype(token_dtype(vocab_size))),
-        _npy(np.cumsum(lengths, dtype=np.int64)),
-        _npy(np.packbits(word_starts_of(documents))),
+        _npy(block.tokens.astype(token_dtype(vocab_size))),
+        _npy(np.cumsum([len(document.tokens) for document in documents], dtype=np.int64)),
+        _npy(np.packbits(word_starts_of([(d.spelling, d.tokens) for d in documents]))),
         json.dumps(meta, ensure_ascii=False).encode(),
     )
     return dict(zip(MEMBERS, contents, strict=True))

@@ -1,4 +1,7 @@
-"""The texts of `data_prep status` and `show`: stages, one document's way, rejected documents.
+"""What is told about a preparation without doing it: its plan, its status, and single documents.
+
+`plan` estimates stages, tasks, core-hours and disk from file sizes alone; the text is not read.
+`data_prep.stage.Estimate` says where the rates come from.
 
 `status` reads the records of tasks. For `show`, intermediate files tell which piece of the input a
 document came from; the original is then read from the input itself.
@@ -8,17 +11,18 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_prep import corpus
-from data_prep.chain import look, steps
+from data_prep.chain import estimates, look, steps
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.pieces import id_hash, read_documents, read_lines
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document
-from data_prep.stage import Stage, State, state_of
+from data_prep.stage import Size, Stage, State, state_of
 from pipeline.errors import DataError
 
 _SHOWN_CHARS = 2000
@@ -28,6 +32,97 @@ _REMEDIES = {
     "failed": "    fix the cause; the same command repeats them",
     "stopped": "    the same command repeats them; finished tasks stay done",
 }
+# Bytes of text in a byte of a file.
+_EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".parquet": 2.2}
+_DOCUMENT_BYTES = 4000
+_SECONDS_PER_HOUR = 3600
+
+
+def plan(config: PrepConfig) -> dict[str, Any]:
+    """Estimate a preparation.
+
+    Returns:
+        {"files", "pieces", "text_gb", "stages": [{"name", "tasks", "max_tasks", "core_hours",
+        "disk_gb", "memory_gb", "todo"}], "core_hours", "disk_gb"}; `max_tasks` is the number of
+        parts of the stage that can run at a time, `memory_gb` the memory of one task, `todo` has
+        the numbers of unfinished tasks, or is None until the stages before are complete.
+
+    Raises:
+        DataError: an input does not exist or has no text files.
+    """
+    given = corpus.find(config)
+    size = _size(given)
+    costs = estimates(size)
+    todo = {
+        stage.name: [i for i, done in enumerate(records) if done is None]
+        for stage, records in look(given)
+    }
+    stages = [
+        {
+            "name": name,
+            "tasks": made.tasks,
+            "max_tasks": made.tasks,
+            "core_hours": round(made.cpu_s / _SECONDS_PER_HOUR, 3),
+            "disk_gb": round(made.disk_bytes / 1e9, 3),
+            "memory_gb": round(made.memory_bytes / 1e9, 2),
+            "todo": todo.get(name),
+        }
+        for name, made in costs.items()
+    ]
+    return {
+        "files": len({file.path for piece in given.pieces for file in piece.files}),
+        "pieces": size.pieces,
+        "text_gb": round(size.text_bytes / 1e9, 3),
+        "stages": stages,
+        "core_hours": round(sum(e.cpu_s for e in costs.values()) / _SECONDS_PER_HOUR, 3),
+        "disk_gb": round(sum(e.disk_bytes for e in costs.values()) / 1e9, 3),
+    }
+
+
+def plan_text(made: dict[str, Any], cores: int) -> str:
+    """Format a plan as a table, for a number of cores."""
+    lines = [
+        f"{made['files']:,} files, about {made['text_gb']:,.1f} GB of text, in {made['pieces']:,} "
+        "pieces",
+        "",
+        f"{'stage':<16}{'tasks':>8}{'core-hours':>12}{f'hours on {cores}':>14}{'disk GB':>10}"
+        f"{'GB a task':>11}",
+    ]
+    total_hours = 0.0
+    for stage in made["stages"]:
+        hours = stage["core_hours"] / min(cores, stage["max_tasks"])
+        total_hours += hours
+        lines.append(
+            f"{stage['name']:<16}{stage['tasks']:>8,}{stage['core_hours']:>12.2f}{hours:>14.2f}"
+            f"{stage['disk_gb']:>10.1f}{stage['memory_gb']:>11.2f}"
+        )
+    lines += [
+        f"{'total':<16}{'':>8}{made['core_hours']:>12.2f}{total_hours:>14.2f}"
+        f"{made['disk_gb']:>10.1f}",
+        "",
+        "Estimates from file sizes and measured rates (benchmarks/data_prep.py); they count text",
+        "that stages drop in full. work/ may be deleted when the dataset is complete.",
+    ]
+    return "\n".join(lines)
+
+
+def _size(given: Corpus) -> Size:
+    texts = [
+        sum(_text_bytes(file.path, file.range_bytes) for file in piece.files)
+        for piece in given.pieces
+    ]
+    total = sum(texts)
+    eval_bytes = sum(
+        _text_bytes(file.path, file.num_bytes)
+        for files in given.eval_sets.values()
+        for file in files
+    )
+    return Size(given.config, len(texts), max(texts), total, total / _DOCUMENT_BYTES, eval_bytes)
+
+
+def _text_bytes(path: str, num_bytes: int) -> float:
+    factors = [factor for suffix, factor in _EXPANSION.items() if path.lower().endswith(suffix)]
+    return num_bytes * (factors[0] if factors else 1.0)
 
 
 def status_text(config: PrepConfig) -> str:
@@ -97,13 +192,7 @@ def document_text(config: PrepConfig, document_id: str) -> str:
 
 
 def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
-    """Show rejected documents and lines, up to `limit` per reason.
-
-    Args:
-        config: the preparation.
-        reason: part of the reason; empty for all.
-        limit: number to show for each reason.
-    """
+    """Show documents and lines whose reason has `reason` in it, up to `limit` per reason."""
     given = corpus.find(config)
     counts = Counter[str]()
     parts = []

@@ -23,7 +23,6 @@ _BETWEEN = re.compile(f"[^{''.join(f'{chr(a)}-{chr(b)}' for a, b in HAN)}{_JOINE
 _IS_JOINED, _IS_HAN = 1, 2
 _CHUNK = 1 << 20
 
-
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
@@ -32,11 +31,8 @@ def word_starts(spelling: Spelling, ids: Tokens) -> npt.NDArray[np.bool_]:
 
     A token that starts with a Chinese character starts a word where one of jieba's words starts;
     `Tokenizer.word_starts` decides about all other tokens. A token that starts inside a word and
-    reaches into the next belongs to the first.
-
-    Args:
-        spelling: the tokenizer that made the ids, or its spelling of the document.
-        ids: (n,) tokens of one document, from its begin.
+    reaches into the next belongs to the first. `spelling` is the tokenizer, or its spelling of the
+    document.
     """
     return word_starts_of([(spelling, ids)])
 

@@ -1,25 +1,33 @@
 """Gathers `report.json`: all numbers of the datasheet, for the whole dataset and by source.
 
 Bytes are UTF-8 bytes of text. Lengths are those of the documents that the last mask keeps.
+
+Beginnings of rejected texts show people the effect of a rule. They come from the first pieces that
+have them, so they are the same on every rerun. The number of pieces and bytes to read is limited,
+so that it takes seconds for any corpus; a rare reason may have no sample.
 """
 
+import base64
 import datetime
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.corpus import Corpus
-from data_prep.counts import INGEST_STAGES, REPEATED_IDS, Counts
-from data_prep.datasheet import samples
+from data_prep.clean.normalise import normalise
+from data_prep.config import PrepConfig
+from data_prep.corpus import Progress
+from data_prep.filters.mask import Masker
 from data_prep.inputs import Piece
-from data_prep.pieces import Pieces
-from data_prep.stage import Done
+from data_prep.pieces import read_lines
+from data_prep.readers.items import storable
+from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Counts, Done
 from pipeline.config.load import provenance
 from pipeline.data.format import SPLITS, DatasetIndex, read_index
 
@@ -31,22 +39,23 @@ _PIECE_STAGES = {"ingest": INGEST_STAGES, "lines": ("lines",)}
 """Stages that write the text of every piece, and the names under which they count."""
 _TOTALS = ["tokens", "documents", "text_bytes", "characters", "unknown", "byte_pieces", "blocks"]
 
-_Size = tuple[int, int]
-Records = Mapping[str, list[Done]]
-"""Stage -> records of its tasks."""
+Mask = Callable[[str], str]
+
+SAMPLES = 3
+"""Number for one reason, from different sources if there are enough."""
+SAMPLE_CHARS = 200
+_MAX_PIECES = 8  # of a source
+_MAX_BYTES = 8_000_000  # of a piece
+_WINDOW_CHARS = 4000
+# Personal data that the end of the window cuts through is not recognised; the longest number or
+# local part of an address is shorter than this.
+_UNSURE_CHARS = 256
+_ESCAPED = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|([nrtbf])|([\"/\\]))")
 
 
-def gather(
-    corpus: Corpus, pieces: Pieces, masks: dict[str, Path], records: Records
-) -> dict[str, Any]:
-    """Gather the report; the index must be written.
-
-    Args:
-        corpus: the corpus that was prepared.
-        pieces: its pieces with the last texts.
-        masks: stage -> folder of its `NAME.keep.npy`, in order.
-        records: records of the stages that write texts, masks, tokenizer or shards.
-    """
+def gather(progress: Progress) -> dict[str, Any]:
+    """Gather the report; the index must be written."""
+    corpus, pieces, records = progress.corpus, progress.pieces, progress.results
     index = read_index(corpus.output)
     [trained], [deduplicated] = records["tokenizer"], records["dedup"]
     notes = Counter[str]()
@@ -54,7 +63,7 @@ def gather(
         notes.update(done.result["notes"])
     # Ingestion counts them within a piece, stage dedup over all pieces.
     notes[REPEATED_IDS] = deduplicated.result["repeated_ids"]
-    sources = _by_source(corpus, pieces, masks, records)
+    sources = _by_source(progress)
     lengths = Counter[int]()
     for source in sources.values():
         lengths.update(source.lengths)
@@ -76,7 +85,7 @@ def gather(
         "num_shards": len(index.shards),
         "num_blocks": len(index.blocks),
         "shard_bytes": {split: _shard_bytes(index, split) for split in SPLITS},
-        "stages": {name: counts.to_json() for name, counts in _stages(masks, records).items()},
+        "stages": {name: counts.to_json() for name, counts in _stages(progress).items()},
         "notes": {name: count for name, count in notes.items() if count},
         "repeated_ids": deduplicated.result["examples"],
         "decontaminate": {
@@ -89,18 +98,17 @@ def gather(
         "length_edges": EDGES,
         "lengths": distribution(lengths),
         "tokenizer_report": json.loads(tokenizer_report.read_bytes()),
-        "rejected_samples": samples.collect(
-            corpus.config, rejected_files, records["ingest"], rejected
-        ),
+        "rejected_samples": collect(corpus.config, rejected_files, records["ingest"], rejected),
         "settings": asdict(corpus.config),
         "provenance": provenance(),
     }
 
 
-def _stages(masks: dict[str, Path], records: Records) -> dict[str, Counts]:
+def _stages(progress: Progress) -> dict[str, Counts]:
     """Count documents and bytes of all stages that take or drop text, in order."""
+    records = progress.results
     groups = [(stage, names) for stage, names in _PIECE_STAGES.items() if stage in records]
-    groups += [(stage, (stage,)) for stage in (*masks, "shards")]
+    groups += [(stage, (stage,)) for stage in (*progress.masks, "shards")]
     return {
         name: Counts.total(done.result[name] for done in records[stage])
         for stage, names in groups
@@ -139,16 +147,6 @@ class _SourceReport:
             for name in _PIECE_STAGES[stage]:
                 self.stages[name].add(record.result[name])
 
-    def add(self, stage: str, before: _Size, after: _Size, reason: str) -> None:
-        """Add (documents, bytes) before and after a stage that drops documents for one reason."""
-        counts = self.stages[stage]
-        counts.documents_in += before[0]
-        counts.bytes_in += before[1]
-        counts.documents_out += after[0]
-        counts.bytes_out += after[1]
-        if before[0] > after[0]:
-            counts.reject(reason, before[1] - after[1], before[0] - after[0])
-
     def rejected_at_ingest(self) -> dict[str, list[int]]:
         """Return reason -> [documents, bytes]."""
         return {k: v for name in INGEST_STAGES for k, v in self.stages[name].rejected.items()}
@@ -174,10 +172,10 @@ class _SourceReport:
         }
 
 
-def _by_source(
-    corpus: Corpus, pieces: Pieces, masks: dict[str, Path], records: Records
-) -> dict[str, _SourceReport]:
+def _by_source(progress: Progress) -> dict[str, _SourceReport]:
     """Report on all sources; reads the lengths and masks of one piece at a time."""
+    corpus, pieces, records = progress.corpus, progress.pieces, progress.results
+    masks = progress.masks
     of_pieces = {stage: records[stage] for stage in _PIECE_STAGES if stage in records}
     stages = [name for stage in of_pieces for name in _PIECE_STAGES[stage]]
     sources = {s.name: _SourceReport([*stages, *masks, "shards"]) for s in corpus.config.sources}
@@ -185,24 +183,25 @@ def _by_source(
     for i, (piece, name) in enumerate(zip(corpus.pieces, pieces.names, strict=True)):
         source = sources[piece.source.name]
         source.add_piece(piece, {stage: done[i] for stage, done in of_pieces.items()})
-        sizes = left = pieces.sizes(name)
+        sizes = pieces.sizes(name)
+        left = np.ones(len(sizes), dtype=bool)
         for stage, folder in masks.items():
-            kept = sizes[np.load(folder / f"{name}.keep.npy")]
-            source.add(
-                stage, (len(left), int(left.sum())), (len(kept), int(kept.sum())), reasons[stage]
-            )
+            kept = np.load(folder / f"{name}.keep.npy")
+            source.stages[stage].mask(sizes[left], kept[left], reasons[stage])
             left = kept
-        values, counts = np.unique(left, return_counts=True)
+        values, counts = np.unique(sizes[left], return_counts=True)
         source.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     for done in records["shards"]:
         for split, of_sources in done.result["sources"].items():
             for source_name, totals in of_sources.items():
                 sources[source_name].totals[split].update(totals)
     for source in sources.values():
-        last = list(source.stages.values())[-2]
+        last, sharded = list(source.stages.values())[-2:]
         whole = sum(source.totals.values(), Counter())
-        after = whole["documents"], whole["text_bytes"]
-        source.add("shards", (last.documents_out, last.bytes_out), after, "no tokens")
+        sharded.documents_in, sharded.bytes_in = last.documents_out, last.bytes_out
+        sharded.documents_out, sharded.bytes_out = whole["documents"], whole["text_bytes"]
+        if lost := last.documents_out - whole["documents"]:
+            sharded.reject("no tokens", last.bytes_out - whole["text_bytes"], lost)
     return sources
 
 
@@ -216,10 +215,7 @@ def distribution(lengths: Mapping[int, int]) -> dict[str, Any]:
     """Return the histogram over `EDGES`, and quantiles, which are lengths of documents.
 
     At least a share q of the documents is no longer than the quantile q. `half_of_text`: half of
-    the bytes are in documents of at least this length.
-
-    Args:
-        lengths: length in bytes -> number of documents.
+    the bytes are in documents of at least this length. `lengths`: bytes -> number of documents.
     """
     histogram = np.zeros(len(EDGES) - 1, dtype=np.int64)
     if not lengths:
@@ -233,3 +229,94 @@ def distribution(lengths: Mapping[int, int]) -> dict[str, Any]:
     quantiles["max"] = int(values[-1])
     quantiles["half_of_text"] = int(values[::-1][np.searchsorted(text, int(text[-1]) / 2)])
     return {"histogram": histogram.tolist(), "quantiles": quantiles}
+
+
+def collect(
+    config: PrepConfig,
+    pieces: Sequence[tuple[str, Path]],
+    ingested: Sequence[Done],
+    rejected: dict[str, dict[str, list[int]]],
+) -> dict[str, list[dict[str, str]]]:
+    """Collect samples of every reason: reason -> up to `SAMPLES` of {"source", "id", "text"}.
+
+    Args:
+        config: settings of masking.
+        pieces: source and `.rejected.jsonl.zst` of every piece.
+        ingested: records of stage ingest, one per piece.
+        rejected: source -> reason -> [documents, bytes] of ingestion and filters.
+    """
+    masker = Masker(config.filters.mask) if config.filters.mask.enabled else None
+
+    def mask(text: str) -> str:
+        return masker(text)[0] if masker else text
+
+    samples: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
+    wanted = _wanted(rejected)
+    num_read = Counter[str]()
+    for (source, path), done in zip(pieces, ingested, strict=True):
+        reasons = {reason for stage in INGEST_STAGES for reason in done.result[stage]["rejected"]}
+        here = reasons & wanted[source].keys()
+        if not here or num_read[source] == _MAX_PIECES:
+            continue
+        num_read[source] += 1
+        for record in _records(path):
+            reason = record["reason"]
+            if reason not in wanted[source]:
+                continue
+            text = _beginning(record, reason in done.result["ingest"]["rejected"], mask)
+            samples[reason].append({"source": source, "id": mask(record["id"]), "text": text})
+            wanted[source][reason] -= 1
+            wanted[source] += Counter()  # drops reasons that are complete
+            if not here & wanted[source].keys():
+                break
+    return dict(sorted(samples.items()))
+
+
+def _wanted(rejected: dict[str, dict[str, list[int]]]) -> dict[str, Counter[str]]:
+    """Divide the samples of each reason among the sources that lose most text for it."""
+    sources_of: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+    for source, reasons in rejected.items():
+        for reason, (_, num_bytes) in reasons.items():
+            sources_of[reason].append((num_bytes, source))
+    wanted = {source: Counter[str]() for source in rejected}
+    for reason, sizes in sources_of.items():
+        largest = [source for _, source in sorted(sizes, key=lambda size: (-size[0], size[1]))]
+        for number in range(SAMPLES):
+            source = largest[number % min(len(largest), SAMPLES)]
+            wanted[source][reason] += 1
+    return wanted
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Read rejected documents from the beginning of a file."""
+    left = _MAX_BYTES
+    for record in read_lines(path):
+        yield record
+        left -= len(record.get("raw", "")) + len(record.get("raw_base64", ""))
+        if left < 0:
+            return
+
+
+def _beginning(record: dict[str, Any], is_unread: bool, mask: Mask) -> str:
+    """Return the beginning of a rejected document as a page may show it, without personal data.
+
+    The raw text of one that `is_unread` may be a line of JSON.
+    """
+    raw = record.get("raw")
+    if raw is None:
+        raw = base64.b64decode(record["raw_base64"]).decode(errors="replace")
+    text = raw[:_WINDOW_CHARS]
+    if is_unread:
+        # In `tel:\n13812345678` as JSON writes it, the n would hide the beginning of a number.
+        text = _ESCAPED.sub(_unescaped, text)
+    text = mask(normalise(storable(text)))
+    # Spaces replace the line breaks within numbers, so the mask finds more of them now.
+    text = mask(" ".join(text.split()))
+    if len(raw) > _WINDOW_CHARS:
+        text = text[:-_UNSURE_CHARS]
+    return text if len(text) <= SAMPLE_CHARS else f"{text[:SAMPLE_CHARS]}…"
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    code, space, char = match.groups()
+    return chr(int(code, 16)) if code else " " if space else str(char)

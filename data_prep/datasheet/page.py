@@ -20,8 +20,8 @@ from typing import Any
 
 import jinja2
 
-from data_prep.counts import INGEST_STAGES
 from data_prep.datasheet.gather import REPORT_FILE
+from data_prep.stage import INGEST_STAGES
 from pipeline.config import strict_yaml
 from pipeline.errors import DataError
 from pipeline.runtime.files import write_atomic
@@ -230,19 +230,12 @@ def _lengths(report: dict[str, Any], names: list[str]) -> dict[str, Any]:
     titles = []
     for i, name in enumerate(bins):
         parts = sorted(((of[i], source) for source, of in counts.items() if of[i]), reverse=True)
-        shown = [f"{source} {count(documents)}" for documents, source in parts[:OTHER]]
-        shown += [f"{len(parts) - OTHER} more"] if len(parts) > OTHER else []
-        detail = f" ({', '.join(shown)})" if len(names) > 1 and shown else ""
+        listed = [f"{source} {count(documents)}" for documents, source in parts[:OTHER]]
+        listed += [f"{len(parts) - OTHER} more"] if len(parts) > OTHER else []
+        detail = f" ({', '.join(listed)})" if len(names) > 1 and listed else ""
         titles.append(f"{name}: {count(totals[i])} documents{detail}")
-    drawn = histogram(edges, series)
-    table = list(zip(bins, totals, strict=True))
-    return {
-        "histogram": drawn,
-        "titles": titles,
-        "table": table,
-        "counts": counts,
-        "totals": totals,
-    }
+    shown = {"titles": titles, "table": list(zip(bins, totals, strict=True))}
+    return {"histogram": histogram(edges, series), "counts": counts, "totals": totals, **shown}
 
 
 def _reasons(report: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
@@ -255,17 +248,10 @@ def _reasons(report: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
             parts.sort(key=lambda part: (-part[2], part[0]))
             # Other stages have reasons of the same name, but no samples.
             samples = report["rejected_samples"] if stage in INGEST_STAGES else {}
-            reasons.append(
-                {
-                    "stage": stage,
-                    "reason": reason,
-                    "documents": documents,
-                    "bytes": num_bytes,
-                    "parts": parts,
-                    "by_source": {part[0]: part[2] for part in parts},
-                    "samples": samples.get(reason, []),
-                }
-            )
+            shown = {"stage": stage, "reason": reason, "documents": documents, "bytes": num_bytes}
+            by_source = {part[0]: part[2] for part in parts}
+            more = {"by_source": by_source, "samples": samples.get(reason, [])}
+            reasons.append({**shown, "parts": parts, **more})
     return sorted(reasons, key=lambda r: (-r["bytes"], r["reason"], r["stage"]))
 
 

@@ -10,7 +10,6 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from data_prep.inputs import (
     InputFile,
     input_file,
     matching_files,
+    plain_name,
     refuse_changed,
 )
 from data_prep.readers.items import storable
-from data_prep.readers.streams import opened
-from data_prep.readers.text import decode, detect_encoding, invalid_line
+from data_prep.readers.text import decode, detect_encoding, invalid_line, opened
 from pipeline.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".txt")
@@ -33,33 +32,19 @@ Items = Iterator[tuple[str, str]]
 _LONGEST_CELL = 1 << 30
 
 
-@dataclass
-class Reading:
-    """Counts of unreadable parts, filled while items are read."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    """Kind of unreadable part -> number."""
+Reading = Counter[str]
+"""Kind of unreadable part -> number, filled while items are read."""
 
 
 def find(config: DecontaminateConfig) -> dict[str, tuple[InputFile, ...]]:
-    """List the files of every set, sorted by name.
-
-    In folders, files are chosen by their suffixes.
-
-    Raises:
-        DataError: an input does not exist, is of an unknown kind, or a set has no file.
-    """
+    """List the files of every set, sorted by name; in folders, those with known suffixes."""
     return {chosen.name: _find(chosen) for chosen in config.sets}
 
 
 def read(file: InputFile, reading: Reading) -> Items:
-    """Yield (place, text) of every item of a file; unreadable parts are counted.
-
-    Raises:
-        DataError: the file is cut short, damaged, changed, or its suffix is wrong.
-    """
+    """Yield (place, text) of every item of a file; unreadable parts are counted."""
     if not file.num_bytes:
-        reading.counts["empty files"] += 1
+        reading["empty files"] += 1
         return
     try:
         for place, text in _READERS[_suffix(file.path)](file, reading):
@@ -89,10 +74,7 @@ _KINDS = f"expected {', '.join(SUFFIXES)}, plain or with {', '.join(COMPRESSED_S
 
 
 def _suffix(path: str) -> str:
-    plain = Path(path).name.lower()
-    for compressed in COMPRESSED_SUFFIXES:
-        plain = plain.removesuffix(compressed)
-    return Path(plain).suffix
+    return Path(plain_name(path)).suffix
 
 
 def _is_text(text: str) -> bool:
@@ -106,7 +88,7 @@ def _lines(file: InputFile, reading: Reading) -> Iterator[tuple[int, str]]:
         for number, raw in enumerate(stream.buffer, 1):
             line = decode(raw, encoding)
             if line is None:
-                reading.counts[invalid_line(encoding) + "s"] += 1
+                reading[invalid_line(encoding) + "s"] += 1
             else:
                 yield number, line.rstrip("\r\n")
         if stream.problem:
@@ -188,7 +170,7 @@ def _values(file: InputFile, lines: Iterable[tuple[int, str]], reading: Reading)
             "than .jsonl"
         )
     if bad:
-        reading.counts["lines that are no JSON"] += bad
+        reading["lines that are no JSON"] += bad
 
 
 def _strings(value: Any, place: str) -> Items:

@@ -25,13 +25,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import DecontaminateConfig
-from data_prep.dedup.minhash import fold, letter_positions, shingle_hashes, shingle_lengths
+from data_prep.dedup.minhash import Letters, fold, letter_positions, shingle_hashes, shingle_lengths
+from data_prep.pieces import Hashes, Numbers
 
 ARRAYS = (".ngrams.npy", ".items.npy", ".anchors.npy", ".whole.npy", ".letters.npy")
 _SHOWN_CHARS = 80
@@ -54,7 +55,7 @@ class Tables:
         self._letters = [np.zeros(0, dtype=np.uint32)]
         self._num_letters = 0
 
-    def add_set(self, name: str, batches: Iterator[list[tuple[str, str]]]) -> Counter[str]:
+    def add_set(self, name: str, batches: Iterator[list[dict[str, str]]]) -> Counter[str]:
         """Add the items of one set; return the number of each kind."""
         counts = Counter[str](
             dict.fromkeys(("items", "whole", "too short", "repeated", "ngrams"), 0)
@@ -62,14 +63,14 @@ class Tables:
         seen: set[bytes] = set()
         hits: list[Any] = [[], []]
         for batch in batches:
-            letters, sizes = fold([text for _, text in batch])
+            letters, sizes = fold([item["text"] for item in batch])
             lengths = (self._config.ngram, self._config.ngram_cjk)
             anchor_lengths = (self._config.min_chars, self._config.min_chars_cjk)
             hashes, anchors = shingle_hashes(letters, lengths, anchor_lengths)
             complete = _complete(letters, sizes, lengths)
             anchored = _complete(letters, sizes, anchor_lengths)
             end = 0
-            for (place, text), size in zip(batch, sizes.tolist(), strict=True):
+            for given, size in zip(batch, sizes.tolist(), strict=True):
                 here = slice(end, end + size)
                 end += size
                 item = letters[here]
@@ -90,7 +91,7 @@ class Tables:
                 seen.add(digest)
                 counts["items"] += 1
                 self._num_items += 1
-                record = {"set": name, "item": place, "text": text[:_SHOWN_CHARS]}
+                record = {"set": name, "item": given["place"], "text": given["text"][:_SHOWN_CHARS]}
                 self._listing.write(json.dumps(record, ensure_ascii=False) + "\n")
         if hits[0]:
             # `unique` gives the first of equal values: that of the first item.
@@ -110,9 +111,7 @@ class Tables:
         items, letters = np.concatenate(self._ngram_items), np.concatenate(self._letters)
         return [ngrams[order], items[order], anchors[by_anchor], whole[by_anchor], letters]
 
-    def _add_whole(
-        self, letters: npt.NDArray[np.uint32], hashes: npt.NDArray[np.uint64], anchor: int
-    ) -> None:
+    def _add_whole(self, letters: Letters, hashes: Hashes, anchor: int) -> None:
         begin = self._num_letters
         self._num_letters += len(letters)
         self._letters.append(letters.copy())
@@ -120,22 +119,17 @@ class Tables:
         self._whole.append((self._num_items, anchor, begin, self._num_letters))
 
 
-def _complete(
-    letters: npt.NDArray[np.uint32], sizes: npt.NDArray[np.int64], lengths: tuple[int, int]
-) -> npt.NDArray[np.bool_]:
+def _complete(letters: Letters, sizes: Numbers, lengths: tuple[int, int]) -> Any:
     """Return (L,) bool: the shingle that starts here ends within its item."""
     ends = np.repeat(np.cumsum(sizes), sizes)
-    complete: npt.NDArray[np.bool_] = (
-        np.arange(len(letters)) + shingle_lengths(letters, *lengths) <= ends
-    )
-    return complete
+    return np.arange(len(letters)) + shingle_lengths(letters, *lengths) <= ends
 
 
-def _has_different(values: npt.NDArray[np.uint64], least: int) -> bool:
+def _has_different(values: Hashes, least: int) -> bool:
     return len(values) >= least and (least == 1 or len(np.unique(values)) >= least)
 
 
-_Candidates = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]
+_Candidates = tuple[Numbers, Hashes]
 _NONE: _Candidates = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64))
 
 
@@ -175,7 +169,7 @@ class Finder:
             overlaps[number] = _stretches(texts[number], own)
         return overlaps
 
-    def _candidates(self, letters: npt.NDArray[np.uint32]) -> list[_Candidates]:
+    def _candidates(self, letters: Letters) -> list[_Candidates]:
         """Return places where n-grams and where anchors of the tables may begin, with hashes."""
         tables = ((self._ngram_sieve, self._lengths), (self._anchor_sieve, self._anchor_lengths))
         longest = max(self._lengths)  # anchors are no longer
@@ -186,42 +180,27 @@ class Finder:
             for (sieve, _), hashes, parts in zip(tables, every, candidates, strict=True):
                 places = sieve.candidates(hashes[:_WINDOW])
                 parts.append((start + places, hashes[places]))
-        return [
-            (
-                np.concatenate([part[0] for part in parts]),
-                np.concatenate([part[1] for part in parts]),
-            )
-            for parts in candidates
-        ]
+        columns = (
+            [np.concatenate(column) for column in zip(*parts, strict=True)] for parts in candidates
+        )
+        return [(places, hashes) for places, hashes in columns]
 
-    def _shared(
-        self,
-        letters: npt.NDArray[np.uint32],
-        ends: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        hashes: npt.NDArray[np.uint64],
-    ) -> npt.NDArray[np.int64]:
+    def _shared(self, letters: Letters, ends: Numbers, places: Numbers, hashes: Hashes) -> Numbers:
         """Return (h, 3): first letter, letter behind the last, and row of every shared n-gram."""
         places, rows = _look_up(places, hashes, self._ngrams)
         behind = places + shingle_lengths(letters[places], *self._lengths)
         within = behind <= ends[np.searchsorted(ends, places, side="right")]
-        hits: npt.NDArray[np.int64] = np.stack([places, behind, rows], axis=1)[within]
-        return hits
+        return cast("Numbers", np.stack([places, behind, rows], axis=1)[within])
 
     def _whole_items(
-        self,
-        letters: npt.NDArray[np.uint32],
-        ends: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        hashes: npt.NDArray[np.uint64],
-    ) -> npt.NDArray[np.int64]:
+        self, letters: Letters, ends: Numbers, places: Numbers, hashes: Hashes
+    ) -> Numbers:
         """Return the same as `_shared` for items that the text has as a whole."""
         hits = []
         places, rows = _look_up(places, hashes, self._anchors)
         numbers = np.searchsorted(ends, places, side="right")
-        for place, number, row in zip(
-            places.tolist(), numbers.tolist(), rows.tolist(), strict=True
-        ):
+        hit = zip(places.tolist(), numbers.tolist(), rows.tolist(), strict=True)
+        for place, number, row in hit:
             _, before, begin, end = self._whole[row].tolist()
             first = place - before
             behind = first + end - begin
@@ -236,7 +215,7 @@ class Finder:
 class _Sieve:
     """Rules out quickly that a hash is in a table (a Bloom filter)."""
 
-    def __init__(self, table: npt.NDArray[np.uint64]) -> None:
+    def __init__(self, table: Hashes) -> None:
         self._bits = max(10, int(len(table) * _SLOTS_A_HASH).bit_length())
         self._marked = np.zeros(2**self._bits, dtype=bool)
         for start in range(0, len(table), 1 << 20):
@@ -244,25 +223,20 @@ class _Sieve:
             self._marked[self._first(part)] = True
             self._marked[self._second(part)] = True
 
-    def candidates(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    def candidates(self, hashes: Hashes) -> Numbers:
         """Return the places of hashes that may be in the table."""
         # All numbers are in range; `clip` saves numpy the check.
         places = np.flatnonzero(self._marked.take(self._first(hashes), mode="clip"))
-        both: npt.NDArray[np.int64] = places[self._marked[self._second(hashes[places])]]
-        return both
+        return places[self._marked[self._second(hashes[places])]]
 
-    def _first(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        numbers: npt.NDArray[np.int64] = (hashes >> np.uint64(64 - self._bits)).view(np.int64)
-        return numbers
+    def _first(self, hashes: Hashes) -> Numbers:
+        return cast("Numbers", (hashes >> np.uint64(64 - self._bits)).view(np.int64))
 
-    def _second(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        numbers: npt.NDArray[np.int64] = (hashes & np.uint64(2**self._bits - 1)).view(np.int64)
-        return numbers
+    def _second(self, hashes: Hashes) -> Numbers:
+        return cast("Numbers", (hashes & np.uint64(2**self._bits - 1)).view(np.int64))
 
 
-def _look_up(
-    places: npt.NDArray[np.int64], wanted: npt.NDArray[np.uint64], table: npt.NDArray[np.uint64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _look_up(places: Numbers, wanted: Hashes, table: Hashes) -> tuple[Numbers, Numbers]:
     """Return places whose hash the table has, and the row; once for each row of equal hashes."""
     order = np.argsort(wanted)  # neighbours in the table are looked up one after another
     first = np.searchsorted(table, wanted[order])
@@ -275,7 +249,7 @@ def _look_up(
     return np.repeat(places[order], equal), row
 
 
-def _stretches(text: str, hits: npt.NDArray[np.int64]) -> list[Overlap]:
+def _stretches(text: str, hits: Numbers) -> list[Overlap]:
     """Join the hits of one document that touch; of equal rows the first one counts."""
     hits = hits[np.lexsort((hits[:, 2], hits[:, 0]))]
     hits = hits[np.sort(np.unique(hits[:, 2], return_index=True)[1])]

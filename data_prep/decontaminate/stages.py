@@ -28,33 +28,23 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig
-from data_prep.counts import Counts
+from data_prep.corpus import Progress
 from data_prep.decontaminate import eval_items
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.inputs import InputFile
 from data_prep.pieces import Pieces, batches, read_documents
-from data_prep.stage import (
-    Done,
-    Estimate,
-    Result,
-    Size,
-    Task,
-    make_key,
-    replacing,
-    save_array,
-)
+from data_prep.stage import Counts, Estimate, Result, Size, Task, make_key, replacing, save_array
 from pipeline.errors import DataError
 
 REASON = "shares text with an evaluation set"
 _SHOWN_ITEMS = 50
-_BATCH_CHARS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -79,11 +69,7 @@ def eval_set_task(
 
 
 def run_eval_sets(task: Task[EvalSetJob]) -> Result:
-    """Make the tables.
-
-    Raises:
-        DataError: a file cannot be used, or all texts of a set are too short.
-    """
+    """Make the tables."""
     job = task.payload
     sets: dict[str, dict[str, int]] = {}
     paths = [task.path(suffix) for suffix in (*ARRAYS, ".items.jsonl")]
@@ -91,40 +77,26 @@ def run_eval_sets(task: Task[EvalSetJob]) -> Result:
         tables = Tables(job.config, listing)
         for name, files in job.files.items():
             reading = eval_items.Reading()
-            counts = tables.add_set(name, _items(files, reading, job.clean))
+            counts = tables.add_set(name, batches(_items(files, reading, job.clean)))
             if not counts["items"]:
                 raise DataError(
                     f"evaluation set {name!r}: none of its {len(files)} files, such as "
                     f"{files[0].path}, has a text that is long enough to search for "
                     f"({dict(counts)}); correct decontaminate.sets, or lower min_chars"
                 )
-            sets[name] = {"files": len(files), **counts, **reading.counts}
+            sets[name] = {"files": len(files), **counts, **reading}
     for path, array in zip(paths, tables.arrays(), strict=False):
         save_array(path, array)
     return {"sets": sets}, paths
 
 
-def estimate_eval_sets(size: Size) -> Estimate:
-    """Estimate the cost of stage eval_sets."""
-    memory = 100e6 + 12 * size.eval_bytes
-    return Estimate(1, size.eval_bytes / 1e6 / 4, 4 * size.eval_bytes, memory)
-
-
 def _items(
     files: tuple[InputFile, ...], reading: eval_items.Reading, clean: CleanConfig
-) -> Iterator[list[tuple[str, str]]]:
-    """Yield (place, normalised text) of all items, in batches."""
-    batch: list[tuple[str, str]] = []
-    size = 0
+) -> Iterator[dict[str, str]]:
+    """Yield {"place", "text"}, normalised, of all items."""
     for file in files:
         for place, text in eval_items.read(file, reading):
-            batch.append((place, normalise(text, clean)))
-            size += len(text)
-            if size >= _BATCH_CHARS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
+            yield {"place": place, "text": normalise(text, clean)}
 
 
 def _lengths(config: DecontaminateConfig) -> tuple[int, int, int, int]:
@@ -141,32 +113,19 @@ class OverlapJob:
     config: DecontaminateConfig
 
 
-def overlap_tasks(
-    upstream: tuple[list[Done], Done, Done],
-    pieces: Pieces,
-    eval_folder: Path,
-    config: DecontaminateConfig,
-    folder: Path,
-) -> list[Task[OverlapJob]]:
-    """Make one task per piece.
-
-    Args:
-        upstream: records of the stage that wrote the pieces, of the last one with masks, and of
-            eval_sets.
-        pieces: all pieces.
-        eval_folder: folder of the tables.
-        config: lengths of n-grams.
-        folder: folder of this stage.
-    """
-    written, kept, evaluated = upstream
-    tasks = []
-    for name, done in zip(pieces.names, written, strict=True):
-        mask = kept.files[f"{name}.keep.npy"]["sha256"]
+def overlap_tasks(progress: Progress, folder: Path) -> list[Task[OverlapJob]]:
+    """Make one task per piece."""
+    pieces, config = progress.pieces, progress.corpus.config.decontaminate
+    [evaluated] = progress.records["eval_sets"]
+    made = []
+    for name, done in zip(pieces.names, progress.written, strict=True):
+        mask = progress.kept.files[f"{name}.keep.npy"]["sha256"]
         key = make_key(done.digest, mask, evaluated.digest, _lengths(config))
         mask_path = pieces.masks / f"{name}.keep.npy"
+        eval_folder = progress.folder("eval_sets")
         job = OverlapJob(pieces.documents_path(name), mask_path, eval_folder, config)
-        tasks.append(Task(name, folder, key, job))
-    return tasks
+        made.append(Task(name, folder, key, job))
+    return made
 
 
 def run_overlaps(task: Task[OverlapJob]) -> Result:
@@ -191,12 +150,6 @@ def run_overlaps(task: Task[OverlapJob]) -> Result:
     return {"documents": documents}, [path]
 
 
-def estimate_overlaps(size: Size) -> Estimate:
-    """Estimate the cost of stage overlaps."""
-    memory = 200e6 + 6 * size.eval_bytes
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 50, 0.001 * size.text_bytes, memory)
-
-
 def _kept(job: OverlapJob) -> Iterator[dict[str, Any]]:
     keep = np.load(job.mask).tolist()
     documents = read_documents(job.documents)
@@ -217,17 +170,18 @@ class DecontaminateJob:
     config: DecontaminateConfig
 
 
-def decontaminate_task(
-    job: DecontaminateJob, upstream: tuple[Done, Done, list[Done]], folder: Path
-) -> Task[DecontaminateJob]:
-    """Make the one task of its stage; `upstream`: the last masks, eval_sets and overlaps."""
-    kept, evaluated, overlaps = upstream
-    rules = (job.config.min_hits, job.config.max_documents, job.config.action)
-    digests = [kept.digest, evaluated.digest, [done.digest for done in overlaps]]
-    return Task("all", folder, make_key(digests, rules), job)
+def tasks(progress: Progress, folder: Path) -> list[Task[DecontaminateJob]]:
+    """Make the one task of stage decontaminate."""
+    config, [evaluated] = progress.corpus.config.decontaminate, progress.records["eval_sets"]
+    folders = progress.folder("eval_sets"), progress.folder("overlaps")
+    job = DecontaminateJob(progress.pieces, *folders, evaluated.result["sets"], config)
+    overlaps = [done.digest for done in progress.records["overlaps"]]
+    digests = [progress.kept.digest, evaluated.digest, overlaps]
+    rules = (config.min_hits, config.max_documents, config.action)
+    return [Task("all", folder, make_key(digests, rules), job)]
 
 
-def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
+def run(task: Task[DecontaminateJob]) -> Result:
     """Decide about all documents."""
     job, pieces = task.payload, task.payload.pieces
     rows = _Rows(job)
@@ -236,22 +190,22 @@ def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
     listing = _Lines(job.eval_folder / "all.items.jsonl")
     paths = []
     for name in pieces.names:
-        mask, sizes = pieces.keep(name), pieces.sizes(name)
-        counts.documents_in += int(mask.sum())
-        counts.bytes_in += int(sizes[mask].sum())
+        before = pieces.keep(name)
+        mask = before.copy()
         paths += [task.folder / f"{name}{end}" for end in (".keep.npy", ".contaminated.jsonl")]
         with replacing(paths[-1]) as temporary, temporary.open("w", encoding="utf-8") as file:
             for record in _read(job, name):
                 matches = rows.matches(record["stretches"])
                 documents_of.update(matches.keys())
-                for match in matches.values():
-                    documents_with.update(match.items)
-                    _write(file, record["id"], match, listing)
+                for items, most, hits, text in matches.values():
+                    documents_with.update(items)
+                    item = json.loads(listing[most])
+                    shown = {"id": record["id"], "set": item["set"], "item": item["item"]}
+                    shown |= {"hits": hits, "text": text}
+                    file.write(json.dumps(shown, ensure_ascii=False) + "\n")
                 if matches and job.config.action == "drop":
-                    counts.reject(REASON, int(sizes[record["document"]]))
                     mask[record["document"]] = False
-        counts.documents_out += int(mask.sum())
-        counts.bytes_out += int(sizes[mask].sum())
+        counts.mask(pieces.sizes(name)[before], mask[before], REASON)
         save_array(paths[-2], mask)
     top = sorted(documents_with.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN_ITEMS]
     return {
@@ -262,21 +216,15 @@ def run_decontaminate(task: Task[DecontaminateJob]) -> Result:
     }, paths
 
 
-def estimate_decontaminate(size: Size) -> Estimate:
-    """Estimate the cost of stage decontaminate."""
-    memory = 100e6 + 10 * size.documents / size.pieces
-    return Estimate(1, size.documents * 1e-6, size.documents, memory)
-
-
-@dataclass(frozen=True)
-class _Match:
-    """The text that a document shares with one set."""
-
-    item: int
-    hits: int
-    text: str
-    items: list[int]
-    """All items of the set with shared text."""
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    text, evaluated, documents = size.text_bytes, size.eval_bytes, size.documents
+    memory = 100e6 + 10 * documents / size.pieces
+    return {
+        "eval_sets": Estimate(1, evaluated / 1e6 / 4, 4 * evaluated, 100e6 + 12 * evaluated),
+        "overlaps": Estimate(size.pieces, text / 1e6 / 50, 0.001 * text, 200e6 + 6 * evaluated),
+        "decontaminate": Estimate(1, documents * 1e-6, documents, memory),
+    }
 
 
 class _Rows:
@@ -303,8 +251,15 @@ class _Rows:
         """Rows that occur in too many documents."""
         return int(self._ignored.sum())
 
-    def matches(self, stretches: list[dict[str, Any]]) -> dict[str, _Match]:
-        """Return the sets with which a document shares enough text, in order."""
+    def matches(
+        self, stretches: list[dict[str, Any]]
+    ) -> dict[str, tuple[list[int], int, int, str]]:
+        """Tell what a document shares with each set with which it shares enough text, in order.
+
+        Returns:
+            Set -> all items with shared text, the one with most n-grams, the number of n-grams,
+            and the first text.
+        """
         rows = np.concatenate([np.array(part["rows"], dtype=np.int64) for part in stretches])
         stretch = np.repeat(np.arange(len(stretches)), [len(part["rows"]) for part in stretches])
         counted = ~self._ignored[rows]
@@ -320,7 +275,7 @@ class _Rows:
             item = int(shared[hits.argmax()])
             first = own[items[own] == item][0]
             text = stretches[int(stretch[first])]["text"]
-            matches[self._sets[number]] = _Match(item, len(own), text, shared.tolist())
+            matches[self._sets[number]] = (shared.tolist(), item, len(own), text)
         return matches
 
 
@@ -343,17 +298,4 @@ class _Lines:
 
 def _read(job: DecontaminateJob, name: str) -> Iterator[dict[str, Any]]:
     with (job.overlap_folder / f"{name}.overlaps.jsonl").open("rb") as lines:
-        for line in lines:
-            yield json.loads(line)
-
-
-def _write(file: IO[str], document_id: str, match: _Match, listing: _Lines) -> None:
-    item = json.loads(listing[match.item])
-    record = {
-        "id": document_id,
-        "set": item["set"],
-        "item": item["item"],
-        "hits": match.hits,
-        "text": match.text,
-    }
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        yield from map(json.loads, lines)

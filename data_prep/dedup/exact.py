@@ -15,7 +15,7 @@ Stage exact writes per part
                            are numbered over all pieces
 Stage dedup writes per piece
     NAME.keep.npy          (d,) bool
-    NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.dedup.dropped`
+    NAME.duplicates.jsonl  {"id", "kept"} a line, see `data_prep.pieces`
 """
 
 import logging
@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from data_prep.counts import Counts
-from data_prep.dedup.dropped import Dropped, list_bytes, listed_per_piece, write_lists
 from data_prep.dedup.minhash import bins
-from data_prep.pieces import Pieces, id_hash
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, save_array
+from data_prep.pieces import Numbers, Pieces, id_hash, list_bytes, listed_per_piece, write_dropped
+from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +61,7 @@ class DedupJob:
 def exact_tasks(
     written: list[Done], pieces: Pieces, num_read: int, folder: Path
 ) -> list[Task[ExactJob]]:
-    """Make one task per part.
-
-    Args:
-        written: records of the stage that wrote the pieces.
-        pieces: all pieces.
-        num_read: documents that ingestion read; decides the number of parts.
-        folder: folder of this stage.
-    """
+    """Make one task per part; `num_read` documents, which ingestion read, decide their number."""
     key = make_key([done.digest for done in written])
     parts = 1 + num_read // PART_DOCUMENTS
     return [
@@ -81,23 +71,12 @@ def exact_tasks(
 
 
 def run_exact(task: Task[ExactJob]) -> Result:
-    """Compare the hashes of one range.
-
-    The result holds `repeated_ids`, the number of documents with the id of an earlier one, and
-    `examples` of them.
-    """
+    """Compare the hashes of one range."""
     job = task.payload
     path = task.path(".duplicates.npy")
-    save_array(path, _equal_texts(job))
+    save_array(path, _repeats(job, ".hashes.npy")[-1])
     repeated, examples = _equal_ids(job)
     return {"repeated_ids": repeated, "examples": examples}, [path]
-
-
-def estimate_exact(size: Size) -> Estimate:
-    """Estimate the cost of stage exact."""
-    parts = 1 + int(size.documents) // PART_DOCUMENTS
-    memory = 100e6 + 60 * size.documents / parts
-    return Estimate(parts, size.documents * 1e-6, size.documents, memory)
 
 
 def dedup_tasks(
@@ -116,11 +95,7 @@ def dedup_tasks(
 
 
 def run_dedup(task: Task[DedupJob]) -> Result:
-    """Write masks and lists of all pieces.
-
-    The result holds the counts, `repeated_ids`, the number of documents with the id of an earlier
-    one, and `examples`, up to three of these ids.
-    """
+    """Write masks and lists of all pieces."""
     job, pieces = task.payload, task.payload.pieces
     tables = [np.load(path, mmap_mode="r") for path in job.part_paths]
     counts = Counts()
@@ -135,7 +110,7 @@ def run_dedup(task: Task[DedupJob]) -> Result:
         save_array(masks[-1], keep)
         listed.append(dropped[:, : listed_per_piece(pieces)])
     rows = np.concatenate(listed, axis=1)
-    lists = write_lists(pieces, Dropped(rows[0], rows[1]), task.folder, ".duplicates.jsonl")
+    lists = write_dropped((task.folder, ".duplicates.jsonl"), pieces, rows[0], rows[1])
     examples = [text for example in job.examples if (text := _id_of(pieces, example))]
     if job.repeated:
         text = (
@@ -147,13 +122,17 @@ def run_dedup(task: Task[DedupJob]) -> Result:
     return result, [*masks, *lists]
 
 
-def estimate_dedup(size: Size) -> Estimate:
-    """Estimate the cost of stage dedup."""
-    memory = 150e6 + list_bytes(size.documents)
-    return Estimate(1, size.documents * 2.5e-6, size.documents, memory)
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    documents, parts = size.documents, 1 + int(size.documents) // PART_DOCUMENTS
+    memory = 150e6 + list_bytes(documents)
+    return {
+        "exact": Estimate(parts, documents * 1e-6, documents, 100e6 + 60 * documents / parts),
+        "dedup": Estimate(1, documents * 2.5e-6, documents, memory),
+    }
 
 
-def _between(tables: list[npt.NDArray[np.int64]], start: int, end: int) -> npt.NDArray[np.int64]:
+def _between(tables: list[Numbers], start: int, end: int) -> Numbers:
     """Return the (2, m) duplicates of the documents from `start` to `end`, rising."""
     slices = []
     for table in tables:
@@ -163,60 +142,39 @@ def _between(tables: list[npt.NDArray[np.int64]], start: int, end: int) -> npt.N
     return joined[:, np.argsort(joined[0])]
 
 
-def _equal_texts(job: ExactJob) -> npt.NDArray[np.int64]:
-    """Return (2, m): documents whose text an earlier one has, rising, and the first one of each."""
-    first, second = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.uint64)]
-    numbers = [np.zeros(0, dtype=np.int64)]
-    start = 0
+def _repeats(job: ExactJob, suffix: str) -> tuple[Any, Numbers, list[int], Numbers]:
+    """Find documents of the range whose hash an earlier one has.
+
+    Returns:
+        The hashes, the number of each one's document over all pieces, the numbers behind the
+        pieces' last documents, and (2, m): the repeating documents, rising, and the first of each.
+    """
+    parts, numbers, ends = [], [], [0]
     for name in job.pieces.names:
-        hashes = np.load(job.pieces.texts / f"{name}.hashes.npy")
-        chosen = np.flatnonzero(bins(hashes[:, 0], job.parts) == job.part)
-        first.append(hashes[chosen, 0])
-        second.append(hashes[chosen, 1])
-        numbers.append(start + chosen)
-        start += len(hashes)
-    low, high, documents = (np.concatenate(part) for part in (first, second, numbers))
-    del first, second, numbers
-    order = np.lexsort((high, low))  # stable: equal hashes stay in order
-    low, high = low[order], high[order]
+        table = np.load(job.pieces.texts / f"{name}{suffix}")
+        table = table if table.ndim == 2 else table[:, None]
+        chosen = np.flatnonzero(bins(table[:, 0], job.parts) == job.part)
+        parts.append(table[chosen])
+        numbers.append(ends[-1] + chosen)
+        ends.append(ends[-1] + len(table))
+    hashes, documents = np.concatenate(parts), np.concatenate(numbers)
+    del parts, numbers
+    order = np.lexsort(hashes.T[::-1])  # stable: equal hashes stay in order
+    ordered, numbered = hashes[order], documents[order]
     new = np.ones(len(order), dtype=bool)
-    new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    return _later_and_first(documents[order], new)
-
-
-def _later_and_first(
-    documents: npt.NDArray[np.integer[Any]], new: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64]:
-    """Return (2, m): documents that are not `new`, rising, and the last new one before each."""
-    later = np.flatnonzero(~new)
-    firsts = np.flatnonzero(new)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    later, firsts = np.flatnonzero(~new), np.flatnonzero(new)
     first = firsts[np.searchsorted(firsts, later) - 1]
-    pairs = np.stack([documents[later], documents[first]])
-    return pairs[:, np.argsort(pairs[0])]
+    pairs = np.stack([numbered[later], numbered[first]])
+    return hashes, documents, ends[1:], pairs[:, np.argsort(pairs[0])]
 
 
 def _equal_ids(job: ExactJob) -> tuple[int, list[_Example]]:
     """Count documents with the id of an earlier one, and give the first of them."""
-    values, numbers = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
-    ends = []
-    start = 0
-    for name in job.pieces.names:
-        of_piece = np.load(job.pieces.texts / f"{name}.id_hashes.npy")
-        chosen = np.flatnonzero(bins(of_piece, job.parts) == job.part)
-        values.append(of_piece[chosen])
-        numbers.append(start + chosen)
-        start += len(of_piece)
-        ends.append(start)
-    hashes, documents = np.concatenate(values), np.concatenate(numbers)
-    del values, numbers
-    order = np.argsort(hashes, kind="stable")
-    ordered = hashes[order]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = ordered[1:] != ordered[:-1]
-    pairs = _later_and_first(documents[order], new)
+    hashes, documents, ends, pairs = _repeats(job, ".id_hashes.npy")
     named = pairs[:, :_NAMED_IDS]
     pieces = np.searchsorted(ends, named, side="right")
-    wanted = hashes[np.searchsorted(documents, named[0])]
+    wanted = hashes[np.searchsorted(documents, named[0]), 0]
     examples = zip(named[0].tolist(), *pieces.tolist(), wanted.tolist(), strict=True)
     return pairs.shape[1], list(examples)
 

@@ -28,12 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from data_prep.counts import Counts
-from data_prep.pieces import piece_paths, piece_writer, read_documents
+from data_prep.corpus import Progress
+from data_prep.pieces import Hashes, Mask, Numbers, piece_paths, piece_writer, read_documents
 from data_prep.readers.items import Rejected
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key, save_array
+from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
 
 PART_LINES = 16_000_000
 REASON = "line seen before"
@@ -64,25 +63,22 @@ class PartJob:
 
 @dataclass(frozen=True)
 class RewriteJob:
-    """One piece, and the results of all parts."""
+    """The task that hashed a piece, and the results of all parts."""
 
-    ingested: Path
-    """Path of the piece's files, without suffix."""
-    hashes: Path
+    hashed: Task[HashJob]
     part_paths: tuple[Path, ...]
     first_line: int
     num_lines: int
-    line_min_chars: int
-    document_min_chars: int
+    min_chars: int
+    """Shorter documents are rejected."""
 
 
-def hash_tasks(
-    ingested: list[Done], names: tuple[str, ...], ingest_folder: Path, min_chars: int, folder: Path
-) -> list[Task[HashJob]]:
+def hash_tasks(progress: Progress, folder: Path) -> list[Task[HashJob]]:
     """Make one task per piece."""
+    pieces, min_chars = progress.pieces, progress.corpus.config.dedup.line_min_chars
     made = []
-    for name, done in zip(names, ingested, strict=True):
-        job = HashJob(ingest_folder / f"{name}.jsonl.zst", min_chars)
+    for name, done in zip(pieces.names, progress.written, strict=True):
+        job = HashJob(pieces.documents_path(name), min_chars)
         made.append(Task(name, folder, make_key(done.digest, min_chars), job))
     return made
 
@@ -100,13 +96,6 @@ def run_hashes(task: Task[HashJob]) -> Result:
     save_array(paths[0], distinct)
     save_array(paths[1], first.astype(np.uint32))
     return {"lines": len(hashes), "distinct": len(distinct)}, paths
-
-
-def estimate_hashes(size: Size) -> Estimate:
-    """Estimate the cost of stage line_hashes."""
-    lines = size.text_bytes / _LINE_BYTES
-    memory = 100e6 + 40 * lines / size.pieces
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 60, 12 * lines, memory)
 
 
 def part_tasks(
@@ -142,44 +131,18 @@ def run_part(task: Task[PartJob]) -> Result:
     return {"repeated": len(repeated)}, [path]
 
 
-def estimate_parts(size: Size) -> Estimate:
-    """Estimate the cost of stage line_parts."""
-    lines = size.text_bytes / _LINE_BYTES
-    parts = 1 + int(lines) // PART_LINES
-    return Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts)
-
-
-def rewrite_tasks(
-    tasks: tuple[list[Task[HashJob]], list[Task[PartJob]]],
-    upstream: tuple[list[Done], list[Done], list[Done]],
-    document_min_chars: int,
-    folder: Path,
-) -> list[Task[RewriteJob]]:
-    """Make one task per piece.
-
-    Args:
-        tasks: those of line_hashes and line_parts.
-        upstream: records of ingest, line_hashes and line_parts.
-        document_min_chars: documents that are shorter afterwards are rejected.
-        folder: folder of this stage; replaces that of ingestion.
-    """
-    hash_tasks, part_tasks = tasks
-    ingested, hashed, compared = upstream
-    key = make_key([done.digest for done in compared], document_min_chars)
-    part_paths = tuple(task.path(".repeated.npy") for task in part_tasks)
+def rewrite_tasks(progress: Progress, folder: Path) -> list[Task[RewriteJob]]:
+    """Make one task per piece; `folder` replaces that of ingestion."""
+    tasks, records = progress.tasks, progress.records
+    min_chars = progress.corpus.config.clean.min_chars
+    key = make_key([done.digest for done in records["line_parts"]], min_chars)
+    part_paths = tuple(task.path(".repeated.npy") for task in tasks["line_parts"])
     made = []
     start = 0
-    for task, own, done in zip(hash_tasks, hashed, ingested, strict=True):
+    hashed = zip(tasks["line_hashes"], records["line_hashes"], progress.written, strict=True)
+    for task, own, done in hashed:
         num_lines = own.result["lines"]
-        job = RewriteJob(
-            ingested=task.payload.documents.with_name(task.name),
-            hashes=task.folder / task.name,
-            part_paths=part_paths,
-            first_line=start,
-            num_lines=num_lines,
-            line_min_chars=task.payload.min_chars,
-            document_min_chars=document_min_chars,
-        )
+        job = RewriteJob(task, part_paths, start, num_lines, min_chars)
         made.append(Task(task.name, folder, make_key(key, done.digest, own.key, start), job))
         start += num_lines
     return made
@@ -187,13 +150,14 @@ def rewrite_tasks(
 
 def run_rewrite(task: Task[RewriteJob]) -> Result:
     """Write one piece without the lines that occurred before."""
-    job = task.payload
+    job, ingested = task.payload, task.payload.hashed.payload
     counts = Counts()
     keep = iter(_kept(job).tolist())
     with piece_writer(task) as writer:
-        writer.id_hashes.frombytes(np.load(f"{job.ingested}.id_hashes.npy").tobytes())
-        for document in read_documents(Path(f"{job.ingested}.jsonl.zst")):
-            text, num_dropped, num_kept = _without(document["text"], keep, job.line_min_chars)
+        id_hashes = np.load(ingested.documents.with_name(f"{task.name}.id_hashes.npy"))
+        writer.id_hashes.frombytes(id_hashes.tobytes())
+        for document in read_documents(ingested.documents):
+            text, num_dropped, num_kept = _without(document["text"], keep, ingested.min_chars)
             size, left = (len(part.encode()) for part in (document["text"], text))
             counts.take(size)
             if num_dropped:
@@ -201,8 +165,8 @@ def run_rewrite(task: Task[RewriteJob]) -> Result:
             reason = None
             if num_dropped and not num_kept:
                 reason = NOTHING_NEW
-            elif len(text) < job.document_min_chars:
-                reason = f"shorter than {job.document_min_chars} characters"
+            elif len(text) < job.min_chars:
+                reason = f"shorter than {job.min_chars} characters"
             if reason:
                 counts.reject(reason, left)
                 writer.reject(Rejected(document["id"], reason, document["text"].encode()))
@@ -212,12 +176,18 @@ def run_rewrite(task: Task[RewriteJob]) -> Result:
     return {"lines": counts.to_json()}, piece_paths(task)
 
 
-def estimate_rewrite(size: Size) -> Estimate:
-    """Estimate the cost of stage lines."""
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 35, 0.45 * size.text_bytes, 150e6)
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    lines, mb, pieces = size.text_bytes / _LINE_BYTES, size.text_bytes / 1e6, size.pieces
+    parts = 1 + int(lines) // PART_LINES
+    return {
+        "line_hashes": Estimate(pieces, mb / 60, 12 * lines, 100e6 + 40 * lines / pieces),
+        "line_parts": Estimate(parts, lines * 0.3e-6, lines, 100e6 + 50 * lines / parts),
+        "lines": Estimate(pieces, mb / 35, 0.45 * size.text_bytes, 150e6),
+    }
 
 
-def _range(table: npt.NDArray[np.uint64], part: int, parts: int) -> slice:
+def _range(table: Hashes, part: int, parts: int) -> slice:
     """Return the slice of a rising table with the part's hashes."""
     first, after = (-(-number * 2**32 // parts) << 32 for number in (part, part + 1))
     low = int(np.searchsorted(table, np.uint64(first)))
@@ -225,9 +195,7 @@ def _range(table: npt.NDArray[np.uint64], part: int, parts: int) -> slice:
     return slice(low, high)
 
 
-def _repeated(
-    hashes: npt.NDArray[np.uint64], lines: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _repeated(hashes: Hashes, lines: Numbers) -> Numbers:
     """Return the lines whose hash an earlier entry has, rising."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
@@ -237,10 +205,10 @@ def _repeated(
     return repeated
 
 
-def _kept(job: RewriteJob) -> npt.NDArray[np.bool_]:
+def _kept(job: RewriteJob) -> Mask:
     """Return (L,) bool: the long lines of the piece that stay."""
     keep = np.zeros(job.num_lines, dtype=bool)
-    keep[np.load(f"{job.hashes}.first.npy")] = True
+    keep[np.load(job.hashed.path(".first.npy"))] = True
     for path in job.part_paths:
         table = np.load(path, mmap_mode="r")
         low, high = np.searchsorted(table, [job.first_line, job.first_line + job.num_lines])

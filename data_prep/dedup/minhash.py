@@ -24,11 +24,14 @@ Letters: D documents, L characters of a window, K = 256 bins.
 import functools
 import unicodedata
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.pieces import Hashes, Numbers
+
+Letters = npt.NDArray[np.uint32]
 NUM_BINS = 256
 _U64 = np.dtype("<u8")
 _EMPTY = np.uint64(2**64 - 1)
@@ -55,19 +58,14 @@ class SignatureSettings:
 class Signatures:
     """Signatures of D documents."""
 
-    bands: npt.NDArray[np.uint64]
+    bands: Hashes
     """(D, bands) hash of the `rows` minima of a band; 0 in all bands of an unsigned document."""
     sketch: npt.NDArray[np.uint8]
     """(D, K) last byte of every minimum."""
 
 
 def signatures(texts: list[str], settings: SignatureSettings) -> Signatures:
-    """Sign documents.
-
-    Args:
-        texts: any number; about 40 bytes of memory a character are needed.
-        settings: lengths; a text with fewer letters than `min_chars` gets no signature.
-    """
+    """Sign documents with at least `min_chars` letters; needs 40 bytes of memory a character."""
     letters, sizes = fold(texts)
     minima = np.full((len(texts), NUM_BINS), _EMPTY, dtype=_U64)
     _take_minima(letters, np.cumsum(sizes), settings, minima)
@@ -91,7 +89,7 @@ def similarity(agreements: npt.ArrayLike) -> npt.NDArray[np.float64]:
     return np.maximum(0.0, (share - 1 / 256) / (1 - 1 / 256))
 
 
-def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+def fold(texts: list[str]) -> tuple[Letters, Numbers]:
     """Fold case and drop everything but letters, marks and digits.
 
     Returns:
@@ -106,18 +104,18 @@ def fold(texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64
     return folded[kept], np.array(sizes, dtype=np.int64)
 
 
-def letter_positions(text: str) -> npt.NDArray[np.int64]:
+def letter_positions(text: str) -> Numbers:
     """Return the (L,) places of the characters of a text that `fold` keeps."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     return np.flatnonzero(_fold_table()[points])
 
 
-def shingle_lengths(letters: npt.NDArray[np.uint32], ngram: int, ngram_cjk: int) -> Any:
+def shingle_lengths(letters: Letters, ngram: int, ngram_cjk: int) -> Any:
     """Return (L,) int64 letters of the shingle that starts at every letter."""
     return np.where(letters >= _FIRST_CJK, np.int64(ngram_cjk), np.int64(ngram))
 
 
-def shingle_hashes(letters: npt.NDArray[np.uint32], *lengths: tuple[int, int]) -> list[Any]:
+def shingle_hashes(letters: Letters, *lengths: tuple[int, int]) -> list[Any]:
     """Hash the shingles that start at every letter; zeros follow the last letter.
 
     Args:
@@ -140,7 +138,7 @@ def shingle_hashes(letters: npt.NDArray[np.uint32], *lengths: tuple[int, int]) -
 
 
 @functools.cache
-def _fold_table() -> npt.NDArray[np.uint32]:
+def _fold_table() -> Letters:
     """Make the table code point -> case-folded code point, 0 if dropped."""
     table = np.arange(0x110000, dtype=np.uint32)
     for point in range(_LAST_LOOKED_UP):
@@ -150,54 +148,47 @@ def _fold_table() -> npt.NDArray[np.uint32]:
     return table
 
 
-def _window_hashes(values: npt.NDArray[np.uint64], lengths: set[int]) -> dict[int, Any]:
+def _window_hashes(values: Hashes, lengths: set[int]) -> dict[int, Any]:
     """Hash every window of each length by a polynomial modulo 2^64: (L - length + 1,).
 
     The last value has weight 1, each one before it `_BASE` times more. With weights that fall from
     the first value on, a window is the difference of two running sums; a power of the base, which
     is odd and so has an inverse, makes its last weight 1 again.
     """
-    powers, inverses = _powers(1 << len(values).bit_length())
+    rising, inverses = powers(1 << len(values).bit_length())
     sums = np.zeros(len(values) + 1, dtype=_U64)
     np.cumsum(values * inverses[: len(values)], out=sums[1:])
     return {
         length: (sums[length:] - sums[: len(sums) - length])
-        * powers[length - 1 : length - 1 + len(sums) - length]
+        * rising[length - 1 : length - 1 + len(sums) - length]
         for length in lengths
     }
 
 
 @functools.lru_cache(maxsize=4)
-def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+def powers(count: int) -> tuple[Hashes, Hashes]:
     """Make (count,) powers of the base and of its inverse, from 0 on."""
-    both = []
-    for base in (_BASE, pow(_BASE, -1, 2**64)):
-        factors = np.full(count, base, dtype=_U64)
-        factors[0] = 1
-        both.append(np.multiply.accumulate(factors))
-    return both[0], both[1]
+    factors = np.ones((2, count), dtype=_U64)
+    factors[:, 1:] = np.array([[_BASE], [pow(_BASE, -1, 2**64)]], dtype=_U64)
+    np.multiply.accumulate(factors, axis=1, out=factors)
+    return factors[0], factors[1]
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(values: Hashes) -> Hashes:
     """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection on all bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
-    return mixed
+    return cast("Hashes", values ^ (values >> np.uint64(31)))
 
 
-def bins(hashes: npt.NDArray[np.uint64], num_bins: int) -> npt.NDArray[np.int64]:
+def bins(hashes: Hashes, num_bins: int) -> Numbers:
     """Map hashes to numbers below `num_bins`, by equal ranges of their upper half."""
     scaled = (hashes >> np.uint64(32)) * np.uint64(num_bins)
-    numbers: npt.NDArray[np.int64] = (scaled >> np.uint64(32)).astype(np.int64)
-    return numbers
+    return cast("Numbers", (scaled >> np.uint64(32)).astype(np.int64))
 
 
 def _take_minima(
-    letters: npt.NDArray[np.uint32],
-    ends: npt.NDArray[np.int64],
-    settings: SignatureSettings,
-    minima: npt.NDArray[np.uint64],
+    letters: Letters, ends: Numbers, settings: SignatureSettings, minima: Hashes
 ) -> None:
     """Lower (D, K) `minima` to the least hash of each document's shingles in each bin."""
     num_bins = minima.shape[1]
@@ -218,7 +209,7 @@ def _take_minima(
         np.minimum.at(flat, document * num_bins + bins(hashes, num_bins), hashes)
 
 
-def _densify(minima: npt.NDArray[np.uint64]) -> None:
+def _densify(minima: Hashes) -> None:
     """Fill the empty bins of (D, K); every row has a bin that is not empty.
 
     Bin j tries bins drawn by hash of (j, attempt) until one is not empty, the same in every
@@ -243,7 +234,7 @@ def _densify(minima: npt.NDArray[np.uint64]) -> None:
         minima[row, columns[mine]] = original[row, following]
 
 
-def bins_of_bands(bands: int, rows: int) -> npt.NDArray[np.int64]:
+def bins_of_bands(bands: int, rows: int) -> Numbers:
     """Choose the (bands, rows) bins whose minima make a band.
 
     256 bands are one choice of `rows` different bins, shifted by 0, 1, 2 and so on; so each bin is
@@ -258,12 +249,9 @@ def bins_of_bands(bands: int, rows: int) -> npt.NDArray[np.int64]:
     return table
 
 
-def _band_hashes(
-    minima: npt.NDArray[np.uint64], settings: SignatureSettings
-) -> npt.NDArray[np.uint64]:
+def _band_hashes(minima: Hashes, settings: SignatureSettings) -> Hashes:
     """Hash the minima of each band, (D, bands) without 0."""
     hashes = np.zeros((len(minima), settings.bands), dtype=_U64)
     for columns in bins_of_bands(settings.bands, settings.rows).T:
         hashes = _mix(hashes * np.uint64(_BASE) + minima[:, columns])
-    nonzero: npt.NDArray[np.uint64] = np.maximum(hashes, np.uint64(1))
-    return nonzero
+    return cast("Hashes", np.maximum(hashes, np.uint64(1)))

@@ -28,7 +28,7 @@ Stage candidates writes per group
     GROUP.agreements      uint16, little endian: bytes in which their sketches agree
 Stage near writes per piece
     NAME.keep.npy         (d,) bool, after exact and near deduplication
-    NAME.near.jsonl       {"id", "kept", "jaccard"} a line, see `data_prep.dedup.dropped`
+    NAME.near.jsonl       {"id", "kept", "jaccard"} a line, see `data_prep.pieces`
 
 Memory: a signature task holds one batch of documents. A bucket task holds one part of one band,
 about 70 bytes a document of the part: `PART_DOCUMENTS`, or more where a single bucket has more,
@@ -37,8 +37,13 @@ bytes each, and the sketches of its later documents. Stage near needs 5 bytes a 
 corpus and a bounded rest.
 """
 
+import functools
+import os
+from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -46,12 +51,20 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import DedupConfig
-from data_prep.counts import Counts
-from data_prep.dedup.dropped import Dropped, list_bytes, listed_per_piece, write_lists
+from data_prep.corpus import Progress
 from data_prep.dedup.minhash import NUM_BINS, SignatureSettings, bins, signatures, similarity
-from data_prep.dedup.sketches import Rows, Sketches, least_agreements
-from data_prep.pieces import Pieces, batches, read_documents
+from data_prep.pieces import (
+    Hashes,
+    Numbers,
+    Pieces,
+    batches,
+    list_bytes,
+    listed_per_piece,
+    read_documents,
+    write_dropped,
+)
 from data_prep.stage import (
+    Counts,
     Done,
     Estimate,
     Result,
@@ -69,6 +82,10 @@ GROUP_DOCUMENTS = 1_000_000
 _CELLS = 64
 _RUN_PAIRS = 8_000_000
 _CHUNK_PAIRS = 1 << 16
+_BLOCK_PAIRS = 1 << 15
+_OPEN_FILES = 128
+_CACHED_ROWS = 1 << 18
+_LOW = np.uint64(2**32 - 1)
 _PAIRS = 15  # candidate pairs a document, for estimates; half of them by chance
 
 
@@ -88,6 +105,71 @@ class Place:
     pieces: Pieces
     signatures: Path
 
+    def agreements(self, pairs: Hashes) -> npt.NDArray[np.uint16]:
+        """Count the bytes in which the sketches of each of P pairs agree: (P,).
+
+        A pair is later document * 2^32 + earlier one, in any order. Holds the rows of all later
+        documents, and those of the earlier ones piece by piece.
+        """
+        counts = np.zeros(len(pairs), dtype=np.uint16)
+        later, later_row = np.unique((pairs >> np.uint64(32)).astype(np.int64), return_inverse=True)
+        parts = [self._read(piece, part) for piece, part in self.pieces.split(later)]
+        later_rows = np.concatenate([np.zeros((0, NUM_BINS), dtype=np.uint8), *parts])
+        earlier = (pairs & _LOW).astype(np.int64)
+        order = np.argsort(earlier, kind="stable")
+        done = 0
+        for piece, documents in self.pieces.split(earlier[order]):
+            wanted, row = np.unique(documents, return_inverse=True)
+            rows = self._read(piece, wanted)
+            for start in range(0, len(documents), _BLOCK_PAIRS):
+                stop = min(start + _BLOCK_PAIRS, len(documents))
+                block = order[done + start : done + stop]
+                equal = rows[row[start:stop]] == later_rows[later_row[block]]
+                counts[block] = np.count_nonzero(equal, axis=1)
+            done += len(documents)
+        return counts
+
+    def sketch_path(self, piece: int) -> Path:
+        """Return the file with the sketches of a piece."""
+        return self.signatures / f"{self.pieces.names[piece]}.sketch.npy"
+
+    def _read(self, piece: int, documents: Numbers) -> npt.NDArray[np.uint8]:
+        # A map is closed at once: there may be more pieces than a process may have open files.
+        table = np.load(self.sketch_path(piece), mmap_mode="r")
+        return np.array(table[documents - self.pieces.starts[piece]])
+
+
+class _Rows:
+    """Reads one sketch at a time, with few system calls; keeps some files open until its end."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._ends, self._starts = place.pieces.ends, place.pieces.starts
+        self._files: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._row = functools.lru_cache(maxsize=_CACHED_ROWS)(self._read)
+
+    def close(self) -> None:
+        """Close all files."""
+        for handle, _ in self._files.values():
+            os.close(handle)
+
+    def agreements(self, first: int, other: int) -> int:
+        """Count the bytes in which the sketches of two documents agree."""
+        return int(np.count_nonzero(self._row(first) == self._row(other)))
+
+    def _read(self, document: int) -> npt.NDArray[np.uint8]:
+        piece = int(np.searchsorted(self._ends, document, side="right"))
+        if piece not in self._files:
+            if len(self._files) >= _OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1][0])
+            handle = os.open(self._place.sketch_path(piece), os.O_RDONLY)
+            values = (int(self._ends[piece]) - self._starts[piece]) * NUM_BINS
+            self._files[piece] = handle, os.fstat(handle).st_size - values
+        self._files.move_to_end(piece)
+        handle, first = self._files[piece]
+        place = first + (document - self._starts[piece]) * NUM_BINS
+        return np.frombuffer(os.pread(handle, NUM_BINS, place), dtype=np.uint8)
+
 
 @dataclass(frozen=True)
 class BucketJob:
@@ -106,16 +188,14 @@ def settings_of(config: DedupConfig) -> SignatureSettings:
     )
 
 
-def signature_tasks(
-    written: list[Done], place: Place, config: DedupConfig
-) -> list[Task[SignatureJob]]:
-    """Make one task per piece; `written` are the records of the stage that wrote the pieces."""
-    settings = settings_of(config)
+def signature_tasks(progress: Progress, folder: Path) -> list[Task[SignatureJob]]:
+    """Make one task per piece."""
+    pieces, settings = progress.pieces, settings_of(progress.corpus.config.dedup)
     made = []
-    for name, done in zip(place.pieces.names, written, strict=True):
-        documents = place.pieces.documents_path(name)
-        job = SignatureJob(documents, place.pieces.texts / f"{name}.bytes.npy", settings)
-        made.append(Task(name, place.signatures, make_key(done.digest, asdict(settings)), job))
+    for name, done in zip(pieces.names, progress.written, strict=True):
+        documents = pieces.documents_path(name)
+        job = SignatureJob(documents, pieces.texts / f"{name}.bytes.npy", settings)
+        made.append(Task(name, folder, make_key(done.digest, asdict(settings)), job))
     return made
 
 
@@ -145,70 +225,43 @@ def run_signatures(task: Task[SignatureJob]) -> Result:
     return {"signed": signed}, paths
 
 
-def estimate_signatures(size: Size) -> Estimate:
-    """Estimate the cost of stage signatures."""
-    disk_bytes = size.documents * (8 * size.config.dedup.bands + NUM_BINS)
-    return Estimate(size.pieces, size.text_bytes / 1e6 / 60, disk_bytes, 300e6)
-
-
-def bucket_tasks(
-    signed: list[Done], deduplicated: Done, place: Place, bands: int, folder: Path
-) -> list[Task[BucketJob]]:
-    """Make one task per band and part.
-
-    Raises:
-        DataError: there are too many documents to number them in a pair.
-    """
-    documents = deduplicated.result["dedup"]["documents_in"]
+def bucket_tasks(progress: Progress, folder: Path) -> list[Task[BucketJob]]:
+    """Make one task per band and part."""
+    documents = progress.kept.result["dedup"]["documents_in"]
     if documents >= 2**32:
         raise DataError(
             f"{documents:,} documents are too many for dedup.near_duplicates, which numbers up to "
             f"{2**32:,}; prepare the corpus as several datasets"
         )
-    upstream = make_key([done.digest for done in signed], deduplicated.digest)
+    place = Place(progress.pieces, progress.folder("signatures"))
+    signed = [done.digest for done in progress.records["signatures"]]
+    upstream = make_key(signed, progress.kept.digest)
     parts = 1 + documents // PART_DOCUMENTS
     made = []
-    for band in range(bands):
-        for part in range(parts):
-            key = make_key(upstream, band, part, parts)
-            job = BucketJob(place, band, part, parts)
-            made.append(Task(f"{band:03d}-{part:03d}", folder, key, job))
+    for band, part in product(range(progress.corpus.config.dedup.bands), range(parts)):
+        key = make_key(upstream, band, part, parts)
+        job = BucketJob(place, band, part, parts)
+        made.append(Task(f"{band:03d}-{part:03d}", folder, key, job))
     return made
 
 
 def run_buckets(task: Task[BucketJob]) -> Result:
     """Find the pairs of one part of a band."""
-    hashes, documents = _column(task.payload)
-    pairs = bucket_pairs(hashes, documents)
+    pairs = bucket_pairs(*_column(task.payload))
     path = task.path(".pairs.npy")
     save_array(path, pairs)
     return {"pairs": len(pairs)}, [path]
 
 
-def estimate_buckets(size: Size) -> Estimate:
-    """Estimate the cost of stage buckets."""
-    bands, parts = size.config.dedup.bands, 1 + int(size.documents) // PART_DOCUMENTS
-    cpu_s = size.documents * bands * 0.3e-6
-    memory = 100e6 + 70 * size.documents / parts
-    return Estimate(bands * parts, cpu_s, size.documents * 8 * _PAIRS, memory)
-
-
-def bucket_pairs(
-    hashes: npt.NDArray[np.uint64], documents: npt.NDArray[np.uint32]
-) -> npt.NDArray[np.uint64]:
-    """Pair documents with equal hashes.
-
-    Args:
-        hashes: (d,) hashes of one band.
-        documents: (d,) numbers of the documents, rising.
+def bucket_pairs(hashes: Hashes, documents: npt.NDArray[np.uint32]) -> Hashes:
+    """Pair documents, rising, that have equal hashes in a band.
 
     Returns:
         (p,) rising: later document * 2^32 + the bucket's first one, or the one before.
     """
     order = np.argsort(hashes, kind="stable")  # equal hashes stay in the order of documents
     ordered = hashes[order]
-    new = np.ones(len(ordered), dtype=bool)
-    new[1:] = ordered[1:] != ordered[:-1]
+    new = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
     numbers = documents[order].astype(np.uint64)
     del ordered, order
     later = np.flatnonzero(~new)
@@ -224,14 +277,14 @@ def bucket_pairs(
 def _write_header(
     file: IO[bytes], dtype: type[np.generic], shape: tuple[int, int], *, by_column: bool
 ) -> int:
-    """Begin a .npy file; returns the place where its values begin."""
+    """Begin a .npy file; return the place where its values begin."""
     descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
     header = {"descr": descr, "fortran_order": by_column, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
     return file.tell()
 
 
-def _column(job: BucketJob) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+def _column(job: BucketJob) -> tuple[Hashes, npt.NDArray[np.uint32]]:
     """Load the hashes of a band's part and their documents: kept so far, and signed."""
     hashes = [np.zeros(0, dtype=np.uint64)]
     documents = [np.zeros(0, dtype=np.uint32)]
@@ -289,7 +342,6 @@ def candidate_tasks(
 def run_candidates(task: Task[CandidateJob]) -> Result:
     """Gather and compare the pairs of one group."""
     job = task.payload
-    sketches = _sketches(job.place)
     paths = [task.path(".pairs"), task.path(".agreements")]
     total = 0
     with (
@@ -299,19 +351,11 @@ def run_candidates(task: Task[CandidateJob]) -> Result:
         second.open("wb") as agreement_file,
     ):
         for pairs in _distinct_runs(job):
-            agreements = sketches.agreements(pairs)
+            agreements = job.place.agreements(pairs)
             pair_file.write(pairs.astype("<u8", copy=False).tobytes())
             agreement_file.write(agreements.astype("<u2", copy=False).tobytes())
             total += len(pairs)
     return {"pairs": total}, paths
-
-
-def estimate_candidates(size: Size) -> Estimate:
-    """Estimate the cost of stage candidates."""
-    groups = 1 + int(size.documents) // GROUP_DOCUMENTS
-    pairs = size.documents * _PAIRS
-    memory = 150e6 + size.documents / groups * (256 + 60 * min(8, _PAIRS))
-    return Estimate(groups, pairs * 2.2e-6, 10 * pairs, memory)
 
 
 def near_tasks(
@@ -329,17 +373,10 @@ def near_tasks(
 
 def run_near(task: Task[NearJob]) -> Result:
     """Decide about all documents."""
-    sketches = _sketches(task.payload.place)
-    pieces = sketches.pieces
-    kept_for = np.arange(pieces.ends[-1], dtype=np.uint32)
-    apart = np.zeros(pieces.ends[-1], dtype=np.uint8)
-    least = least_agreements(task.payload.threshold)
-    with sketches.rows() as rows:
-        for path in task.payload.groups:
-            for chunk in _chunks(path):
-                _decide(chunk, (kept_for, apart), rows, least)
+    place, pieces = task.payload.place, task.payload.place.pieces
+    kept_for = _decisions(task.payload)
     counts = Counts()
-    listed = []
+    listed, masks = [], []
     for name, start, end in zip(pieces.names, pieces.starts, pieces.ends.tolist(), strict=True):
         exact = pieces.keep(name)
         dropped = start + np.flatnonzero(kept_for[start:end] != np.arange(start, end))
@@ -347,25 +384,49 @@ def run_near(task: Task[NearJob]) -> Result:
         keep[dropped - start] = False
         sizes = pieces.sizes(name)
         counts.mask(sizes[exact], keep[exact], REASON)
-        save_array(task.folder / f"{name}.keep.npy", keep)
+        masks.append(task.folder / f"{name}.keep.npy")
+        save_array(masks[-1], keep)
         listed.append(dropped[: listed_per_piece(pieces)])
-    shown = _described(np.concatenate(listed), kept_for, sketches)
-    lists = write_lists(pieces, shown, task.folder, ".near.jsonl")
-    masks = [task.folder / f"{name}.keep.npy" for name in pieces.names]
+    documents = np.concatenate(listed)
+    kept = kept_for[documents]
+    jaccard = similarity(place.agreements((documents.astype(np.uint64) << np.uint64(32)) | kept))
+    path = (task.folder, ".near.jsonl")
+    lists = write_dropped(path, pieces, documents, kept.astype(np.int64), jaccard)
     return {"near": counts.to_json()}, [*masks, *lists]
 
 
-def estimate_near(size: Size) -> Estimate:
-    """Estimate the cost of stage near."""
-    memory = 200e6 + 5 * size.documents + list_bytes(size.documents)
-    return Estimate(1, size.documents * _PAIRS * 1.9e-6, size.documents, memory)
+def estimates(size: Size) -> dict[str, Estimate]:
+    """Estimate the cost of each stage."""
+    documents, bands = size.documents, size.config.dedup.bands
+    parts, groups = (1 + int(documents) // most for most in (PART_DOCUMENTS, GROUP_DOCUMENTS))
+    pairs = documents * _PAIRS
+    signature_bytes = documents * (8 * bands + NUM_BINS)
+    bucket_memory = 100e6 + 70 * documents / parts
+    group_memory = 150e6 + documents / groups * (256 + 60 * min(8, _PAIRS))
+    memory = 200e6 + 5 * documents + list_bytes(documents)
+    return {
+        "signatures": Estimate(size.pieces, size.text_bytes / 1e6 / 60, signature_bytes, 300e6),
+        "buckets": Estimate(bands * parts, documents * bands * 0.3e-6, 8 * pairs, bucket_memory),
+        "candidates": Estimate(groups, pairs * 2.2e-6, 10 * pairs, group_memory),
+        "near": Estimate(1, pairs * 1.9e-6, documents, memory),
+    }
 
 
-def _sketches(place: Place) -> Sketches:
-    return Sketches(place.pieces, place.signatures)
+def _decisions(job: NearJob) -> npt.NDArray[np.uint32]:
+    """Return for every document the one that is kept instead, or itself."""
+    documents = job.place.pieces.ends[-1]
+    kept_for = np.arange(documents, dtype=np.uint32)
+    apart = np.zeros(documents, dtype=np.uint8)
+    # Agreements from which on the estimated similarity reaches the threshold.
+    least = int(np.argmax(similarity(np.arange(NUM_BINS + 1)) >= job.threshold))
+    with closing(_Rows(job.place)) as rows:
+        for path in job.groups:
+            for chunk in _chunks(path):
+                _decide(chunk, (kept_for, apart), rows, least)
+    return kept_for
 
 
-def _distinct_runs(job: CandidateJob) -> Iterator[npt.NDArray[np.uint64]]:
+def _distinct_runs(job: CandidateJob) -> Iterator[Hashes]:
     """Yield the group's pairs, each once, rising, in runs of at most about `_RUN_PAIRS`."""
     cuts = np.linspace(job.start, job.end, _CELLS + 1).astype(np.uint64) << np.uint64(32)
     tables = (np.load(path, mmap_mode="r") for path in job.bucket_paths)
@@ -397,7 +458,7 @@ def _chunks(path: Path) -> Iterator[Iterator[tuple[int, int, int]]]:
 def _decide(
     chunk: Iterator[tuple[int, int, int]],
     state: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]],
-    rows: Rows,
+    rows: _Rows,
     least: int,
 ) -> None:
     """Decide about the later documents of pairs, in order of the later, then the earlier one.
@@ -429,13 +490,3 @@ def _decide(
         if agreements >= least:
             kept_for[later] = kept
             apart[later] = NUM_BINS - agreements
-
-
-def _described(
-    documents: npt.NDArray[np.int64], kept_for: npt.NDArray[np.uint32], sketches: Sketches
-) -> Dropped:
-    """Estimate the similarities of dropped documents and those kept instead."""
-    kept = kept_for[documents]
-    pairs = (documents.astype(np.uint64) << np.uint64(32)) | kept
-    jaccard = similarity(sketches.agreements(pairs))
-    return Dropped(documents, kept.astype(np.int64), jaccard)

@@ -12,6 +12,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.dedup.minhash import powers
+
 SPACE, LATIN, LETTER, DIGIT, MARK, SYMBOL, KANA, HAN = range(8)
 """Kinds of characters. LETTER is a letter of another script; SYMBOL is the rest."""
 
@@ -23,7 +25,7 @@ _RANGES = {
     KANA: "3041-3096 309D-309F 30A1-30FA 30FC-30FF 31F0-31FF FF66-FF9D",
 }
 # Odd multipliers modulo 2**64, so that each has an inverse; the values themselves are arbitrary.
-_IN_UNIT, _OF_UNITS, _MIX = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0xF1357AEA2E62A9C5
+_OF_UNITS, _MIX = 0xD1342543DE82EF95, 0xF1357AEA2E62A9C5
 _BLOCK = 1 << 18
 _BUCKETS = 12
 
@@ -48,16 +50,6 @@ def _kinds() -> npt.NDArray[np.uint8]:
             first, last = (int(end, base=16) for end in text.split("-"))
             table[first : last + 1] = kind
     return table
-
-
-@cache
-def _powers() -> tuple[UInt64, UInt64]:
-    """Make powers of `_IN_UNIT` and of its inverse modulo 2**64, (_BLOCK,) uint64 each."""
-    bases = np.array([[_IN_UNIT], [pow(_IN_UNIT, -1, 1 << 64)]], dtype=np.uint64)
-    table = np.ones((2, _BLOCK), dtype=np.uint64)
-    table[:, 1:] = bases
-    np.multiply.accumulate(table, axis=1, out=table)
-    return table[0], table[1]
 
 
 class Measured:
@@ -122,13 +114,13 @@ class Measured:
 
     def _block(self, begin: int, starts: Ints, lengths: Ints) -> UInt64:
         """Hash the units at `begin + starts`: sum of code * power of the place in the unit."""
-        powers, inverses = _powers()
+        rising, inverses = powers(_BLOCK)
         size = int(starts[-1] + lengths[-1])
         if size > _BLOCK:
-            powers = np.resize(powers, size)  # a single endless word
+            rising = np.resize(rising, size)  # a single endless word
         total = np.empty(size + 1, dtype=np.uint64)
         total[0] = 0
-        np.multiply(self._codes[begin : begin + size], powers[:size], out=total[1:])
+        np.multiply(self._codes[begin : begin + size], rising[:size], out=total[1:])
         np.cumsum(total, out=total)
         hashes = total[starts + lengths]
         hashes -= total[starts]
@@ -172,8 +164,7 @@ class NGrams:
         return self._kept[size]
 
     def _chars(self, size: int) -> Ints:
-        chars: Ints = self._ends[size:] - self._ends[:-size]
-        return chars
+        return cast("Ints", self._ends[size:] - self._ends[:-size])
 
     def top_bound(self, n: int) -> float:
         """Return an upper bound of `top(n)`, without sorting.
@@ -208,8 +199,7 @@ class NGrams:
         places = (ordered & np.uint64((1 << bits) - 1)).view(np.intp)
         tied = firsts[counts == most]
         best = tied[np.lexsort((places[tied], -self._chars(size)[places[tied]]))[0]]
-        share: float = self._covered(places[best : best + most], size) / self._num_chars
-        return share
+        return float(self._covered(places[best : best + most], size) / self._num_chars)
 
     def duplicates(self, limits: dict[int, float]) -> tuple[int, float] | None:
         """Find the first n whose duplicate n-grams hold more than their share of the characters.
@@ -218,11 +208,7 @@ class NGrams:
         duplicate at some n is one at each smaller n: once a share is below all remaining limits,
         the rest passes, and only places that were repeated are looked at again.
 
-        Args:
-            limits: n -> highest share.
-
-        Returns:
-            n and the share, or None if all are within their limits.
+        `limits`: n -> highest share. Returns n and the share, or None if all are within theirs.
         """
         orders = sorted(limits)
         places: Ints | None = None
@@ -293,8 +279,7 @@ class _Repeated:
 
     def later(self) -> Ints:
         """Return the places of repeated hashes, without the first of equal ones."""
-        places: Ints = (self._ordered[self._later] & self._mask).view(np.intp)
-        return places
+        return cast("Ints", (self._ordered[self._later] & self._mask).view(np.intp))
 
     def every(self) -> Ints:
         """Return all places of repeated hashes, in order, so that the first one stays the first."""

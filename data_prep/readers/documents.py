@@ -7,7 +7,7 @@ from pathlib import Path
 from data_prep import embedded
 from data_prep.config import SourceConfig
 from data_prep.inputs import InputFile, Piece, format_of, refuse_changed
-from data_prep.readers import streams, text
+from data_prep.readers import text
 from data_prep.readers.items import BrokenFileError, Document, Place, Rejected
 from pipeline.errors import DataError
 
@@ -19,13 +19,7 @@ def read_piece(
 ) -> Iterator[Document | Rejected]:
     """Yield the documents of a piece as they are in its files, and the unreadable parts.
 
-    Args:
-        piece: files, or ranges of them.
-        max_bytes: longest document.
-        gb18030_files: paths of files that turn out to be GB18030 are added to it.
-
-    Raises:
-        DataError: a file cannot be read, changed since it was listed, or has a longer document.
+    Paths of files that turn out to be GB18030 are added to `gb18030_files`.
     """
     for file in piece.files:
         try:
@@ -69,15 +63,6 @@ def read_file(
 
     A file that is cut short or damaged gives all documents before the break, then one `Rejected`
     with the beginning of the document that the break goes through.
-
-    Args:
-        file: the file or range.
-        source: its settings.
-        max_bytes: longest document.
-        encoding: see `encoding_of`.
-
-    Raises:
-        DataError: one document is longer than `max_bytes`.
     """
     place = Place(source.name, file.path, file.name)
     try:
@@ -99,13 +84,13 @@ def _items(
 
         yield from parquet.documents(place, source.text_field, source.id_field, max_bytes)
         return
-    with streams.opened(file.path) as stream:
+    with text.opened(file.path) as stream:
         if kind == "wet":
             from data_prep.readers import wet
 
             yield from wet.documents(stream, place, max_bytes)
             return
-        lines = streams.lines(stream, place, file.start, max_bytes)
+        lines = text.lines(stream, place, file.start, max_bytes)
         in_range = text.owned(lines, file.start, file.end)
         if kind == "wikiextractor":
             yield from text.wiki_documents(lines, place, encoding, max_bytes)

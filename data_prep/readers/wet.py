@@ -7,13 +7,10 @@ rejected by type, and only their address is stored.
 from typing import Any
 
 from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,import-not-found]
-from warcio.exceptions import (  # type: ignore[import-untyped,import-not-found]
-    ArchiveLoadFailed,
-)
+from warcio.exceptions import ArchiveLoadFailed  # type: ignore[import-untyped,import-not-found]
 
 from data_prep.readers.items import CUT_SHORT, DAMAGED, BrokenFileError, Place, Rejected
-from data_prep.readers.streams import Stream
-from data_prep.readers.text import Items, whole_document
+from data_prep.readers.text import Items, Stream, whole_document
 
 _STEP = 1 << 16
 
@@ -48,7 +45,7 @@ def _record(record: Any, records: Any, place: Place, max_bytes: int) -> Items:
         reason = DAMAGED if records.reader.read(1) else CUT_SHORT
         raise BrokenFileError(reason, f"record {document_id} has no Content-Length")
     if record.rec_type != "conversion":
-        _skip(record, int(length))
+        _read(record, int(length), keep=False)
         if record.rec_type != "warcinfo":  # describes the file
             reason = f"WARC {record.rec_type} record, which holds no extracted text"
             address = headers.get_header("WARC-Target-URI") or ""
@@ -56,22 +53,15 @@ def _record(record: Any, records: Any, place: Place, max_bytes: int) -> Items:
         return
     if int(length) > max_bytes:
         raise place.too_long(f"record {own_id}", max_bytes)
-    yield from whole_document(_read(record, int(length)), document_id)
+    yield from whole_document(_read(record, int(length), keep=True), document_id)
 
 
-def _read(record: Any, length: int) -> bytes:
+def _read(record: Any, length: int, *, keep: bool) -> bytes:
+    """Read the content of a record; return it if it is to be kept."""
     parts = []
-    remaining = length
-    while remaining and (data := record.raw_stream.read(min(remaining, _STEP))):
-        parts.append(data)
-        remaining -= len(data)
-    if remaining:
-        raise BrokenFileError(CUT_SHORT, "the last record ends early", b"".join(parts))
-    return b"".join(parts)
-
-
-def _skip(record: Any, length: int) -> None:
     while length and (data := record.raw_stream.read(min(length, _STEP))):
+        parts.append(data if keep else b"")
         length -= len(data)
     if length:
-        raise BrokenFileError(CUT_SHORT, "the last record ends early")
+        raise BrokenFileError(CUT_SHORT, "the last record ends early", b"".join(parts))
+    return b"".join(parts)

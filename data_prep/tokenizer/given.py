@@ -36,12 +36,7 @@ class GivenTokenizer:
 
 
 def read_given(config: TokenizerConfig) -> GivenTokenizer | None:
-    """Read and check `tokenizer.file`; None if a tokenizer is to be trained.
-
-    Raises:
-        DataError: the file is missing, damaged, or a tokenizer of another kind.
-        ConfigError: options are given that the file itself decides.
-    """
+    """Read and check `tokenizer.file`; None if a tokenizer is to be trained."""
     if config.file is None:
         return None
     path = Path(config.file)
@@ -73,11 +68,7 @@ def _refuse_options(config: TokenizerConfig, kind: str) -> None:
 
 
 def _options(config: TokenizerConfig, pieces: list[str], path: Path) -> BertOptions:
-    """Take each option from the config, tokenizer_config.json beside it, or the vocabulary.
-
-    Raises:
-        DataError: tokenizer_config.json is damaged or names another kind of tokenizer.
-    """
+    """Take each option from the config, tokenizer_config.json beside it, or the vocabulary."""
     beside = path.with_name(CONFIG_JSON)
     explicit = {
         "do_lower_case": config.lowercase,

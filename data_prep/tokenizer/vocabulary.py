@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_prep.config import DEFAULT_VOCAB_SIZE, SourceConfig, TokenizerConfig
+from data_prep.corpus import Progress
 from data_prep.pieces import Pieces
-from data_prep.stage import Done, Estimate, Result, Size, Task, make_key
-from data_prep.tokenizer import measure, sample
+from data_prep.stage import Estimate, Result, Size, Task, make_key
+from data_prep.tokenizer import sample
 from data_prep.tokenizer.given import GivenTokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tokenizer import sentencepiece
@@ -31,36 +32,28 @@ class VocabularyJob:
     """The source of each piece."""
     config: TokenizerConfig
     given: GivenTokenizer | None
+    path: Path
 
 
-def task(job: VocabularyJob, written: list[Done], kept: Done, folder: Path) -> Task[VocabularyJob]:
-    """Make the one task of this stage; `job.given` is the result of `read_given(job.config)`.
-
-    Args:
-        job: documents and settings.
-        written: records of the stage that wrote the pieces.
-        kept: record of the last stage with masks.
-        folder: folder of this stage.
-    """
+def tasks(progress: Progress, folder: Path) -> list[Task[VocabularyJob]]:
+    """Make the one task of this stage."""
+    corpus, config = progress.corpus, progress.corpus.config.tokenizer
+    sources = tuple(piece.source for piece in corpus.pieces)
     key = make_key(
-        [done.digest for done in written],
-        kept.digest,
-        asdict(job.config),
-        job.given and job.given.sha256,
-        [[source.name, source.weight] for source in job.sources],
+        [done.digest for done in progress.written],
+        progress.kept.digest,
+        asdict(config),
+        corpus.tokenizer and corpus.tokenizer.sha256,
+        [[source.name, source.weight] for source in sources],
     )
-    return Task("tokenizer", folder, key, job)
-
-
-def tokenizer_path(task: Task[VocabularyJob]) -> Path:
-    """Return the tokenizer's file."""
-    given = task.payload.given
-    return task.path(given.suffix if given else ".model")
+    path = progress.tokenizer_path
+    job = VocabularyJob(progress.pieces, sources, config, corpus.tokenizer, path)
+    return [Task("tokenizer", folder, key, job)]
 
 
 def run(task: Task[VocabularyJob]) -> Result:
     """Train or copy the tokenizer, and measure it."""
-    job, path = task.payload, tokenizer_path(task)
+    job, path = task.payload, task.payload.path
     source_of = dict(zip(job.pieces.names, (s.name for s in job.sources), strict=True))
     sizes = sample.source_bytes(job.pieces, source_of)
     weights = {source.name: source.weight for source in job.sources}
@@ -79,7 +72,7 @@ def run(task: Task[VocabularyJob]) -> Result:
         write_atomic(path, model)
     made = load_tokenizer(path)
     report_path = task.path(".report.json")
-    write_json_atomic(report_path, measure.measure(made, job.pieces, others, training))
+    write_json_atomic(report_path, sample.measure(made, job.pieces, others, training))
     of_sources = {
         part.source: {
             "documents": len(part.documents),
@@ -94,12 +87,12 @@ def run(task: Task[VocabularyJob]) -> Result:
     return result, [path, report_path]
 
 
-def estimate(size: Size) -> Estimate:
+def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost; the sample is drawn from all documents, so all are read."""
     sample_bytes = min(size.text_bytes, size.config.tokenizer.sample_mb * 1e6)
     s_per_mb = 2.4 if size.config.tokenizer.model_type == "unigram" else 0.2
     cpu_s = size.text_bytes / 1e6 / 150 + sample_bytes / 1e6 * s_per_mb
-    return Estimate(1, cpu_s, 2e6, 100e6 + 17 * sample_bytes)
+    return {"tokenizer": Estimate(1, cpu_s, 2e6, 100e6 + 17 * sample_bytes)}
 
 
 def _lines(pieces: Pieces, parts: list[sample.Sample]) -> Iterator[str]:

@@ -66,7 +66,7 @@ DOORS = {
     "tokenizers": {"pipeline.tokenizer.fast"},
     "transformers": {"pipeline.use.hf_wrapper"},
     "google_crc32c": {"pipeline.use.tf_checkpoint"},
-    "backports.zstd": {"data_prep.readers.streams", "data_prep.pieces"},
+    "backports.zstd": {"data_prep.readers.text", "data_prep.pieces"},
     "pyarrow": {"data_prep.readers.parquet"},
     "warcio": {"data_prep.readers.wet"},
     "rjieba": {"data_prep.words"},

@@ -18,9 +18,8 @@ import pytest
 from data_prep.chain import STEPS
 from data_prep.config import PrepConfig
 from data_prep.pieces import read_lines
-from data_prep.plan import plan, plan_text
 from data_prep.run import run, run_part
-from data_prep.show import document_text, rejected_text, status_text
+from data_prep.show import document_text, plan, plan_text, rejected_text, status_text
 from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError

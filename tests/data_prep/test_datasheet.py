@@ -16,14 +16,13 @@ from markupsafe import escape
 
 from data_prep import corpus, ingest
 from data_prep.config import PrepConfig
-from data_prep.counts import INGEST_STAGES
+from data_prep.datasheet import gather as samples
 from data_prep.datasheet import page as datasheet
-from data_prep.datasheet import samples
 from data_prep.datasheet.gather import EDGES, QUANTILES, distribution
 from data_prep.datasheet.page import bar, histogram, percent, render, short, spark, to_markdown
 from data_prep.pieces import read_documents
 from data_prep.run import run
-from data_prep.stage import Stage, run_tasks
+from data_prep.stage import INGEST_STAGES, Stage, run_tasks
 from pipeline.config.load import load
 from pipeline.data.format import SPLITS, read_index
 from pipeline.data.reader import BlockReader

@@ -269,7 +269,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, int]]:
     reading = eval_items.Reading()
     found = [pair for file in files["e"] for pair in eval_items.read(file, reading)]
     assert len(dict(found)) == len(found)
-    return dict(found), dict(reading.counts)
+    return dict(found), dict(reading)
 
 
 def test_items_of_all_forms(tmp_path: Path) -> None:

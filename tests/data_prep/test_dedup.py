@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from data_prep.config import PrepConfig
-from data_prep.counts import Counts
 from data_prep.dedup.lines import NOTHING_NEW, REASON
 from data_prep.pieces import id_hash, read_lines
 from data_prep.run import run
-from data_prep.stage import Done
+from data_prep.stage import Counts, Done
 from pipeline.config.load import load
 from tests.support.prepare import run_before
 
@@ -257,7 +256,7 @@ def test_lists_name_the_first_of_every_piece(
     source: Path, plain: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(plain[0], tmp_path / "few/work", ignore=shutil.ignore_patterns("dedup"))
-    monkeypatch.setattr("data_prep.dedup.dropped.LISTED", 3 * FILES + 1)
+    monkeypatch.setattr("data_prep.pieces.LISTED", 3 * FILES + 1)
     run_before(_config(tmp_path / "few", source), "tokenizer")
     for number in range(FILES):
         path = Path("dedup") / f"{number:05d}.duplicates.jsonl"

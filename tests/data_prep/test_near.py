@@ -304,9 +304,9 @@ def test_workers_pieces_and_parts_change_nothing(
         monkeypatch.setattr("data_prep.dedup.near.GROUP_DOCUMENTS", 430)
         monkeypatch.setattr("data_prep.dedup.near._RUN_PAIRS", 1000)
         monkeypatch.setattr("data_prep.dedup.near._CHUNK_PAIRS", 10)
-        monkeypatch.setattr("data_prep.dedup.sketches._BLOCK_PAIRS", 5)
-        monkeypatch.setattr("data_prep.dedup.sketches._OPEN_FILES", 1)
-        monkeypatch.setattr("data_prep.dedup.sketches._CACHED_ROWS", 3)
+        monkeypatch.setattr("data_prep.dedup.near._BLOCK_PAIRS", 5)
+        monkeypatch.setattr("data_prep.dedup.near._OPEN_FILES", 1)
+        monkeypatch.setattr("data_prep.dedup.near._CACHED_ROWS", 3)
     records = run_before(_config(tmp_path / "data", straight[0], SMALL, *overrides), "tokenizer")
     if "workers=2" not in overrides:
         numbers = [len(records[name]) for name in ("exact", "buckets", "candidates")]

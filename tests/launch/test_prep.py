@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.config import PrepConfig
-from data_prep.plan import plan
 from data_prep.run import run
+from data_prep.show import plan
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.prep import (
     PrepDraft,
