@@ -75,8 +75,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     """Compute the plan of a run, which needs `model.vocab_size` or a prepared dataset."""
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
-    has_data = (Path(config.data.dir) / INDEX_FILE).is_file()
-    index = read_index(config.data.dir) if has_data else None
+    index = read_index(config.data.dir) if (Path(config.data.dir) / INDEX_FILE).is_file() else None
     vocab_size = config.model.vocab_size or (index.vocab_size if index else None)
     if vocab_size is None:
         raise ConfigError(
@@ -130,8 +129,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         free_bytes=_free_bytes(Path(config.run_dir)),
         problems=(),
     )
-    problems = tuple(_problems(result, config, cluster, usable_s))
-    return RunPlan(**{**vars(result), "problems": problems})
+    return replace(result, problems=tuple(_problems(result, config, cluster, usable_s)))
 
 
 def best_interval_s(save_s: float, failure_s: float) -> float:
