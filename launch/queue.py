@@ -127,7 +127,7 @@ class JobFacts:
         return self.state != UNKNOWN and not self.is_ended
 
     def is_of(self, folder: Path) -> bool:
-        """Whether its comment names a run or dataset folder; symbolic links do not matter."""
+        """Return whether its comment names a run or dataset folder, symbolic links resolved."""
         return self.comment.startswith("/") and (
             self.comment == str(folder) or Path(self.comment).resolve() == folder.resolve()
         )

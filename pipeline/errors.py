@@ -1,7 +1,7 @@
 """Errors a user can cause, and the exit codes that `launch` and job scripts read.
 
 Every message says what was wrong, the value found, what was expected and what to change.
-An `assert` elsewhere marks a bug of ours; these classes mark something the user can mend.
+An `assert` elsewhere marks a bug of ours; these classes mark something the user can fix.
 """
 
 EXIT_FINISHED = 0

@@ -63,7 +63,7 @@ class Task(Generic[T]):
         self._thread.start()
 
     def is_done(self, *, wait: bool = False) -> bool:
-        """Whether the function has returned or raised."""
+        """Return whether the function has returned or raised."""
         if wait:
             self._thread.join()
         return not self._thread.is_alive()

@@ -187,7 +187,7 @@ class Row:
 
 
 def retention_of(run: Path) -> Retention | None:
-    """The rule of a run's config; None if the folder has none, as one of copies."""
+    """Return the rule of a run's config; None if the folder has none, as one of copies."""
     path = RunFolder(run).resolved
     return Retention.of(load(PretrainConfig, path).config.checkpoint) if path.is_file() else None
 

@@ -362,7 +362,7 @@ class LossHistory:
         self.high = []
 
     def is_spike(self, config: SpikeConfig) -> bool:
-        """Whether the last steps form a spike."""
+        """Return whether the last steps form a spike."""
         return len(self.high) >= config.steps_in_a_row
 
 

@@ -64,10 +64,10 @@ class BatchPlan:
     def __init__(
         self, phases: tuple[PhaseConfig, ...], *, seq_len: int, global_batch: int, micro_batch: int
     ) -> None:
-        """Lays the phases one after another; the values given hold for the rest of the run.
+        """Lay the phases one after another; the values given hold for the rest of the run.
 
         Raises:
-            ConfigError: a ramp does not fit its ends, or a batch is no multiple of its micro-batch.
+            ConfigError: a ramp does not fit its ends, or a batch its micro-batch.
         """
         self._firsts: list[BatchPlace] = []
         """First batch of each stretch of equal batches."""
@@ -109,7 +109,7 @@ class BatchPlan:
         return list(dict.fromkeys(first.seq_len for first in self._firsts))
 
     def at(self, cursor: int) -> BatchPlace:
-        """The batch that starts at a cursor (ConfigError: none does)."""
+        """Return the batch that starts at a cursor (ConfigError: none does)."""
         first = self._firsts[bisect_right(self._cursors, cursor) - 1]
         count, rest = divmod(cursor - first.cursor, first.size)
         if rest or cursor < 0:
@@ -120,12 +120,12 @@ class BatchPlan:
         return first._replace(number=first.number + count, cursor=cursor)
 
     def number(self, number: int) -> BatchPlace:
-        """The batch of a number, 0 or more."""
+        """Return the batch of a number, 0 or more."""
         first = [first for first in self._firsts if first.number <= number][-1]
         return self.at(first.cursor + (number - first.number) * first.size)
 
     def holding(self, sequence: int) -> BatchPlace:
-        """The batch that holds a sequence of the run."""
+        """Return the batch that holds a sequence of the run."""
         first = self._firsts[bisect_right(self._cursors, sequence) - 1]
         return self.at(sequence - (sequence - first.cursor) % first.size)
 
@@ -137,7 +137,7 @@ class BatchPlan:
             cursor += place.size
 
     def require_split(self, world_size: int) -> None:
-        """Checks that every batch can be split evenly over the ranks (ConfigError: one cannot)."""
+        """Check that every batch can be split evenly over the ranks (ConfigError: one cannot)."""
         for first, (batch, micro_batch) in zip(self._firsts, self._names, strict=True):
             if first.size % (first.micro_batch * world_size):
                 raise ConfigError(

@@ -43,7 +43,7 @@ class Loaded(Generic[T]):
 
 
 def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loaded[T]:
-    """Reads a config file.
+    """Read a config file.
 
     Overrides are `dotted.path=value`, the value as YAML (`train.lr=1e-4`, `sources.0.inputs=[a,
     b]`); later ones win.
@@ -59,7 +59,7 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
 
 
 def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> T:
-    """A config from plain values in place of a file (ConfigError: see `schema.build`)."""
+    """Return a config from plain values in place of a file (ConfigError: see `schema.build`)."""
     root = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
     for text in overrides:
         root = _override(root, text)
@@ -80,7 +80,7 @@ def explain(loaded: Loaded[Any]) -> str:
 
 
 def to_yaml(config: Any) -> str:
-    """The whole config as YAML that `load` reads back to an equal config."""
+    """Return the whole config as YAML that `load` reads back to an equal config."""
     return strict_yaml.dump(_plain(config))
 
 
@@ -135,7 +135,7 @@ def _read_with_includes(path: Path, parents: tuple[Path, ...]) -> Node:
 
 
 def _expand(node: Node, path: Path, parents: tuple[Path, ...]) -> Node:
-    """Replaces every `from: file` by that file's content, overlaid with the keys beside it."""
+    """Replace every `from: file` by that file's content, overlaid with the keys beside it."""
     if isinstance(node.value, list):
         return Node([_expand(item, path, parents) for item in node.value], node.origin)
     if not isinstance(node.value, dict):
@@ -175,7 +175,7 @@ def _replace(node: Node, keys: list[str], value: Node, text: str) -> Node:
     if isinstance(node.value, list):
         if not keys[0].isdecimal() or int(keys[0]) >= len(node.value):
             raise ConfigError(
-                f"override {text!r}: {keys[0]!r} is no index of a list of {len(node.value)} items"
+                f"override {text!r}: {keys[0]!r} is not an index of a list of {len(node.value)}"
             )
         items = list(node.value)
         items[int(keys[0])] = _replace(items[int(keys[0])], keys[1:], value, text)

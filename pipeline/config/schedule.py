@@ -54,7 +54,7 @@ def mask_ratio(number: int, config: DataConfig) -> float:
 
 
 def is_over(step: int, config: TrainConfig, elapsed_s: float) -> bool:
-    """Whether a run ends after `step` applied updates."""
+    """Return whether a run ends after `step` applied updates."""
     return step >= config.num_steps or budget_left_s(config, elapsed_s) <= 0
 
 

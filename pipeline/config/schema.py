@@ -30,7 +30,7 @@ def param(
     le: float | None = None,
     lt: float | None = None,
 ) -> Any:
-    """Declares one config field.
+    """Declare one config field.
 
     The default `REQUIRED` means that a value must be written. `meaning` is a line for `--explain`;
     `ge`, `gt`, `le` and `lt` are limits.
@@ -45,18 +45,18 @@ def param(
 
 
 def section(cls: type[T], meaning: str) -> Any:
-    """Declares a nested section that starts from its own defaults."""
+    """Declare a nested section that starts from its own defaults."""
     return dataclasses.field(default_factory=cls, metadata={"meaning": meaning})
 
 
 def range_text(field: "dataclasses.Field[Any]") -> str:
-    """The allowed range of a field in words, such as `>= 1, < 2`; empty when there is none."""
+    """Return the allowed range of a field in words, such as `>= 1, < 2`; empty without one."""
     bounds = field.metadata.get("bounds", {})
     return ", ".join(f"{sign} {bound}" for sign, bound in bounds.items())
 
 
 def build(cls: type[T], node: Node, path: str = "") -> T:
-    """Builds `cls` from a mapping node.
+    """Build `cls` from a mapping node.
 
     Raises:
         ConfigError: unknown key, missing required key, wrong type, or value out of range; names
@@ -87,7 +87,7 @@ def build(cls: type[T], node: Node, path: str = "") -> T:
 
 
 def walk(config: Any, path: str = "") -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
-    """Yields (dotted path, field, value) of every leaf of a built config, in order."""
+    """Yield (dotted path, field, value) of every leaf of a built config, in order."""
     for field in dataclasses.fields(config):
         dotted = f"{path}.{field.name}" if path else field.name
         value = getattr(config, field.name)
@@ -126,7 +126,7 @@ def _check_range(field: "dataclasses.Field[Any]", value: Any, node: Node, path: 
 
 
 def _coerce(hint: Any, node: Node, path: str) -> Any:
-    """Checks one value against its type hint; never guesses (an int is no bool, text no number)."""
+    """Check one value against its type hint; nothing is converted (an int is not a bool)."""
     origin, args, value = typing.get_origin(hint), typing.get_args(hint), node.value
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), node, path)

@@ -30,7 +30,7 @@ class Node:
     origin: str
 
     def plain(self) -> Any:
-        """The value as dicts, lists and scalars, without origins."""
+        """Return the value as dicts, lists and scalars, without origins."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -39,7 +39,7 @@ class Node:
 
 
 def read_file(path: Path) -> Node:
-    """Reads one YAML file.
+    """Read one YAML file.
 
     Raises:
         ConfigError: the file is missing, not UTF-8, not YAML, or repeats a key.
@@ -54,7 +54,7 @@ def read_file(path: Path) -> Node:
 
 
 def parse(text: str, source: str, *, with_lines: bool = True) -> Node:
-    """Parses YAML text; an empty document is an empty mapping.
+    """Parse YAML text; an empty document is an empty mapping.
 
     `source` starts every origin and error message; `with_lines` appends `:line` to origins.
     """
@@ -68,7 +68,7 @@ def parse(text: str, source: str, *, with_lines: bool = True) -> Node:
 
 
 def dump(tree: dict[str, Any]) -> str:
-    """Writes plain values as YAML that `parse` reads back unchanged, keys in the given order."""
+    """Write plain values as YAML that `parse` reads back unchanged, keys in the given order."""
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 

@@ -178,7 +178,7 @@ class TrainConfig:
             self._check_points()
 
     def _require_fields_of(self, choice: str, owners: dict[str, str]) -> None:
-        """What belongs to a choice is set with it, and with no other: nothing is ignored."""
+        """Refuse values that belong to a choice that was not made: nothing is ignored."""
         chosen = getattr(self, choice)
         unset = {field.name: field.default for field in fields(self)}
         for name, owner in owners.items():

@@ -47,7 +47,7 @@ class Inputs(Protocol):
     def __call__(
         self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
     ) -> list[Batch]:
-        """Corrupts sequences and cuts them into micro-batches; a pure function.
+        """Corrupt sequences and cuts them into micro-batches; a pure function.
 
         `number` counts the run's batches from 0, skipped ones included. The last micro-batch may
         have fewer sequences. `first_place`, of the first sequence in the step's batch, is for the
@@ -55,7 +55,7 @@ class Inputs(Protocol):
         """
 
     def without_targets(self, batch: Batch) -> Batch:
-        """The same slots with nothing to predict, so that the batch adds 0 to every sum."""
+        """Return the same slots with nothing to predict, so that the batch adds 0 to every sum."""
 
 
 class PackedSplit:
@@ -64,7 +64,7 @@ class PackedSplit:
     def __init__(
         self, index: DatasetIndex, split: str, config: DataConfig, counts: Mapping[int, Ints]
     ) -> None:
-        """Looks at the split's shards.
+        """Look at the split's shards.
 
         `counts` are of the whole dataset: length -> (b,) sequences of each block.
 
@@ -91,7 +91,7 @@ class PackedSplit:
     def slots(
         self, locations: Locations, seq_len: int, leftovers: Mapping[int, Packing] | None = None
     ) -> Slots:
-        """Lays out sequences as they are in the dataset, before an objective corrupts them.
+        """Lay out sequences as they are in the dataset, before an objective corrupts them.
 
         `leftovers` are packings of the blocks of which `locations` has leftovers.
         """
@@ -113,11 +113,11 @@ class PackedSplit:
         return slots
 
     def _block(self, position: int) -> Block:
-        """Reads a block of the split; the last ones are kept."""
+        """Read a block of the split; the last ones are kept."""
         return self.reader.block(int(self.rows[position]))
 
     def _packing(self, position: int, seq_len: int) -> Packing:
-        """The packing of a block of the split; the last ones are kept."""
+        """Return the packing of a block of the split; the last ones are kept."""
         row = int(self.rows[position])
         packing = pack(self.reader.doc_ends(row), seq_len)
         counted = int(self.counts[seq_len][position])

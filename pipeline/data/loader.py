@@ -24,7 +24,7 @@ _MULTIPLE = 64
 
 
 def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Where pieces and paddings of sequences begin, if these lie end to end, and the end.
+    """Find where pieces and paddings of sequences begin, if these lie end to end, and the end.
 
     `documents` is (B, S), as in `Batch`.
 
@@ -78,7 +78,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Copies the tensors to a device without waiting for the copy."""
+        """Copy the tensors to a device without waiting for the copy."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
@@ -99,7 +99,7 @@ class TrainLoader:
         share: Share,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
-        """Opens the training split; see `TrainSteps` for `counts` and what can fail.
+        """Open the training split; see `TrainSteps` for `counts` and what can fail.
 
         Raises:
             ConfigError: a batch does not split evenly over the ranks.
@@ -117,7 +117,7 @@ class TrainLoader:
             )
 
     def step_batches(self, cursor: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that starts at `cursor` sequences."""
+        """Return this rank's micro-batches of the step that starts at `cursor` sequences."""
         return [MicroBatch.of(batch) for batch in self.steps.micro_batches(cursor, self._share)]
 
     def steps_from(self, cursor: int) -> Iterator[list[MicroBatch]]:
@@ -205,7 +205,7 @@ class EvalLoader:
         return int((-(-of_source // size)).sum())
 
     def batches(self) -> Iterator[tuple[int, MicroBatch]]:
-        """Yields the same micro-batches each time, each with the number of its only source.
+        """Yield the same micro-batches each time, each with the number of its only source.
 
         Every rank yields as many, so that weights that are divided over ranks can be gathered for
         each; one that has nothing left gives a sequence without targets.

@@ -238,7 +238,7 @@ def lay_out(
     sequences: Ints,
     vocabulary: Vocabulary,
 ) -> None:
-    """Fills some rows with the pieces of sequences of a block, side by side.
+    """Fill some rows with the pieces of sequences of a block, side by side.
 
     `rows` (r,) are below B; `sequences` (r,) are their numbers within the block.
     """

@@ -331,7 +331,7 @@ class TrainSteps:
         inputs: Inputs,
         counts: Mapping[int, Ints] | None = None,
     ) -> None:
-        """Opens the training split; see `PackedSplit` and `RunOrder` for what can fail."""
+        """Open the training split; see `PackedSplit` and `RunOrder` for what can fail."""
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None)
         self.plan = config.batches
@@ -340,7 +340,7 @@ class TrainSteps:
         self._inputs = inputs
 
     def micro_batches(self, cursor: int, share: Share) -> list[Batch]:
-        """A rank's micro-batches of the step that starts at a cursor."""
+        """Return a rank's micro-batches of the step that starts at a cursor."""
         place = self.plan.at(cursor)
         segment = self.order.segment(cursor)
         per_rank = place.size // share.world_size

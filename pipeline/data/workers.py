@@ -1,7 +1,7 @@
 """Processes that make batches: worker w of n makes those of every n-th step, in order.
 
 Each has a pipe. The parent writes cursors and reads batches; which worker made a batch, and how far
-ahead they are, is nobody's state. No shared memory and no signals:
+ahead they are, is not part of the resumable state. No shared memory and no signals:
 
 - A worker that dies (out of memory, SIGKILL) closes its pipe, and the parent's next read says so.
 - A parent that dies closes the pipes, and its workers end.
@@ -70,7 +70,7 @@ class Workers:
         atexit.register(self.close)
 
     def ask(self, cursor: int) -> None:
-        """Has the batches of a step made."""
+        """Have the batches of a step made."""
         worker, self._next = self._next, (self._next + 1) % len(self._pipes)
         # A worker that is gone is noticed when its batches are taken.
         with suppress(BrokenPipeError):
@@ -78,7 +78,7 @@ class Workers:
         self._asked.append(worker)
 
     def take(self) -> list[Batch]:
-        """The micro-batches of the cursor asked for first of those not taken yet.
+        """Return the micro-batches of the cursor asked for first of those not taken yet.
 
         Raises:
             WorkerError: the process that was to make them is dead.
@@ -107,7 +107,7 @@ class Workers:
         return batches
 
     def close(self) -> None:
-        """Ends the processes; they hold nothing that must be kept."""
+        """End the processes; they hold nothing that must be kept."""
         atexit.unregister(self.close)
         for process in self.processes:
             process.kill()
@@ -133,7 +133,7 @@ def _serve(
     share: Share,
     counts: Mapping[int, Ints],
 ) -> None:
-    """What a worker does until its pipe is closed."""
+    """Make batches until the pipe is closed."""
     steps: TrainSteps | None = None
     with suppress(EOFError, ConnectionError):
         while True:

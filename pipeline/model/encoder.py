@@ -96,7 +96,7 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes an encoder and initialises it from torch's random state.
+        """Make an encoder and initialises it from torch's random state.
 
         `config` has `vocab_size` set.
         """
@@ -128,7 +128,7 @@ class Encoder(nn.Module):
         self._fuses_norms = False
 
     def set_alpha(self, value: float) -> None:
-        """Sets the scale of the residual branches for the passes that follow.
+        """Set the scale of the residual branches for the passes that follow.
 
         Source: Su 2020, kexue.fm/archives/8620; 1 after the warm-up and wherever none was trained.
         """
@@ -183,7 +183,7 @@ class Encoder(nn.Module):
         segments: Tensor | None = None,
         trace: Trace | None = None,
     ) -> Tensor:
-        """Encodes a batch.
+        """Encode a batch.
 
         `input_ids` and `segments` (all 0 when None) are (B, S) or (T,) int64, as the layout has it.
         A trace is filled.

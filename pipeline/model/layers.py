@@ -49,7 +49,7 @@ def rotary_tables(
 
 
 def rotate(x_NH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns (..., N, H) queries or keys by the angles of `rotary_tables`; keeps dtype."""
+    """Turn (..., N, H) queries or keys by the angles of `rotary_tables`; keeps dtype."""
     x = x_NH.to(cos.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -95,21 +95,21 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises over the last dimension; keeps shape and dtype."""
+        """Normalise over the last dimension; keeps shape and dtype."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         return x if self.weight is None else x * self.weight
 
 
 def make_norm(config: ModelConfig, size: int) -> nn.Module:
-    """The norm that the config asks for."""
+    """Return the norm that the config asks for."""
     if config.norm == "rmsnorm":
         return RMSNorm(size, config.norm_eps, affine=config.norm_affine)
     return nn.LayerNorm(size, config.norm_eps, elementwise_affine=config.norm_affine)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Applies `ModelConfig.activation`; swiglu halves the last dimension.
+    """Apply `ModelConfig.activation`; swiglu halves the last dimension.
 
     Source of swiglu: Shazeer 2020 (arXiv 2002.05202), equation 6.
     """
@@ -125,7 +125,7 @@ class SelfAttention(nn.Module):
     """Multi-head attention, with RealFormer's carried scores if the config asks for them."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes the projections; those of queries, keys and values are one matrix."""
+        """Make the projections; those of queries, keys and values are one matrix."""
         super().__init__()
         self.num_heads = config.num_heads
         self.score_residual = config.score_residual
@@ -137,7 +137,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends.
+        """Attend.
 
         `carry_BNSS` are the scores of the layer below; None in the first layer.
 
@@ -180,7 +180,7 @@ class SelfAttention(nn.Module):
     def _carried(
         self, qkv: Tensor, shared: SharedInputs, carry_NTW: Tensor | None, index: int
     ) -> tuple[Tensor, Tensor]:
-        """The same from (..., 3, N, H), without moving tokens; the carry is that of the kernels."""
+        """Return the same from (..., 3, N, H) without moving tokens; the carry is the kernels'."""
         windows = shared.layout.windows()
         assert windows is not None, "the encoder looks"
         angles, token_scale, scale = None, None, 1.0
@@ -206,7 +206,7 @@ class FeedForward(nn.Module):
     """W2 act(W1 x)."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Makes the projections; swiglu's gate and value are one matrix."""
+        """Make the projections; swiglu's gate and value are one matrix."""
         super().__init__()
         self.activation = config.activation
         num_inner = 2 if config.activation == "swiglu" else 1
@@ -216,7 +216,7 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(config.ffn_size, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keeps shape and dtype of (..., D)."""
+        """Keep shape and dtype of (..., D)."""
         return self.output(activate(self.inner(x), self.activation))  # type: ignore[no-any-return]
 
 
@@ -261,7 +261,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
     ) -> tuple[Tensor, Tensor | None]:
-        """As `SelfAttention.forward`."""
+        """Run the layer; arguments and result as in `SelfAttention.forward`."""
         if self.pre_norm:
             update, carry_BNSS = self.attention(self.attention_norm(x), shared, carry_BNSS, index)
             x = self.attention_residual(x, update, shared.alpha)
@@ -290,5 +290,5 @@ def _join_and_norm(
 def run_layer(
     layer: nn.Module, x: Tensor, shared: SharedInputs, carry_BNSS: Tensor | None, index: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls a layer; as `Layer.forward`."""
+    """Call a layer; as `Layer.forward`."""
     return layer(x, shared, carry_BNSS, index)  # type: ignore[no-any-return]

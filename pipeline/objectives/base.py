@@ -46,23 +46,23 @@ class Objective(Protocol):
         """What a unit of weight of the first loss is called in the log, such as "masked"."""
 
     def make_model(self, config: ModelConfig) -> EncoderModel:
-        """The model that the objective trains, initialised from torch's random state."""
+        """Return the model that the objective trains, initialised from torch's random state."""
 
     def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
-        """Makes the inputs of training batches."""
+        """Make the inputs of training batches."""
 
     def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
-        """Makes the inputs of held-out batches, the same for every run."""
+        """Make the inputs of held-out batches, the same for every run."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
-        """Runs the model on a micro-batch that lies on its device.
+        """Run the model on a micro-batch that lies on its device.
 
         The weights of `losses` are those of `MicroBatch.weights`.
         """
 
 
 def add_up(parts: list[Sums]) -> Sums:
-    """Adds the sums of several micro-batches, name by name."""
+    """Add the sums of several micro-batches, name by name."""
     return {
         name: Sum(
             torch.stack([part[name].total for part in parts]).sum(),
@@ -73,5 +73,5 @@ def add_up(parts: list[Sums]) -> Sums:
 
 
 def detached(sums: Sums) -> Sums:
-    """The same numbers without their graph."""
+    """Return the same numbers without their graph."""
     return {name: Sum(each.total.detach(), each.weight) for name, each in sums.items()}

@@ -39,7 +39,7 @@ class MaskedInputs:
     def __call__(
         self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
     ) -> list[Batch]:
-        """Makes micro-batches, as `pipeline.data.dataset.Inputs`."""
+        """Make micro-batches, as `pipeline.data.dataset.Inputs`."""
         sequences = Sequences(
             slots.tokens,
             slots.word_starts,
@@ -94,7 +94,7 @@ class MaskedInputs:
         return batches
 
     def without_targets(self, batch: Batch) -> Batch:
-        """The same slots with nothing to predict."""
+        """Return the same slots with nothing to predict."""
         nothing = {name: array[:0] for name, array in batch.inputs.items()}
         return batch._replace(inputs=nothing, weights=dict.fromkeys(batch.weights, 0.0))
 
@@ -105,17 +105,17 @@ class MaskedInputs:
 
 
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:
-    """The inputs of training: masks follow from the run's seed."""
+    """Return the inputs of training: masks follow from the run's seed."""
     return MaskedInputs(config.data, index.vocabulary, config.seed, Purpose.MASK)
 
 
 def eval_inputs(config: EvalDataConfig, index: DatasetIndex) -> MaskedInputs:
-    """The inputs of evaluations: `mask_prob` of the tokens, whatever the ratio is in training."""
+    """Return the inputs of evaluations: `mask_prob` of the tokens, whatever training's ratio."""
     return MaskedInputs(config.data, index.vocabulary, EVAL_MASK_SEED, Purpose.EVAL_MASK)
 
 
 def train_steps(
     index: DatasetIndex, config: TrainDataConfig, counts: Mapping[int, Ints] | None = None
 ) -> TrainSteps:
-    """The batches of a run, for whoever looks at them outside of training."""
+    """Return the batches of a run, for whoever looks at them outside of training."""
     return TrainSteps(index, config, train_inputs(config, index), counts)

@@ -27,7 +27,7 @@ class MaskedLanguageModeling:
     targets: ClassVar[str] = "masked"
 
     def make_model(self, config: ModelConfig) -> MaskedLanguageModel:
-        """An encoder with an MLM head."""
+        """Return an encoder with an MLM head."""
         return MaskedLanguageModel(config)
 
     def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:

@@ -12,7 +12,7 @@ _FORMAT = "%(asctime)s rank %(rank)s %(levelname)s %(name)s: %(message)s"
 
 
 def to_console(level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Sends this process's records to a stream, by default stdout, short.
+    """Send this process's records to a stream, by default stdout, short.
 
     For commands that run as one process.
     """
@@ -23,7 +23,7 @@ def to_console(level: int = logging.INFO, stream: TextIO | None = None) -> None:
 
 
 def to_run(run_dir: Path, rank: int) -> None:
-    """Sends records to `run_dir/logs/rank-NNNNN.log`, and on rank 0 to stdout too.
+    """Send records to `run_dir/logs/rank-NNNNN.log`, and on rank 0 to stdout too.
 
     Files are appended to, so that the attempts of a requeued job follow each other.
     """
@@ -41,7 +41,7 @@ def to_run(run_dir: Path, rank: int) -> None:
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """The log of a rank."""
+    """Return the log of a rank."""
     return RunFolder(run_dir).log(rank)
 
 
@@ -54,5 +54,5 @@ def duration_text(seconds: float) -> str:
 
 
 def _ours_or_warning(record: logging.LogRecord) -> bool:
-    """Keeps libraries' chatter out of the console; it is in the files."""
+    """Keep libraries' chatter out of the console; it is in the files."""
     return record.name.startswith(_OURS) or record.levelno >= logging.WARNING

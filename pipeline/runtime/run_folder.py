@@ -107,7 +107,7 @@ class RunFolder:
     """Folder of the ranks' logs, and of the jobs' under SLURM."""
 
     def log(self, rank: int) -> Path:
-        """The log of a rank; the attempts of a requeued job follow each other in it."""
+        """Return the log of a rank; the attempts of a requeued job follow each other in it."""
         return self.logs / f"rank-{rank:05d}.log"
 
     # Written when it ends.
@@ -122,7 +122,7 @@ class RunFolder:
         return self.path / "exit" / job
 
     def exit_code(self, job: str, rank: int) -> Path:
-        """The exit code of a rank."""
+        """Return the exit code of a rank."""
         return self.exits(job) / f"rank-{rank:05d}"
 
     # Written by people and other commands.
@@ -137,7 +137,7 @@ class RunFolder:
     """Folder of submissions, with the code and config of each."""
 
     def is_locked(self) -> bool:
-        """Whether a process trains the run; holds the lock for a moment, starts wait longer."""
+        """Return whether a process trains the run; this holds the lock for a moment only."""
         try:
             with self.lock.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

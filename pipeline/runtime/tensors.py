@@ -19,7 +19,7 @@ _INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a model folder, from one file or from those that an index names.
+    """Return all tensors of a model folder, from one file or from those that an index names.
 
     Raises:
         CheckpointError: no file is there, or one cannot be read.
@@ -52,7 +52,7 @@ def read_file(path: Path) -> dict[str, Tensor]:
 def write_file(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes safetensors that transformers accepts, with texts in the header.
+    """Write safetensors that transformers accepts, with texts in the header.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -72,7 +72,7 @@ class SlicedFile:
     """A safetensors file whose tensors are read in part."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header (CheckpointError: the file is missing or damaged)."""
+        """Read the header (CheckpointError: the file is missing or damaged)."""
         self.path = path
         try:
             self._file = _open(path, framework="pt")
@@ -85,6 +85,6 @@ class SlicedFile:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` along the first dimension."""
+        """Element `start` to `stop` along the first dimension."""
         part: Tensor = self._file.get_slice(name)[start:stop]
         return part

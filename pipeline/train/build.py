@@ -22,13 +22,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
 from pipeline.data.run_order import Share
-from pipeline.errors import (
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    BusyError,
-    ConfigError,
-    DataError,
-)
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, ConfigError, DataError
 from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import EncoderModel

@@ -55,7 +55,7 @@ class StepResult:
 def init_process_group(
     process: ProcessInfo, timeout_s: float = TrainConfig.collective_timeout_s
 ) -> torch.device:
-    """Joins the process group and returns this rank's device: its GPU, or the CPU over gloo.
+    """Join the process group and returns this rank's device: its GPU, or the CPU over gloo.
 
     A collective that other ranks do not join fails after `timeout_s` in every group, those that
     DeepSpeed makes included. gloo raises RuntimeError in the rank that waits. Under NCCL the host
@@ -82,7 +82,7 @@ def init_process_group(
 
 
 def _give_groups_a_timeout(timeout: timedelta) -> None:
-    """Makes it the default of new groups: DeepSpeed gives its own none, which means 30 minutes."""
+    """Make it the default of new groups: DeepSpeed gives its own none, which means 30 minutes."""
     original = getattr(torch.distributed.new_group, "__wrapped__", torch.distributed.new_group)
 
     @wraps(original)
@@ -95,7 +95,7 @@ def _give_groups_a_timeout(timeout: timedelta) -> None:
 
 
 def close_process_group() -> None:
-    """Leaves together: a rank that tears gloo down early can abort its peers."""
+    """Leave together: a rank that tears gloo down early can abort its peers."""
     dist.barrier()
     torch.distributed.destroy_process_group()
 
@@ -106,7 +106,7 @@ class Engine:
     def __init__(
         self, model: nn.Module, config: TrainConfig, process: ProcessInfo, device: torch.device
     ) -> None:
-        """Wraps a model; every rank must pass the same weights (rank 0's are sent to all)."""
+        """Wrap a model; every rank must pass the same weights (rank 0's are sent to all)."""
         self.device = device
         self.world_size = process.world_size
         self.own_time = OwnTime(device)
@@ -139,7 +139,7 @@ class Engine:
         return self._optimizer
 
     def partitions(self) -> list[tuple[Tensor, dict[str, tuple[int, int]]]]:
-        """This rank's flat fp32 master weights, each with (start, stop) of the parameters in it.
+        """Return this rank's flat fp32 master weights, each with (start, stop) of its parameters.
 
         They are parameters of `optimizer`; empty at stage 3. No element is another rank's, too.
         """
@@ -207,7 +207,7 @@ class Engine:
         )
 
     def state_parts(self) -> tuple[list[Part], dict[str, int]]:
-        """This rank's master weights and optimizer state, as views, and counters. Collective."""
+        """Return views of this rank's master weights and optimizer state, and counters. Collective."""
         updates = [int(self._state(slice_.partition)["step"]) for slice_ in self._slices()]
         assert len(set(updates)) <= 1, "parameters have seen different numbers of updates"
         counters = {
@@ -223,7 +223,7 @@ class Engine:
         return parts, counters
 
     def load_files(self, folder: Path) -> None:
-        """Reads `state_parts` as any number of ranks wrote them, at any ZeRO stage. Collective.
+        """Read `state_parts` as any number of ranks wrote them, at any ZeRO stage. Collective.
 
         Raises:
             CheckpointError: files are missing, damaged, or of another model.
@@ -244,13 +244,13 @@ class Engine:
         return tensor_slices(self._engine, self._shapes)
 
     def _own_slices(self) -> list[TensorSlice]:
-        """Of what this rank holds, what it answers for: each element is of one rank."""
+        """Return the slices that this rank answers for: each element belongs to one rank."""
         if self._engine.zero_optimization_stage() == 0:
             return share_of_rank(self._slices(), self._rank, self.world_size)
         return self._slices()
 
     def _tensors(self, each: TensorSlice) -> dict[str, Tensor]:
-        """The master weights of a slice and Adam's averages of it, as views."""
+        """Return the master weights of a slice and Adam's averages of it, as views."""
         whole = {MASTER: each.partition.detach()} | {
             kind: self._state(each.partition)[kind] for kind in MOMENTS
         }
@@ -268,7 +268,7 @@ class Engine:
         return state
 
     def _spread_masters(self) -> None:
-        """Gives all ranks the weights of forward passes anew: the master weights, rounded."""
+        """Give all ranks the weights of forward passes anew: the master weights, rounded."""
         stage, optimizer = self._engine.zero_optimization_stage(), self._engine.optimizer
         if stage == 0:
             self._engine.round_masters()
@@ -283,7 +283,7 @@ class Engine:
 
 
 def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[TensorSlice]:
-    """Which stretches of which parameters this rank's part of the optimizer holds, and where.
+    """Find which stretches of which parameters this rank's part of the optimizer holds, and where.
 
     A partition of DeepSpeed's is a flat fp32 tensor that holds several parameters' stretches one
     after another, and padding. No rank has two stretches of a parameter.
@@ -346,7 +346,7 @@ class _Fetched:
 
 
 def _import_deepspeed() -> Any:
-    """Imports DeepSpeed, quiet and without compiling its shared-memory collectives for 30 s."""
+    """Import DeepSpeed, quiet and without compiling its shared-memory collectives for 30 s."""
     if not torch.cuda.is_available():
         env.set_default("DS_ACCELERATOR", "cpu")
     # DeepSpeed 0.19.8 uses names that torch 2.13 wants replaced; nothing for our users to do.

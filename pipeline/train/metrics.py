@@ -65,7 +65,7 @@ class Meter:
     def __init__(
         self, engine: Engine, process: ProcessInfo, objective: Objective, grad_clip: float
     ) -> None:
-        """Starts the first interval."""
+        """Start the first interval."""
         self._device = engine.device
         self._own_time = engine.own_time
         self._process = process
@@ -87,14 +87,14 @@ class Meter:
         self._began_s = time.perf_counter()
 
     def have_data(self, *, measure_layers: bool) -> None:
-        """Counts the time since `begin_step` as waiting; says whether the update is measured."""
+        """Count the time since `begin_step` as waiting; says whether the update is measured."""
         self._wait_s += time.perf_counter() - self._began_s
         self._layers_measured = measure_layers
         if measure_layers:
             self._layers.measure()
 
     def end_step(self, result: StepResult, number: int, batches: list[MicroBatch]) -> None:
-        """Counts a step; the loss of a skipped one is NaN or infinite and is left out.
+        """Count a step; the loss of a skipped one is NaN or infinite and is left out.
 
         Args:
             result: of the step.
@@ -116,7 +116,7 @@ class Meter:
             self._batches.append(number)
 
     def close_interval(self, grad_norm: float, *, clock_s: float) -> Interval:
-        """Adds up all ranks and starts the next interval. Collective; synchronises.
+        """Add up all ranks and starts the next interval. Collective; synchronises.
 
         Args:
             grad_norm: of the last step, before clipping.
@@ -185,7 +185,7 @@ class Meter:
         return interval
 
     def _minimised(self, sums: dict[str, tuple[float, float]]) -> float:
-        """What a step minimises, of sums over all ranks."""
+        """Return what a step minimises, from sums over all ranks."""
         return sum(factor * _mean(*sums[name]) for name, factor in self._losses.items())
 
 

@@ -150,7 +150,7 @@ def console_line(
 
 
 def means_text(loss: float, means: dict[str, float]) -> str:
-    """The minimised loss, then the objective's other means, such as `loss 3.1204  acc 0.421`."""
+    """Return the minimised loss and the objective's other means, as `loss 3.1204  acc 0.421`."""
     others = [
         f"{_SHORT.get(name, name)} {mean:.3f}" for name, mean in means.items() if name != "loss"
     ]

@@ -202,7 +202,7 @@ def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> f
 
 
 def _entropy_map(entropy: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Heads side by side, the first layer on top, from 0 (one token) to log 512 (all of many)."""
+    """Head side by side, the first layer on top, from 0 (one token) to log 512 (all of many)."""
     return heat_map(entropy, 0.0, float(np.log(512)))
 
 
@@ -211,7 +211,7 @@ def _as_code(text: str) -> str:
 
 
 def _settings(config: PretrainConfig) -> dict[str, bool | str | float]:
-    """Every value of the config by its path, as TensorBoard takes them."""
+    """Return every value of the config by its path, as TensorBoard takes them."""
     return {
         path: value if isinstance(value, (bool, str, int, float)) else str(value)
         for path, _, value in walk(config)

@@ -87,10 +87,7 @@ def test_ranks_and_micro_batches_change_nothing(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(
-    two_sources: DatasetIndex,
-    expected: list[tuple[list[Row], int]],
-    world_size: int,
-    workers: int,
+    two_sources: DatasetIndex, expected: list[tuple[list[Row], int]], world_size: int, workers: int
 ) -> None:
     config = _config(two_sources, micro_batch=2, workers=workers)
     steps = open_steps(two_sources, config)

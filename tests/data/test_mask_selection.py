@@ -11,13 +11,7 @@ from pipeline.config.schedule import mask_ratio
 from pipeline.data.masking import Masked, Sequences, mask_tokens
 from pipeline.data.random import Purpose
 from pipeline.errors import ConfigError
-from tests.support.mask_reference import (
-    VOCABULARY,
-    batch_of,
-    draws_of,
-    mask_by_words,
-    span_cdf,
-)
+from tests.support.mask_reference import VOCABULARY, batch_of, draws_of, mask_by_words, span_cdf
 
 KEY = (11, Purpose.MASK)
 TOKEN = DataConfig(dir="unused", masking="token")

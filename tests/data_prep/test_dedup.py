@@ -159,11 +159,7 @@ def test_ids_of_several_documents_are_counted_over_all_pieces(
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("parts", ["workers=2", "workers=1"])
 def test_parts_and_workers_change_nothing(
-    source: Path,
-    with_lines: Prepared,
-    tmp_path: Path,
-    parts: str,
-    monkeypatch: pytest.MonkeyPatch,
+    source: Path, with_lines: Prepared, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = ("lines", "dedup")
     if parts == "workers=1":  # processes of a pool would not see it

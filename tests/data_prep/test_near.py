@@ -25,14 +25,7 @@ from data_prep.dedup.minhash import bins_of_bands, fold, signatures, similarity
 from data_prep.dedup.near import REASON, bucket_pairs, settings_of
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
-from tests.support.near_texts import (
-    chinese,
-    edited,
-    english,
-    exact_jaccard,
-    exact_shingles,
-    mixed,
-)
+from tests.support.near_texts import chinese, edited, english, exact_jaccard, exact_shingles, mixed
 from tests.support.prepare import run_before
 
 DEFAULT = DedupConfig()

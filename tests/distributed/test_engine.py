@@ -41,9 +41,7 @@ class Outcome:
 
 @pytest.fixture(scope="module", params=[1, 2], ids="{}-ranks".format)
 def ranks(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    start_command: Starter,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start_command: Starter
 ) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     command = [sys.executable, "-m", "tests.distributed.engine_main", str(folder)]

@@ -97,10 +97,7 @@ def test_killed_run_continues_bit_for_bit(
     _same_state(run_dir, straight_run)
 
 
-@pytest.mark.parametrize(
-    ("number", "rank"),
-    [(signal.SIGUSR1, None), (signal.SIGTERM, 1)],
-)
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR1, None), (signal.SIGTERM, 1)])
 def test_stopped_run_saves_and_continues_bit_for_bit(
     dataset: DatasetIndex, straight_run: Path, tmp_path: Path, number: signal.Signals,
     rank: int | None, start_ranks: type[Ranks],

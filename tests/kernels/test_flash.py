@@ -58,9 +58,7 @@ def _stand_in(
 
 @pytest.mark.parametrize("scale", ["sqrt", "entropy_invariant"])
 @pytest.mark.parametrize(
-    "make",
-    [_rows, lambda: packed(torch.tensor([0, 4, 5, 12, 42]), 30, 42)],
-    ids=["rows", "packed"],
+    "make", [_rows, lambda: packed(torch.tensor([0, 4, 5, 12, 42]), 30, 42)], ids=["rows", "packed"]
 )
 def test_the_model_is_the_same(
     make: Callable[[], Layout], scale: str, monkeypatch: pytest.MonkeyPatch

@@ -66,10 +66,7 @@ def test_what_slurm_or_the_shell_would_misread_is_refused(
     [
         ({"image": "a.sif"}, "container.image='a.sif' has no effect with container.kind=none"),
         ({"kind": "apptainer"}, "container.kind=apptainer needs container.image"),
-        (
-            {"kind": "pyxis", "image": "x.sqsh"},
-            "a value that does not start with / or .* ./x.sqsh",
-        ),
+        ({"kind": "pyxis", "image": "x.sqsh"}, "a value that does not start with / or .* ./x.sqsh"),
         ({"kind": "pyxis", "image": "/a b.sqsh"}, "expected a path or name without white space"),
         ({"kind": "pyxis", "image": "/x.sqsh", "mounts": ("data",)}, "container.mounts='data'"),
         ({"kind": "pyxis", "image": "/x.sqsh", "mounts": ("/a,/b",)}, "container.mounts='/a,/b'"),

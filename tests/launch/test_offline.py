@@ -11,14 +11,7 @@ from packaging.utils import canonicalize_name
 
 from launch.offline.__main__ import collect, install
 from launch.offline.requirements import read_pins
-from launch.offline.wheelhouse import (
-    Target,
-    begin,
-    complete,
-    open_for,
-    pip_wheel,
-    this_machine,
-)
+from launch.offline.wheelhouse import Target, begin, complete, open_for, pip_wheel, this_machine
 from pipeline.errors import DataError
 
 ROOT = Path(__file__).parents[2]

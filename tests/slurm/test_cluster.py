@@ -154,10 +154,7 @@ def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
 ) -> None:
     program = _OWNER.format(kind=kind.__name__, script=_SLEEPING)
     owner = processes.start(
-        [sys.executable, "-c", program, str(folder)],
-        stdin=subprocess.PIPE,
-        stderr=None,
-        cwd=ROOT,
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stderr=None, cwd=ROOT
     )
     assert owner.stdout
     assert owner.stdout.readline() == "ready\n"
