@@ -207,7 +207,10 @@ class Engine:
         )
 
     def state_parts(self) -> tuple[list[Part], dict[str, int]]:
-        """Return views of this rank's master weights and optimizer state, and counters. Collective."""
+        """Return views of this rank's master weights and optimizer state, and counters.
+
+        Collective.
+        """
         updates = [int(self._state(slice_.partition)["step"]) for slice_ in self._slices()]
         assert len(set(updates)) <= 1, "parameters have seen different numbers of updates"
         counters = {

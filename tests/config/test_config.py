@@ -104,7 +104,7 @@ def test_override_reaches_into_lists(tmp_path: Path) -> None:
     path = _write(tmp_path, "output_dir: o\nsources: [{name: a, inputs: [x]}]\n")
     config = load(PrepConfig, path, ["sources.0.inputs=[y, z]"]).config
     assert config.sources[0].inputs == ("y", "z")
-    with pytest.raises(ConfigError, match="no index of a list of 1 items"):
+    with pytest.raises(ConfigError, match="not an index of a list of 1"):
         load(PrepConfig, path, ["sources.1.name=b"])
 
 
