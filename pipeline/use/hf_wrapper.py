@@ -67,7 +67,11 @@ class PostnormPreTrainedModel(PreTrainedModel):
     base_model_prefix = "postnorm"
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a head made for fine-tuning; the encoder initialises itself."""
+        """Initialise a head made for fine-tuning; the encoder initialises its weights itself."""
+        if isinstance(module, Encoder):
+            # transformers 5 makes models without storage and fills buffers that no file holds with
+            # whatever the memory has: without this line alpha is a random number.
+            module.set_alpha(1.0)
         if isinstance(module, nn.Linear) and module is getattr(self, "classifier", None):
             nn.init.normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
