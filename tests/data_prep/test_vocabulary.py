@@ -89,7 +89,7 @@ def test_cased_vocabulary_is_recognised(vocab: Path, caplog: pytest.LogCaptureFi
     ("content", "message"),
     [
         (b"\x00\x01\x02", "cannot be loaded"),
-        (b'{"model": {}}', "no tokenizer.json of a BERT model"),
+        (b'{"model": {}}', "is not the tokenizer.json of a BERT model"),
         ("[PAD]\n".encode("utf-16"), "byte-order mark of UTF-16"),
         (b"a\nb\n", r"has 2 pieces, but no \[PAD\]"),
     ],
