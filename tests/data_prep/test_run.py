@@ -256,15 +256,6 @@ def test_verify_command(dataset: DatasetIndex, tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-@pytest.mark.usefixtures("processes")
-def test_help_shows_an_example() -> None:
-    for package in ("data_prep", "pipeline", "launch"):
-        done = subprocess.run(
-            [sys.executable, "-m", package, "--help"], capture_output=True, text=True, check=True
-        )
-        assert f"python -m {package}" in done.stdout.split("examples:")[1]
-
-
 def test_shard_plan_keeps_order_and_size() -> None:
     groups = plan([100_000_000] * 10, shard_mb=150)
     assert [i for group in groups for i in group] == list(range(10))
