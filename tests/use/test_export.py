@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline.use.trained import initial_weights, load_trained
 from safetensors.torch import load_file
 
 from pipeline.checkpoints.manifest import newest_good, read_manifest
@@ -17,7 +16,7 @@ from pipeline.errors import CheckpointError, DataError, RunFolderError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.encode import TextEncoder, fill_mask
-from pipeline.use.folder import export, load_model
+from pipeline.use.folder import export, initial_weights, load_model, load_trained
 from pipeline.use.grow import grow
 from tests.model import reference
 from tests.support.ranks import Ranks, newest_state
