@@ -18,7 +18,7 @@ _REFERENCE = "or set kernels.residual_norm=reference"
 
 
 def residual_norm(
-    x: Tensor, update: Tensor, alpha: Tensor | None, *, keep: float, dropout: float, eps: float
+    x: Tensor, update: Tensor, alpha: Tensor, *, keep: float, dropout: float, eps: float
 ) -> Tensor:
     """Compute joined / sqrt(mean(joined^2) + eps), joined = keep * x + alpha * Dropout(update).
 
@@ -31,7 +31,7 @@ def residual_norm(
     Args:
         x: (..., D) bf16 or fp32.
         update: output of a sub-layer; shape and dtype of x.
-        alpha: 0-dimensional fp32, read by the kernel; None is 1. It gets no gradient.
+        alpha: 0-dimensional fp32, read by the kernel. It gets no gradient.
         keep: factor of x.
         dropout: probability of dropping a value of the update; 0 in evaluation.
         eps: added to the mean square.
@@ -51,7 +51,7 @@ def residual_norm(
     return y  # type: ignore[no-any-return]
 
 
-def _require(x: Tensor, update: Tensor, alpha: Tensor | None) -> None:
+def _require(x: Tensor, update: Tensor, alpha: Tensor) -> None:
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(
             f"the fused residual and norm takes bf16 and fp32, this is {x.dtype}; change it, "
@@ -68,8 +68,6 @@ def _require(x: Tensor, update: Tensor, alpha: Tensor | None) -> None:
             f"the fused residual and norm takes rows of a multiple of {NORM_MULTIPLE} values up to "
             f"{NORM_LIMIT}, these have {size}; change model.hidden_size, {_REFERENCE}"
         )
-    if alpha is None:
-        return
     if alpha.requires_grad:
         raise ConfigError(
             "alpha of the fused residual and norm gets no gradient, this one requires it; pass "
@@ -86,7 +84,7 @@ def _require(x: Tensor, update: Tensor, alpha: Tensor | None) -> None:
 def _forward(
     x: Tensor,
     update: Tensor,
-    alpha: Tensor | None,
+    alpha: Tensor,
     seed: Tensor | None,
     keep: float,
     dropout: float,
@@ -117,7 +115,7 @@ def _backward(
     y: Tensor,
     rstd: Tensor,
     d_y: Tensor,
-    alpha: Tensor | None,
+    alpha: Tensor,
     seed: Tensor | None,
     keep: float,
     dropout: float,

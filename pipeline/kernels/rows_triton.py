@@ -33,12 +33,9 @@ def _places(num_tokens, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
-def _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA: tl.constexpr,
-            DROPS: tl.constexpr):  # fmt: skip
+def _factor(alpha, seed, row, column, threshold, keep_scale, DROPS: tl.constexpr):
     """Return the update's factor: alpha times dropout's 0 or 1 / (1 - p). NaN stays NaN."""
-    factor = tl.full([1, 1], 1.0, tl.float32)
-    if HAS_ALPHA:
-        factor *= tl.load(alpha)
+    factor = tl.full([1, 1], 1.0, tl.float32) * tl.load(alpha)
     if DROPS:
         kept = is_kept(seed, row, column, 0, threshold)
         factor = tl.where(kept, factor * keep_scale, 0.0)
@@ -48,19 +45,17 @@ def _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA: tl.const
 @triton.jit
 def residual_norm_kernel(
     x, update, alpha, seed, y, rstd, num_tokens, keep, eps, threshold, keep_scale,
-    HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    DROPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Fill `y`, and `rstd` fp32: 1 / sqrt(mean of squares + eps)."""
     row, column, at, real = _places(num_tokens, D, ROWS, WIDTH)
     x_TD = tl.load(x + at, mask=real, other=0.0)
     update_TD = tl.load(update + at, mask=real, other=0.0).to(tl.float32)
-    factor = _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA, DROPS)
+    factor = _factor(alpha, seed, row, column, threshold, keep_scale, DROPS)
     joined_TD = x_TD.to(tl.float32) * keep + update_TD * factor
     scale_T = tl.rsqrt(tl.sum(joined_TD * joined_TD, axis=1) / D + eps)
     y_TD = narrow(joined_TD * scale_T[:, None], y.dtype.element_ty)
-    if HAS_ALPHA:
-        y_TD = tl.where(tl.load(alpha) == 0.0, x_TD, y_TD)
+    y_TD = tl.where(tl.load(alpha) == 0.0, x_TD, y_TD)
     tl.store(y + at, y_TD, mask=real)
     tl.store(rstd + row, scale_T, mask=row < num_tokens)
 
@@ -68,8 +63,7 @@ def residual_norm_kernel(
 @triton.jit
 def residual_norm_backward_kernel(
     y, rstd, d_y, alpha, seed, d_x, d_update, num_tokens, keep, threshold, keep_scale,
-    HAS_ALPHA: tl.constexpr, DROPS: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    DROPS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Fill `d_x` and `d_update`.
 
@@ -83,14 +77,13 @@ def residual_norm_backward_kernel(
     scale_T = tl.load(rstd + row, mask=row < num_tokens, other=0.0)
     along_T = tl.sum(wide_TD * y_TD, axis=1) / D
     d_joined_TD = (wide_TD - y_TD * along_T[:, None]) * scale_T[:, None]
-    factor = _factor(alpha, seed, row, column, threshold, keep_scale, HAS_ALPHA, DROPS)
+    factor = _factor(alpha, seed, row, column, threshold, keep_scale, DROPS)
     d_x_TD = narrow(d_joined_TD * keep, d_x.dtype.element_ty)
     d_update_TD = d_joined_TD * factor
-    if HAS_ALPHA:
-        # At alpha 0 y was x, even if the norm would have been infinite.
-        passes = tl.load(alpha) == 0.0
-        d_x_TD = tl.where(passes, given_TD, d_x_TD)
-        d_update_TD = tl.where(passes, 0.0, d_update_TD)
+    # At alpha 0 y was x, even if the norm would have been infinite.
+    passes = tl.load(alpha) == 0.0
+    d_x_TD = tl.where(passes, given_TD, d_x_TD)
+    d_update_TD = tl.where(passes, 0.0, d_update_TD)
     tl.store(d_x + at, d_x_TD, mask=real)
     tl.store(d_update + at, narrow(d_update_TD, d_update.dtype.element_ty), mask=real)
 
@@ -98,7 +91,7 @@ def residual_norm_backward_kernel(
 def forward(tensors: Tensors, keep: float, eps: float, dropout: float) -> Launch:
     """Fill `y` and `rstd`.
 
-    Tensors are `x`, `update`, `alpha` or None, `seed` (None without dropout), `y` and `rstd`.
+    Tensors are `x`, `update`, `alpha`, `seed` (None without dropout), `y` and `rstd`.
     """
     return _launch(residual_norm_kernel, tensors, "x", {"keep": keep, "eps": eps}, dropout)
 
@@ -129,7 +122,6 @@ def _launch(
         "keep_scale": 1.0 / (1.0 - dropout),
     }
     constants = {
-        "HAS_ALPHA": tensors["alpha"] is not None,
         "DROPS": dropout > 0,
         "D": size,
         "ROWS": block_rows,

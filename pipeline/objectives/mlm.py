@@ -31,15 +31,15 @@ class MaskedLanguageModeling:
         return MaskedLanguageModel(config)
 
     def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
-        """Masks that follow from the run's seed."""
+        """Make masks that follow from the run's seed."""
         return inputs.train_inputs(config, index)
 
     def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
-        """Masks that are the same for every run."""
+        """Make masks that are the same for every run."""
         return inputs.eval_inputs(config, index)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
-        """Sums over the masked positions of a micro-batch."""
+        """Return the sums over the masked positions of a micro-batch."""
         layout = rows(batch.documents, batch.positions, batch.cu_seqlens)
         # In the model's forward pass, where ZeRO stage 3 has the weights together.
         loss, correct = model(

@@ -69,45 +69,45 @@ Results = list[Tensor]
 
 
 def expected(
-    drawn: list[Tensor], alpha: float | None, keep: float, eps: float = EPS,
+    drawn: list[Tensor], alpha: float, keep: float, eps: float = EPS,
     factor: Tensor | float = 1.0,
 ) -> Results:  # fmt: skip
     """In float64; `factor` is dropout's."""
     x, update, given = (each.double() for each in drawn)
     x, update = x.requires_grad_(), update.requires_grad_()
-    joined = keep * x + (1.0 if alpha is None else alpha) * factor * update
+    joined = keep * x + alpha * factor * update
     y = joined / (joined.square().mean(-1, keepdim=True) + eps).sqrt()
     return [y, *torch.autograd.grad(y, [x, update], given)]
 
 
 def computed(
-    drawn: list[Tensor], alpha: float | None, keep: float, eps: float = EPS, dropout: float = 0.0
+    drawn: list[Tensor], alpha: float, keep: float, eps: float = EPS, dropout: float = 0.0
 ) -> Results:
     x, update, given = drawn
     x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
     seed = torch.tensor([SEED]) if dropout else None
-    tensor = None if alpha is None else torch.tensor(alpha)
+    tensor = torch.tensor(alpha)
     y, _ = OPERATOR(x, update, tensor, seed, keep, dropout, eps)
     return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
 
 
-def plain(drawn: list[Tensor], alpha: float | None, keep: float) -> Results:
+def plain(drawn: list[Tensor], alpha: float, keep: float) -> Results:
     """What the model does without the kernel."""
     x, update, given = drawn
     x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
     residual = Residual(ModelConfig(dropout=0.0))
     residual.keep = keep
-    joined = residual(x, update, torch.tensor(1.0 if alpha is None else alpha))
+    joined = residual(x, update, torch.tensor(alpha))
     y = RMSNorm(x.shape[-1], EPS, affine=False)(joined)
     return [y.detach(), *torch.autograd.grad(y, [x, update], given)]
 
 
-def rounded(alpha: float | None) -> float | None:
+def rounded(alpha: float) -> float:
     """As fp32 has it."""
-    return None if alpha is None else float(torch.tensor(alpha))
+    return float(torch.tensor(alpha))
 
 
-CASES = list(product([None, 0.3, 1.0], [1.0, DEEPNORM]))
+CASES = list(product([0.3, 1.0], [1.0, DEEPNORM]))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_fp32(tokens: int, size: int) -> None:
 def test_large_eps_is_differentiated_exactly() -> None:
     # As large as the mean square: mean(y^2) is 1/3.
     drawn = draw(2, 9, 40, dtype=torch.float32)
-    found, wanted = computed(drawn, None, 1.0, eps=4.0), expected(drawn, None, 1.0, eps=4.0)
+    found, wanted = computed(drawn, 1.0, 1.0, eps=4.0), expected(drawn, 1.0, 1.0, eps=4.0)
     assert 0.2 < float(wanted[0].square().mean()) < 0.5
     assert all(error(f, w) <= EXACT for f, w in zip(found, wanted, strict=True))
 
@@ -149,17 +149,25 @@ def test_bf16_is_nearer_than_plain_pytorch(size: int) -> None:
 def test_what_rounding_y_costs(along: float) -> None:
     """`along` is the cosine of y and its gradient: of that part nothing but errors is left."""
     x, update, across = draw(65, 768, dtype=torch.bfloat16)
-    [exact, *_] = expected([x, update, across], None, 1.0)
+    [exact, *_] = expected([x, update, across], 1.0, 1.0)
     given = (along * exact.detach() + (1 - along**2) ** 0.5 * across).bfloat16()
-    wanted = expected([x, update, given], None, 1.0)[1]
+    wanted = expected([x, update, given], 1.0, 1.0)[1]
     y, rstd = operator._empty_results(x)
-    tensors = {"x": x, "update": update, "alpha": None, "seed": None, "y": y, "rstd": rstd}
+    tensors = {
+        "x": x,
+        "update": update,
+        "alpha": torch.ones(()),
+        "seed": None,
+        "y": y,
+        "rstd": rstd,
+    }
     kernels.forward(tensors, 1.0, EPS, 0.0).run()
     found = {}
     for name, kept in (("rounded", y), ("not rounded", exact.detach().float())):
         d_x, d_update = torch.empty(65, 768), torch.empty(65, 768)
         given_tensors = {
-            "y": kept, "rstd": rstd, "d_y": given, "alpha": None, "seed": None, "d_x": d_x,
+            "y": kept, "rstd": rstd, "d_y": given, "alpha": torch.ones(()), "seed": None,
+            "d_x": d_x,
             "d_update": d_update,
         }  # fmt: skip
         kernels.backward(given_tensors, 1.0, 0.0).run()
@@ -241,8 +249,8 @@ def test_what_is_not_finite_is_seen(bad: float, dropout: float) -> None:
 
 
 @pytest.mark.parametrize("size", [pytest.param(40, marks=pytest.mark.smoke), 768])
-@pytest.mark.parametrize("alpha", [None, 0.3])
-def test_dropout_is_what_its_seed_says(alpha: float | None, size: int) -> None:
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_dropout_is_what_its_seed_says(alpha: float, size: int) -> None:
     drawn = draw(9, size, dtype=torch.float32)
     factor = torch.from_numpy(kept_by_rule(SEED, 9, size, 0.25)) / 0.75
     found = computed(drawn, alpha, DEEPNORM, dropout=0.25)
@@ -256,7 +264,7 @@ def _kept(seed: int, tokens: int, size: int, dropout: float) -> Tensor:
     """The mask, from the results alone; the same forwards and backwards."""
     x, update = torch.zeros(tokens, size, requires_grad=True), torch.ones(tokens, size)
     update.requires_grad_()
-    y, _ = OPERATOR(x, update, None, torch.tensor([seed]), 1.0, dropout, EPS)
+    y, _ = OPERATOR(x, update, torch.ones(()), torch.tensor([seed]), 1.0, dropout, EPS)
     [d_update] = torch.autograd.grad(y, update, torch.randn(tokens, size))
     assert torch.equal(y != 0, d_update != 0)
     return y.detach() != 0
@@ -288,9 +296,9 @@ def test_dropout_looks_random() -> None:
 
 def test_the_operator_is_registered_as_torch_wants_it() -> None:
     x, update, _ = draw(3, 5, 40, dtype=torch.float32)
-    for alpha, dropout in ((None, 0.0), (0.5, 0.25)):
+    for alpha, dropout in ((1.0, 0.0), (0.5, 0.25)):
         x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
-        tensor = None if alpha is None else torch.tensor(alpha)
+        tensor = torch.tensor(alpha)
         seed = torch.tensor([SEED]) if dropout else None
         torch.library.opcheck(OPERATOR, (x, update, tensor, seed, 1.5, dropout, EPS))
 
@@ -474,13 +482,13 @@ def test_what_the_kernel_cannot_take() -> None:
     x = torch.zeros(2, 16)
     call = partial(residual_norm, keep=1.0, dropout=0.0, eps=EPS)
     wrong: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
-        "takes bf16 and fp32, this is torch.float64": (x.double(), x.double(), None),
+        "takes bf16 and fp32, this is torch.float64": (x.double(), x.double(), torch.ones(())),
         r"the update .* torch.bfloat16 \(2, 16\), expected x's torch.float32": (
             x, x.bfloat16(), None,
         ),
-        r"the update .* \(16,\), expected x's torch.float32 \(2, 16\)": (x, x[0], None),
-        "multiple of 8 values up to 4096, these have 12": (x[:, :12], x[:, :12], None),
-        "these have 4104": (torch.zeros(1, 4104), torch.zeros(1, 4104), None),
+        r"the update .* \(16,\), expected x's torch.float32 \(2, 16\)": (x, x[0], torch.ones(())),
+        "multiple of 8 values up to 4096, these have 12": (x[:, :12], x[:, :12], torch.ones(())),
+        "these have 4104": (torch.zeros(1, 4104), torch.zeros(1, 4104), torch.ones(())),
         "gets no gradient, this one requires it": (x, x, torch.zeros((), requires_grad=True)),
         r"alpha .* is torch.float32 \(1,\), expected": (x, x, torch.zeros(1)),
         r"alpha .* is torch.float64 \(\), expected": (x, x, torch.zeros((), dtype=torch.float64)),
