@@ -284,7 +284,6 @@ def _show(report: Report, found: "Iterator[Evaluation]", *, as_json: bool) -> No
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, by the names of `EvaluateRequest`, and --json."""
     parser.description = _DESCRIPTION
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="run folder, or model folder")
