@@ -1,8 +1,8 @@
 """The only door to DeepSpeed: process group, ZeRO stages, optimizer step, who holds what.
 
 What DeepSpeed does by itself and is not used: its checkpoints (they fit one number of ranks), its
-schedulers (they are not ours), stage 0 (in bf16 it takes a hidden optimizer step; `optimizer.Replicated`
-is in its place), its counting of micro-batches (one number for a whole run, and a count that its
+schedulers (they are not ours), stage 0 (in bf16 it takes a hidden optimizer step; `replicated` is
+in its place), its counting of micro-batches (one number for a whole run, and a count that its
 checkpoints do not hold).
 """
 
@@ -29,12 +29,12 @@ from pipeline.runtime.env import ProcessInfo
 from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.optimizer import (
     Lamb,
-    Replicated,
     TensorSlice,
     make_optimizer,
     matrix_slices,
     share_of_rank,
 )
+from pipeline.train.replicated import Replicated
 from pipeline.train.timing import UPDATE, OwnTime, mark
 
 
