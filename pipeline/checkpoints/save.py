@@ -34,6 +34,7 @@ from pipeline.checkpoints.resume import identity
 from pipeline.checkpoints.state import HasState, TrainState, expected_files
 from pipeline.config.load import digest, provenance
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schedule import alpha
 from pipeline.data.format import INDEX_FILE, DatasetIndex
 from pipeline.errors import CheckpointError, DataError, PostnormError, RejectedError
 from pipeline.runtime import dist
@@ -102,7 +103,7 @@ class Saver:
         self._mirror: Mirror | None = None
         dist.on_first(self._prepare, "tidying up")
 
-    def save(self, engine: HasState, state: TrainState, alpha: float) -> None:
+    def save(self, engine: HasState, state: TrainState) -> None:
         """Begin a save; without `checkpoint.background`, it is published on return.
 
         Waits for the previous save. Updates may change the state as soon as this returns.
@@ -112,7 +113,7 @@ class Saver:
         """
         self._publish_if_written(wait=True)
         started = time.perf_counter()
-        manifest = self._manifest(state, alpha)
+        manifest = self._manifest(state)
         unfinished = self._unfinished(manifest.step)
         dist.on_first(lambda: self._require_space(unfinished), "making space for a save")
         parts, counters = engine.state_parts()
@@ -175,10 +176,10 @@ class Saver:
             self._mirror = Mirror(Path(self._config.run_dir), Path(target), self._rule)
             self._mirror.request()  # copies that the previous attempt did not finish
 
-    def _manifest(self, state: TrainState, alpha: float) -> Manifest:
+    def _manifest(self, state: TrainState) -> Manifest:
         return Manifest(
             **{name: getattr(state, name) for name in COUNTERS},
-            alpha=alpha,
+            alpha=alpha(state.step, self._config.train.alpha_warmup_steps),
             fingerprint=self._index.fingerprint,
             identity=identity(self._config),
             config_sha256=digest(self._config),

@@ -170,8 +170,7 @@ def _close_interval(
 def _save(attempt: Attempt, state: TrainState) -> None:
     watchdog.beat("saving")
     attempt.batch_log.flush()  # it must reach to the checkpoint's cursor
-    alpha = schedule.alpha(state.step, attempt.run.config.train.alpha_warmup_steps)
-    attempt.run.saver.save(attempt.run.engine, state, alpha)
+    attempt.run.saver.save(attempt.run.engine, state)
 
 
 def _finish_saves(attempt: Attempt, *, stopping: bool) -> None:
