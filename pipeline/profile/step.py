@@ -32,7 +32,7 @@ from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.data import open_data
-from pipeline.train.engine import Engine, close_process_group, init_process_group
+from pipeline.train.engine import Engine, init_process_group
 from pipeline.train.timing import (
     BEGIN,
     BODY,
@@ -342,7 +342,7 @@ def profile_run(
             seen.clear()
             timeline = profiled(step, steps, trace_file if process.is_first else None)
         profile = _profile(config, process, device, timeline, seen, untraced)
-        close_process_group()
+        dist.close_group()
     return profile
 
 

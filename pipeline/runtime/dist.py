@@ -51,6 +51,12 @@ def open_group(process: ProcessInfo, device: torch.device, timeout_s: float) -> 
     )
 
 
+def close_group() -> None:
+    """Leave the process group together: a rank that tears gloo down early can abort its peers."""
+    barrier()
+    dist.destroy_process_group()
+
+
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Add up a tensor over all ranks, in place. No host synchronisation."""
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM)

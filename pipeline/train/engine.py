@@ -94,12 +94,6 @@ def _give_groups_a_timeout(timeout: timedelta) -> None:
     torch.distributed.new_group = new_group
 
 
-def close_process_group() -> None:
-    """Leave together: a rank that tears gloo down early can abort its peers."""
-    dist.barrier()
-    torch.distributed.destroy_process_group()
-
-
 class Engine:
     """A model under ZeRO with fp32 master weights, fp32 accumulation and its optimizer."""
 

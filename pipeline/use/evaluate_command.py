@@ -241,7 +241,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     # Importing torch takes seconds.
     from pipeline.runtime import dist
-    from pipeline.train.engine import close_process_group
     from pipeline.use.evaluate import Evaluator
 
     rank.if_lost = "Its own message says more. Nothing is damaged: start the evaluation again"
@@ -268,7 +267,7 @@ def _evaluate_on(arguments: argparse.Namespace, rank: Rank) -> int:
     except Stopped as signal:
         logger.warning("stopped by %s; there is nothing to save, start again", signal)
         code = EXIT_PREEMPTED
-    close_process_group()
+    dist.close_group()
     return code
 
 

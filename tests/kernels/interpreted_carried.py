@@ -471,13 +471,15 @@ CONFIG = ModelConfig(
 def _model(**changes: Any) -> MaskedLanguageModel:
     torch.manual_seed(0)
     config = ModelConfig(**{**vars(CONFIG), **changes})
-    return MaskedLanguageModel(config)
+    model = MaskedLanguageModel(config)
+    model.encoder.set_alpha(0.8)
+    return model
 
 
 def _results(model: MaskedLanguageModel, layout: Layout, shape: tuple[int, ...]) -> list[Tensor]:
     torch.manual_seed(3)
     ids = torch.randint(0, 50, shape)
-    logits = model(ids, layout, torch.arange(0, ids.numel(), 3), torch.tensor(0.8))
+    logits = model(ids, layout, torch.arange(0, ids.numel(), 3))
     loss = torch.nn.functional.cross_entropy(logits.double(), torch.arange(len(logits)) % 50)
     return [
         logits.detach(),

@@ -72,7 +72,7 @@ signals = rank.StopRequest()
 say(repr(rank.agreed_signal(signals)))
 signals.signal_name = "SIGUSR1" if process.rank == 1 else ""
 say(rank.agreed_signal(signals))
-dist.barrier()
+dist.close_group()
 """
 
 
