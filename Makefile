@@ -11,8 +11,8 @@ help: ## this list
 setup: $(STAMP) ## make .venv and install, with the versions in constraints.txt; OFFLINE=1 from wheelhouse/
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info < (3, 13); \
-	  sys.exit(None if ok else f"Python {sys.version.split()[0]} found, 3.10 to 3.12 needed: make setup PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
+	  sys.exit(None if ok else f"Python {sys.version.split()[0]} found, 3.11 to 3.13 needed: make setup PYTHON=python3.11")'
 ifdef OFFLINE
 	$(PYTHON) -m launch.offline install
 else

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -221,10 +222,6 @@ def _prepare_data(folder: Path) -> None:
 
 
 def _project_requirements() -> list[Requirement]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        from pip._vendor import tomli as tomllib
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"]]
     for extra in _EXTRAS:

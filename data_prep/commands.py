@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from data_prep.config import PrepConfig
-from pipeline.config.load import explain, load, to_yaml
+from pipeline.config.load import load
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
@@ -53,9 +53,9 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from data_prep.show import status_text
+    from data_prep.show import summary
 
-    print(status_text(_load(arguments)))
+    print(summary(_load(arguments)).text())
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,16 +75,6 @@ def _show(arguments: argparse.Namespace) -> None:
         print(document_text(config, arguments.id))
     else:
         print(rejected_text(config, arguments.rejected, arguments.limit))
-
-
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--explain", action="store_true", help="with units, meanings and origins")
-    cli.add_config_arguments(parser)
-
-
-def _config(arguments: argparse.Namespace) -> None:
-    loaded = load(PrepConfig, arguments.config, arguments.overrides)
-    print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
 
 
 def _folder_argument(parser: argparse.ArgumentParser) -> None:
@@ -144,13 +134,7 @@ VERBS = (
         "show configs/prep/web.yaml --rejected 'few words'\n"
         "show configs/prep/web.yaml --id web/part-03.jsonl@81920",
     ),
-    Verb(
-        "config",
-        "check a config and print it in full",
-        _config_arguments,
-        _config,
-        "config configs/prep/demo.yaml --explain",
-    ),
+    cli.config_verb(PrepConfig, "config configs/prep/demo.yaml --explain"),
     Verb(
         "verify",
         "read a dataset again and compare it with its index",

@@ -24,6 +24,7 @@ from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document
 from data_prep.stage import Size, Stage, State, state_of
 from pipeline.errors import DataError
+from pipeline.runtime.summary import Summary, table
 
 _SHOWN_CHARS = 2000
 _COLUMNS = ("done", "running", "failed", "stopped", "waiting")
@@ -81,24 +82,21 @@ def plan(config: PrepConfig) -> dict[str, Any]:
 
 def plan_text(made: dict[str, Any], cores: int) -> str:
     """Format a plan as a table, for a number of cores."""
-    lines = [
-        f"{made['files']:,} files, about {made['text_gb']:,.1f} GB of text, in {made['pieces']:,} "
-        "pieces",
-        "",
-        f"{'stage':<16}{'tasks':>8}{'core-hours':>12}{f'hours on {cores}':>14}{'disk GB':>10}"
-        f"{'GB a task':>11}",
-    ]
+    rows = [("stage", "tasks", "core-hours", f"hours on {cores}", "disk GB", "GB a task")]
     total_hours = 0.0
     for stage in made["stages"]:
         hours = stage["core_hours"] / min(cores, stage["max_tasks"])
         total_hours += hours
-        lines.append(
-            f"{stage['name']:<16}{stage['tasks']:>8,}{stage['core_hours']:>12.2f}{hours:>14.2f}"
-            f"{stage['disk_gb']:>10.1f}{stage['memory_gb']:>11.2f}"
-        )
-    lines += [
-        f"{'total':<16}{'':>8}{made['core_hours']:>12.2f}{total_hours:>14.2f}"
-        f"{made['disk_gb']:>10.1f}",
+        rows.append((
+            stage["name"], f"{stage['tasks']:,}", f"{stage['core_hours']:.2f}", f"{hours:.2f}",
+            f"{stage['disk_gb']:.1f}", f"{stage['memory_gb']:.2f}",
+        ))  # fmt: skip
+    total = f"{made['core_hours']:.2f}", f"{total_hours:.2f}", f"{made['disk_gb']:.1f}"
+    lines = [
+        f"{made['files']:,} files, about {made['text_gb']:,.1f} GB of text, in {made['pieces']:,} "
+        "pieces",
+        "",
+        *table([*rows, ("total", "", *total, "")], right=range(1, 6)),
         "",
         "Estimates from file sizes and measured rates (benchmarks/data_prep.py); they count text",
         "that stages drop in full. work/ may be deleted when the dataset is complete.",
@@ -125,8 +123,8 @@ def _text_bytes(path: str, num_bytes: int) -> float:
     return num_bytes * (factors[0] if factors else 1.0)
 
 
-def status_text(config: PrepConfig) -> str:
-    """Format a line per stage, then failures and the next command; only reads.
+def summary(config: PrepConfig) -> Summary:
+    """Summarise a preparation: a line a stage, then failures and the next command; only reads.
 
     Tasks done with other inputs or settings count as waiting. The number of tasks of a stage is
     known when the stages before are complete.
@@ -135,23 +133,25 @@ def status_text(config: PrepConfig) -> str:
         DataError: an input does not exist or has no text files.
     """
     given = corpus.find(config)
-    rows = [f"{'stage':<16}" + "".join(f"{name:>9}" for name in _COLUMNS)]
+    rows: list[tuple[str, ...]] = [("stage", *_COLUMNS)]
     remarks: list[str] = []
     seen = look(given)
     for stage, records in seen:
         tasks = zip(stage.tasks, records, strict=True)
         states = [State("done") if record else state_of(task) for task, record in tasks]
         counts = Counter[str](state.name for state in states)
-        rows.append(f"{stage.name:<16}" + "".join(f"{counts[name]:>9,}" for name in _COLUMNS))
+        rows.append((stage.name, *(f"{counts[name]:,}" for name in _COLUMNS)))
         remarks += _remarks(stage, states)
     last, records = seen[-1]
     later = [step.name for step in steps(config)][len(seen) :]
-    rows += [f"{name:<16}{'after ' + last.name:>9}" for name in later]
-    if all(records) and not later:
-        remarks.append(f"complete: {given.output} holds the dataset")
-    elif not remarks:
+    empty = [""] * (len(_COLUMNS) - 1)
+    rows += [(name, f"after {last.name}", *empty) for name in later]
+    is_complete = all(records) and not later
+    if not is_complete and not remarks:
         remarks.append(f"next: python -m data_prep run CONFIG, or --stage {last.name} in parts")
-    return "\n".join([*rows, "", *remarks])
+    lines = [*table(rows, right=range(1, len(_COLUMNS) + 1)), *remarks]
+    state = "complete" if is_complete else "not complete"
+    return Summary(str(given.output), f"dataset, {state}", lines)
 
 
 def _remarks(stage: Stage, states: list[State]) -> list[str]:

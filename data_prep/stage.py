@@ -391,4 +391,4 @@ def _announced(task: Task[Any]) -> Iterator[None]:
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

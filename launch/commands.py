@@ -237,9 +237,7 @@ def _hand_over(draft: Draft, *, dry_run: bool, stop_file: Path | None = None) ->
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="run folder")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="such as train.num_steps=200_000"
-    )
+    cli.add_overrides(parser, "such as train.num_steps=200_000")
     _add_cluster(parser, "that of the last submission")
     parser.add_argument("--dry-run", action="store_true", help="print the script; change nothing")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
 from launch.records import newest, newest_checkpoint, submissions
 from launch.slurm import SlurmError, run_command
-from launch.status import duration, own_status, prep_elements
+from launch.status import own_status, prep_elements
 from pipeline.errors import BusyError, DataError
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import duration
 
 _END_S = 60.0
 """Time for a job to end; SLURM's KillWait is 30 s by default."""

@@ -11,7 +11,6 @@ from launch.queue import UNKNOWN, job_facts
 from launch.records import history, submissions
 from launch.slurm import SlurmError
 from pipeline.errors import DataError
-from pipeline.runtime.log import log_path
 from pipeline.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ def newest_job(run_dir: Path) -> str | None:
 def find_log(run_dir: Path, job: str | None, rank: int | None) -> Path:
     """Choose a log: by default that of the newest job, for a local run that of rank 0."""
     if rank is not None:
-        path = log_path(run_dir, rank)
+        path = RunFolder(run_dir).log(rank)
         others = sorted(path.parent.glob("rank-*.log"))
         if others and not path.exists():
             raise DataError(
@@ -45,7 +44,7 @@ def find_log(run_dir: Path, job: str | None, rank: int | None) -> Path:
         return path
     newest = newest_job(run_dir)
     if job is None:
-        return job_log(run_dir, newest) if newest else log_path(run_dir, 0)
+        return job_log(run_dir, newest) if newest else RunFolder(run_dir).log(0)
     path = job_log(run_dir, job)
     known = {submission.job for submission in submissions(run_dir)}
     if job not in known and not path.exists():

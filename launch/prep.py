@@ -46,7 +46,6 @@ from launch.script_parts import (
 )
 from launch.slurm import run_command, sbatch
 from launch.snapshot import snapshot, start_file
-from launch.status import table
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
 from pipeline.errors import (
@@ -57,6 +56,7 @@ from pipeline.errors import (
     PostnormError,
 )
 from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.summary import table
 
 _PARENT_GB = 1
 """Memory of the parent process and of the script."""

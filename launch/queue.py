@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.slurm import NoSlurmError, SlurmError, run_command
 from pipeline.errors import PostnormError
 
-RUNNING, PENDING, COMPLETING, UNKNOWN = "RUNNING", "PENDING", "COMPLETING", "UNKNOWN"
+RUNNING, PENDING, UNKNOWN = "RUNNING", "PENDING", "UNKNOWN"
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
 ENDED |= {"OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 _WAITING = {PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}

@@ -21,38 +21,13 @@ from launch.records import (
 )
 from launch.slurm import SlurmError
 from pipeline.errors import ConfigError
-from pipeline.inspect.status import RunStatus, run_status
-from pipeline.runtime.log import duration_text
+from pipeline.inspect.status import RunStatus, begin_text, progress_lines, run_status
 from pipeline.runtime.run_folder import RunFolder
-
-_LABEL_WIDTH = 12
-_BAR_WIDTH = 40
-Line = str | tuple[str, str]
-"""A whole line, or a label and its text; an empty label continues the line before."""
+from pipeline.runtime.summary import Line, Summary, date, duration, short_path, table
 
 _LAST_DECISIONS = ("finished", "stopped", "failed")
 """Decisions of `launch decide` after which the job script ends."""
 _MAX_STARTS = 5
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The status of one folder, the most important first."""
-
-    folder: str
-    state: str
-    """The state in a few words."""
-    lines: Sequence[Line] = ()
-    warnings: Sequence[str] = ()
-
-    def text(self) -> str:
-        """Render the summary for a terminal."""
-        head = f"{short_path(self.folder)}: {self.state}"
-        lines = [
-            line if isinstance(line, str) else f"{line[0]:<{_LABEL_WIDTH}}{line[1]}"
-            for line in self.lines
-        ]
-        return "\n".join([head, *lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 @dataclass(frozen=True)
@@ -215,7 +190,8 @@ def run_summary(report: RunReport, now_s: float | None = None) -> Summary:
     lines = list(_queue_lines(report, time.time() if now_s is None else now_s))
     if report.excluded:
         lines.append(("excluded", " ".join(report.excluded)))
-    lines += [*_progress_lines(report), *_start_lines(report)]
+    lines += progress_lines(report.run) if report.run else [("run", report.run_problem)]
+    lines += _start_lines(report)
     warnings = report.run.warnings if report.run else []
     return Summary(report.run_dir, headline(report), lines, warnings)
 
@@ -314,25 +290,6 @@ def _evidence(report: RunReport, facts: JobFacts) -> str:
     return "nothing in the run folder says whether it has ended or runs"
 
 
-def _progress_lines(report: RunReport) -> Iterator[Line]:
-    run = report.run
-    if run is None:
-        yield "run", report.run_problem
-        return
-    yield progress_bar(run.step, run.num_steps, "step")
-    held_out = ""
-    if run.held_out_loss is not None:
-        held_out = f"   held-out {run.held_out_loss:.4f} at step {run.held_out_step:,}"
-    yield "loss", f"{'unknown' if run.loss is None else f'{run.loss:.4f}'}{held_out}"
-    if not report.is_done:
-        training = "" if run.state == "running" else " of training left"
-        life = f"   last sign of life {duration(run.idle_s)} ago"
-        yield "ETA", f"{duration(run.eta_s)}{training}{life}"
-    saved = run.checkpoint
-    old = f"step {saved.step:,}, {duration(saved.age_s)} old" if saved else "none yet"
-    yield "checkpoint", old
-
-
 def _start_lines(report: RunReport) -> Iterator[Line]:
     """Yield the last attempts and why they ended: the script's reason, else that of the ranks.
 
@@ -344,10 +301,8 @@ def _start_lines(report: RunReport) -> Iterator[Line]:
     for number, start in enumerate(starts):
         is_last = all(later.job != start.job for later in starts[number + 1 :])
         line = decided.pop(start.job, None) if is_last else None
-        step = start.resumed_from_step
-        begin = "from scratch" if step is None else f"from step {step:,}"
         end = f"{line['decision']}: {line['reason']}" if line else start.end
-        every.append((start.unix_s, start.job, begin, end))
+        every.append((start.unix_s, start.job, begin_text(start), end))
     for job, line in decided.items():
         end = f"{line['decision']}: {line['reason']}"
         every.append((line["unix_s"], job, "did not train", end))
@@ -402,40 +357,3 @@ def _prep_reason(elements: Sequence[JobFacts], jobs: Sequence[str]) -> str:
         del ends["COMPLETED"]
         return ", ".join(f"{number} {state}" for state, number in sorted(ends.items()))
     return _explained(waiting.most_common(1)[0][0], elements[0].array)
-
-
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Align the columns of a table, the header first; those of `right` to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-
-
-def progress_bar(done: int, total: int, unit: str) -> str:
-    """Draw such as `[####----] 50.0%  step 5 of 10`."""
-    share = done / total
-    filled = int(share * _BAR_WIDTH)
-    bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
-    return f"[{bar}] {share:.1%}  {unit} {done:,} of {total:,}"
-
-
-def duration(seconds: float | None) -> str:
-    """Write a duration as `HH:MM:SS`; clocks of two machines may make it negative, which is 0."""
-    return "unknown" if seconds is None else duration_text(max(0.0, seconds))
-
-
-def date(unix_s: float) -> str:
-    """Write a moment in local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
-
-
-def short_path(path: str) -> str:
-    """Write a path relative to the current folder, where it is below it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path

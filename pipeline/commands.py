@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoints.commands import CHECKPOINT
-from pipeline.config.load import explain, load, to_yaml
+from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli, env
@@ -92,12 +92,7 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bert", "realformer", "roberta", "roformer", "roformer_v2"),
         help="needed for TensorFlow checkpoints of BERT and RealFormer, whose names are the same",
     )
-    add(
-        "overrides",
-        nargs="*",
-        metavar="field=value",
-        help="of the architecture, such as norm_eps=1e-7",
-    )
+    cli.add_overrides(parser, "of the architecture, such as norm_eps=1e-7", "field=value")
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -119,12 +114,8 @@ def _grow_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", type=Path, metavar="OUT", help="folder to write")
     add("--width", type=int, default=1, help="factor, a power of 2; changes no logit")
     add("--depth", type=int, help="layers, a multiple of those there are")
-    add(
-        "--noise",
-        type=float,
-        default=0.0,
-        help="share of each matrix' deviation that is added (default 0)",
-    )
+    noise = "share of each matrix' deviation that is added (default 0)"
+    add("--noise", type=float, default=0.0, help=noise)
     add("--seed", type=int, default=0, help="of the noise (default 0)")
 
 
@@ -310,13 +301,13 @@ def _status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from pipeline.inspect.status import run_status, status_text
+    from pipeline.inspect.status import run_status, summary
 
     status = run_status(arguments.run_dir)
     if arguments.json:
         print(json.dumps(asdict(status)))
     else:
-        print("\n".join(status_text(arguments.run_dir, status)))
+        print(summary(arguments.run_dir, status).text())
 
 
 def _coverage_arguments(parser: argparse.ArgumentParser) -> None:
@@ -346,19 +337,9 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--find", metavar="ID", help="the steps in which a document is seen")
     what.add_argument("--skip", action="store_true", help="the batches that were skipped")
     add("--rank", type=int, metavar="R", help="only this rank's part of the step")
-    add(
-        "--world-size",
-        type=int,
-        metavar="W",
-        help="number of ranks; default: of the run's newest start",
-    )
+    add("--world-size", type=int, metavar="W", help="ranks; default: of the run's newest start")
     add("--json", action="store_true", help="one JSON object a sequence")
-    add(
-        "overrides",
-        nargs="*",
-        metavar="data.dir=FOLDER",
-        help="where the dataset is, if it was moved",
-    )
+    cli.add_overrides(parser, "where the dataset is, if it was moved", "data.dir=FOLDER")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -402,25 +383,10 @@ inspect runs/demo/train --find python/bisect.rst""",
 )
 
 
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--explain", action="store_true", help="with units, meanings and origins")
-    cli.add_config_arguments(parser)
-
-
-def _config(arguments: argparse.Namespace) -> None:
-    loaded = load(PretrainConfig, arguments.config, arguments.overrides)
-    print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
-
-
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", help="YAML file of a model or of a run")
-    add(
-        "overrides",
-        nargs="*",
-        metavar="field=value",
-        help="such as bias=true; in a run's config model.bias=true",
-    )
+    cli.add_overrides(parser, "such as bias=true; in a run: model.bias=true", "field=value")
     add("--seq-len", type=int, metavar="N", help="default: the run's, or 512")
     add(
         "--document-len",
@@ -463,13 +429,7 @@ def _pretrain_on(arguments: argparse.Namespace, rank: Rank) -> int:
     return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)
 
 
-CONFIG = Verb(
-    "config",
-    "check a config and print it in full",
-    _config_arguments,
-    _config,
-    "config configs/demo.yaml --explain train.lr=1e-3",
-)
+CONFIG = cli.config_verb(PretrainConfig, "config configs/demo.yaml --explain train.lr=1e-3")
 MODEL = Verb(
     "model",
     "parameters, FLOPs and memory of a model",

@@ -76,7 +76,7 @@ def gather(progress: Progress) -> dict[str, Any]:
     return {
         "key": corpus.key,
         "fingerprint": index.fingerprint,
-        "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "vocab_size": index.vocab_size,
         "tokenizer_sample_bytes": trained.result["sample_bytes"],
         "tokenizer_sample": trained.result["sample"],

@@ -6,7 +6,7 @@ requirements of a machine's own torch (torch 2.11: setuptools below 82). So `con
 every package, the conditions are evaluated here, and pip only fetches and installs what is named.
 """
 
-import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,6 @@ from pip._vendor.packaging.utils import canonicalize_name, parse_wheel_filename
 
 from launch.offline.wheelhouse import Target
 from pipeline.errors import DataError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from pip._vendor import tomli as tomllib
 
 
 @dataclass(frozen=True)

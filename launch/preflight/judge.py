@@ -24,7 +24,6 @@ from launch.preflight.record import (
     read_record,
 )
 from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
-from launch.status import table
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import read_index
@@ -36,6 +35,7 @@ from pipeline.errors import (
     DataError,
     PostnormError,
 )
+from pipeline.runtime.summary import table
 
 logger = logging.getLogger(__name__)
 

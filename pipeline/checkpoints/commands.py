@@ -34,8 +34,8 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
 from pipeline.runtime.cli import Verb, family
-from pipeline.runtime.log import duration_text
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import duration, table
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.state import StateDifferences
@@ -123,11 +123,12 @@ def difference_text(one: Path, other: Path, differing: CheckpointDifferences) ->
     yield from differing.manifest
     yield from state.others
     if state.tensors:
-        width = max(len(each.name) for each in state.tensors)
-        yield f"{'parameter':{width}}  {'tensor':10}  {'max |a-b|':>10}  {'|a-b| / |a|':>11}"
-        for each in state.tensors:
-            sizes = f"{each.max_abs:10.3e}  {each.relative:11.3e}"
-            yield f"{each.name:{width}}  {each.kind:10}  {sizes}"
+        rows = [
+            (each.name, each.kind, f"{each.max_abs:.3e}", f"{each.relative:.3e}")
+            for each in state.tensors
+        ]
+        heads = ("parameter", "tensor", "max |a-b|", "|a-b| / |a|")
+        yield from table([heads, *rows], right=(2, 3))
     num_equal = state.num_parameters - len({each.name for each in state.tensors})
     yield (
         f"{num_equal} of {state.num_parameters} parameters are equal with their optimizer state, "
@@ -235,18 +236,12 @@ def rows(run: Path, *, verify: bool = False) -> list[Row]:
     ]
 
 
-def table(rows: list[Row], now_s: float | None = None) -> Iterator[str]:
+def list_text(rows: list[Row], now_s: float | None = None) -> Iterator[str]:
     """Format rows as lines of a table, followed by the problems found."""
     now_s = time.time() if now_s is None else now_s
     found = [_cells(row, now_s) for row in rows]
-    columns = list(found[0])
-    cells = [columns, *(list(each.values()) for each in found)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        yield "  ".join(
-            text.ljust(width) if name == "kept" else text.rjust(width)
-            for name, text, width in zip(columns, line, widths, strict=True)
-        ).rstrip()
+    lines = [[*found[0]], *([*each.values()] for each in found)]
+    yield from table(lines, right=range(len(found[0]) - 1))
     yield from (f"bad: {text}" for row in rows for text in row.problems)
 
 
@@ -261,7 +256,7 @@ def _cells(row: Row, now_s: float) -> dict[str, str]:
             "cursor": f"{manifest.cursor:,}",
             "skipped": f"{manifest.skipped:,}",
             "alpha": f"{manifest.alpha:.3f}",
-            "age": duration_text(max(0.0, now_s - manifest.created_unix_s)),
+            "age": duration(now_s - manifest.created_unix_s),
             "MB": f"{manifest.num_bytes / 1e6:,.1f}",
             "ranks": str(manifest.world_size),
             "zero": "?" if stage is None else str(stage),
@@ -365,7 +360,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([_plain(asdict(row)) for row in listed]))
     else:
-        print("\n".join(table(listed)))
+        print("\n".join(list_text(listed)))
         for path in sorted(folder_of(arguments.run_dir).glob(f"{REJECTED}*")):
             print(f"a probe rejected {path}")
     return EXIT_FINISHED

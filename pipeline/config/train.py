@@ -109,7 +109,7 @@ class TrainConfig:
     deepspeed_config: str | None = param(
         None,
         "DeepSpeed config as JSON, for what tunes it alone: sizes of buckets, overlap, what "
-        "it logs; values that contradict the run's are errors",
+        'it logs; other keys are errors unless their value is "auto"',
     )
     activation_checkpoint_layers: int | None = param(
         None,

@@ -339,7 +339,7 @@ def _choose_by_budget(
         for rank in range(candidates):
             start = np.int64(ranked[rank] & _LOW)
             if left > 0 and words.source[start] == _NOT_CHOSEN:
-                left = _take_span(words, count, start, left, documents, rule.longer_from)
+                left = _take_span(words, np.int64(count), start, left, documents, rule.longer_from)
         low, high = high, high << np.uint64(1)
     return _list_chosen(words, count)
 
@@ -347,12 +347,12 @@ def _choose_by_budget(
 @kernel
 def _take_span(
     words: _Words,
-    count: int,
-    start: int,
-    left: int,
+    count: np.int64,
+    start: np.int64,
+    left: np.int64,
     documents: npt.NDArray[np.int32],
     longer_from: npt.NDArray[np.uint64],
-) -> int:
+) -> np.int64:
     """Choose the span that starts at a word, as far as it fits; return the rest of the budget."""
     stop = start + 1
     for limit in longer_from:

@@ -229,7 +229,7 @@ def _read_lines(
                     at += 1
                 numbers[row, column] = _SKIPPED
             else:
-                value, first = 0, at
+                value, first = np.int64(0), at
                 while _ZERO <= text[at] <= _NINE:
                     value = 10 * value + np.int64(text[at]) - _ZERO
                     at += 1

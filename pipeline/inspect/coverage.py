@@ -20,6 +20,7 @@ from pipeline.data.packing import Packing
 from pipeline.data.run_order import Segment, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
+from pipeline.runtime.summary import table
 
 Times = npt.NDArray[np.uint16]
 
@@ -236,26 +237,24 @@ def _stretches(
 
 def coverage_text(found: Coverage) -> Iterator[str]:
     """Write the report as tables (DataError: tokens are lost or repeated, after the tables)."""
-    yield (
-        "source                    weight    documents            tokens  epochs of a pass  "
-        "of the run  each token in an epoch"
-    )
+    rows: list[tuple[str, ...]] = [(
+        "source", "weight", "documents", "tokens", "epochs of a pass", "of the run",
+        "each token in an epoch",
+    )]  # fmt: skip
     for source in found.sources:
         whole = int(source.pass_epochs)
         each = (source.least / whole, source.most / whole) if whole else (0, source.most_in_rest)
-        yield (
-            f"{source.name:24} {source.weight:7g} {source.documents:12,} {source.tokens:17,} "
-            f"{source.pass_epochs:17.3f} {source.epochs_of_run:11.3f}  "
-            f"{each[0]:g}{f' to {each[1]:g}' if each[0] != each[1] else ''}"
-        )
-    yield ""
-    yield "from step       steps    batch  seq_len    fill   tokens a step"
+        shown = f"{each[0]:g}{f' to {each[1]:g}' if each[0] != each[1] else ''}"
+        epochs = f"{source.pass_epochs:.3f}", f"{source.epochs_of_run:.3f}"
+        sizes = f"{source.weight:g}", f"{source.documents:,}", f"{source.tokens:,}"
+        rows.append((source.name, *sizes, *epochs, shown))
+    yield from table(rows, right=range(1, 6))
+    rows = [("from step", "steps", "batch", "seq_len", "fill", "tokens a step")]
     for part in found.stretches:
-        yield (
-            f"{part.first_step:9,} {part.num_steps:11,} {part.global_batch:8,} {part.seq_len:8,} "
-            f"{part.fill:7.2%} {part.tokens_per_step:15,.0f}"
-        )
-    yield ""
+        numbers = part.first_step, part.num_steps, part.global_batch, part.seq_len
+        fill = f"{part.fill:.2%}", f"{part.tokens_per_step:,.0f}"
+        rows.append((*(f"{number:,}" for number in numbers), *fill))
+    yield from ("", *table(rows, right=range(6)), "")
     yield (
         f"a pass: {found.pass_sequences:,} sequences, {found.pass_steps:,.1f} steps; the planned "
         f"run: {found.num_steps:,} steps"

@@ -24,8 +24,8 @@ from pipeline.errors import (
     CheckpointError,
 )
 from pipeline.runtime.files import read_json_lines
-from pipeline.runtime.log import duration_text
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import Line, Summary, date, duration, number, progress_bar
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 _SLOW_DATA = 0.05
@@ -34,7 +34,6 @@ _SILENT_INTERVALS = 10
 _LEAST_SILENCE_S = 60.0
 """Evaluations and saves of a small run take longer than ten of its log intervals."""
 _LEAST_FREE = 0.02
-_BAR = 40
 
 
 @dataclass(frozen=True)
@@ -284,46 +283,39 @@ def _rank_warnings(lines: list[dict[str, Any]], run: RunFolder) -> list[str]:
     return found
 
 
-def status_text(folder: Path, status: RunStatus) -> Iterator[str]:
-    """Write the status as lines for a terminal, the most important first."""
-    share = status.step / status.num_steps
-    filled = int(share * _BAR)
-    yield f"{folder}: {status.state}"
-    yield (
-        f"[{'#' * filled}{'-' * (_BAR - filled)}] {share:.1%}  step {status.step:,} of "
-        f"{status.num_steps:,}"
-    )
+def summary(folder: Path, status: RunStatus) -> Summary:
+    """Summarise a run for a terminal."""
+    starts = [
+        (
+            f"start {start.attempt}",
+            f"{date(start.unix_s)}  {begin_text(start)}, {start.world_size} ranks, job "
+            f"{start.job} on {start.host}: {start.end}",
+        )
+        for start in status.starts
+    ]
+    lines = [*progress_lines(status), *starts]
+    return Summary(str(folder), status.state, lines, status.warnings)
+
+
+def progress_lines(status: RunStatus) -> Iterator[Line]:
+    """Tell how far the run is, and how good the model."""
+    yield progress_bar(status.step, status.num_steps, "step")
     held_out = ""
     if status.held_out_loss is not None:
         held_out = f"   held-out {status.held_out_loss:.4f} at step {status.held_out_step:,}"
-    yield f"loss        {_number(status.loss, '.4f')}{held_out}"
-    speed = _number(status.tokens_per_s, ",.0f")
-    yield f"tokens      {_number(status.tokens, ',')} seen, {speed}/s"
-    if status.state == RUNNING:
-        yield (
-            f"ETA         {_duration(status.eta_s)}   last sign of life "
-            f"{_duration(status.idle_s)} ago"
-        )
+    yield "loss", f"{number(status.loss, '.4f')}{held_out}"
+    speed = number(status.tokens_per_s, ",.0f")
+    yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s"
+    if status.state != FINISHED:
+        training = "" if status.state == RUNNING else " of training left"
+        life = f"   last sign of life {duration(status.idle_s)} ago"
+        yield "ETA", f"{duration(status.eta_s)}{training}{life}"
     saved = status.checkpoint
-    yield "checkpoint  " + (
-        f"step {saved.step:,}, {_duration(saved.age_s)} old" if saved else "none yet"
-    )
-    for start in status.starts:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.unix_s))
-        begin = "from scratch"
-        if start.resumed_from_step is not None:
-            begin = f"from step {start.resumed_from_step:,}"
-        yield (
-            f"start {start.attempt:<5} {when}  {begin}, {start.world_size} ranks, job {start.job} "
-            f"on {start.host}: {start.end}"
-        )
-    for warning in status.warnings:
-        yield f"warning: {warning}"
+    old = f"step {saved.step:,}, {duration(saved.age_s)} old" if saved else "none yet"
+    yield "checkpoint", old
 
 
-def _number(value: float | None, form: str) -> str:
-    return "unknown" if value is None else format(value, form)
-
-
-def _duration(seconds: float | None) -> str:
-    return "unknown" if seconds is None else duration_text(max(0.0, seconds))
+def begin_text(start: Start) -> str:
+    """Say where a start began."""
+    step = start.resumed_from_step
+    return "from scratch" if step is None else f"from step {step:,}"

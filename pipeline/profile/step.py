@@ -30,6 +30,7 @@ from pipeline.model.cost import flops_per_token, limits
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.summary import table
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine, init_process_group
@@ -500,11 +501,12 @@ def profile_text(profile: Profile) -> str:
         f"{profile.device}, {profile.num_ranks} ranks, {profile.steps} steps: "
         f"{profile.untraced_step_ms:.2f} ms a step, {profile.tokens_per_s:,.0f} tokens/s; "
         f"traced {profile.step_ms:.2f} ms:",
-        f"{'':<24}{'ms a step':>10}{'share':>9}{'of roofline':>13}",
     ]
+    rows = [("", "ms a step", "share", "of roofline")]
     for name, ms in profile.categories_ms.items():
         of = f"{profile.roofline[name]:.1%}" if name in profile.roofline else ""
-        lines.append(f"{name:<24}{ms:>10.2f}{ms / profile.step_ms:>9.1%}{of:>13}")
+        rows.append((name, f"{ms:.2f}", f"{ms / profile.step_ms:.1%}", of))
+    lines += table(rows, right=(1, 2, 3))
     if not has_limits:
         lines.append(f"no roofline: the limits of {profile.device!r} are unknown")
     lines.append("longest:")

@@ -128,9 +128,31 @@ def _typed(verb: Verb, program: str) -> str:
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
     """Add the config file and its overrides."""
     command.add_argument("config", help="YAML file")
-    command.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-4"
-    )
+    add_overrides(command, "such as train.lr=1e-4")
+
+
+def add_overrides(
+    command: argparse.ArgumentParser, text: str, metavar: str = "section.key=value"
+) -> None:
+    """Add overrides of single values; `text` is their help."""
+    command.add_argument("overrides", nargs="*", metavar=metavar, help=text)
+
+
+def config_verb(kind: type[Any], example: str) -> Verb:
+    """Make the verb that checks a config of a kind and prints it."""
+    from pipeline.config.load import explain, load, to_yaml
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--explain", action="store_true", help="with units, meanings and origins"
+        )
+        add_config_arguments(parser)
+
+    def run(arguments: argparse.Namespace) -> None:
+        loaded = load(kind, arguments.config, arguments.overrides)
+        print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
+
+    return Verb("config", "check a config and print it in full", add, run, example)
 
 
 def take_program(command: argparse.ArgumentParser) -> None:

@@ -40,19 +40,6 @@ def to_run(run_dir: Path, rank: int) -> None:
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
 
 
-def log_path(run_dir: Path, rank: int) -> Path:
-    """Return the log of a rank."""
-    return RunFolder(run_dir).log(rank)
-
-
-def duration_text(seconds: float) -> str:
-    """Such as `2d 03:04:05`."""
-    total = round(seconds)
-    days, rest = divmod(total, 86400)
-    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}d {clock}" if days else clock
-
-
 def _ours_or_warning(record: logging.LogRecord) -> bool:
     """Keep libraries' chatter out of the console; it is in the files."""
     return record.name.startswith(_OURS) or record.levelno >= logging.WARNING

@@ -68,7 +68,7 @@ def pretrain(
     """
     run_dir, process = Path(config.run_dir), rank.process
     config.batches.require_split(process.world_size)
-    deepspeed_config(config.train, process.world_size)  # its file is read before anything is made
+    deepspeed_config(config.train)  # its file is read before anything is made
     index = read_index(config.data.dir)
     config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ def _write_deepspeed_config(run: Run) -> None:
     if config.zero_stage == 0:
         path.unlink(missing_ok=True)
     else:
-        write_json_atomic(path, deepspeed_config(config, run.process.world_size))
+        write_json_atomic(path, deepspeed_config(config))
 
 
 def _record_attempt(run: Run, resumed_step: int | None, *, rewound: bool) -> int:

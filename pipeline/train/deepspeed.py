@@ -1,7 +1,8 @@
 """The DeepSpeed config of a run, and the part of it that a user's JSON file may tune.
 
 DeepSpeed ignores keys that it does not know, so a user's file is checked against an allow-list: it
-may set what is in `TUNING`, may repeat what the run has decided (`decided`), and nothing else.
+may set what is in `TUNING`, and nothing else. What the run's own config decides may be left to it
+with the value "auto".
 """
 
 import difflib
@@ -38,44 +39,45 @@ TUNING: dict[str, type] = {
 }
 """Keys that change neither samples nor, beyond rounding, results; with the type of their values."""
 
-_REPORTS = (
-    "comms_logger.enabled",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "steps_per_print",
-)
+_REPORTS = "comms_logger.enabled wall_clock_breakdown memory_breakdown dump_state steps_per_print"
 _EXPECTED = {bool: "true or false", int: "a whole number from 0", list: "a list", str: "a text"}
 
-_ON_DEVICE = "checkpoints read weights and optimizer state by parameter, on the device"
-_OUR_METRICS = "rank 0 writes metrics.jsonl and TensorBoard itself; see monitor.*"
+_ENGINE = "the engine's sums and checkpoints need their own value"
+_METRICS = "rank 0 writes metrics.jsonl and TensorBoard itself; see monitor.*"
 _REASONS = {
     "activation_checkpointing": "use train.activation_checkpoint_layers",
-    "bf16": "only bf16.enabled is known; master weights and optimizer state are fp32",
+    "bf16": "use train.precision",
     "checkpoint": "checkpoints are not DeepSpeed's here: they fit any number of ranks and stage",
+    "communication_data_type": _ENGINE,
     "compile": "use train.compile",
-    "csv_monitor": _OUR_METRICS,
+    "csv_monitor": _METRICS,
     "data_efficiency": "the run's own loader reads the data; see data.*",
-    "flops_profiler": "it patches torch's functions; use `python -m pipeline profile`",
-    "fp16": "precisions are bf16 and fp32; only fp16.enabled is known",
+    "data_types": _ENGINE,
+    "flops_profiler": "it patches torch's functions; use `postnorm profile`",
+    "fp16": "precisions are bf16 and fp32; use train.precision",
+    "gradient_accumulation_steps": "it follows from train.global_batch and train.micro_batch",
+    "gradient_clipping": "use train.grad_clip",
     "optimizer": "use train.optimizer and the settings of that optimizer",
     "scheduler": "use train.schedule and the settings of that schedule",
-    "tensorboard": _OUR_METRICS,
-    "wandb": _OUR_METRICS,
-    "zero_optimization.offload_optimizer": _ON_DEVICE,
-    "zero_optimization.offload_param": _ON_DEVICE,
+    "tensorboard": _METRICS,
+    "train_batch_size": "use train.global_batch",
+    "train_micro_batch_size_per_gpu": "use train.micro_batch",
+    "wandb": _METRICS,
+    "zero_optimization.offload_optimizer": "checkpoints read optimizer state on the device",
+    "zero_optimization.offload_param": "checkpoints read weights on the device",
+    "zero_optimization.stage": "use train.zero_stage",
     "zero_optimization.zero_hpz_partition_size": "its second copy of the weights is not renewed "
     "when a checkpoint is loaded, so the run would continue from wrong weights",
 }
 """Why some keys that users ask for are refused, and everything below them."""
 
 
-def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
+def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     """Return the config for `deepspeed.initialize`.
 
     Raises:
-        ConfigError: the file `train.deepspeed_config` cannot be read, repeats a key, has a key that
-            may not be set, or a value that contradicts the run's config.
+        ConfigError: the file `train.deepspeed_config` cannot be read, repeats a key, or has a key
+            or a value that may not be set.
     """
     merged: dict[str, Any] = {
         # backward() only adds to this rank's gradients; step() sums them over ranks and updates.
@@ -98,8 +100,8 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "steps_per_print": 1 << 62,
     }
     if config.deepspeed_config is not None:
-        tuned = _tuned(_read(Path(config.deepspeed_config)), config, world_size)
-        if any(tuned.get(key) for key in _REPORTS):
+        tuned = _tuned(_read(Path(config.deepspeed_config)), config)
+        if any(tuned.get(key) for key in _REPORTS.split()):
             # DeepSpeed reports at this level, which the engine silences otherwise.
             tuned.setdefault("log_level", "info")
         for key, value in tuned.items():
@@ -109,68 +111,6 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
                 block = block.setdefault(parent, {})
             block[name] = value
     return merged
-
-
-def decided(config: TrainConfig, world_size: int) -> dict[str, tuple[Any, str]]:
-    """Return the keys that the run has decided, each with its value and the setting behind it."""
-    precision = f"train.precision={config.precision}"
-    schedule = f"train.schedule={config.schedule}"
-    batches = f"train.global_batch={config.global_batch} / (train.micro_batch={config.micro_batch}"
-    accumulation = config.global_batch // (config.micro_batch * world_size)
-    adamw = config.optimizer == "adamw"
-    schedules = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
-    values: dict[str, tuple[Any, str]] = {
-        "train_batch_size": (config.global_batch, "train.global_batch"),
-        "train_micro_batch_size_per_gpu": (config.micro_batch, "train.micro_batch"),
-        "gradient_accumulation_steps": (accumulation, f"{batches} x {world_size} ranks)"),
-        "gradient_clipping": (config.grad_clip, "train.grad_clip"),
-        "zero_optimization.stage": (config.zero_stage, "train.zero_stage"),
-        "zero_allow_untested_optimizer": (not adamw, "train.optimizer"),
-        "bf16.enabled": (config.precision == "bf16", precision),
-        "fp16.enabled": (False, precision),
-        "torch_autocast.enabled": (False, precision),
-        "optimizer.type": ("AdamW" if adamw else "Lamb", "train.optimizer"),
-        "optimizer.params.lr": (config.lr, "train.lr"),
-        "optimizer.params.betas": (
-            [config.adam_beta1, config.adam_beta2],
-            "train.adam_beta1, train.adam_beta2",
-        ),
-        "optimizer.params.eps": (config.adam_eps, "train.adam_eps"),
-        "optimizer.params.weight_decay": (config.weight_decay, "train.weight_decay"),
-        "optimizer.params.bias_correction": (
-            adamw or config.lamb_bias_correction,
-            "train.optimizer=adamw" if adamw else "train.lamb_bias_correction",
-        ),
-        "scheduler.type": (schedules.get(config.schedule), schedule),
-        "scheduler.params.total_num_steps": (config.num_steps, "train.num_steps"),
-        "scheduler.params.warmup_num_steps": (config.warmup_steps, "train.warmup_steps"),
-        "scheduler.params.warmup_type": ("linear", schedule),
-    }
-    if adamw:
-        for name in ("torch_adam", "adam_w_mode"):
-            values[f"optimizer.params.{name}"] = (True, "train.optimizer=adamw")
-    if config.schedule == "linear":
-        values["scheduler.params.warmup_min_lr"] = (0, schedule)
-        values["scheduler.params.warmup_max_lr"] = (config.lr, "train.lr")
-    elif config.schedule == "cosine":
-        values["scheduler.params.cos_min_ratio"] = (config.min_lr_ratio, "train.min_lr_ratio")
-    if config.zero_stage == 1:
-        # DeepSpeed refuses it at stage 1 if the number of micro-batches may change.
-        values["zero_optimization.overlap_comm"] = (False, "train.zero_stage=1")
-    engine = {
-        "managed_gradient_accumulation": False,
-        "zero_optimization.compute_grad_norm": True,
-        "zero_optimization.offload_param.device": "none",
-        "zero_optimization.offload_optimizer.device": "none",
-        "data_types.grad_accum_dtype": "fp32",
-        "communication_data_type": "fp32",
-        "gradient_allreduce_op": "mean",
-        "prescale_gradients": False,
-        "gradient_predivide_factor": 1.0,
-        "disable_allgather": False,
-        "timers.throughput.enabled": False,
-    }
-    return values | {key: (value, "the engine") for key, value in engine.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -201,69 +141,49 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _tuned(tree: dict[str, Any], config: TrainConfig, world_size: int) -> dict[str, Any]:
+def _tuned(tree: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     """Return the values to pass on, by dotted key."""
-    own = decided(config, world_size)
-    known = {*own, *TUNING}
     tuned, problems = {}, []
-    for key, value in _leaves(tree, known, ""):
-        if key not in known:
-            problems.append(_refusal(key, value, known))
-        elif value == "auto":
+    for key, value in _leaves(tree, ""):
+        if value == "auto":
             continue
-        elif key in own:
-            if not _same(value, own[key][0]):
-                problems.append(_conflict(key, value, *own[key]))
-        else:
-            # JSON writes large whole numbers as 5e8, too.
-            is_whole = TUNING[key] is int and isinstance(value, float) and value.is_integer()
-            tuned[key] = int(value) if is_whole else value
-            if type(tuned[key]) is not TUNING[key] or (TUNING[key] is int and tuned[key] < 0):
-                problems.append(f"{key} = {json.dumps(value)}: expected {_EXPECTED[TUNING[key]]}")
+        expected = TUNING.get(key)
+        if expected is None:
+            problems.append(_refusal(key, value))
+            continue
+        # JSON writes large whole numbers as 5e8, too.
+        is_whole = expected is int and isinstance(value, float) and value.is_integer()
+        tuned[key] = int(value) if is_whole else value
+        if type(tuned[key]) is not expected or (expected is int and tuned[key] < 0):
+            problems.append(f"{key} = {json.dumps(value)}: expected {_EXPECTED[expected]}")
+    if tuned.get("zero_optimization.overlap_comm") and config.zero_stage == 1:
+        problems.append("zero_optimization.overlap_comm = true: train.zero_stage=1 has no overlap")
     if problems:
-        raise ConfigError(
-            f"train.deepspeed_config={config.deepspeed_config}: " + "; ".join(problems)
-        )
+        path = config.deepspeed_config
+        raise ConfigError(f"train.deepspeed_config={path}: {'; '.join(problems)}")
     return tuned
 
 
-def _leaves(tree: dict[str, Any], known: set[str], above: str) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; objects are opened only where a known key stands below."""
+def _leaves(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values that are not objects."""
     for name, value in tree.items():
-        key = f"{above}{name}"
-        if isinstance(value, dict) and any(each.startswith(f"{key}.") for each in known):
-            yield from _leaves(value, known, f"{key}.")
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{name}.")
         else:
-            yield key, value
+            yield f"{above}{name}", value
 
 
-def _same(value: Any, own: Any) -> bool:
-    if isinstance(own, str) and isinstance(value, str):
-        return value.lower() == own.lower()
-    return bool(isinstance(value, bool) == isinstance(own, bool) and value == own)
-
-
-def _conflict(key: str, value: Any, own: Any, owner: str) -> str:
-    shown = own if isinstance(own, str) else json.dumps(own)
-    # Some owners already show their value.
-    here = owner if "=" in owner or not owner.startswith("train.") else f"{owner}={shown}"
-    advice = "remove the key" if own is None else f'write {json.dumps(own)} or "auto"'
-    if owner.startswith("train."):
-        advice += f", or change {owner.partition('=')[0]}"
-    return f"{key} = {json.dumps(value)} contradicts {here}: {advice}"
-
-
-def _refusal(key: str, value: Any, known: set[str]) -> str:
+def _refusal(key: str, value: Any) -> str:
     shown = f"{key} = {json.dumps(value)}"
-    if any(each.startswith(f"{key}.") for each in known):
+    if any(known.startswith(f"{key}.") for known in TUNING):
         return f"{shown}: expected an object"
     parts = key.split(".")
     above = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     reason = next((_REASONS[each] for each in above if each in _REASONS), None)
     if reason:
-        return f"{shown} is not supported: {reason}; remove it"
-    names = {each.rpartition(".")[2]: each for each in sorted(known)}
-    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7) or [
+        return f'{shown} may not be set here: {reason}; remove it, or write "auto"'
+    names = {known.rpartition(".")[2]: known for known in TUNING}
+    near = difflib.get_close_matches(key, TUNING, n=1, cutoff=0.7) or [
         names[name] for name in difflib.get_close_matches(parts[-1], names, n=1, cutoff=0.7)
     ]
     advice = f"did you mean {near[0]!r}?" if near else "remove it"

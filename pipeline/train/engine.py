@@ -115,7 +115,7 @@ class Engine:
         if config.zero_stage == 0:
             self._engine = Replicated(model, self._optimizer, config, self.world_size, device)
         else:
-            self._engine = _deepspeed_engine(model, self._optimizer, config, self.world_size)
+            self._engine = _deepspeed_engine(model, self._optimizer, config)
         if isinstance(self._optimizer, Lamb):
             pieces = matrix_slices(model, self._shapes, self._slices())
             # At stage 0 each rank has the sum already.
@@ -309,14 +309,14 @@ def tensor_slices(engine: Any, shapes: dict[str, tuple[int, ...]]) -> list[Tenso
 
 
 def _deepspeed_engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, world_size: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
 ) -> Any:
     deepspeed = _import_deepspeed()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=deepspeed_config(config, world_size),
+            config=deepspeed_config(config),
             dist_init_required=False,
         )
     logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())

@@ -22,8 +22,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary
 
 from pipeline.runtime.files import AppendedFile
-from pipeline.runtime.log import duration_text
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import duration
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def console_line(
         f"lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
         f"norm {values['grad_norm']:.2f}  {values['tokens_per_s']:,.0f} tok/s  "
         f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
-        f"ETA {duration_text(eta_s)}"
+        f"ETA {duration(eta_s)}"
     )
 
 

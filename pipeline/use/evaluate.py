@@ -27,8 +27,8 @@ from pipeline.model.architecture import is_model_folder, tokenizer_path
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.log import duration_text
 from pipeline.runtime.rank import AgreedStop
+from pipeline.runtime.summary import duration
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
 from pipeline.use.folder import load_checkpoint, load_model
@@ -178,7 +178,7 @@ def _with_progress(items: Iterable[T], num_items: int, num_sequences: int) -> It
                 f"{done * num_sequences:,.0f}",
                 f"{num_sequences:,}",
                 100 * done,
-                duration_text((now_s - start_s) * (1 - done) / done),
+                duration((now_s - start_s) * (1 - done) / done),
             )
         yield item
 

@@ -20,7 +20,7 @@ from pipeline.config.schema import param, section
 from pipeline.config.train import TrainConfig
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, CheckpointError, ConfigError
 from pipeline.model.architecture import is_model_folder, read_architecture
-from pipeline.runtime import env
+from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import AppendedFile, read_json_lines
@@ -299,12 +299,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=int, metavar="N", help="of a forward pass; default: the run's, or 8")
     add("--precision", choices=("bf16", "fp32"), help="default: the run's; fp32 for a model")
     add("--json", action="store_true", help="one JSON object a line in place of the table")
-    add(
-        "overrides",
-        nargs="*",
-        metavar="data.MASKS=VALUE",
-        help="other masks than the run's, such as data.mask_prob=0.15",
-    )
+    text = "other masks than the run's, such as data.mask_prob=0.15"
+    cli.add_overrides(parser, text, "data.MASKS=VALUE")
 
 
 EVALUATE = Verb(

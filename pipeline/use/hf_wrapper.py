@@ -66,6 +66,16 @@ class PostnormPreTrainedModel(PreTrainedModel):
     config_class = PostnormConfig
     base_model_prefix = "postnorm"
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding; in a masked language model it is the output matrix too."""
+        [encoder] = (module for module in self.modules() if isinstance(module, Encoder))
+        return encoder.token_embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the token embedding."""
+        [encoder] = (module for module in self.modules() if isinstance(module, Encoder))
+        encoder.token_embedding = value
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a head made for fine-tuning; the encoder initialises its weights itself."""
         if isinstance(module, Encoder):
@@ -84,14 +94,6 @@ class PostnormModel(PostnormPreTrainedModel):
         super().__init__(config)
         self.encoder = Encoder(config)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.encoder.token_embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the token embedding."""
-        self.encoder.token_embedding = value
 
     def forward(
         self,
@@ -121,10 +123,6 @@ class PostnormForMaskedLM(PostnormPreTrainedModel):
         super().__init__(config)
         self.postnorm = MaskedLanguageModel(config)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding, which is the output matrix too."""
-        return self.postnorm.encoder.token_embedding
 
     def forward(
         self,

@@ -35,6 +35,7 @@ TORCH_FREE = {
     "pipeline.runtime.files",
     "pipeline.runtime.run_folder",
     "pipeline.runtime.log",
+    "pipeline.runtime.summary",
     "pipeline.runtime.env",
     "pipeline.runtime.cli",
     "pipeline.runtime.rank",

@@ -10,7 +10,7 @@ import pytest
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.train import SchedulePoint, TrainConfig
-from pipeline.runtime.log import duration_text
+from pipeline.runtime.summary import duration
 
 CONFIG = TrainConfig(num_steps=100, warmup_steps=10, lr=2.0, min_lr_ratio=0.1)
 
@@ -145,4 +145,4 @@ def test_state_counts_applied_and_skipped_steps() -> None:
     ("seconds", "text"), [(0.4, "00:00:00"), (3661, "01:01:01"), (200_000, "2d 07:33:20")]
 )
 def test_duration_text(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
+    assert duration(seconds) == text

@@ -19,7 +19,7 @@ from data_prep.chain import STEPS
 from data_prep.config import PrepConfig
 from data_prep.pieces import read_lines
 from data_prep.run import run, run_part
-from data_prep.show import document_text, plan, plan_text, rejected_text, status_text
+from data_prep.show import document_text, plan, plan_text, rejected_text, summary
 from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
@@ -164,9 +164,9 @@ def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, so
     assert made["pieces"] == made["files"] == SOURCES
     size = sum(path.stat().st_size for path in source.rglob("*.jsonl"))
     assert made["text_gb"] == pytest.approx(size / 1e9, abs=1e-3)
-    lines = status_text(_load(prep_config, whole, source)).splitlines()
-    done = {line.split()[0]: int(line.split()[1].replace(",", "")) for line in lines[1:] if line
-            and not line.startswith("complete")}  # fmt: skip
+    head, _, *lines = summary(_load(prep_config, whole, source)).text().splitlines()
+    assert head == f"{whole}: dataset, complete"
+    done = {line.split()[0]: int(line.split()[1].replace(",", "")) for line in lines}
     assert {stage["name"]: stage["tasks"] for stage in made["stages"]} == done
     assert f"hours on {7}" in plan_text(made, 7)
 
@@ -194,16 +194,17 @@ def test_status_tells_failed_stopped_and_running_tasks(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
     config = _load(prep_config, tmp_path / "data", source)
-    lines = status_text(config).splitlines()
-    assert lines[1].split() == ["eval_sets", "0", "0", "0", "0", "1"]
-    assert lines[2].split() == ["ingest", "after", "eval_sets"]
+    lines = summary(config).text().splitlines()
+    assert lines[0] == f"{tmp_path / 'data'}: dataset, not complete"
+    assert lines[2].split() == ["eval_sets", "0", "0", "0", "0", "1"]
+    assert lines[3].split() == ["ingest", "after", "eval_sets"]
     shutil.copytree(whole, tmp_path / "data", dirs_exist_ok=True)
     for name in ("report.json", "dataset.done.json"):
         (tmp_path / "data" / name).unlink()
     too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
     with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
         run(too_long)
-    text = status_text(too_long)
+    text = summary(too_long).text()
     [line] = [line for line in text.splitlines() if line.startswith("tokenizer")]
     assert line.split() == ["tokenizer", "0", "0", "1", "0", "0"]
     assert "failed: tokenizer tokenizer: DataError: tokenizer.vocab_size=60000" in text

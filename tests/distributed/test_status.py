@@ -15,7 +15,7 @@ from benchmarks.training_report import long_run
 from pipeline.checkpoints.manifest import FOLDER, MANIFEST_FILE
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import RunFolderError
-from pipeline.inspect.status import run_status, status_text
+from pipeline.inspect.status import run_status, summary
 from tests.support.ranks import Ranks, records
 
 
@@ -79,7 +79,7 @@ def test_running_then_killed_then_stopped(
     killed = run_status(run_dir)
     assert killed.state == "killed"
     assert killed.starts[0].end == "killed: no rank left an exit code"
-    assert "killed" in next(status_text(run_dir, killed))
+    assert summary(run_dir, killed).text().splitlines()[0].endswith(": killed")
 
     ranks = start_ranks(run_dir, dataset, *overrides)
     ranks.wait_for_step(killed.step + 3)

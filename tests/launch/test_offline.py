@@ -15,7 +15,7 @@ from launch.offline.wheelhouse import Target, begin, complete, open_for, pip_whe
 from pipeline.errors import DataError
 
 ROOT = Path(__file__).parents[2]
-OLD, NEW = Target("3.10", "x86_64"), Target("3.12", "x86_64")
+OLD, NEW = Target("3.11", "x86_64"), Target("3.12", "x86_64")
 PROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
@@ -23,7 +23,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "tiny"
 version = "1"
-requires-python = ">=3.10,<3.13"
+requires-python = ">=3.11,<3.13"
 dependencies = ["torch>=2.11", "Speed_Up>=2"]
 [tool.setuptools]
 py-modules = []
@@ -33,10 +33,10 @@ CONSTRAINTS = """\
 torch==2.13.0
 pip==26.3
 setuptools==84.2.1
-speed-up==2.1; python_version < "3.11"
-speed-up==2.2; python_version >= "3.11"
+speed-up==2.1; python_version < "3.12"
+speed-up==2.2; python_version >= "3.12"
 Models==1.0
-backport==1.0; python_version < "3.11"
+backport==1.0; python_version < "3.12"
 """
 OF_NEW = ("pip-26.3", "setuptools-84.2.1", "speed_up-2.2", "models-1.0")
 
@@ -89,7 +89,7 @@ def test_missing_wheels_are_named_with_their_version(project: Path, house: Path)
 
 
 def test_what_the_project_does_not_support_is_refused(project: Path) -> None:
-    with pytest.raises(DataError, match=r"PYTHON=3\.13: expected >=3\.10,<3\.13"):
+    with pytest.raises(DataError, match=r"PYTHON=3\.13: expected >=3\.11,<3\.13"):
         read_pins(project, Target("3.13", "x86_64"))
     pins = read_pins(project, NEW)
     pins.check_torch("2.13.0+cpu", "TORCH=2.13.0+cpu")
@@ -102,7 +102,7 @@ def test_a_wheelhouse_is_refused_for_what_is_wrong_with_it(house: Path) -> None:
         open_for(house, NEW)
     complete(house, NEW, None)
     assert open_for(house, NEW).files.keys() == {f"{stem}-py3-none-any.whl" for stem in OF_NEW}
-    with pytest.raises(DataError, match=r"this is Python 3.10 on .*`make wheelhouse PYTHON=3.10`$"):
+    with pytest.raises(DataError, match=r"this is Python 3.11 on .*`make wheelhouse PYTHON=3.11`$"):
         open_for(house, OLD)
     with pytest.raises(DataError, match=r"PYTHON=3.12` on aarch64$"):
         open_for(house, replace(NEW, machine="aarch64"))
@@ -146,7 +146,9 @@ def test_installing_names_what_the_wheelhouse_lacks(
     (house / "models-1.0-py3-none-any.whl").unlink()
     complete(house, this_machine(), None)
     pins = read_pins(project, this_machine())
-    with pytest.raises(DataError, match=r"lacks .*models==1.0: it was collected for another state"):
+    with pytest.raises(
+        DataError, match=r"lacks .*models==1.0.*: it was collected for another state"
+    ):
         install(pins, open_for(house, this_machine()), project, house, tmp_path / "venv")
     assert not (tmp_path / "venv").exists()
 

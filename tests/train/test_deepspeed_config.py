@@ -1,4 +1,4 @@
-"""A user's DeepSpeed config: keys that are passed on, that contradict the run, or are refused."""
+"""A user's DeepSpeed config: keys that are passed on, and keys that are refused."""
 
 import json
 import os
@@ -13,44 +13,33 @@ import pytest
 
 from pipeline.config.train import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.train.deepspeed import TUNING, decided, deepspeed_config
+from pipeline.train.deepspeed import TUNING, deepspeed_config
 
 CONFIG = TrainConfig(
     global_batch=64, micro_batch=4, lr=3e-4, warmup_steps=20, num_steps=500, zero_stage=2,
     grad_clip=0.5,
 )  # fmt: skip
-RANKS = 8
 
 
 def _merged(folder: Path, text: str | dict[str, Any], config: TrainConfig = CONFIG) -> Any:
     path = folder / "ds.json"
     path.write_text(text if isinstance(text, str) else json.dumps(text))
-    return deepspeed_config(replace(config, deepspeed_config=str(path)), RANKS)
+    return deepspeed_config(replace(config, deepspeed_config=str(path)))
 
 
-def test_what_tunes_is_handed_on_and_what_agrees_changes_nothing(tmp_path: Path) -> None:
-    agrees = {
-        "train_batch_size": 64,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5,
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False},
-        "communication_data_type": "auto",
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 3e-4, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": "auto"},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"total_num_steps": 500, "warmup_num_steps": 20, "warmup_max_lr": 0.0003},
-        },
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}},
+def test_what_tunes_is_handed_on_and_auto_changes_nothing(tmp_path: Path) -> None:
+    left_to_the_run = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "auto", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": "auto"},
     }
-    assert _merged(tmp_path, agrees) == deepspeed_config(CONFIG, RANKS)
+    assert _merged(tmp_path, left_to_the_run) == deepspeed_config(CONFIG)
     zero = {"reduce_bucket_size": 5e7, "overlap_comm": True, "allgather_bucket_size": "auto"}
-    found = _merged(tmp_path, agrees | {"zero_optimization": zero, "wall_clock_breakdown": False})
-    assert found == deepspeed_config(CONFIG, RANKS) | {
+    tuned = {"zero_optimization": zero, "wall_clock_breakdown": False}
+    found = _merged(tmp_path, left_to_the_run | tuned)
+    assert found == deepspeed_config(CONFIG) | {
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000, "overlap_comm": True},
         "wall_clock_breakdown": False,
     }
@@ -67,27 +56,20 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ({"train_batch_size": 128},
-         r"train_batch_size = 128 contradicts train\.global_batch=64: write 64 or \"auto\", "
-         r"or change train\.global_batch"),
-        ({"gradient_accumulation_steps": 1},
-         r"= 1 contradicts train\.global_batch=64 / \(train\.micro_batch=4 x 8 ranks\)"),
-        ({"zero_optimization": {"stage": 3}}, r"stage = 3 contradicts train\.zero_stage=2"),
-        ({"bf16": {"enabled": False}}, r"bf16\.enabled = false .* train\.precision=bf16"),
-        ({"fp16": {"enabled": True}}, r"fp16\.enabled = true contradicts train\.precision"),
-        ({"fp16": {"loss_scale": 0}}, r"only fp16\.enabled is known; remove it"),
+         r"train_batch_size = 128 may not be set here: use train\.global_batch; remove it, or "
+         r"write \"auto\""),
+        ({"gradient_accumulation_steps": 1}, r"= 1 may not .* train\.global_batch and train\.mi"),
+        ({"zero_optimization": {"stage": 3}}, r"stage = 3 may not be set here: use train\.zero_s"),
+        ({"bf16": {"enabled": False}}, r"bf16\.enabled = false .* train\.precision"),
+        ({"fp16": {"loss_scale": 0}}, r"precisions are bf16 and fp32; use train\.precision"),
         ({"optimizer": {"params": {"lr": 1e-3}}},
-         r"optimizer\.params\.lr = 0\.001 contradicts train\.lr=0\.0003: write 0\.0003"),
-        ({"optimizer": {"type": "Lamb"}}, r'"Lamb" contradicts train\.optimizer=AdamW'),
-        ({"scheduler": {"type": "OneCycle"}}, r'"OneCycle" .* train\.schedule=linear'),
-        ({"data_types": {"grad_accum_dtype": "bf16"}},
-         r'"bf16" contradicts the engine: write "fp32" or "auto"'),
-        ({"gradient_clipping": True}, r"gradient_clipping = true contradicts"),
+         r"optimizer\.params\.lr = 0\.001 may not be set here: use train\.optimizer and"),
+        ({"scheduler": {"type": "OneCycle"}}, r'"OneCycle" .* train\.schedule'),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, r"the engine's sums and checkpoints"),
         ({"checkpoint": {"load_universal": True}},
-         r"checkpoint = .* is not supported: checkpoints are not DeepSpeed's here.*; remove it"),
+         r"checkpoint\.load_universal = true may not .*: checkpoints are not DeepSpeed's here"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-         r'offload_optimizer\.device = "cpu" contradicts the engine'),
-        ({"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}}},
-         r"pin_memory = true is not supported: checkpoints read weights"),
+         r'offload_optimizer\.device = "cpu" .*: checkpoints read optimizer state on the device'),
         ({"zero_optimization": {"elastic_checkpoint": True}}, r"elastic_checkpoint = true may not"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, r"continue from wrong weights"),
         ({"flops_profiler": {"enabled": True}}, r"it patches torch's functions"),
@@ -105,7 +87,7 @@ def test_what_deepspeed_reports_is_heard(tmp_path: Path) -> None:
         ("{]", r"is not JSON"),
         ("[1]", r"expected an object \{\.\.\.\}, got \[1\]"),
     ],
-    ids=range(27),
+    ids=range(23),
 )  # fmt: skip
 def test_what_cannot_stand_is_named(
     tmp_path: Path, text: str | dict[str, Any], message: str
@@ -121,7 +103,7 @@ def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_overlap_that_stage_one_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"overlap_comm = true .* train\.zero_stage=1"):
+    with pytest.raises(ConfigError, match=r"overlap_comm = true: train\.zero_stage=1"):
         _merged(
             tmp_path, {"zero_optimization": {"overlap_comm": True}}, replace(CONFIG, zero_stage=1)
         )
@@ -129,7 +111,7 @@ def test_overlap_that_stage_one_lacks_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
-        deepspeed_config(replace(CONFIG, deepspeed_config=str(tmp_path / "none.json")), RANKS)
+        deepspeed_config(replace(CONFIG, deepspeed_config=str(tmp_path / "none.json")))
 
 
 _ASKED = """
@@ -170,14 +152,12 @@ def test_keys_are_those_of_deepspeed_and_all_others_are_refused(tmp_path: Path) 
     assert {"optimizer", "scheduler", "zero_optimization", "fp16", "aio"} <= set(top)
     inside = {f"zero_optimization.{name}" for name in zero}
     inside |= {f"comms_logger.{name}" for name in comms}
-    own = decided(CONFIG, RANKS)
-    for key in {*TUNING, *own}:
+    for key in TUNING:
         block, _, name = key.partition(".")
         assert block in top, key
         if block in ("zero_optimization", "comms_logger"):
             assert f"{block}.{name.partition('.')[0]}" in inside, key
-    known = {*TUNING, *own}
-    prefixes = {".".join(key.split(".")[:n]) for key in known for n in (1, 2, 3)}
+    prefixes = {".".join(key.split(".")[:n]) for key in TUNING for n in (1, 2)}
     others = {*top, *inside} - prefixes
     assert len(others) > 50
     for key in others:
