@@ -14,12 +14,13 @@ from pathlib import Path
 from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, DataError
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.rank import Rank, run_as_rank
 from pipeline.use.evaluate_command import EVALUATE
+from pipeline.use.pretrain import train_as_rank
 
 
 def _fill_mask_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +30,13 @@ def _fill_mask_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _fill_mask(arguments: argparse.Namespace) -> None:
-    from pipeline.use.encode import fill_mask, text_table
+    from pipeline.use.model import load as load_model
 
+    model = load_model(arguments.run_dir)
     for text in arguments.text:
-        print(text_table(fill_mask(arguments.run_dir, text, top=arguments.top)))
+        for number, candidates in enumerate(model.fill_mask(text, arguments.top), start=1):
+            shown = "  ".join(f"{token!r} {probability:.3f}" for token, probability in candidates)
+            print(f"[MASK] {number}: {shown}")
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,15 +50,25 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _encode(arguments: argparse.Namespace) -> None:
-    from pipeline.use.encode import TextEncoder, write_vectors
+    from pipeline.use.model import load as load_model
 
-    encoder = TextEncoder(
-        arguments.source, pooling=arguments.pooling, max_length=arguments.max_length
-    )
-    count = write_vectors(encoder, sys.stdin, arguments.batch_size, arguments.out)
+    model = load_model(arguments.source)
+    # An empty line is a text too, so that line N has vector N.
+    texts = (line.rstrip("\r\n") for line in sys.stdin)
+    chosen = arguments.pooling, arguments.batch_size, arguments.max_length
+    if arguments.out is not None:
+        count = model.encode_to(arguments.out, texts, *chosen)
+    else:
+        count = 0
+        for vectors in model.iter_encode(texts, *chosen):
+            count += len(vectors)
+            for vector in vectors.tolist():
+                print(json.dumps([float(f"{value:.6g}") for value in vector]))
+        if not count:
+            raise DataError("no text on standard input; give one a line")
     print(
-        f"{count:,} texts, vectors of {encoder.size}; {encoder.num_cut:,} were cut at "
-        f"{encoder.max_length} tokens",
+        f"{count:,} texts, vectors of {model.config.hidden_size}; {model.num_cut:,} were cut at "
+        f"{model.longest(arguments.max_length)} tokens",
         file=sys.stderr,
     )
 
@@ -413,20 +427,8 @@ def _model(arguments: argparse.Namespace) -> None:
 
 
 def _pretrain(arguments: argparse.Namespace) -> int:
-    # The config may be unreadable; what launched this rank knows the folder of the run.
-    return run_as_rank(
-        partial(_pretrain_on, arguments), env.process_info_or_alone(), env.launched_run_dir()
-    )
-
-
-def _pretrain_on(arguments: argparse.Namespace, rank: Rank) -> int:
-    config = load(PretrainConfig, arguments.config, arguments.overrides).config
-    rank.run_dir = Path(config.run_dir)
-    from pipeline.train.build import pretrain
-    from pipeline.use.folder import initial_weights
-
-    source = config.init_from
-    return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)
+    code, _ = train_as_rank(arguments.config, arguments.overrides)
+    return code
 
 
 CONFIG = cli.config_verb(PretrainConfig, "config configs/demo.yaml --explain train.lr=1e-3")

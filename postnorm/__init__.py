@@ -1,0 +1,64 @@
+"""Pre-trains Post-LN bidirectional encoders from raw text; the Python API.
+
+Example:
+    >>> import postnorm
+    >>> model = postnorm.load("runs/mine")  # doctest: +SKIP
+    >>> vectors = model.encode(["a text", "another"])  # doctest: +SKIP
+    >>> model.fill_mask("The capital of France is [MASK].")  # doctest: +SKIP
+    >>> hidden = model(["a text"]).hidden  # doctest: +SKIP
+    >>> data = postnorm.TrainDataset("data/mine", seq_len=512)  # doctest: +SKIP
+    >>> result = postnorm.pretrain("train.yaml", {"train.lr": 1e-4})  # doctest: +SKIP
+
+Names are imported when they are first used, so that `import postnorm` imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.errors import PostnormError
+    from pipeline.use.model import Candidate, Model, Output, load
+    from pipeline.use.pretrain import PretrainResult, pretrain
+    from pipeline.use.train_dataset import TrainDataset
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Candidate",
+    "Model",
+    "Output",
+    "PostnormError",
+    "PretrainResult",
+    "TrainDataset",
+    "__version__",
+    "load",
+    "pretrain",
+]
+
+_HOMES = {
+    "PostnormError": "pipeline.errors",
+    "Candidate": "pipeline.use.model",
+    "Model": "pipeline.use.model",
+    "Output": "pipeline.use.model",
+    "load": "pipeline.use.model",
+    "PretrainResult": "pipeline.use.pretrain",
+    "pretrain": "pipeline.use.pretrain",
+    "TrainDataset": "pipeline.use.train_dataset",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'postnorm' has no attribute {name!r}")
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from pipeline.errors import missing_extra
+
+        raise missing_extra(error) or error from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

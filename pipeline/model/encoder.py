@@ -272,6 +272,10 @@ class EncoderModel(nn.Module):
         """From now on, losses over the vocabulary are computed by the fused kernel."""
         raise NotImplementedError
 
+    def head(self, x_MD: Tensor) -> Tensor:
+        """(M, V) logits of (M, D) hidden states."""
+        raise NotImplementedError
+
 
 class MaskedLanguageModel(EncoderModel):
     """Encoder with an MLM head whose output matrix is the token embedding."""

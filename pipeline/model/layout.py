@@ -15,7 +15,7 @@ from pipeline.kernels.choose import Windows
 
 
 class Layout(NamedTuple):
-    """Made by `rows`, `padded` or `packed`; tensors only, so that it passes through wrappers."""
+    """Made by the functions below; tensors only, so that it passes through wrappers."""
 
     positions: Tensor
     """(B, S) or (T,) int64 position of each token within its document."""
@@ -94,6 +94,16 @@ def padded(lengths: Tensor, num_slots: int) -> Layout:
     seen_by = (start, start + num_slots * allowed_BS.int())
     spans = torch.stack((start, stop, *seen_by), -1).flatten(0, 1)
     return Layout(positions, allowed_BS[:, None, None, :], None, spans, _equal_bounds(slots))
+
+
+def masked(mask_BS: Tensor) -> Layout:
+    """Lay out one document in each row, padded on either side; padding sees the document, too.
+
+    `mask_BS` is true at tokens.
+    """
+    seen = mask_BS.bool()
+    positions = (seen.long().cumsum(-1) - 1).clamp(min=0)
+    return Layout(positions, seen[:, None, None, :], None)
 
 
 def packed(cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> Layout:

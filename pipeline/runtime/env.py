@@ -3,7 +3,8 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -137,6 +138,17 @@ def launched_run_dir() -> str | None:
 def child_environment(**changes: str) -> dict[str, str]:
     """Copy this process's environment with changes, for a child process."""
     return {**os.environ, **changes}
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Undo all changes of variables that a block makes."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def module_command(name: str) -> list[str]:

@@ -21,8 +21,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name = ""
+        self.before = {number: signal.signal(number, self._receive) for number in _NUMBERS}
         for number in _NUMBERS:
-            signal.signal(number, self._receive)
             # A library's system call goes on, as if there had been no signal.
             signal.siginterrupt(number, False)
 
@@ -53,6 +53,15 @@ def listen_early(words: Sequence[str]) -> None:
     """Install the handlers if the verb that was asked for looks at them."""
     if words and words[0] in _EARLY:
         listen()
+
+
+def release() -> None:
+    """Give the signals back to whoever had them; the next `listen` is a new request."""
+    global _request
+    if _request is not None:
+        for number, handler in _request.before.items():
+            signal.signal(number, handler)
+        _request = None
 
 
 def ignore_from_now() -> None:

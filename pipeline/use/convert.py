@@ -7,6 +7,7 @@ refused by name; the report lists what is left out (next-sentence head, optimize
 
 import json
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ from pipeline.config import strict_yaml
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.architecture import TOKENIZERS_FILE, is_model_folder, read_config
-from pipeline.model.encoder import without_storage
+from pipeline.model.encoder import EncoderModel, without_storage
 from pipeline.runtime import tensors
 from pipeline.runtime.files import sha256_file, write_atomic
-from pipeline.tokenizer.fast import ForeignSplitterError, build_tokenizer_json
+from pipeline.tokenizer.fast import FastTokenizer, ForeignSplitterError, build_tokenizer_json
 from pipeline.use import names
-from pipeline.use.folder import build_model, publishing, write_model
+from pipeline.use.folder import TrainedModel, build_model, publishing, write_model
 from pipeline.use.tf_checkpoint import TfCheckpoint
 
 Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]
@@ -105,6 +106,18 @@ class _Source:
     is_tensorflow: bool
 
 
+@dataclass(frozen=True)
+class _Converted:
+    """The same as one of our models."""
+
+    family: Family
+    model: EncoderModel
+    origin: dict[str, Any]
+    tokenizer: str | None
+    """Content of tokenizer.json."""
+    no_tokenizer: str
+
+
 def convert(
     source: Path, out: Path, *, family: Family | None, overrides: Sequence[str]
 ) -> ConvertReport:
@@ -119,28 +132,47 @@ def convert(
     """
     if is_model_folder(source):
         raise CheckpointError(f"{source} is a model folder of this project already")
+    read = _convert(source, family, overrides)
+    with publishing(out) as unfinished:
+        weights = dict(read.model.state_dict())
+        write_model(unfinished, read.model.config, weights, {"converted_from": read.origin})
+        if read.tokenizer is not None:
+            write_atomic(unfinished / TOKENIZERS_FILE, read.tokenizer.encode())
+    num_parameters = sum(parameter.numel() for parameter in read.model.parameters())
+    return ConvertReport(read.family, num_parameters, read.origin["left_out"], read.no_tokenizer)
+
+
+def load_foreign(source: Path) -> TrainedModel:
+    """Load a foreign checkpoint for use, whose family its config must tell.
+
+    Raises:
+        CheckpointError: as `convert`.
+    """
+    read, tokenizer = _convert(source, None, ()), None
+    if read.tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, TOKENIZERS_FILE)
+            path.write_text(read.tokenizer, encoding="utf-8")
+            tokenizer = FastTokenizer(path)
+    return TrainedModel(read.model, tokenizer, {"converted_from": read.origin})
+
+
+def _convert(source: Path, family: Family | None, overrides: Sequence[str]) -> _Converted:
     read = _read(source)
     family = _check_family(read, family)
     style = _style(family)
     given, left_out = _own_part(_strip(read, style), read.is_tensorflow)
     pooler = any(".pooler." in name or "/pooler/" in name for name in given)
     config = _model_config(read, family, overrides, pooler=pooler)
-    weights = _weights(config, given, style, read, source)
-    model = build_model(config, weights, str(source))
-    folder = source if source.is_dir() else source.parent
-    tokenizer, no_tokenizer = _tokenizer(folder, family)
+    model = build_model(config, _weights(config, given, style, read, source), str(source))
+    tokenizer, no_tokenizer = _tokenizer(source if source.is_dir() else source.parent, family)
     origin = {
         "path": source.name,
         "family": family,
         "left_out": left_out,
         "config_sha256": sha256_file(read.config_path),
     }
-    with publishing(out) as unfinished:
-        write_model(unfinished, config, weights, {"converted_from": origin})
-        if tokenizer is not None:
-            write_atomic(unfinished / TOKENIZERS_FILE, tokenizer.encode())
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ConvertReport(family, num_parameters, left_out, no_tokenizer)
+    return _Converted(family, model, origin, tokenizer, no_tokenizer)
 
 
 def _tokenizer(folder: Path, family: Family) -> tuple[str | None, str]:

@@ -17,9 +17,11 @@ from torch import Tensor
 from pipeline.checkpoints.manifest import (
     A_RUN_OR_ITS_COPY,
     Manifest,
+    at_step,
     folder_of,
     newest_good,
     read_manifest,
+    verify,
 )
 from pipeline.checkpoints.state import read_weights
 from pipeline.config.load import provenance
@@ -179,16 +181,22 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} tensors: {', '.join(names[:_LISTED])}{more}"
 
 
-def load_trained(source: Path) -> TrainedModel:
+def load_trained(source: Path, step: int | None = None) -> TrainedModel:
     """Load a run's newest good checkpoint, at the alpha that its step has, or a model folder.
+
+    A `step` asks for the checkpoint of that step of a run.
 
     Raises:
         RunFolderError: this is neither a run, nor its copy, nor a model folder.
         CheckpointError: there is no good checkpoint, or the model folder is damaged.
     """
     if is_model_folder(source):
+        if step is not None:
+            raise CheckpointError(f"{source} is a model folder, without steps; leave out the step")
         return load_model(source)
-    path, _ = _newest(source)
+    path = _newest(source)[0] if step is None else at_step(source, step)
+    if step is not None:
+        verify(path)
     model, manifest = load_checkpoint(path)
     facts = {
         "step": manifest.step,

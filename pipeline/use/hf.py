@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.kernels import attention
 from pipeline.model import encoder, layers, layout
+from pipeline.model.architecture import read_config
 from pipeline.model.layout import Layout
 from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
@@ -34,9 +35,11 @@ from pipeline.use import names
 from pipeline.use.folder import (
     ExportReport,
     TrainedModel,
+    build_model,
     compare,
     load_trained,
     publishing,
+    read_tokenizer,
     require_full_alpha,
 )
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
@@ -85,6 +88,8 @@ def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_dif
 MODELING_FILE = "modeling_postnorm.py"
 _SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, encoder)
 _BASE_PREFIX = "postnorm."
+_OWN_TYPE = "postnorm"
+_FIELDS = {field.name for field in fields(ModelConfig)}
 # What transformers' own classes can express, beside sizes, dropout, eps and activation.
 _NATIVE: dict[str, Any] = {
     "norm_placement": "post",
@@ -246,7 +251,7 @@ def _write_own(folder: Path, trained: TrainedModel) -> None:
         "AutoModelForSequenceClassification": "PostnormForSequenceClassification",
     }
     body = {
-        "model_type": "postnorm",
+        "model_type": _OWN_TYPE,
         "architectures": ["PostnormForMaskedLM"],
         "auto_map": {auto: f"{module}.{name}" for auto, name in classes.items()},
         **asdict(trained.model.config),
@@ -255,6 +260,32 @@ def _write_own(folder: Path, trained: TrainedModel) -> None:
     if trained.tokenizer is not None:
         body["pad_token_id"] = trained.tokenizer.pad_id
     write_json_atomic(folder / "config.json", body)
+
+
+def is_own_hf(folder: Path) -> bool:
+    """Say whether a folder was exported with our own class, not one of transformers'."""
+    try:
+        body = json.loads((folder / "config.json").read_bytes())
+        return bool(body.get("model_type") == _OWN_TYPE)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def load_own_hf(folder: Path) -> TrainedModel:
+    """Read a folder that was exported with our own class, without transformers.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    try:
+        body = json.loads((folder / "config.json").read_bytes())
+        values = {name: value for name, value in body.items() if name in _FIELDS}
+        config = read_config(values, str(folder / "config.json"))
+    except (OSError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{folder} is not a complete export: {error}") from error
+    weights = tensors.read_file(folder / "model.safetensors")
+    own = {name.removeprefix(_BASE_PREFIX): tensor for name, tensor in weights.items()}
+    return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), {})
 
 
 def _transformers_logits(folder: Path, ids: Tensor, layout: Layout, every: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
 
 from pipeline.model.encoder import Encoder, MaskedLanguageModel
 from pipeline.model.layers import Trace
-from pipeline.model.layout import Layout
+from pipeline.model.layout import masked
 
 
 class PostnormConfig(PretrainedConfig):
@@ -46,18 +46,6 @@ class PostnormConfig(PretrainedConfig):
     def num_distinct_layers(self) -> int:
         """Layers with weights of their own."""
         return 1 if self.share_layers else int(self.num_layers)
-
-
-def mask_layout(attention_mask: Tensor | None, input_ids: Tensor) -> Layout:
-    """Make a layout of one document in each row; padding may stand on either side of it.
-
-    The mask is (B, S), 1 for tokens; without one there is no padding.
-    """
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    seen = attention_mask.bool()
-    positions = (seen.long().cumsum(-1) - 1).clamp(min=0)
-    return Layout(positions, seen[:, None, None, :], None)
 
 
 class PostnormPreTrainedModel(PreTrainedModel):
@@ -105,7 +93,7 @@ class PostnormModel(PostnormPreTrainedModel):
         **_: Any,
     ) -> BaseModelOutputWithPooling:
         """Compute (B, S, D) hidden states of (B, S) ids."""
-        layout = mask_layout(attention_mask, input_ids)
+        layout = masked(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
         trace = Trace(keep_probabilities=bool(output_attentions))
         x_BSD = self.encoder(input_ids, layout, segments=token_type_ids, trace=trace)
         return BaseModelOutputWithPooling(
@@ -134,7 +122,7 @@ class PostnormForMaskedLM(PostnormPreTrainedModel):
         **_: Any,
     ) -> MaskedLMOutput:
         """Compute (B, S, V) logits of (B, S) ids; labels of -100 are left out of the loss."""
-        layout = mask_layout(attention_mask, input_ids)
+        layout = masked(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
         trace = Trace(keep_probabilities=False)
         x_BSD = self.postnorm.encoder(input_ids, layout, segments=token_type_ids, trace=trace)
         logits = self.postnorm.head(x_BSD)

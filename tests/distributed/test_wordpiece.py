@@ -24,9 +24,9 @@ from pipeline.data.reader import BlockReader
 from pipeline.data.run_order import Share
 from pipeline.tokenizer.wordpiece import load_tokenizer
 from pipeline.use.convert import convert
-from pipeline.use.encode import fill_mask
 from pipeline.use.folder import export
 from pipeline.use.hf import export_hf
+from pipeline.use.model import load as load_model
 from tests.support import bert_vocabulary, near_texts
 from tests.support.ranks import Ranks, losses
 from tests.support.steps import train_loader
@@ -147,7 +147,7 @@ def test_train_export_and_fill_masks(trained: Path, prepared: DatasetIndex, tmp_
     export_hf(trained, tmp_path / "hf")
     special = {load_tokenizer(prepared.folder / "tokenizer.json").piece(i) for i in (0, 100, 103)}
     for source in (trained, tmp_path / "model"):
-        [one, two] = fill_mask(source, "The [MASK] of a list 中[MASK].", top=5)
+        [one, two] = load_model(source).fill_mask("The [MASK] of a list 中[MASK].")
         assert len(one) == len(two) == 5
         assert not special & {candidate.token for candidate in [*one, *two]}
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)

@@ -15,9 +15,9 @@ from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, DatasetIndex
 from pipeline.errors import CheckpointError, DataError, RunFolderError
 from pipeline.model.layout import rows
 from pipeline.tokenizer.sentencepiece import Tokenizer
-from pipeline.use.encode import TextEncoder, fill_mask
 from pipeline.use.folder import export, initial_weights, load_model, load_trained
 from pipeline.use.grow import grow
+from pipeline.use.model import load
 from tests.model import reference
 from tests.support.ranks import Ranks, newest_state
 
@@ -72,8 +72,8 @@ def test_exported_model_computes_the_reference(exported: Path) -> None:
 
 def test_fill_mask_gives_the_best_tokens(exported: Path, straight_run: Path) -> None:
     text = "The [MASK] statement is used to [MASK] a value."
-    masks = fill_mask(exported, text, top=4)
-    assert fill_mask(straight_run, text, top=4) == masks
+    masks = load(exported).fill_mask(text, top=4)
+    assert load(straight_run).fill_mask(text, top=4) == masks
     loaded = load_model(exported)
     assert isinstance(loaded.tokenizer, Tokenizer)
     ids = torch.tensor([[CLS_ID, *loaded.tokenizer.encode_with_masks(text), SEP_ID]])
@@ -93,7 +93,7 @@ def test_fill_mask_gives_the_best_tokens(exported: Path, straight_run: Path) -> 
 
 def test_text_without_a_mask_is_refused(exported: Path) -> None:
     with pytest.raises(DataError, match=r"has no \[MASK\]"):
-        fill_mask(exported, "nothing to fill", top=5)
+        load(exported).fill_mask("nothing to fill")
 
 
 def test_existing_folder_is_not_overwritten(straight_run: Path, tmp_path: Path) -> None:
@@ -145,12 +145,12 @@ def test_a_run_in_its_alpha_warm_up_is_used_at_its_alpha_or_refused(
     assert newest is not None
     alpha = read_manifest(newest).alpha
     assert 0 < alpha < 1
-    encoder = TextEncoder(tmp_path / "run", pooling="mean")
-    vectors = encoder.encode(["The assert statement."])
-    assert float(encoder._encoder.alpha) == pytest.approx(alpha)
+    model = load(tmp_path / "run")
+    vectors = model.encode(["The assert statement."])
+    assert model.alpha == pytest.approx(alpha)
     # At another alpha the vectors are others.
-    encoder._encoder.set_alpha(1.0)
-    assert not torch.equal(encoder.encode(["The assert statement."]), vectors)
+    model.module.encoder.set_alpha(1.0)
+    assert (model.encode(["The assert statement."]) != vectors).any()
     assert float(load_trained(tmp_path / "run").model.encoder.alpha) == pytest.approx(alpha)
 
 

@@ -10,10 +10,10 @@ from pipeline.checkpoints.commands import at_step, resolve, rows
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, RunFolderError
 from pipeline.inspect.run import open_run
 from pipeline.inspect.status import run_status
-from pipeline.use.encode import TextEncoder, fill_mask
 from pipeline.use.evaluate_command import EVALUATE, evaluate_config
 from pipeline.use.folder import export, initial_weights
 from pipeline.use.grow import grow
+from pipeline.use.model import load
 from tests.support.run_folder import RunFolder
 
 
@@ -34,8 +34,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "checkpoint diff": (lambda folder: resolve(str(folder)), _COPY),
     "evaluate": (_evaluate, _MODEL),
     "export": (lambda folder: export(folder, folder.with_name("out")), _MODEL),
-    "encode": (lambda folder: TextEncoder(folder, pooling="mean"), _MODEL),
-    "fill-mask": (lambda folder: fill_mask(folder, "a [MASK]", top=1), _MODEL),
+    "load": (load, _MODEL),
     "grow": (
         lambda folder: grow(folder, folder.with_name("out"), width=1, depth=2, noise=0.0, seed=0),
         _MODEL,
