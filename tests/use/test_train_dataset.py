@@ -1,0 +1,176 @@
+"""`postnorm.TrainDataset` against the trainer's own loader, bit for bit."""
+
+import json
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pipeline.config.load import load
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex
+from pipeline.data.loader import TrainLoader
+from pipeline.data.run_order import Share
+from pipeline.errors import ConfigError, DataError
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.use.train_dataset import Item, TrainDataset
+
+OPTIONS: dict[str, Any] = {
+    "seq_len": 64, "window_blocks": 2, "masking": "span", "mask_selection": "exact",
+    "mask_prob": 0.3, "mask_prob_end": 0.1, "mask_prob_steps": 4,
+}  # fmt: skip
+
+
+def _trainer_s(
+    dataset: DatasetIndex, tmp_path: Path, rank: int, micro_batch: int, cursor: int = 0
+) -> Iterator[Item]:
+    """Micro-batches as a run of two ranks has them."""
+    config = tmp_path / "train.yaml"
+    config.write_text(
+        f"run_dir: unset\nseed: 3\ndata: {json.dumps({'dir': str(dataset.folder), **OPTIONS})}\n"
+        f"train: {{global_batch: 8, micro_batch: {micro_batch}}}\n"
+    )
+    train = load(PretrainConfig, config).config.train_data
+    inputs = MaskedLanguageModeling().train_inputs(train, dataset)
+    for batches in TrainLoader(dataset, train, inputs, Share(rank, 2)).steps_from(cursor):
+        for batch in batches:
+            yield {
+                "input_ids": batch.input_ids, "positions": batch.positions,
+                "segments": torch.zeros_like(batch.input_ids), "documents": batch.documents,
+                "cu_seqlens": batch.cu_seqlens, **batch.inputs,
+            }  # fmt: skip
+
+
+def _data(dataset: DatasetIndex, rank: int = 0, **changes: Any) -> TrainDataset:
+    options = {"global_batch": 8, "world_size": 2, "micro_batch": 2, "seed": 3, **OPTIONS}
+    return TrainDataset(dataset.folder, rank=rank, **{**options, **changes})
+
+
+def _require_equal(found: Iterator[Item], expected: Iterator[Item], count: int) -> None:
+    pairs = list(zip(islice(found, count), islice(expected, count), strict=True))
+    assert len(pairs) == count
+    for one, other in pairs:
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+            assert tensor.dtype == other[name].dtype
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_items_are_the_trainer_s(
+    rank: int, micro_batch: int, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    data = _data(dataset, rank, micro_batch=micro_batch)
+    expected = _trainer_s(dataset, tmp_path, rank, micro_batch)
+    _require_equal(iter(data), expected, 24)
+    assert data.num_sequences > 100
+    if micro_batch == 4:
+        whole = _data(dataset, rank, micro_batch=None)
+        _require_equal(iter(whole), iter(_data(dataset, rank, micro_batch=4)), 3)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 7])
+def test_a_state_continues_at_the_next_item(
+    taken: int, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    data = _data(dataset)
+    assert len(list(islice(data, taken))) == taken
+    state = json.loads(json.dumps(data.state_dict()))
+    assert state == _data(dataset).state_dict(num_taken=taken)
+    again = _data(dataset)
+    again.load_state_dict(state)
+    expected = islice(_trainer_s(dataset, tmp_path, 0, 2), taken, None)
+    _require_equal(iter(again), expected, 6)
+    # The iteration that was begun goes on in a second one, too.
+    expected = islice(_trainer_s(dataset, tmp_path, 0, 2), taken, None)
+    _require_equal(iter(data), expected, 6)
+
+
+def test_a_state_of_whole_steps_continues_on_other_ranks(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    data = _data(dataset)
+    assert len(list(islice(data, 4))) == 4
+    alone = _data(dataset, world_size=1, micro_batch=8)
+    alone.load_state_dict(data.state_dict())
+    [step] = islice(alone, 1)
+    halves = [next(iter(_trainer_s(dataset, tmp_path, rank, 4, cursor=16))) for rank in (0, 1)]
+    assert torch.equal(step["input_ids"], torch.cat([half["input_ids"] for half in halves]))
+
+
+def test_another_state_is_refused(dataset: DatasetIndex) -> None:
+    state = _data(dataset).state_dict()
+    for changes in ({"seed": 4}, {"seq_len": 32}, {"global_batch": 16}, {"window_blocks": 3}):
+        [(name, value)] = changes.items()
+        with pytest.raises(DataError, match=rf"{name} was \d+, is {value}"):
+            _data(dataset, **changes).load_state_dict(state)
+    with pytest.raises(DataError, match="fingerprint was 'other', is"):
+        _data(dataset).load_state_dict({**state, "fingerprint": "other"})
+    within = _data(dataset).state_dict(num_taken=1)
+    with pytest.raises(DataError, match="parts was 2, is 1"):
+        _data(dataset, micro_batch=4).load_state_dict(within)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 2), ("spawn", 2)])
+def test_workers_of_a_data_loader_divide_the_items(
+    context: str, num_workers: int, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    data = _data(dataset)
+    data.load_state_dict(data.state_dict(num_taken=3))
+    options = {"batch_size": None, "num_workers": num_workers, "multiprocessing_context": context}
+    items = iter(DataLoader(data, **options))  # type: ignore[arg-type]
+    _require_equal(items, islice(_trainer_s(dataset, tmp_path, 0, 2), 3, None), 10)
+    with pytest.raises(DataError, match=r"workers of a DataLoader are ahead .* num_workers=0"):
+        data.state_dict()
+    assert data.state_dict(num_taken=10) == _data(dataset).state_dict(num_taken=13)
+
+
+@pytest.mark.usefixtures("processes")
+def test_own_workers_keep_the_state_exact(dataset: DatasetIndex, tmp_path: Path) -> None:
+    data = _data(dataset, workers=2, prefetch_steps=4)
+    found = iter(DataLoader(data, batch_size=None))
+    _require_equal(found, _trainer_s(dataset, tmp_path, 0, 2), 5)
+    assert data.state_dict() == _data(dataset).state_dict(num_taken=5)
+    del found
+
+
+def test_it_can_be_pickled(dataset: DatasetIndex) -> None:
+    data = _data(dataset)
+    assert len(list(islice(data, 3))) == 3
+    copy = pickle.loads(pickle.dumps(data))
+    _require_equal(iter(copy), iter(data), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"world_size": 3},
+            ConfigError,
+            "global_batch=8 must be a multiple of .*micro_batch=2 x 3",
+        ),
+        ({"world_size": 3, "micro_batch": None}, ConfigError, "must be a multiple of"),
+        ({"micro_batch": 3}, ConfigError, "must be a multiple of"),
+        ({"rank": 2}, ConfigError, "rank=2 must be at least 0 and below world_size=2"),
+        ({"global_batch": 0}, ConfigError, "global_batch=0 and micro_batch=2 must be at least 1"),
+        ({"mask_pob": 0.2}, ConfigError, "mask_pob.*mask_prob"),
+        ({"mask_prob": 2}, ConfigError, "mask_prob = 2"),
+    ],
+)
+def test_mistakes_are_named(
+    changes: dict[str, Any], error: type[Exception], message: str, dataset: DatasetIndex
+) -> None:
+    with pytest.raises(error, match=message):
+        _data(dataset, **changes)
+
+
+def test_a_folder_without_a_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nothing"):
+        TrainDataset(tmp_path / "nothing")
