@@ -36,7 +36,7 @@ from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.data import open_data
 from pipeline.train.deepspeed import deepspeed_config
-from pipeline.train.engine import Engine, init_process_group
+from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Attempt, train
@@ -83,7 +83,7 @@ def pretrain(
     with _exclusive(run_dir, process), watchdog.watching(run_dir, process, hang_timeout_s):
         device = init_process_group(process, config.train.collective_timeout_s)
         code = _run(config, process, index, device, requests, initial)
-        dist.close_group()
+        close_process_group()
     return code
 
 

@@ -81,6 +81,16 @@ def init_process_group(
     return device
 
 
+def close_process_group(*, together: bool = True) -> None:
+    """Leave the process group, as `dist.close_group`; DeepSpeed forgets its groups besides.
+
+    Not `together` where the run failed: no other rank may be there to wait for.
+    """
+    if together:
+        dist.barrier()
+    _import_deepspeed().comm.destroy_process_group()
+
+
 def _give_groups_a_timeout(timeout: timedelta) -> None:
     """Make it the default of new groups: DeepSpeed gives its own none, which means 30 minutes."""
     original = getattr(torch.distributed.new_group, "__wrapped__", torch.distributed.new_group)

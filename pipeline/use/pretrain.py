@@ -64,7 +64,7 @@ def pretrain(config: str | os.PathLike[str], overrides: Overrides = ()) -> Pretr
         PostnormError: of the data, a checkpoint, storage or the training itself.
     """
     words = _words(overrides)
-    with _own_process():
+    with env.restored(), _own_process():
         try:
             code, run_dir = train_as_rank(str(config), words)
         except ModuleNotFoundError as error:
@@ -132,7 +132,7 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def _own_process() -> Iterator[None]:
-    """Give a run the signals, root logger, environment and process group, and take them back."""
+    """Give a run the signals, the root logger and the process group, and take them back."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "postnorm.pretrain was called from a thread, but signals reach only the main thread; "
@@ -148,17 +148,19 @@ def _own_process() -> Iterator[None]:
     handlers, level = root.handlers[:], root.level
     root.handlers.clear()  # the run's log would close them
     log.to_console()
+    excepthook = sys.excepthook  # a process group puts the rank before every line of an error
     try:
-        with env.restored():
-            yield
+        yield
     finally:
         stop.release()
+        sys.excepthook = excepthook
         for handler in root.handlers[:]:
             root.removeHandler(handler)
             handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
         distributed = sys.modules.get("torch.distributed")
-        # Closed already, unless the run failed: then no other rank may be there to wait for.
-        if distributed is not None and distributed.is_initialized():
-            distributed.destroy_process_group()
+        if distributed is not None and distributed.is_initialized():  # the run failed
+            from pipeline.train.engine import close_process_group
+
+            close_process_group(together=False)
