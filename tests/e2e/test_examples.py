@@ -1,0 +1,68 @@
+"""The scripts in examples/, each run as a user would, at its smallest size."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from pipeline.runtime.env import child_environment
+from tests.support import bert_vocabulary
+
+ROOT = Path(__file__).parents[2]
+
+
+def _example(name: str, *words: object, cwd: Path, text: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *map(str, words)],
+        capture_output=True, text=True, cwd=cwd, input=text,
+        env=child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.usefixtures("processes")
+def test_own_corpus_then_embed_lines(corpus: Path, tmp_path: Path) -> None:
+    said = _example(
+        "own_corpus.py", "--texts", corpus, "--out", "own", "--steps", 25, cwd=tmp_path
+    )  # fmt: skip
+    assert "trained: 25 steps, held-out loss " in said
+    assert "vectors: (3, 128) float32" in said
+    assert "mask: '" in said
+    lines = "a line\n\nanother line\n" * 50
+    (tmp_path / "lines.txt").write_text(lines)
+    for source in ("lines.txt", "-"):
+        said = _example(
+            "embed_lines.py", "own/model", source, "vectors.npy", "--batch-size", 4,
+            cwd=tmp_path, text=lines,
+        )  # fmt: skip
+        assert "150 lines, " in said
+        assert "vectors.npy: (150, 128) float32" in said
+        vectors = np.load(tmp_path / "vectors.npy")
+        np.testing.assert_allclose(vectors[3:6], vectors[:3], atol=1e-5)
+        assert abs(vectors[0] - vectors[1]).max() > 1e-3
+        (tmp_path / "vectors.npy").unlink()
+
+
+@pytest.mark.usefixtures("processes")
+def test_continue_bert(corpus: Path, tmp_path: Path) -> None:
+    pieces = bert_vocabulary.rows([corpus.read_text()])
+    (tmp_path / "published").mkdir()
+    bert_vocabulary.write(tmp_path / "published/vocab.txt", pieces)
+    config = transformers.BertConfig(
+        vocab_size=len(pieces), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "published")
+    said = _example(
+        "continue_bert.py", "published", "--texts", corpus, "--out", "on", "--steps", 10,
+        "--batch", 4, "--length", 32, cwd=tmp_path,
+    )  # fmt: skip
+    assert "held-out loss: " in said
+    assert "vectors moved by 0." in said
+    assert transformers.BertForMaskedLM.from_pretrained(tmp_path / "on/hf")
