@@ -4,7 +4,7 @@
     python examples/own_corpus.py --texts my/texts --out runs/mine --steps 2000
 
 `--texts` is a folder of .txt, .md, .jsonl or compressed files, or one file. The model is tiny; for
-a real one change the sizes in TRAIN (`model: {from: roformer_v2-base}` takes a preset).
+a real one change the sizes in TRAIN (`model: {from: roformer_v2-base}` is a preset).
 
 Expected output, without the progress of each step:
 
