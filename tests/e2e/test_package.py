@@ -1,4 +1,4 @@
-"""The wheel, installed outside the checkout: what it holds, names, what the current folder can break.
+"""The wheel, installed outside the checkout: contents, names, and strangers in the current folder.
 
 Dependencies come from the environment that runs this test; `.ci/check_package` installs all anew.
 """
