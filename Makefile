@@ -52,10 +52,14 @@ fmt: $(STAMP) ## format and sort imports
 demo: $(STAMP) ## raw text to an exported encoder, a rank killed on the way; CORPUS=path for your text
 	$(BIN)/python -m launch demo $(if $(CORPUS),--corpus '$(CORPUS)')
 
-image: ## container image with everything installed
-	docker build --tag postnorm .
+IMAGE := docker build --build-arg REVISION="$$(git describe --always --dirty --abbrev=40)"
+image: ## container image for CPUs
+	$(IMAGE) --tag postnorm .
+
+image-cuda: ## container image for NVIDIA GPUs
+	$(IMAGE) --build-arg VARIANT=cuda --tag postnorm:cuda .
 
 clean: ## remove .venv, runs and caches
 	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo image clean
+.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo image image-cuda clean

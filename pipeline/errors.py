@@ -83,7 +83,6 @@ _EXTRAS = {
     "deepspeed": "train",
     "tensorboard": "train",
     "safetensors": "train",
-    "tokenizers": "train",
     "google_crc32c": "train",
     "transformers": "hf",
 }
