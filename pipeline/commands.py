@@ -65,7 +65,7 @@ def _encode(arguments: argparse.Namespace) -> None:
             for vector in vectors.tolist():
                 print(json.dumps([float(f"{value:.6g}") for value in vector]))
         if not count:
-            raise DataError("no text on standard input; give one a line")
+            raise DataError("no text to encode; give one a line on standard input")
     print(
         f"{count:,} texts, vectors of {model.config.hidden_size}; {model.num_cut:,} were cut at "
         f"{model.longest(arguments.max_length)} tokens",
