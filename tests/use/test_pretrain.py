@@ -78,7 +78,7 @@ def test_runs_follow_each_other_in_one_process(
     assert ranks.wait() == [0], ranks.output
     expected = losses(tmp_path / "command")
     assert {
-        step: loss for step, loss in losses(tmp_path / "first").items() if step <= 6
+        step: loss for step, loss in losses(tmp_path / "first").items() if step <= 12
     } == expected
     assert found["results"][0][3] == expected[12]
     assert losses(tmp_path / "second") != expected
