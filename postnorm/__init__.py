@@ -12,7 +12,9 @@ Example:
 Names are imported when they are first used, so that `import postnorm` imports no torch.
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +55,12 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
+        here, other = Path(__file__).parents[1], sys.modules.get("pipeline")
+        if other is not None and here not in Path(str(other.__file__)).parents:
+            raise ImportError(
+                f"{other.__file__} was imported in place of Postnorm's package `pipeline`: rename "
+                "that file, or run the program in another folder"
+            ) from error
         from pipeline.errors import missing_extra
 
         raise missing_extra(error) or error from error

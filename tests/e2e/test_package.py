@@ -91,6 +91,13 @@ def test_what_stands_in_the_current_folder_is_not_imported(installed: Path, fold
         assert "#SBATCH" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_stranger_named_like_a_package_is_named(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "pipeline.py").write_text("x = 1\n")
+    (tmp_path / "mine.py").write_text("import postnorm\npostnorm.load('runs/mine')\n")
+    done = _run([str(installed / "python"), "mine.py"], tmp_path)
+    assert f"{tmp_path}/pipeline.py was imported in place of" in done.stderr
+
+
 def test_presets_are_found_by_name(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(
         "run_dir: r\nmodel: {from: roformer_v2-base, num_layers: 3}\ndata: {dir: d}\n"
