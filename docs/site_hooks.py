@@ -17,9 +17,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path.suffix in (".md", ".svg"):
                 name = f"results/{folder}/{path.name}"
                 level = InclusionLevel.NOT_IN_NAV
-                files.append(
-                    File.generated(config, name, abs_src_path=str(path), inclusion=level)
-                )
+                files.append(File.generated(config, name, abs_src_path=str(path), inclusion=level))
     return files
 
 

@@ -1,7 +1,6 @@
 """The fenced blocks of README.md and docs/, and the command lines in them."""
 
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,15 +63,3 @@ def commands_in_sentences(page: Path) -> list[str]:
     """Find commands between backticks in the text of a page; verbs alone are none."""
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     return [line for line in _INLINE.findall(text) if "..." not in line]
-
-
-def words_of(command: str) -> list[str]:
-    """Split a command line as a shell does, up to the first pipe or redirection."""
-    lexer = shlex.shlex(command, posix=True, punctuation_chars="|<>&;")
-    lexer.whitespace_split = True
-    words: list[str] = []
-    for word in lexer:
-        if set(word) <= set("|<>&;"):
-            break
-        words.append(word)
-    return words
