@@ -1,4 +1,4 @@
-"""Every command of README.md, CONTRIBUTING.md and docs/ is accepted, and run unless it says why not.
+"""Every command of README.md, CONTRIBUTING.md and docs/ is accepted, and run if it can be.
 
 `make test` parses all of them. `make test-all` runs those without a comment `<!-- needs: ... -->`,
 page by page, in a folder with a small corpus, a dataset and a run.
@@ -21,25 +21,11 @@ import pytest
 from pipeline.runtime import cli
 from tests.support.pages import NEEDS, PAGES, ROOT, Block, blocks, commands_in_sentences
 
-_OF_OTHERS = frozenset(
-    [
-        "cd",
-        "diff",
-        "echo",
-        "git",
-        "head",
-        "pip",
-        "source",
-        "ssh",
-        "tail",
-        "tensorboard",
-        "touch",
-        "zstdcat",
-    ]
-)
+_OF_OTHERS = re.compile("cd|diff|echo|git|head|pip|source|ssh|tail|tensorboard|touch|zstdcat")
 _KINDS = ("bash", "python", "text", "yaml")
 _SMALLER = {
     "vocab_size: 8_000": "vocab_size: 600",
+    "roformer_v2-small": "roformer_v2-small, num_layers: 2, hidden_size: 32, num_heads: 2",
     "num_steps: 20_000": "num_steps: 12",
     "warmup_steps: 1_000": "warmup_steps: 2",
     "global_batch: 128": "global_batch: 8",
@@ -111,7 +97,7 @@ def _check(words: Sequence[str]) -> None:
     elif program in ("postnorm", "pytest"):
         _check_module(program, rest)
     else:
-        assert program in _OF_OTHERS, f"{program} is not a program that the pages use"
+        assert _OF_OTHERS.fullmatch(program), f"{program} is not a program that the pages use"
 
 
 def _check_module(name: str, arguments: Sequence[str]) -> None:
@@ -119,7 +105,8 @@ def _check_module(name: str, arguments: Sequence[str]) -> None:
         try:
             cli.parse(_parser(name), arguments)
         except SystemExit as error:
-            assert error.code == 0, f"{name} {shlex.join(arguments)}"
+            if error.code != 0:
+                pytest.fail(f"{name} {shlex.join(arguments)}")
     elif name == "pytest":
         paths = [word for word in arguments if word.startswith("tests")]
         assert all((ROOT / path).exists() for path in paths), arguments
@@ -193,6 +180,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     command.chmod(0o755)
     _run("postnorm prep run prep.yaml && postnorm pretrain train.yaml", folder)
     shutil.copytree(folder / "runs" / "mine", folder / "runs" / "other")
+    shutil.copytree(folder, folder.with_suffix(".kept"))
     return folder
 
 
@@ -211,10 +199,11 @@ def _run(command: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page, found in _RUN.items() if found])
-def test_commands_run(page: str, workshop: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(workshop, folder)
+def test_commands_run(page: str, workshop: Path) -> None:
+    # At the same place: a dataset knows its inputs by their paths.
+    shutil.rmtree(workshop)
+    shutil.copytree(workshop.with_suffix(".kept"), workshop)
     for block in _RUN[page]:
         for command in block.commands:
             if not command.startswith(ARRIVING):
-                _run(command, folder)
+                _run(command, workshop)
