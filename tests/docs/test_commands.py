@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import postnorm
 from pipeline.runtime import cli
 from tests.support.pages import NEEDS, PAGES, ROOT, Block, blocks, commands_in_sentences
 
@@ -37,10 +38,18 @@ _SMALLER = {
 ARRIVING = ("postnorm compare", "postnorm --version")
 """Commands that the pages describe and this revision does not have yet."""
 
+_SCRIPTS = ("api",) if hasattr(postnorm, "load") else ()
+"""Pages whose Python is a program; `test_formats` runs that of formats.md."""
+
 _ALL = [block for page in PAGES for block in blocks(page)]
 _COMMANDS = [block for block in _ALL if block.kind == "bash"]
 _RUN = {
-    page.name: [block for block in _COMMANDS if block.page == page.name and not block.needs]
+    page.name: [
+        block
+        for block in _ALL
+        if block.page == page.name and not block.needs
+        if block.kind == "bash" or (block.kind == "python" and page.stem in _SCRIPTS)
+    ]
     for page in PAGES
 }
 
@@ -204,6 +213,9 @@ def test_commands_run(page: str, workshop: Path) -> None:
     shutil.rmtree(workshop)
     shutil.copytree(workshop.with_suffix(".kept"), workshop)
     for block in _RUN[page]:
-        for command in block.commands:
+        if block.kind == "python":
+            (workshop / "script.py").write_text(block.text)
+        commands = ["python script.py"] if block.kind == "python" else block.commands
+        for command in commands:
             if not command.startswith(ARRIVING):
                 _run(command, workshop)
