@@ -10,6 +10,7 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import parameters
+from tests.support.pages import PAGES, Block, blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,9 +67,18 @@ def test_paths_exist() -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_yaml_examples_load(number: int, tmp_path: Path) -> None:
-    text = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)[number]
+@pytest.mark.parametrize(
+    "block",
+    [block for page in PAGES for block in blocks(page) if block.kind == "yaml"],
+    ids=lambda block: block.name,
+)
+def test_yaml_examples_load(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "example.yaml"
-    path.write_text(re.sub(r"from: ([\w-]+)", rf"from: {ROOT}/configs/model/\1.yaml", text))
-    load((PrepConfig, PretrainConfig)[number], path)
+    # By path, so that presets need not be found by name here.
+    path.write_text(
+        re.sub(r"{from: ([\w-]+)", rf"{{from: {ROOT}/configs/model/\1.yaml", block.text)
+    )
+    if "output_dir:" in block.text:
+        load(PrepConfig, path)
+    else:
+        load(PretrainConfig, path, ["run_dir=runs/mine", "data.dir=data/mine"])
