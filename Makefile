@@ -55,10 +55,14 @@ demo: $(STAMP) ## raw text to an exported encoder, a rank killed on the way; COR
 docs: $(STAMP) ## the pages of docs/ as a site, in site/; a warning is an error
 	$(BIN)/python -m mkdocs build --quiet
 
-image: ## container image with everything installed
-	docker build --tag postnorm .
+IMAGE := docker build --build-arg REVISION="$$(git describe --always --dirty --abbrev=40)"
+image: ## container image for CPUs
+	$(IMAGE) --tag postnorm .
+
+image-cuda: ## container image for NVIDIA GPUs
+	$(IMAGE) --build-arg VARIANT=cuda --tag postnorm:cuda .
 
 clean: ## remove .venv, runs, site and caches
 	rm -rf $(VENV) runs site .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo docs image clean
+.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo docs image image-cuda clean

@@ -37,7 +37,7 @@ MACHINE = ROOT / "benchmarks/gpu/machine.txt"
 LIMIT_MIB = 40.0
 _DATA = "benchmarks/gpu/data.yaml"
 _ABOUT = "kit.json"
-_EXTRAS = ("hf",)
+_EXTRAS = ("train", "hf")
 """Of the project: what the benchmarks need beside its own requirements."""
 _SOURCE_ONLY = ("deepspeed",)
 """Published without wheels; one is built here."""
@@ -226,7 +226,8 @@ def _project_requirements() -> list[Requirement]:
     texts = [*project["dependencies"]]
     for extra in _EXTRAS:
         texts += project["optional-dependencies"][extra]
-    return [Requirement(text) for text in texts]
+    needed = [Requirement(text) for text in texts]
+    return [need for need in needed if need.name != project["name"]]
 
 
 def _requirements(wheel: Path) -> list[Requirement]:

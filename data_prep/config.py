@@ -7,7 +7,7 @@ defaults say that they are our own.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.errors import ConfigError
@@ -424,6 +424,8 @@ class ShardsConfig:
 @dataclass(frozen=True, kw_only=True)
 class PrepConfig:
     """From text files to a dataset folder."""
+
+    SHIPPED: ClassVar = ("prep",)
 
     output_dir: str = param(REQUIRED, "dataset folder; intermediate files go to work/ in it")
     workers: int = param(0, "processes; 0 takes one a core", unit="processes", ge=0)

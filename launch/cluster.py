@@ -6,7 +6,7 @@ The root config of `python -m launch`. Files are in `configs/cluster/`.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.schema import build, param, section
@@ -264,6 +264,8 @@ class HardwareConfig:
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """A cluster profile. The default is one GPU."""
+
+    SHIPPED: ClassVar = ("cluster",)
 
     nodes: int = param(1, "nodes of the job", unit="nodes", ge=1)
     gpus_per_node: int = param(

@@ -438,6 +438,7 @@ def _requeue(arguments: argparse.Namespace) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs/demo", help="folder, replaced (default runs/demo)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the training")
     parser.add_argument(
         "--corpus", help="your text: file, folder or glob; default: embedded corpus"
     )
@@ -447,7 +448,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     # Imported here: job scripts on the nodes need no psutil.
     from launch.demo import demo
 
-    demo(arguments.out, corpus=arguments.corpus)
+    demo(arguments.out, corpus=arguments.corpus, quick=arguments.quick)
 
 
 VERBS: tuple[Verb, ...] = (

@@ -5,6 +5,7 @@ ranks, kill one with SIGKILL, let the launcher start both again, export, fill a 
 """
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,11 +19,20 @@ import psutil
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError, PostnormError
+from pipeline.runtime.env import module_command
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 
-_PREP_CONFIG = "configs/prep/demo.yaml"
-_RUN_CONFIG = "configs/demo.yaml"
+_CONFIG = "demo"
+"""Name of the shipped configs, of the data and of the run."""
+_QUICK = (
+    "train.num_steps=120",
+    "train.warmup_steps=10",
+    "train.alpha_warmup_steps=10",
+    "checkpoint.every_steps=10",
+    "monitor.log_every_steps=2",
+    "monitor.eval_every_steps=30",
+)
 _NUM_RANKS = 2
 _KILLED_RANK = 1
 _TEXT = "Returns a [MASK] of all the files in the directory."
@@ -32,23 +42,24 @@ class DemoError(PostnormError):
     """A step of the demo failed."""
 
 
-def demo(out: str, *, corpus: str | None) -> int:
+def demo(out: str, *, corpus: str | None, quick: bool = False) -> int:
     """Run the demo and write `OUT/summary.json`; an earlier demo in `out` is replaced.
 
+    `quick` is a tenth of the training, which shows that everything works.
     Without a `corpus`, a file, folder or glob of text, the embedded one is taken.
     """
     folder = Path(out)
     _clear(folder)
-    overrides = [f"run_dir={folder}/train", f"data.dir={folder}/data"]
-    config = load(PretrainConfig, _RUN_CONFIG, overrides).config
+    overrides = [f"run_dir={folder}/train", f"data.dir={folder}/data", *(_QUICK if quick else ())]
+    config = load(PretrainConfig, _CONFIG, overrides).config
     prep_overrides = [f"output_dir={folder}/data"]
     if corpus:
         inputs = json.dumps([corpus], ensure_ascii=False)
         prep_overrides.append(f"sources=[{{name: corpus, inputs: {inputs}}}]")
-    _step("prepare", ["-m", "data_prep", "run", _PREP_CONFIG, *prep_overrides])
+    _step("prepare", ["prep", "run", _CONFIG, *prep_overrides])
     killed_at_step = _train_and_kill(Path(config.run_dir), config.train.num_steps, overrides)
-    _step("export", ["-m", "pipeline", "export", config.run_dir, f"{folder}/export"])
-    _step("fill a mask", ["-m", "pipeline", "fill-mask", f"{folder}/export", _TEXT])
+    _step("export", ["export", config.run_dir, f"{folder}/export"])
+    _step("fill a mask", ["fill-mask", f"{folder}/export", _TEXT])
     summary = _summary(folder, Path(config.run_dir), killed_at_step)
     write_json_atomic(folder / "summary.json", summary)
     print(f"\n== {folder}/summary.json")
@@ -71,18 +82,17 @@ def _clear(folder: Path) -> None:
 
 
 def _step(title: str, arguments: list[str]) -> None:
-    print(f"\n== {title}: python {' '.join(arguments)}", flush=True)
-    code = subprocess.run([sys.executable, *arguments], check=False).returncode
+    print(f"\n== {title}: {shlex.join(['postnorm', *arguments])}", flush=True)
+    code = subprocess.run([*module_command("postnorm"), *arguments], check=False).returncode
     if code:
         raise DemoError(f"{title} failed with exit code {code}; see above")
 
 
 def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
     """Train with two ranks, kill one half-way, and return the step it had logged by then."""
-    submit = ["-m", "launch", "submit", _RUN_CONFIG, "--local", f"--ranks={_NUM_RANKS}"]
-    arguments = [*submit, *overrides]
-    print(f"\n== pre-train: python {' '.join(arguments)}", flush=True)
-    process = subprocess.Popen([sys.executable, *arguments])
+    arguments = ["submit", _CONFIG, "--local", f"--ranks={_NUM_RANKS}", *overrides]
+    print(f"\n== pre-train: {shlex.join(['postnorm', *arguments])}", flush=True)
+    process = subprocess.Popen([*module_command("postnorm"), *arguments])
     try:
         step = _wait_for_step(run_dir, num_steps // 2, process)
         victim = _find_rank(process.pid, _KILLED_RANK)

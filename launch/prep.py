@@ -16,7 +16,6 @@ import json
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,6 +54,7 @@ from pipeline.errors import (
     ConfigError,
     PostnormError,
 )
+from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.summary import table
 
@@ -389,11 +389,12 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
 
 def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> str:
     """Run a command of `data_prep`, which `launch` does not import, and return its output."""
-    words = [sys.executable, "-m", "data_prep", command, config_path, *arguments]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    words = [command, config_path, *arguments]
+    start = module_command("data_prep")
+    done = subprocess.run([*start, *words], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SubmitError(
-            f"`{shlex.join(words[1:])}` failed with exit code {done.returncode}: "
+            f"`python -m data_prep {shlex.join(words)}` failed with exit code {done.returncode}: "
             f"{done.stdout.strip().removeprefix('error: ') or 'see above'}"
         )
     return done.stdout

@@ -8,7 +8,8 @@ from pipeline.config.load import REVISION_FILE, git_revision
 from pipeline.errors import PostnormError
 from pipeline.runtime.files import temporary_beside
 
-_PACKAGES = ("data_prep", "launch", "pipeline")
+_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs")
+"""The last is a link in a checkout, which `rglob` does not follow."""
 _ROOT = Path(__file__).resolve().parents[1]
 _HASH_LETTERS = 16
 
@@ -72,5 +73,5 @@ def snapshot_for(start: Path, folder: Path) -> None:
 
 def _files(root: Path) -> list[Path]:
     """List the files of the packages in a fixed order, without Python's compiled ones."""
-    every = (path for package in _PACKAGES for path in (root / package).rglob("*"))
+    every = {path for folder in _FOLDERS for path in (root / folder).rglob("*")}
     return sorted(path for path in every if path.is_file() and "__pycache__" not in path.parts)

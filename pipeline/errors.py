@@ -76,3 +76,26 @@ class WorkerError(PostnormError):
     """A process that makes batches is gone or broken."""
 
     exit_code = EXIT_FAILED_RETRY
+
+
+_EXTRAS = {
+    "torch": "train",
+    "deepspeed": "train",
+    "tensorboard": "train",
+    "safetensors": "train",
+    "google_crc32c": "train",
+    "transformers": "hf",
+}
+"""By module that is not among the base dependencies: what installs it."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> PostnormError | None:
+    """Return the error that says what to install; None if no extra has the missing module."""
+    module = (error.name or "").partition(".")[0]
+    extra = _EXTRAS.get(module)
+    if extra is None:
+        return None
+    return PostnormError(
+        f"this needs {module}, which is not installed: run `pip install 'postnorm[{extra}]'`, in a "
+        "checkout `make setup`"
+    )

@@ -1,9 +1,18 @@
 """`postnorm VERB`: the verbs of all packages behind one door."""
 
+import platform
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeline.runtime import stop
+from postnorm import __version__
+
+_HERE = str(Path(__file__).resolve().parents[1])
+if sys.path[0] != _HERE:
+    # `python -m` puts the current folder first: a user's own pipeline.py would be imported there.
+    sys.path.append(sys.path.pop(0))
+
+from pipeline.runtime import stop  # noqa: E402 - only now is it surely ours
 
 if TYPE_CHECKING:
     from pipeline.runtime.cli import Verb
@@ -41,7 +50,10 @@ def main() -> NoReturn:
     stop.listen_early(sys.argv[1:])  # before all other imports
     from pipeline.runtime import cli
 
-    cli.main(cli.parser_of("postnorm", "Pre-trains Post-LN encoders, from raw text.", groups()))
+    parser = cli.parser_of("postnorm", "Pre-trains Post-LN encoders, from raw text.", groups())
+    version = f"postnorm {__version__}, Python {platform.python_version()}"
+    parser.add_argument("--version", action="version", version=version)
+    cli.main(parser)
 
 
 if __name__ == "__main__":

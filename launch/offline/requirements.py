@@ -46,7 +46,8 @@ def read_pins(folder: Path, target: Target) -> Pins:
     supported = Requirement(f"python{content['requires-python']}").specifier
     if not supported.contains(f"{target.python}.0"):
         raise DataError(f"PYTHON={target.python}: expected {content['requires-python']}")
-    torch = next(need for need in map(Requirement, content["dependencies"]) if need.name == "torch")
+    training = content["optional-dependencies"]["train"]
+    torch = next(need for need in map(Requirement, training) if need.name == "torch")
     lines = (folder / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     values = {

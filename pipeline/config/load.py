@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pipeline.config import schema, strict_yaml
+from pipeline.config.named import find
 from pipeline.config.strict_yaml import Node
 from pipeline.errors import ConfigError
 
@@ -43,15 +44,16 @@ class Loaded(Generic[T]):
 
 
 def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loaded[T]:
-    """Read a config file.
+    """Read a config file, or the shipped config of that name; `cls.SHIPPED` says where those are.
 
     Overrides are `dotted.path=value`, the value as YAML (`train.lr=1e-4`, `sources.0.inputs=[a,
     b]`); later ones win.
 
     Raises:
-        ConfigError: see `strict_yaml.read_file` and `schema.build`.
+        ConfigError: see `named.find`, `strict_yaml.read_file` and `schema.build`.
     """
-    root = _read_with_includes(Path(path), ())
+    kinds = getattr(cls, "SHIPPED", ())
+    root = _read_with_includes(find(str(path), kinds), (), kinds)
     for text in overrides:
         root = _override(root, text)
     config = schema.build(cls, root)
@@ -111,6 +113,8 @@ def git_revision() -> str:
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / REVISION_FILE).is_file():
         return (checkout / REVISION_FILE).read_text(encoding="utf-8").strip()
+    if not (checkout / ".git").exists():
+        return "unknown (not a git checkout)"  # an environment may lie in somebody else's checkout
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -127,26 +131,29 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read_with_includes(path: Path, parents: tuple[Path, ...]) -> Node:
+def _read_with_includes(path: Path, parents: tuple[Path, ...], kinds: Sequence[str]) -> Node:
     if path.resolve() in parents:
         chain = " -> ".join(str(parent) for parent in (*parents, path.resolve()))
         raise ConfigError(f"config files include each other in a circle: {chain}")
-    return _expand(strict_yaml.read_file(path), path, (*parents, path.resolve()))
+    return _expand(strict_yaml.read_file(path), path, (*parents, path.resolve()), kinds)
 
 
-def _expand(node: Node, path: Path, parents: tuple[Path, ...]) -> Node:
-    """Replace every `from: file` by that file's content, overlaid with the keys beside it."""
+def _expand(node: Node, path: Path, parents: tuple[Path, ...], kinds: Sequence[str]) -> Node:
+    """Replace every `from: file` by that file's content, overlaid with the keys beside it.
+
+    Shipped configs have a folder for each section that has such, `model`.
+    """
     if isinstance(node.value, list):
-        return Node([_expand(item, path, parents) for item in node.value], node.origin)
+        return Node([_expand(item, path, parents, ()) for item in node.value], node.origin)
     if not isinstance(node.value, dict):
         return node
-    own = {k: _expand(v, path, parents) for k, v in node.value.items() if k != "from"}
+    own = {k: _expand(v, path, parents, (k,)) for k, v in node.value.items() if k != "from"}
     if "from" not in node.value:
         return Node(own, node.origin)
     target = node.value["from"]
     if not isinstance(target.value, str):
         raise ConfigError(f"from = {target.plain()!r} ({target.origin}): expected a file name")
-    base = _read_with_includes(path.parent / target.value, parents)
+    base = _read_with_includes(find(target.value, kinds, path.parent), parents, kinds)
     return _overlay(base, Node(own, node.origin))
 
 

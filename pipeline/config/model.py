@@ -1,7 +1,7 @@
 """The encoder's architecture: every switch that leads from BERT to RealFormer and RoFormerV2."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pipeline.config.schema import param
 from pipeline.errors import ConfigError
@@ -12,6 +12,8 @@ class ModelConfig:
     """One architecture; the defaults are RoFormerV2 small. `docs/models.md` says where each switch
     comes from, and `configs/model/` holds the named ones.
     """
+
+    SHIPPED: ClassVar = ("model",)
 
     vocab_size: int | None = param(
         None, "rows of the token embedding; null takes the tokenizer's", unit="tokens", ge=6

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
@@ -19,6 +20,8 @@ from pipeline.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
     """One pre-training run; the cluster it runs on is not part of it."""
+
+    SHIPPED: ClassVar = ("train", "")
 
     run_dir: str = param(REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists")
     seed: int = param(1, "of initialisation, order, masks and dropout", ge=0, le=2**32 - 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.config import schema, strict_yaml
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
+from pipeline.config.named import find
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import KernelsConfig
 from pipeline.errors import ConfigError
@@ -69,7 +70,8 @@ def read_plan(
     Raises:
         ConfigError: `load` fails, or a number is below 1.
     """
-    if _is_run(Path(path), ()):
+    path = find(str(path), ("model", "train", ""))
+    if _is_run(path, ()):
         run = load(PretrainConfig, path, overrides).config
         plan = Plan(
             run.model,
@@ -125,7 +127,7 @@ def _is_run(path: Path, parents: tuple[Path, ...]) -> bool:
     below = tree.get("from")
     if tree.keys() - {"from"} or not isinstance(below, str):
         return False
-    return _is_run(path.parent / below, (*parents, path.resolve()))
+    return _is_run(find(below, ("train", ""), path.parent), (*parents, path.resolve()))
 
 
 def _switches(config: ModelConfig) -> list[str]:

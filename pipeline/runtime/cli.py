@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, PostnormError
+from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, PostnormError, missing_extra
 from pipeline.runtime import stop
 from pipeline.runtime.log import to_console
 
@@ -195,6 +195,12 @@ def run(parser: argparse.ArgumentParser) -> int:
     except PostnormError as error:
         logger.error("error: %s", error)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        logger.error("error: %s", missing)
+        return missing.exit_code
     except OSError as error:
         logger.error(
             "error: %s; what was finished before is untouched, the same command continues", error

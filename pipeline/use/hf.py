@@ -117,14 +117,13 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     """Write a run's newest good checkpoint, or a model folder, for transformers.
 
     Raises:
-        CheckpointError: transformers is not installed, there is nothing good to export, or what
-            transformers computes from the folder differs; nothing is left behind then.
+        ModuleNotFoundError: transformers is not installed.
+        CheckpointError: there is nothing good to export, or what transformers computes from the
+            folder differs; nothing is left behind then.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise CheckpointError(
-            "--format hf compares with transformers, which is not installed: "
-            "pip install -c constraints.txt -e '.[hf]' in the project's folder"
-        )
+        # It is imported by other processes, which compare what was written.
+        raise ModuleNotFoundError("no module named 'transformers'", name="transformers")
     trained = load_trained(source)
     require_full_alpha(trained, source, "an exported model has alpha 1")
     config = trained.model.config

@@ -1,0 +1,76 @@
+"""The container recipes: their layers, what they install, and what gets into the image."""
+
+import fnmatch
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+DEFINITION = (ROOT / "apptainer.def").read_text()
+# https://docs.docker.com/reference/dockerfile/
+INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
+NEEDED = {"pyproject.toml", "constraints.txt", "LICENSE", "README.md", "data_prep", "launch",
+          "pipeline", "postnorm", "configs"}  # fmt: skip
+
+
+def _instructions() -> list[tuple[str, str]]:
+    lines = [line for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined]
+
+
+def test_dependencies_come_before_code_and_the_user_is_not_root() -> None:
+    instructions = _instructions()
+    assert {name for name, _ in instructions} <= INSTRUCTIONS
+    words = [f"{name} {text}" for name, text in instructions]
+    [fetch] = [i for i, line in enumerate(words) if "--requirement requirements.txt" in line]
+    assert words.index("COPY pyproject.toml constraints.txt ./") < fetch < words.index("COPY . .")
+    assert words.index("USER postnorm") > max(i for i, line in enumerate(words) if "RUN" in line)
+    assert words[0] == "ARG VARIANT=cpu"
+    assert {"FROM python:3.11-slim AS cpu", "FROM python:3.11-slim AS cuda", "FROM ${VARIANT}"} <= {
+        *words
+    }
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("recipe", [DOCKERFILE, DEFINITION], ids=["docker", "apptainer"])
+def test_both_recipes_install_all_but_tools_for_developers(recipe: str) -> None:
+    [program] = re.findall(r'python -c "(.*)" > requirements.txt', recipe)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    expected = {*project["dependencies"], *extras["train"], *extras["hf"]} - {"postnorm[train]"}
+    assert set(done.stdout.splitlines()) == expected
+    assert "pip install --constraint constraints.txt --requirement requirements.txt" in recipe
+    assert "pip install --no-deps --editable ." in recipe
+
+
+def test_only_the_packages_get_into_the_image() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == NEEDED
+    assert any(fnmatch.fnmatch("pipeline/use/__pycache__", rule) for rule in rules[1:])
+    files = DEFINITION.partition("%files\n")[2].partition("\n\n")[0].splitlines()
+    assert {line.split()[0] for line in files} == NEEDED
+    assert all((ROOT / name).exists() for name in NEEDED)
+
+
+def test_the_definition_has_its_sections() -> None:
+    # https://apptainer.org/docs/user/main/definition_files.html
+    head = [line for line in DEFINITION.splitlines() if line and not line.startswith("#")]
+    assert head[:2] == ["Bootstrap: docker", "From: python:3.11-slim"]
+    sections = re.findall(r"^%(\w+)$", DEFINITION, re.MULTILINE)
+    assert sections == ["arguments", "files", "post", "environment", "runscript", "test"]
+    arguments = set(re.findall(r"^    (\w+)=", DEFINITION.partition("%files")[0], re.MULTILINE))
+    assert set(re.findall(r"{{ (\w+) }}", DEFINITION)) == arguments
+    post = DEFINITION.partition("%post\n")[2].partition("\n\n")[0]
+    subprocess.run(["sh", "-n"], input=post, text=True, check=True)
