@@ -22,7 +22,9 @@ import postnorm
 from pipeline.runtime import cli
 from tests.support.pages import NEEDS, PAGES, ROOT, Block, blocks, commands_in_sentences
 
-_OF_OTHERS = re.compile("cd|diff|echo|git|head|pip|source|ssh|tail|tensorboard|touch|zstdcat")
+_OF_OTHERS = re.compile(
+    "apptainer|cd|diff|docker|echo|git|head|pip|source|ssh|tail|tensorboard|touch|zstdcat"
+)
 _KINDS = ("bash", "python", "text", "yaml")
 _SMALLER = {
     "vocab_size: 8_000": "vocab_size: 600",
@@ -35,7 +37,7 @@ _SMALLER = {
     "eval_every_steps: 500": "eval_every_steps: 12, eval_sequences: 8",
 }
 """What the examples of README.md have, and what is quick."""
-ARRIVING = ("postnorm compare", "postnorm --version")
+ARRIVING = ("postnorm compare",)
 """Commands that the pages describe and this revision does not have yet."""
 
 _SCRIPTS = ("api",) if hasattr(postnorm, "load") else ()
@@ -110,6 +112,8 @@ def _check(words: Sequence[str]) -> None:
 
 
 def _check_module(name: str, arguments: Sequence[str]) -> None:
+    if list(arguments) == ["--version"]:
+        return  # of the door itself; the pages run it
     if name in ("data_prep", "launch", "pipeline", "postnorm"):
         try:
             cli.parse(_parser(name), arguments)
@@ -181,8 +185,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
         prep, train = prep.replace(long, short), train.replace(long, short)
     (folder / "prep.yaml").write_text(prep)
     (folder / "train.yaml").write_text(train)
-    for preset in (ROOT / "configs" / "model").glob("*.yaml"):
-        shutil.copy(preset, folder / preset.stem)
     (folder / "bin").mkdir()
     command = folder / "bin" / "postnorm"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m postnorm "$@"\n')
