@@ -25,7 +25,7 @@ from tests.support.pages import NEEDS, PAGES, ROOT, Block, blocks, commands_in_s
 _OF_OTHERS = re.compile(
     "apptainer|cd|diff|docker|echo|git|head|pip|source|ssh|tail|tensorboard|touch|zstdcat"
 )
-_KINDS = ("bash", "python", "text", "yaml")
+_KINDS = ("bash", "python", "text", "toml", "yaml")
 _SMALLER = {
     "vocab_size: 8_000": "vocab_size: 600",
     "roformer_v2-small": "roformer_v2-small, num_layers: 2, hidden_size: 32, num_heads: 2",

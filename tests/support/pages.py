@@ -27,7 +27,7 @@ class Block:
     page: str
     line: int
     kind: str
-    """`bash`, `yaml`, `python` or `text`."""
+    """Its language, such as `bash`."""
     needs: tuple[str, ...]
     text: str
 
