@@ -52,6 +52,9 @@ fmt: $(STAMP) ## format and sort imports
 demo: $(STAMP) ## raw text to an exported encoder, a rank killed on the way; CORPUS=path for your text
 	$(BIN)/python -m launch demo $(if $(CORPUS),--corpus '$(CORPUS)')
 
+docs: $(STAMP) ## the pages of docs/ as a site, in site/; a warning is an error
+	$(BIN)/python -m mkdocs build --quiet
+
 IMAGE := docker build --build-arg REVISION="$$(git describe --always --dirty --abbrev=40)"
 image: ## container image for CPUs
 	$(IMAGE) --tag postnorm .
@@ -59,7 +62,7 @@ image: ## container image for CPUs
 image-cuda: ## container image for NVIDIA GPUs
 	$(IMAGE) --build-arg VARIANT=cuda --tag postnorm:cuda .
 
-clean: ## remove .venv, runs and caches
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove .venv, runs, site and caches
+	rm -rf $(VENV) runs site .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo image image-cuda clean
+.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo docs image image-cuda clean

@@ -10,16 +10,41 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import parameters
+from tests.support.pages import PAGES, Block, blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+_FOLDERS = [
+    "benchmarks",
+    "configs",
+    "data_prep",
+    "examples",
+    "launch",
+    "postnorm",
+    "studies",
+    "tests",
+]
 
 
-def test_the_map_lists_every_package() -> None:
-    listed = set(re.findall(r"^\| `([a-z_/]+)/` \|", README, flags=re.MULTILINE))
-    packages = {"data_prep", "launch", "postnorm", "configs", "studies", "benchmarks", "tests"}
-    packages |= {f"pipeline/{path.parent.name}" for path in ROOT.glob("pipeline/*/__init__.py")}
-    assert listed == packages
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_map_lists_every_package(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    [table] = re.findall(r"## Map of the code\n\n(.*?)\n\n", text, flags=re.DOTALL)
+    first_cells = "".join(re.findall(r"^\|(.*?)\|", table, flags=re.MULTILINE))
+    packages = {f"pipeline/{path.parent.name}" for path in ROOT.glob("pipeline/*/__init__.py")}
+    assert set(re.findall(r"`([a-z_/]+)/`", first_cells)) == packages.union(_FOLDERS)
+
+
+def test_the_page_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 130
+    assert [line for line in lines if len(line) > 240] == []
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#:]+)[^)]*\)", README)
+    assert len(links) > 15
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_parameters_in_the_table_of_models() -> None:
@@ -35,14 +60,22 @@ def test_parameters_in_the_table_of_models() -> None:
 
 
 def test_paths_exist() -> None:
-    paths = set(re.findall(r"\b(?:configs|pipeline|tests)/[\w/.-]+\.(?:yaml|py)", README))
-    assert paths
+    pages = [README, *(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))]
+    named = r"\b(?:configs|pipeline|launch|data_prep|tests|studies)/[\w/.-]+\.(?:yaml|py)"
+    paths = {path for page in pages for path in re.findall(named, page)}
+    assert len(paths) > 5
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_yaml_examples_load(number: int, tmp_path: Path) -> None:
-    text = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)[number]
+@pytest.mark.parametrize(
+    "block",
+    [block for page in PAGES for block in blocks(page) if block.kind == "yaml"],
+    ids=lambda block: block.name,
+)
+def test_yaml_examples_load(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "example.yaml"
-    path.write_text(text.replace("from: configs", f"from: {ROOT}/configs"))
-    load((PrepConfig, PretrainConfig)[number], path)
+    path.write_text(block.text)
+    if "output_dir:" in block.text:
+        load(PrepConfig, path)
+    else:
+        load(PretrainConfig, path, ["run_dir=runs/mine", "data.dir=data/mine"])

@@ -1,0 +1,45 @@
+"""The pages become a site without warnings, and their figure shows the study's numbers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from studies.figure import DATA, FIGURE, figure
+from tests.support.pages import PAGES, ROOT
+
+_LARGEST_BYTES = 60_000
+
+
+@pytest.mark.smoke
+def test_site_has_every_page(processes: None, tmp_path: Path) -> None:
+    """A warning is an error by mkdocs.yml: of links, of pages without a place, of docstrings."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    for page in PAGES:
+        if page.parent.name == "docs":
+            assert (tmp_path / "site" / f"{page.stem}.html").is_file()
+    assert "read_index" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+
+
+def test_figure_is_of_its_data() -> None:
+    drawn = figure(json.loads(DATA.read_text()))
+    assert drawn == FIGURE.read_text(encoding="utf-8"), "run `python -m studies.figure`"
+    assert len(drawn) < _LARGEST_BYTES
+
+
+def test_figure_shows_one_stuck_start() -> None:
+    """What README.md says of the figure."""
+    data = json.loads(DATA.read_text())
+    stuck, *others = data["held_out_loss"].values()
+    assert stuck > data["unigram_entropy"]
+    assert len(others) == 3
+    assert all(loss < data["unigram_entropy"] - 0.1 for loss in others)
