@@ -24,7 +24,8 @@ build-backend = "setuptools.build_meta"
 name = "tiny"
 version = "1"
 requires-python = ">=3.11,<3.13"
-dependencies = ["torch>=2.11", "Speed_Up>=2"]
+dependencies = ["Speed_Up>=2"]
+optional-dependencies.train = ["torch>=2.11"]
 [tool.setuptools]
 py-modules = []
 """
