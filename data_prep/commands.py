@@ -26,7 +26,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     # Imported here, so that `config` and `--help` answer without sentencepiece and webdataset.
-    from data_prep.run import run, run_part
+    from data_prep.run import report_text, run, run_part
 
     config = _load(arguments)
     rank, world, replace = arguments.rank, arguments.world, arguments.replace
@@ -35,7 +35,8 @@ def _run(arguments: argparse.Namespace) -> None:
     elif (rank, world) != (0, 1):
         raise ConfigError("--rank and --world are for one stage: give --stage, too")
     else:
-        run(config, replace=replace)
+        for line in report_text(run(config, replace=replace)):
+            print(line)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +112,7 @@ VERBS = (
         "run configs/prep/demo.yaml output_dir=runs/mine/data \\\n"
         "    'sources=[{name: mine, inputs: [/data/text, \"/data/more/*.jsonl.zst\"]}]'\n"
         "run configs/prep/web.yaml --stage ingest --rank 3 --world 64",
+        if_interrupted="finished tasks stay done, the same command continues",
     ),
     Verb(
         "plan",

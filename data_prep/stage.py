@@ -15,6 +15,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
@@ -41,6 +42,7 @@ from pipeline.runtime.files import (
     temporary_beside,
     write_json_atomic,
 )
+from pipeline.runtime.stop import kept_from_children
 
 T = TypeVar("T")
 _TOUCHED_EVERY_S = 10
@@ -316,22 +318,26 @@ def _results(
         return
     # Spawned, not forked: libraries may hold threads and locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        min(workers, len(waiting)), mp_context=context, initializer=_end_with_parent
-    ) as pool:
-        futures = {pool.submit(_complete, tasks[i], function): i for i in waiting}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool as error:
-            raise BusyError(
-                "a worker process was killed, perhaps by the system because memory ran out (see "
-                "`dmesg`); finished tasks stay done, and the same command continues; lower "
-                "`workers` if it happens again"
-            ) from error
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    number = min(workers, len(waiting))
+    pool = ProcessPoolExecutor(number, mp_context=context, initializer=_end_with_parent)
+    try:
+        with kept_from_children([signal.SIGINT]):
+            futures = {pool.submit(_complete, tasks[i], function): i for i in waiting}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        raise BusyError(
+            "a worker process was killed, perhaps by the system because memory ran out (see "
+            "`dmesg`); finished tasks stay done, and the same command continues; lower "
+            "`workers` if it happens again"
+        ) from error
+    except KeyboardInterrupt:
+        # Nobody waits for tasks that take an hour: what they have not finished is done again.
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:

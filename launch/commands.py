@@ -1,9 +1,7 @@
 """The verbs of `python -m launch`: their arguments, and what each calls."""
 
 import argparse
-import contextlib
 import json
-import logging
 import os
 import sys
 import time
@@ -49,8 +47,6 @@ from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.run_folder import RunFolder
-
-logger = logging.getLogger(__name__)
 
 
 def _add_cluster(parser: argparse.ArgumentParser, default: str = "one GPU") -> None:
@@ -336,8 +332,7 @@ def _preflight_check(arguments: argparse.Namespace) -> None:
     config, cluster = _config(arguments), cluster_of(arguments.cluster)
     record = check_node(config, cluster, arguments.records, env.node_name())
     for finding in record.findings:
-        logger.info("%s: %s", record.node, finding.text)
-    logging.shutdown()
+        print(f"{record.node}: {finding.text}", flush=True)
     # A thread that hangs in a driver or a file system would hold back Python's own exit.
     os._exit(EXIT_FINISHED)
 
@@ -347,7 +342,9 @@ def _preflight_judge(arguments: argparse.Namespace) -> int:
     nodes, measured = arguments.nodes.split(), arguments.bandwidth
     evidence = gather(arguments.records, nodes, config, with_bandwidth=measured)
     job, restart = arguments.job, arguments.restart
-    return judge_nodes(config, cluster, evidence, job=job, restart=restart).exit_code
+    verdict = judge_nodes(config, cluster, evidence, job=job, restart=restart)
+    _say(f"preflight: {line}" for line in verdict.text(evidence))
+    return verdict.exit_code
 
 
 def _preflight(arguments: argparse.Namespace) -> int | None:
@@ -364,11 +361,10 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 def _status(arguments: argparse.Namespace) -> None:
     tell = _status_json if arguments.json else _status_text
     clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not arguments.json else ""
-    with contextlib.suppress(KeyboardInterrupt):
-        while arguments.watch is not None:
-            print(f"{clear}{tell(arguments.folder)}", flush=True)
-            time.sleep(arguments.watch)
-        print(tell(arguments.folder))
+    while arguments.watch is not None:
+        print(f"{clear}{tell(arguments.folder)}", flush=True)
+        time.sleep(arguments.watch)
+    print(tell(arguments.folder))
 
 
 def _status_text(folder: Path | None) -> str:
@@ -405,8 +401,7 @@ def _logs(arguments: argparse.Namespace) -> None:
     def why_over() -> str:
         return logs.why_job_is_over(run_dir, job) if job else logs.why_local_run_is_over(run_dir)
 
-    with contextlib.suppress(KeyboardInterrupt):
-        print(logs.follow(path, arguments.lines, why_over), file=sys.stderr)
+    print(logs.follow(path, arguments.lines, why_over), file=sys.stderr)
 
 
 def _add_cancel(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import psutil
 
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.errors import ConfigError, PostnormError
+from pipeline.errors import EXIT_INTERRUPTED, ConfigError, PostnormError
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 
@@ -25,6 +27,7 @@ _PREP_CONFIG = "configs/prep/demo.yaml"
 _RUN_CONFIG = "configs/demo.yaml"
 _NUM_RANKS = 2
 _KILLED_RANK = 1
+_TO_END_S = 5.0
 _TEXT = "Returns a [MASK] of all the files in the directory."
 
 
@@ -72,9 +75,26 @@ def _clear(folder: Path) -> None:
 
 def _step(title: str, arguments: list[str]) -> None:
     print(f"\n== {title}: python {' '.join(arguments)}", flush=True)
-    code = subprocess.run([sys.executable, *arguments], check=False).returncode
+    with _started(arguments) as process:
+        code = process.wait()
     if code:
         raise DemoError(f"{title} failed with exit code {code}; see above")
+
+
+@contextmanager
+def _started(arguments: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start Python on a step, which does not outlive the block."""
+    process = subprocess.Popen([sys.executable, *arguments])
+    try:
+        yield process
+    except KeyboardInterrupt:
+        # A terminal interrupts the step as well, which ends and says what it leaves.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TO_END_S)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
@@ -82,18 +102,13 @@ def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
     submit = ["-m", "launch", "submit", _RUN_CONFIG, "--local", f"--ranks={_NUM_RANKS}"]
     arguments = [*submit, *overrides]
     print(f"\n== pre-train: python {' '.join(arguments)}", flush=True)
-    process = subprocess.Popen([sys.executable, *arguments])
-    try:
+    with _started(arguments) as process:
         step = _wait_for_step(run_dir, num_steps // 2, process)
         victim = _find_rank(process.pid, _KILLED_RANK)
         victim.send_signal(signal.SIGKILL)
         killed = f"rank {_KILLED_RANK} (pid {victim.pid}) killed with SIGKILL at step {step}"
         print(f"== {killed}", flush=True)
         code = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
     if code:
         raise DemoError(f"pre-training failed with exit code {code}; see {run_dir}/logs")
     return step

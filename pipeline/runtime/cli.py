@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, PostnormError
-from pipeline.runtime import stop
-from pipeline.runtime.log import to_console
+from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, EXIT_INTERRUPTED, PostnormError
+from pipeline.runtime import log, stop
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,8 @@ class Verb:
     One a line; an indented line continues the one before, and a line that does not begin with the
     verb is shown as it is.
     """
+    if_interrupted: str = ""
+    """What Ctrl-C leaves behind, for the line that it ends in."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +67,9 @@ class Parser(argparse.ArgumentParser):
 def make_parser(program: str, description: str, examples: str) -> Parser:
     """Make a parser whose help ends in worked examples."""
     epilog = f"examples:\n{examples}"
-    return Parser(prog=f"python -m {program}", description=description, epilog=epilog)
+    parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
+    parser.set_defaults(level=logging.INFO, if_interrupted="")
+    return parser
 
 
 def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb]]) -> Parser:
@@ -110,11 +113,20 @@ def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:
     for verb in verbs:
         one = known.add_parser(verb.name, description=verb.summary)
         verb.add_arguments(one)
+        if isinstance(one, Parser) and not one.verbs:
+            _add_level(one)
         one.epilog = f"example:\n{_typed(verb, parser.prog)}"
         # argparse prefers what a family's own verbs set.
-        one.set_defaults(run=verb.run)
+        one.set_defaults(run=verb.run, if_interrupted=verb.if_interrupted)
         if isinstance(parser, Parser):
             parser.verbs[verb.name] = one
+
+
+def _add_level(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_mutually_exclusive_group().add_argument
+    levels: dict[str, Any] = {"action": "store_const", "dest": "level", "default": logging.INFO}
+    add("-q", "--quiet", **levels, const=logging.WARNING, help="only results and warnings")
+    add("-v", "--verbose", **levels, const=logging.DEBUG, help="also what helps to find a fault")
 
 
 def _typed(verb: Verb, program: str) -> str:
@@ -182,8 +194,8 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
 def run(parser: argparse.ArgumentParser) -> int:
     """Parse the command line, run the chosen verb and return its exit code."""
     arguments = parse(parser, sys.argv[1:])
-    # Where a command's output is for programs, nothing else stands in it.
-    to_console(stream=sys.stderr if getattr(arguments, "json", False) else None)
+    log.set_level(arguments.level)
+    log.to_console()
     try:
         code = int(arguments.run(arguments) or EXIT_FINISHED)
         sys.stdout.flush()
@@ -192,6 +204,12 @@ def run(parser: argparse.ArgumentParser) -> int:
         # Whoever reads (head, less) has seen enough. What is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FINISHED
+    except KeyboardInterrupt as error:
+        stop.obey_from_now()
+        # What was done knows best what is left behind; else the verb does.
+        left = str(error) or arguments.if_interrupted
+        logger.error("interrupted%s", left and f": {left}")
+        return EXIT_INTERRUPTED
     except PostnormError as error:
         logger.error("error: %s", error)
         return error.exit_code

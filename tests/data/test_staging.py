@@ -286,7 +286,7 @@ def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path
         capture_output=True, text=True, cwd=ROOT, timeout=60,
     )  # fmt: skip
     needed = f"{total / 1e9:.4f} GB are still needed, {(1 << 18) / 1e9:.4f} GB are free"
-    assert f"no space to stage shards in data.stage_dir, {tmp_path}/small: {needed}" in done.stdout
+    assert f"no space to stage shards in data.stage_dir, {tmp_path}/small: {needed}" in done.stderr
     assert done.stdout.endswith("code 2\n"), done.stdout + done.stderr
 
 
