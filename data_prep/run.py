@@ -18,6 +18,9 @@ from pipeline.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
+RESOLVED_FILE = "resolved.yaml"
+"""In the dataset's folder: the config that it was made with, in full."""
+
 
 def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     """Prepare a dataset, continuing where an earlier run stopped, and return its report.
@@ -102,7 +105,7 @@ def _open_output(given: Corpus, *, replace: bool, is_last: bool = False) -> None
         (output / "index.json").unlink(missing_ok=True)
         report_path.unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
-    write_atomic(output / "resolved.yaml", resolved_text(given.config).encode())
+    write_atomic(output / RESOLVED_FILE, resolved_text(given.config).encode())
 
 
 def report_text(report: dict[str, Any]) -> Iterator[str]:

@@ -72,6 +72,8 @@ class PrepReport:
     """Elements of the arrays that the queue knows."""
     queue_problem: str
     """Why SLURM could not be asked, or empty."""
+    dataset: dict[str, Any] | None = None
+    """How far it is, by its own files; None where only jobs are looked at."""
 
 
 def run_report(run_dir: Path) -> RunReport:

@@ -18,8 +18,8 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     - `data_prep` has `run`, `plan`, `status` and `config`, as others have: its verbs stand behind
       `prep`. They are about a dataset, all others about a run or a model.
     - `status` is that of `launch`: it shows what the trainer's own shows and the job besides, it
-      lists all runs if none is named, and it needs no SLURM. `python -m pipeline status` is the
-      trainer's.
+      lists all runs if none is named, and it needs no SLURM. Here it looks at datasets, too.
+      `python -m pipeline status` is the trainer's.
     """
     from data_prep import commands as prep
     from launch import commands as launch
@@ -28,6 +28,8 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
 
     taken = {verb.name for verb in launch.VERBS}
     train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch.VERBS]
+    status = launch.status_verb(prep.dataset_status)
+    train = [status if verb.name == status.name else verb for verb in train]
     return {
         "prepare": (family("prep", "raw text to a tokenised dataset", prep.VERBS),),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
