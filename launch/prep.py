@@ -390,12 +390,13 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
 def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> str:
     """Run a command of `data_prep`, which `launch` does not import, and return its output."""
     words = [sys.executable, "-m", "data_prep", command, config_path, *arguments]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SubmitError(
             f"`{shlex.join(words[1:])}` failed with exit code {done.returncode}: "
-            f"{done.stdout.strip().removeprefix('error: ') or 'see above'}"
+            f"{done.stderr.strip().removeprefix('error: ')}"
         )
+    sys.stderr.write(done.stderr)  # its warnings
     return done.stdout
 
 

@@ -41,6 +41,8 @@ class Verb:
     """
     if_interrupted: str = ""
     """What Ctrl-C leaves behind, for the line that it ends in."""
+    verbs: Sequence["Verb"] = ()
+    """Those of a family, which stand behind its name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,11 +100,19 @@ def family(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
 
     lines = [line for verb in verbs for line in verb.example.splitlines()]
     example = "\n".join(line if line[0] == " " else f"{name} {line}" for line in lines)
-    return Verb(name, summary, add, run, example)
+    return Verb(name, summary, add, run, example, verbs=verbs)
 
 
 def _listed(verbs: Iterable[Verb]) -> str:
-    return "\n".join(f"  {verb.name:<10}  {verb.summary}" for verb in verbs)
+    lines = [line for verb in verbs for line in _lines_of(verb)]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"  {name:<{width}}  {summary}" for name, summary in lines)
+
+
+def _lines_of(verb: Verb) -> list[tuple[str, str]]:
+    if not verb.verbs:
+        return [(verb.name, verb.summary)]
+    return [(f"{verb.name} {one.name}", one.summary) for one in verb.verbs]
 
 
 def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:

@@ -6,7 +6,6 @@ stdout is for results. Training's result are rank 0's step lines, so they stand 
 import logging
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from pipeline.runtime.run_folder import RunFolder
 
@@ -25,7 +24,7 @@ def set_level(level: int) -> None:
 def to_console(least: int = logging.NOTSET) -> None:
     """Send this process's records of at least a level to stderr, short."""
     level = max(_level, least)
-    logging.basicConfig(level=level, handlers=[_console(sys.stderr)], force=True)
+    logging.basicConfig(level=level, handlers=[_console(_Stderr())], force=True)
 
 
 def to_run(run_dir: Path, rank: int) -> None:
@@ -40,7 +39,7 @@ def to_run(run_dir: Path, rank: int) -> None:
     file_handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
     handlers: list[logging.Handler] = [file_handler]
     if rank == 0:
-        steps, trouble = _console(sys.stdout), _console(sys.stderr)
+        steps, trouble = _console(logging.StreamHandler(sys.stdout)), _console(_Stderr())
         steps.setLevel(_level)
         steps.addFilter(lambda record: record.levelno < logging.WARNING)
         trouble.setLevel(logging.WARNING)
@@ -48,8 +47,15 @@ def to_run(run_dir: Path, rank: int) -> None:
     logging.basicConfig(level=min(_level, logging.INFO), handlers=handlers, force=True)
 
 
-def _console(stream: TextIO) -> logging.Handler:
-    handler = logging.StreamHandler(stream)
+class _Stderr(logging.Handler):
+    """Writes to what stderr is at that moment: a progress bar on a terminal puts itself below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"{self.format(record)}\n")
+        sys.stderr.flush()
+
+
+def _console(handler: logging.Handler) -> logging.Handler:
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(_ours_or_warning)
     return handler

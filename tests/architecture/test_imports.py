@@ -76,6 +76,7 @@ DOORS = {
     "psutil": {"launch.demo"},
     "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
+    "rich": {"pipeline.runtime.summary"},
 }
 ABOVE = {"benchmarks", "postnorm", "studies", "tests"}
 """They may import everything, and no package imports them."""

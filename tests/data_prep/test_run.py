@@ -243,8 +243,8 @@ def test_command_says_why_it_fails(prep_config: Path, tmp_path: Path) -> None:
     source = f"sources=[{{name: bad, inputs: [{bad}]}}]"
     done = _run_command("run", str(prep_config), source, f"output_dir={tmp_path}/data")
     assert done.returncode == 2
-    assert "the corpus is empty" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "the corpus is empty" in done.stdout
+    assert "Traceback" not in done.stdout
 
 
 @pytest.mark.usefixtures("processes")

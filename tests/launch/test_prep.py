@@ -404,5 +404,5 @@ def test_command_passes_on_what_data_prep_refuses(
     arguments = [str(prep_config), "tokenizer.vocab_siz=1", "--cluster", str(profile)]
     done = _command(*arguments, slurm=slurm)
     assert done.returncode == 2
-    assert "did you mean 'vocab_size'" in done.stderr
+    assert "did you mean 'vocab_size'" in done.stdout
     assert not slurm.calls

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -181,3 +182,13 @@ def test_names_that_stand_in_two_tables_are_known() -> None:
     trainer = {verb.name for verbs in GROUPS.values() for verb in verbs}
     assert launch & trainer == {"status"}
     assert "prep" not in launch | trainer
+
+
+def test_every_verb_can_be_quiet_or_verbose() -> None:
+    def level(*words: str) -> int:
+        parsed: int = cli.parse(PARSERS["postnorm"], list(words)).level
+        return parsed
+
+    for line in (["prep", "run", "c"], ["checkpoint", "list", "r"], ["status"], ["pretrain", "c"]):
+        levels = (level(*line), level(*line, "-q"), level(*line, "-v"), level(*line, "--verbose"))
+        assert levels == (logging.INFO, logging.WARNING, logging.DEBUG, logging.DEBUG)
