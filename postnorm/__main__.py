@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline.runtime import stop
 
 if TYPE_CHECKING:
-    from pipeline.runtime.cli import Verb
+    from pipeline.runtime.cli import Parser, Verb
 
 _IN_JOBS = ("render", "preflight", "bandwidth", "rank", "decide")
 """Verbs that job scripts call; a person seldom does."""
@@ -24,16 +24,17 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     from data_prep import commands as prep
     from launch import commands as launch
     from pipeline.commands import GROUPS
-    from pipeline.runtime.cli import family
+    from pipeline.runtime.cli import completion_verb, family
 
     taken = {verb.name for verb in launch.VERBS}
     train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch.VERBS]
     status = launch.status_verb(prep.dataset_status)
     train = [status if verb.name == status.name else verb for verb in train]
+    completion = completion_verb("postnorm", _parser)
     return {
         "prepare": (family("prep", "raw text to a tokenised dataset", prep.VERBS),),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
-        "use": GROUPS["use"],
+        "use": (*GROUPS["use"], completion),
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
     }
 
@@ -43,7 +44,13 @@ def main() -> NoReturn:
     stop.listen_early(sys.argv[1:])  # before all other imports
     from pipeline.runtime import cli
 
-    cli.main(cli.parser_of("postnorm", "Pre-trains Post-LN encoders, from raw text.", groups()))
+    cli.main(_parser())
+
+
+def _parser() -> "Parser":
+    from pipeline.runtime import cli
+
+    return cli.parser_of("postnorm", "Pre-trains Post-LN encoders, from raw text.", groups())
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:
         required=True, metavar="VERB", help=argparse.SUPPRESS, prog=parser.prog
     )
     for verb in verbs:
-        one = known.add_parser(verb.name, description=verb.summary)
+        one = known.add_parser(verb.name, description=verb.summary, help=verb.summary)
         verb.add_arguments(one)
         if isinstance(one, Parser) and not one.verbs:
             _add_level(one)
@@ -175,6 +175,38 @@ def config_verb(kind: type[Any], example: str) -> Verb:
         print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
 
     return Verb("config", "check a config and print it in full", add, run, example)
+
+
+def completion_verb(program: str, make: Callable[[], argparse.ArgumentParser]) -> Verb:
+    """Make the verb that prints the script by which a shell completes a program's words."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads it")
+
+    def run(arguments: argparse.Namespace) -> None:
+        import shtab
+
+        whole = make()
+        _let_complete(whole)
+        print(shtab.complete(whole, arguments.shell))
+
+    bash = f"completion bash > ~/.local/share/bash-completion/completions/{program}"
+    example = f"{bash}\ncompletion zsh > ~/.zfunc/_{program}"
+    return Verb("completion", "print a script that completes words in a shell", add, run, example)
+
+
+def _let_complete(parser: argparse.ArgumentParser) -> None:
+    """Offer verbs, which `--help` lists itself, and files where any word may stand."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            action.help = ""
+            for one in set(action.choices.values()):
+                _let_complete(one)
+        elif action.choices is None and action.nargs != 0:
+            # shtab's own way to say it.
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def take_program(command: argparse.ArgumentParser) -> None:

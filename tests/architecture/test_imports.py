@@ -77,6 +77,7 @@ DOORS = {
     "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
     "rich": {"pipeline.runtime.summary"},
+    "shtab": {"pipeline.runtime.cli"},
 }
 ABOVE = {"benchmarks", "postnorm", "studies", "tests"}
 """They may import everything, and no package imports them."""
