@@ -60,12 +60,12 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         decision = end_attempt(attempt, limits, run_dir)
         if attempt.codes == (EXIT_PREEMPTED,) * num_ranks:
             return EXIT_PREEMPTED  # asked to stop, of which rank 0 has told
-        if is_asked:
-            raise KeyboardInterrupt(f"newest checkpoint: {attempt.after or 'none'}")
         if decision.word != "requeue":
             quiet = decision.exit_code in (EXIT_FINISHED, EXIT_STOPPED)
             logger.log(logging.INFO if quiet else logging.ERROR, "end: %s", decision.reason)
             return decision.exit_code
+        if is_asked:
+            raise KeyboardInterrupt(f"newest checkpoint: {attempt.after or 'none'}")
         logger.warning("starting again: %s", decision.reason)
         restart += 1
 

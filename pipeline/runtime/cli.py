@@ -5,8 +5,10 @@ and `postnorm` all of them together.
 """
 
 import argparse
+import atexit
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -247,7 +249,7 @@ def run(parser: argparse.ArgumentParser) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FINISHED
     except KeyboardInterrupt as error:
-        stop.obey_from_now()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one kills
         # What was done knows best what is left behind; else the verb does.
         left = str(error) or arguments.if_interrupted
         logger.error("interrupted%s", left and f": {left}")
@@ -266,7 +268,8 @@ def main(parser: argparse.ArgumentParser) -> NoReturn:
     """Run a command line and end the process, at once if it failed within its process group.
 
     Python's way out would run into gloo's threads, which abort it with another exit code now and
-    then. Children see their pipes closed.
+    then. Children see their pipes closed. After Ctrl-C it waits for threads at work, and gives
+    another exit code if the interrupt came while C code called Python.
     """
     try:
         code = run(parser)
@@ -274,8 +277,11 @@ def main(parser: argparse.ArgumentParser) -> NoReturn:
         traceback.print_exc()
         code = EXIT_FAILED_RETRY
     stop.ignore_from_now()
+    if code == EXIT_INTERRUPTED:
+        atexit._run_exitfuncs()  # or semaphores of worker processes are complained about
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    in_group = distributed is not None and distributed.is_initialized()
+    if in_group or code == EXIT_INTERRUPTED:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -90,11 +90,6 @@ def kept_from_children(signals: Collection[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def obey_from_now() -> None:
-    """Let a second Ctrl-C kill a process that ends after the first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def ignore_from_now() -> None:
     """Ignore the signals at the end of a process that listened: Python would let them kill."""
     if _request is not None:

@@ -135,3 +135,12 @@ def test_errors_leave_the_output_empty(programs: Processes) -> None:
     assert (program.returncode, out) == (2, "")
     assert error.startswith("error: nosuch does not exist.")
     assert len(error.splitlines()) == 1
+
+
+def test_the_demo_ends_with_its_step(programs: Processes, tmp_path: Path) -> None:
+    program = _start(programs, "demo", "--out", tmp_path / "demo")
+    work = tmp_path / "demo" / "data" / "work"
+    _wait_until(lambda: next(work.glob("*/*.running.json"), None) is not None, program)
+    code, error = _interrupt(program)
+    assert code == 130
+    assert error.count("interrupted") == 1
