@@ -138,7 +138,7 @@ def _add_level(parser: argparse.ArgumentParser) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     levels: dict[str, Any] = {"action": "store_const", "dest": "level", "default": logging.INFO}
     add("-q", "--quiet", **levels, const=logging.WARNING, help="only results and warnings")
-    add("-v", "--verbose", **levels, const=logging.DEBUG, help="also what helps to find a fault")
+    add("-v", "--verbose", **levels, const=logging.DEBUG, help="also where an error comes from")
 
 
 def _typed(verb: Verb, program: str) -> str:
@@ -256,6 +256,7 @@ def run(parser: argparse.ArgumentParser) -> int:
         return EXIT_INTERRUPTED
     except PostnormError as error:
         logger.error("error: %s", error)
+        logger.debug("where it was:", exc_info=error)
         return error.exit_code
     except OSError as error:
         logger.error(

@@ -51,8 +51,11 @@ class _Stderr(logging.Handler):
     """Writes to what stderr is at that moment: a progress bar on a terminal puts itself below."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"{self.format(record)}\n")
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except OSError:
+            self.handleError(record)
 
 
 def _console(handler: logging.Handler) -> logging.Handler:
