@@ -27,7 +27,7 @@ _PREP_CONFIG = "configs/prep/demo.yaml"
 _RUN_CONFIG = "configs/demo.yaml"
 _NUM_RANKS = 2
 _KILLED_RANK = 1
-_TO_END_S = 5.0
+_TO_END_S = 30.0
 _TEXT = "Returns a [MASK] of all the files in the directory."
 
 

@@ -134,13 +134,18 @@ def progress(
     from rich.console import Console
 
     columns = [
-        bars.TextColumn(f"{title}", markup=False),
+        bars.TextColumn(title, markup=False),
         bars.BarColumn(bar_width=None),
         bars.DownloadColumn() if unit == "B" else bars.MofNCompleteColumn(),
         bars.TimeRemainingColumn(compact=True),
     ]
-    console = Console(stderr=True)
-    with bars.Progress(*columns, console=console, transient=not stays, expand=False) as shown:
+    # What is printed meanwhile stands above the bar; in a file it stays what it is.
+    with bars.Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=not stays,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as shown:
         task = shown.add_task(title, total=total, completed=done)
         yield lambda number: shown.advance(task, number)
 
@@ -154,7 +159,7 @@ class _ProgressLines:
 
     def add(self, number: int) -> None:
         self._done += number
-        if time.monotonic() - self._told_s > _TELL_EVERY_S:
+        if time.monotonic() - self._told_s > _TELL_EVERY_S and self._done < self._total:
             self.tell()
 
     def tell(self) -> None:

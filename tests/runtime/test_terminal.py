@@ -11,6 +11,7 @@ import sys
 import termios
 import unicodedata
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -23,15 +24,15 @@ _CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*\b[34][0-7]m")
 
 
-def _on_terminal(words: list[str], **variables: str) -> str:
-    """What a program writes to a terminal, stdout and stderr."""
+def _on_terminal(words: list[str], stdout: IO[str] | None = None, **variables: str) -> str:
+    """What a program writes to a terminal: stderr, and stdout unless that is a file."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     removed = ("COLUMNS", "LINES", "NO_COLOR")
     clean = {name: value for name, value in os.environ.items() if name not in removed}
     environment = {**clean, "TERM": "xterm-256color", **variables}
     program = subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+        [sys.executable, *words], cwd=ROOT, stdin=theirs, stdout=stdout or theirs, stderr=theirs,
         env=environment,
     )  # fmt: skip
     os.close(theirs)
@@ -89,6 +90,22 @@ with progress("a stage of a long name", 3, "task", stays=True) as advance:
     assert any("3/3" in line for line in lines)
     assert _COLOUR.search(text)
     assert not _COLOUR.search(_on_terminal(["-c", program], NO_COLOR="1"))
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("processes")
+def test_a_bar_leaves_results_in_their_file(tmp_path: Path) -> None:
+    program = """
+from pipeline.runtime import log
+from pipeline.runtime.summary import progress
+log.to_console()
+with progress("verify", 2, "B") as advance:
+    advance(2)
+    print("a result")
+"""
+    with (tmp_path / "out").open("w") as file:
+        assert "verify" in _on_terminal(["-c", program], file)
+    assert (tmp_path / "out").read_text() == "a result\n"
 
 
 @pytest.mark.usefixtures("processes")
