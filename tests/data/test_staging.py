@@ -45,7 +45,11 @@ def _staging(
 ) -> Iterator["subprocess.Popen[str]"]:
     """A process that stages; one that stops itself has done so when this enters."""
     with subprocess.Popen(
-        _program(index, stage_dir, *stop_after), stdout=subprocess.PIPE, text=True, cwd=ROOT
+        _program(index, stage_dir, *stop_after),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
     ) as process:
         try:
             if stop_after:
@@ -286,7 +290,7 @@ def test_space_that_runs_out_while_copying(dataset: DatasetIndex, tmp_path: Path
         capture_output=True, text=True, cwd=ROOT, timeout=60,
     )  # fmt: skip
     needed = f"{total / 1e9:.4f} GB are still needed, {(1 << 18) / 1e9:.4f} GB are free"
-    assert f"no space to stage shards in data.stage_dir, {tmp_path}/small: {needed}" in done.stderr
+    assert f"no space to stage shards in data.stage_dir, {tmp_path}/small: {needed}" in done.stdout
     assert done.stdout.endswith("code 2\n"), done.stdout + done.stderr
 
 
