@@ -2,13 +2,16 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from data_prep.config import PrepConfig
 from pipeline.config.load import load
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
+from pipeline.runtime.summary import Summary
 
 
 def _load(arguments: argparse.Namespace) -> PrepConfig:
@@ -26,7 +29,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     # Imported here, so that `config` and `--help` answer without sentencepiece and webdataset.
-    from data_prep.run import run, run_part
+    from data_prep.run import report_text, run, run_part
 
     config = _load(arguments)
     rank, world, replace = arguments.rank, arguments.world, arguments.replace
@@ -35,7 +38,8 @@ def _run(arguments: argparse.Namespace) -> None:
     elif (rank, world) != (0, 1):
         raise ConfigError("--rank and --world are for one stage: give --stage, too")
     else:
-        run(config, replace=replace)
+        for line in report_text(run(config, replace=replace)):
+            print(line)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,10 +56,28 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(json.dumps(made) if arguments.json else plan_text(made, arguments.cores))
 
 
-def _status(arguments: argparse.Namespace) -> None:
-    from data_prep.show import summary
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    cli.add_config_arguments(parser)
 
-    print(summary(_load(arguments)).text())
+
+def _status(arguments: argparse.Namespace) -> None:
+    from data_prep.show import status
+
+    seen = status(_load(arguments))
+    print(json.dumps(asdict(seen)) if arguments.json else seen.summary().text())
+
+
+def dataset_status(folder: Path) -> tuple[Summary, dict[str, Any]] | None:
+    """Look at a dataset's folder, for `postnorm status`; None if it is another folder.
+
+    Returns:
+        What is shown, and the keys of `--json`.
+    """
+    from data_prep.show import status_of_folder
+
+    seen = status_of_folder(folder)
+    return (seen.summary(), asdict(seen)) if seen else None
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +133,7 @@ VERBS = (
         "run configs/prep/demo.yaml output_dir=runs/mine/data \\\n"
         "    'sources=[{name: mine, inputs: [/data/text, \"/data/more/*.jsonl.zst\"]}]'\n"
         "run configs/prep/web.yaml --stage ingest --rank 3 --world 64",
+        if_interrupted="finished tasks stay done, the same command continues",
     ),
     Verb(
         "plan",
@@ -122,7 +145,7 @@ VERBS = (
     Verb(
         "status",
         "show done, running, failed and waiting tasks",
-        cli.add_config_arguments,
+        _status_arguments,
         _status,
         "status configs/prep/web.yaml",
     ),

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from data_prep import corpus
@@ -16,6 +17,9 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
+
+RESOLVED_FILE = "resolved.yaml"
+"""In the dataset's folder: the config that it was made with, in full."""
 
 
 def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
@@ -31,7 +35,6 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     workers = config.workers or available_cores()
     walk(given, lambda stage: run_tasks(stage, workers))
     report: dict[str, Any] = json.loads((given.output / REPORT_FILE).read_bytes())
-    _log_report(report)
     return report
 
 
@@ -102,33 +105,32 @@ def _open_output(given: Corpus, *, replace: bool, is_last: bool = False) -> None
         (output / "index.json").unlink(missing_ok=True)
         report_path.unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
-    write_atomic(output / "resolved.yaml", resolved_text(given.config).encode())
+    write_atomic(output / RESOLVED_FILE, resolved_text(given.config).encode())
 
 
-def _log_report(report: dict[str, Any]) -> None:
-    """Log the most important numbers of a report."""
-    logger.info("%s", table({name: Counts.total([c]) for name, c in report["stages"].items()}))
+def report_text(report: dict[str, Any]) -> Iterator[str]:
+    """Format the most important numbers of a report."""
+    yield table({name: Counts.total([c]) for name, c in report["stages"].items()})
     for name, count in report["notes"].items():
-        logger.info("%s: %s", name, f"{count:,}")
+        yield f"{name}: {count:,}"
     for name, source in report["sources"].items():
-        text = "source %s: %s tokens, %.3f%% of them unknown, %.3f%% bytes of rare characters"
-        shares = (100 * source["unknown_share"], 100 * source["byte_piece_share"])
-        logger.info(text, name, f"{source['tokens']:,}", *shares)
-    for name, counts in report["decontaminate"].get("sets", {}).items():
-        text = (
-            "evaluation set %s: %s documents share text with it; searched for %s items, %s more "
-            "are too short"
+        yield (
+            f"source {name}: {source['tokens']:,} tokens, {100 * source['unknown_share']:.3f}% of "
+            f"them unknown, {100 * source['byte_piece_share']:.3f}% bytes of rare characters"
         )
-        numbers = (f"{counts[key]:,}" for key in ("documents", "items", "too short"))
-        logger.info(text, name, *numbers)
+    for name, counts in report["decontaminate"].get("sets", {}).items():
+        yield (
+            f"evaluation set {name}: {counts['documents']:,} documents share text with it; "
+            f"searched for {counts['items']:,} items, {counts['too short']:,} more are too short"
+        )
     for split, total in report["totals"].items():
         bytes_a_token = total["text_bytes"] / total["tokens"]
-        numbers = (f"{total[key]:,}" for key in ("tokens", "documents"))
-        logger.info(
-            "%s: %s tokens, %s documents, %.2f bytes a token", split, *numbers, bytes_a_token
+        yield (
+            f"{split}: {total['tokens']:,} tokens, {total['documents']:,} documents, "
+            f"{bytes_a_token:.2f} bytes a token"
         )
-    keys = ("num_shards", "num_blocks", "vocab_size", "unigram_entropy_nats", "fingerprint")
-    logger.info(
-        "%d shards, %d blocks, vocabulary %d, unigram entropy %.3f nats\nfingerprint %s",
-        *(report[key] for key in keys),
+    yield (
+        f"{report['num_shards']} shards, {report['num_blocks']} blocks, vocabulary "
+        f"{report['vocab_size']}, unigram entropy {report['unigram_entropy_nats']:.3f} nats"
     )
+    yield f"fingerprint {report['fingerprint']}"

@@ -7,8 +7,10 @@
 document came from; the original is then read from the input itself.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,11 @@ from data_prep.corpus import Corpus
 from data_prep.pieces import id_hash, read_documents, read_lines
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document
+from data_prep.run import RESOLVED_FILE
 from data_prep.stage import Size, Stage, State, state_of
+from pipeline.config.load import load
+from pipeline.config.strict_yaml import read_file
+from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import DataError
 from pipeline.runtime.summary import Summary, table
 
@@ -123,8 +129,53 @@ def _text_bytes(path: str, num_bytes: int) -> float:
     return num_bytes * (factors[0] if factors else 1.0)
 
 
-def summary(config: PrepConfig) -> Summary:
-    """Summarise a preparation: a line a stage, then failures and the next command; only reads.
+@dataclass(frozen=True)
+class DatasetStatus:
+    """How far a dataset is."""
+
+    output_dir: str
+    is_complete: bool
+    stages: dict[str, dict[str, int]]
+    """stage -> tasks in each state; empty as long as stages before it are not complete, and where a
+    finished dataset stands without its inputs."""
+    totals: dict[str, dict[str, int]]
+    """split -> {"tokens", "documents", "text_bytes"} of a finished dataset."""
+    remarks: list[str]
+    """Failures and the next command."""
+
+    def summary(self) -> Summary:
+        """Summarise for a terminal: a line a stage, then the remarks."""
+        rows: list[tuple[str, ...]] = [("stage", *_COLUMNS)]
+        before = ""
+        for name, counts in self.stages.items():
+            texts = [f"{counts[column]:,}" for column in _COLUMNS if counts]
+            rows.append((name, *(texts or [f"after {before}", *[""] * (len(_COLUMNS) - 1)])))
+            before = name if counts else before
+        lines = list(table(rows, right=range(1, len(_COLUMNS) + 1))) if self.stages else []
+        for split, total in self.totals.items():
+            lines.append(f"{split}: {total['tokens']:,} tokens, {total['documents']:,} documents")
+        state = "complete" if self.is_complete else "not complete"
+        return Summary(self.output_dir, f"dataset, {state}", [*lines, *self.remarks])
+
+
+def status_of_folder(folder: Path) -> DatasetStatus | None:
+    """Look at a dataset's folder, by the config that it holds; None if it is another folder.
+
+    Raises:
+        DataError: the dataset is not finished, and an input is not there any more.
+    """
+    if (folder / INDEX_FILE).is_file():
+        index = read_index(folder)
+        remarks = [f"{len(index.shards)} shards, fingerprint {index.fingerprint}"]
+        return DatasetStatus(str(folder), True, {}, index.totals, remarks)
+    path = folder / RESOLVED_FILE
+    if not path.is_file() or "output_dir" not in read_file(path).plain():
+        return None
+    return status(load(PrepConfig, path, [f"output_dir={json.dumps(str(folder))}"]).config)
+
+
+def status(config: PrepConfig) -> DatasetStatus:
+    """Look at the tasks of a preparation; only reads.
 
     Tasks done with other inputs or settings count as waiting. The number of tasks of a stage is
     known when the stages before are complete.
@@ -133,25 +184,22 @@ def summary(config: PrepConfig) -> Summary:
         DataError: an input does not exist or has no text files.
     """
     given = corpus.find(config)
-    rows: list[tuple[str, ...]] = [("stage", *_COLUMNS)]
+    stages: dict[str, dict[str, int]] = {}
     remarks: list[str] = []
     seen = look(given)
     for stage, records in seen:
         tasks = zip(stage.tasks, records, strict=True)
         states = [State("done") if record else state_of(task) for task, record in tasks]
         counts = Counter[str](state.name for state in states)
-        rows.append((stage.name, *(f"{counts[name]:,}" for name in _COLUMNS)))
+        stages[stage.name] = {name: counts[name] for name in _COLUMNS}
         remarks += _remarks(stage, states)
     last, records = seen[-1]
     later = [step.name for step in steps(config)][len(seen) :]
-    empty = [""] * (len(_COLUMNS) - 1)
-    rows += [(name, f"after {last.name}", *empty) for name in later]
     is_complete = all(records) and not later
     if not is_complete and not remarks:
         remarks.append(f"next: python -m data_prep run CONFIG, or --stage {last.name} in parts")
-    lines = [*table(rows, right=range(1, len(_COLUMNS) + 1)), *remarks]
-    state = "complete" if is_complete else "not complete"
-    return Summary(str(given.output), f"dataset, {state}", lines)
+    stages |= {name: {} for name in later}
+    return DatasetStatus(str(given.output), is_complete, stages, {}, remarks)
 
 
 def _remarks(stage: Stage, states: list[State]) -> list[str]:

@@ -15,8 +15,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from data_prep.config import PrepConfig
 from pipeline.errors import EXIT_FAILED_RETRY, BusyError
@@ -41,6 +40,9 @@ from pipeline.runtime.files import (
     temporary_beside,
     write_json_atomic,
 )
+from pipeline.runtime.stop import kept_from_children
+from pipeline.runtime.summary import progress
+from pipeline.runtime.summary import table as aligned
 
 T = TypeVar("T")
 _TOUCHED_EVERY_S = 10
@@ -163,22 +165,19 @@ class Counts:
 
 
 def table(stages: dict[str, Counts]) -> str:
-    """Format one line per stage, with its rejections below it."""
-    lines = [
-        f"{'stage':<12}{'documents in':>14}{'MB in':>10}{'documents out':>15}{'MB out':>10}"
-        f"{'rejected':>10}"
-    ]
+    """Format one line per stage, and its rejections below."""
+    rows = [("stage", "documents in", "MB in", "documents out", "MB out", "rejected")]
+    rejections = []
     for name, counts in stages.items():
         rejected = sum(documents for documents, _ in counts.rejected.values())
-        lines.append(
-            f"{name:<12}{counts.documents_in:>14,}{counts.bytes_in / 1e6:>10.2f}"
-            f"{counts.documents_out:>15,}{counts.bytes_out / 1e6:>10.2f}{rejected:>10,}"
-        )
-        lines += [
-            f"    {reason}: {documents:,} ({num_bytes / 1e6:.2f} MB)"
+        came, left = f"{counts.bytes_in / 1e6:.2f}", f"{counts.bytes_out / 1e6:.2f}"
+        documents_in, documents_out = f"{counts.documents_in:,}", f"{counts.documents_out:,}"
+        rows.append((name, documents_in, came, documents_out, left, f"{rejected:,}"))
+        rejections += [
+            f"    {name}: {reason}: {documents:,} ({num_bytes / 1e6:.2f} MB)"
             for reason, (documents, num_bytes) in sorted(counts.rejected.items())
         ]
-    return "\n".join(lines)
+    return "\n".join([*aligned(rows, right=range(1, 6)), *rejections])
 
 
 @dataclass(frozen=True)
@@ -297,13 +296,11 @@ def run_tasks(stage: Stage, workers: int, rank: int = 0, world: int = 1) -> list
     for task, record in zip(tasks, records, strict=True):
         if record:  # its process may have been killed between the record and the end
             task.path(".running.json").unlink(missing_ok=True)
-    done, interval_s = len(tasks) - len(waiting), 0.1 if sys.stderr.isatty() else 30
-    with tqdm(
-        total=len(tasks), initial=done, desc=stage.name, unit="task", mininterval=interval_s
-    ) as bar:
+    done = len(tasks) - len(waiting)
+    with progress(stage.name, len(tasks), "task", done=done, stays=True) as advance:
         for i, record in _results(tasks, waiting, stage.function, workers):
             records[i] = record
-            bar.update()
+            advance(1)
     return [record for record in records if record is not None]
 
 
@@ -316,22 +313,26 @@ def _results(
         return
     # Spawned, not forked: libraries may hold threads and locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        min(workers, len(waiting)), mp_context=context, initializer=_end_with_parent
-    ) as pool:
-        futures = {pool.submit(_complete, tasks[i], function): i for i in waiting}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool as error:
-            raise BusyError(
-                "a worker process was killed, perhaps by the system because memory ran out (see "
-                "`dmesg`); finished tasks stay done, and the same command continues; lower "
-                "`workers` if it happens again"
-            ) from error
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    number = min(workers, len(waiting))
+    pool = ProcessPoolExecutor(number, mp_context=context, initializer=_end_with_parent)
+    try:
+        with kept_from_children([signal.SIGINT]):
+            futures = {pool.submit(_complete, tasks[i], function): i for i in waiting}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        raise BusyError(
+            "a worker process was killed, perhaps by the system because memory ran out (see "
+            "`dmesg`); finished tasks stay done, and the same command continues; lower "
+            "`workers` if it happens again"
+        ) from error
+    except KeyboardInterrupt:
+        # Nobody waits for tasks that take an hour: what they have not finished is done again.
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import webdataset
-from tqdm import tqdm
 
 from pipeline.data.format import MEMBERS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file
+from pipeline.runtime.summary import progress
 from pipeline.tokenizer.wordpiece import load_tokenizer
 
 
@@ -34,8 +34,10 @@ def verify(folder: Path) -> list[str]:
         refuse_unlisted(index)
     except DataError as error:
         problems.append(str(error))
-    for shard in tqdm(range(len(index.shards)), desc="verify", unit="shard"):
-        problems += _shard_problems(index, shard)
+    with progress("verify", len(index.shards), "shard") as advance:
+        for shard in range(len(index.shards)):
+            problems += _shard_problems(index, shard)
+            advance(1)
     return problems
 
 

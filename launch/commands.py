@@ -1,15 +1,15 @@
 """The verbs of `python -m launch`: their arguments, and what each calls."""
 
 import argparse
-import contextlib
 import json
-import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from launch import control, logs, prep
 from launch.cluster import ClusterConfig, cluster_of
@@ -18,10 +18,19 @@ from launch.local import run_local, run_program
 from launch.plan import plan, plan_json, plan_text
 from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
-from launch.records import EVALUATE, PRETRAIN, PROGRAM, newest_checkpoint, prep_jobs, require_run
+from launch.records import (
+    EVALUATE,
+    PRETRAIN,
+    PROGRAM,
+    is_run,
+    newest_checkpoint,
+    prep_jobs,
+    require_run,
+)
 from launch.script import render
 from launch.site import ask_sbatch, check, within_site
 from launch.status import (
+    PrepReport,
     prep_report,
     prep_summary,
     queue_reports,
@@ -45,12 +54,11 @@ from launch.submit import (
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.run_folder import RunFolder
-
-logger = logging.getLogger(__name__)
+from pipeline.runtime.summary import Summary
 
 
 def _add_cluster(parser: argparse.ArgumentParser, default: str = "one GPU") -> None:
@@ -336,8 +344,7 @@ def _preflight_check(arguments: argparse.Namespace) -> None:
     config, cluster = _config(arguments), cluster_of(arguments.cluster)
     record = check_node(config, cluster, arguments.records, env.node_name())
     for finding in record.findings:
-        logger.info("%s: %s", record.node, finding.text)
-    logging.shutdown()
+        print(f"{record.node}: {finding.text}", flush=True)
     # A thread that hangs in a driver or a file system would hold back Python's own exit.
     os._exit(EXIT_FINISHED)
 
@@ -347,7 +354,9 @@ def _preflight_judge(arguments: argparse.Namespace) -> int:
     nodes, measured = arguments.nodes.split(), arguments.bandwidth
     evidence = gather(arguments.records, nodes, config, with_bandwidth=measured)
     job, restart = arguments.job, arguments.restart
-    return judge_nodes(config, cluster, evidence, job=job, restart=restart).exit_code
+    verdict = judge_nodes(config, cluster, evidence, job=job, restart=restart)
+    _say(f"preflight: {line}" for line in verdict.text(evidence))
+    return verdict.exit_code
 
 
 def _preflight(arguments: argparse.Namespace) -> int | None:
@@ -361,28 +370,64 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", type=_at_least_0, metavar="SECONDS", help="repeat forever")
 
 
-def _status(arguments: argparse.Namespace) -> None:
+DatasetLook = Callable[[Path], tuple[Summary, dict[str, Any]] | None]
+"""Looks at the folder of a dataset: what is shown, and plain values; None for another folder."""
+_STATUS_OF = "a run_dir, the folder of a dataset, or nothing for the queue"
+
+
+def status_verb(look: DatasetLook | None = None) -> Verb:
+    """Make the verb that shows runs, preparations' jobs and, by a way to look at it, a dataset."""
+    return Verb(
+        "status",
+        "show the state of a run or dataset; without one, of all in the queue",
+        _add_status,
+        partial(_status, look or (lambda _: None)),
+        "status\nstatus runs/mine --watch 30",
+    )
+
+
+def _status(look: DatasetLook, arguments: argparse.Namespace) -> None:
     tell = _status_json if arguments.json else _status_text
     clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not arguments.json else ""
-    with contextlib.suppress(KeyboardInterrupt):
-        while arguments.watch is not None:
-            print(f"{clear}{tell(arguments.folder)}", flush=True)
-            time.sleep(arguments.watch)
-        print(tell(arguments.folder))
+    while arguments.watch is not None:
+        print(f"{clear}{tell(look, arguments.folder)}", flush=True)
+        time.sleep(arguments.watch)
+    print(tell(look, arguments.folder))
 
 
-def _status_text(folder: Path | None) -> str:
+def _status_text(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return queue_text(queue_reports())
-    report = prep_report(folder.resolve())
-    summary = prep_summary(report) if report else run_summary(run_report(require_run(folder)))
-    return summary.text()
+    if is_run(folder):
+        return run_summary(run_report(folder.resolve())).text()
+    seen, jobs = _dataset(look, folder)
+    shown = [*([prep_summary(jobs)] if jobs else []), *([seen[0]] if seen else [])]
+    return "\n".join(summary.text() for summary in shown)
 
 
-def _status_json(folder: Path | None) -> str:
+def _status_json(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return json.dumps([asdict(report) for report in queue_reports()])
-    return json.dumps(asdict(prep_report(folder.resolve()) or run_report(require_run(folder))))
+    if is_run(folder):
+        return json.dumps(asdict(run_report(folder.resolve())))
+    seen, jobs = _dataset(look, folder)
+    report = jobs or PrepReport(str(folder.resolve()), {}, [], "")
+    return json.dumps(asdict(replace(report, dataset=seen and seen[1])))
+
+
+def _dataset(
+    look: DatasetLook, folder: Path
+) -> tuple[tuple[Summary, dict[str, Any]] | None, PrepReport | None]:
+    """Look at a dataset and at its jobs; one of them may be None."""
+    seen, jobs = None, prep_report(folder.resolve())
+    try:
+        seen = look(folder)
+    except PostnormError:
+        if jobs is None:
+            raise  # else the jobs are known, though perhaps only their nodes see the inputs
+    if seen is None and jobs is None:
+        raise RunFolder(folder).refusal(_STATUS_OF)
+    return seen, jobs
 
 
 def _add_logs(parser: argparse.ArgumentParser) -> None:
@@ -405,8 +450,7 @@ def _logs(arguments: argparse.Namespace) -> None:
     def why_over() -> str:
         return logs.why_job_is_over(run_dir, job) if job else logs.why_local_run_is_over(run_dir)
 
-    with contextlib.suppress(KeyboardInterrupt):
-        print(logs.follow(path, arguments.lines, why_over), file=sys.stderr)
+    print(logs.follow(path, arguments.lines, why_over), file=sys.stderr)
 
 
 def _add_cancel(parser: argparse.ArgumentParser) -> None:
@@ -478,13 +522,7 @@ VERBS: tuple[Verb, ...] = (
         _resume,
         "resume runs/mine train.num_steps=200_000",
     ),
-    Verb(
-        "status",
-        "show the state of a run or data preparation; without one, of all in the queue",
-        _add_status,
-        _status,
-        "status\nstatus runs/mine --watch 30",
-    ),
+    status_verb(),
     Verb(
         "logs",
         "show the log of a run's job, or of one rank",

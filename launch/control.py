@@ -41,9 +41,9 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
         try:
             left = _wait(training, save_s, lambda facts: not facts.is_alive or facts.is_waiting)
         except KeyboardInterrupt:
-            raise SlurmError(
-                f"interrupted: no job was cancelled, and {stop} stays: the run saves, ends, and "
-                "does not start again until the file is removed"
+            raise KeyboardInterrupt(
+                f"no job was cancelled, and {stop} stays: the run saves, ends, and does not start "
+                "again until the file is removed"
             ) from None
         yield "it has ended" if not left else f"it has not ended in {save_s:,.0f} s"
     yield from _cancel([facts.job for facts in jobs])

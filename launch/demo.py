@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import psutil
 
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.errors import ConfigError, PostnormError
+from pipeline.errors import EXIT_INTERRUPTED, ConfigError, PostnormError
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
@@ -35,6 +37,7 @@ _QUICK = (
 )
 _NUM_RANKS = 2
 _KILLED_RANK = 1
+_TO_END_S = 30.0
 _TEXT = "Returns a [MASK] of all the files in the directory."
 
 
@@ -83,27 +86,39 @@ def _clear(folder: Path) -> None:
 
 def _step(title: str, arguments: list[str]) -> None:
     print(f"\n== {title}: {shlex.join(['postnorm', *arguments])}", flush=True)
-    code = subprocess.run([*module_command("postnorm"), *arguments], check=False).returncode
+    with _started(arguments) as process:
+        code = process.wait()
     if code:
         raise DemoError(f"{title} failed with exit code {code}; see above")
+
+
+@contextmanager
+def _started(arguments: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start `postnorm` on a step, which does not outlive the block."""
+    process = subprocess.Popen([*module_command("postnorm"), *arguments])
+    try:
+        yield process
+    except KeyboardInterrupt:
+        # A terminal interrupts the step as well, which ends and says what it leaves.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TO_END_S)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _train_and_kill(run_dir: Path, num_steps: int, overrides: list[str]) -> int:
     """Train with two ranks, kill one half-way, and return the step it had logged by then."""
     arguments = ["submit", _CONFIG, "--local", f"--ranks={_NUM_RANKS}", *overrides]
     print(f"\n== pre-train: {shlex.join(['postnorm', *arguments])}", flush=True)
-    process = subprocess.Popen([*module_command("postnorm"), *arguments])
-    try:
+    with _started(arguments) as process:
         step = _wait_for_step(run_dir, num_steps // 2, process)
         victim = _find_rank(process.pid, _KILLED_RANK)
         victim.send_signal(signal.SIGKILL)
         killed = f"rank {_KILLED_RANK} (pid {victim.pid}) killed with SIGKILL at step {step}"
         print(f"== {killed}", flush=True)
         code = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
     if code:
         raise DemoError(f"pre-training failed with exit code {code}; see {run_dir}/logs")
     return step

@@ -1,8 +1,8 @@
 """Ranks as processes of this machine: a whole run (`submit --local`), or one rank (`rank`).
 
-A local run is restarted when a rank dies. Each attempt is a torchrun of its own: torchrun's own
-`--max-restarts` is not used, because with torch 2.13 and gloo restarted ranks find the dead ranks'
-addresses in the store and fail to connect.
+A local run is restarted when a rank dies. The ranks are plain processes and not torchrun's: it
+answers Ctrl-C and every failure with a traceback of its own, and with torch 2.13 and gloo the ranks
+that it restarts find the dead ranks' addresses in its store and fail to connect.
 """
 
 import logging
@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,9 @@ from pipeline.runtime.run_folder import RunFolder, record_exit
 logger = logging.getLogger(__name__)
 
 _JOB = "local"
+_NO_FAILURE = (EXIT_FINISHED, EXIT_PREEMPTED)
+_TO_END_S = 30.0
+_LOOK_EVERY_S = 0.1
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
@@ -34,13 +36,16 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
     """Run to the end, or until another attempt cannot help, and return the exit code.
 
     `words` are the module of the ranks and its arguments.
+
+    Raises:
+        KeyboardInterrupt: a signal ended the ranks, and not all of them had saved.
     """
     # The time makes the id new: attempts of an earlier call do not count, since a person may have
     # fixed what stopped it.
     job, restart = f"{_JOB}-{time.time_ns()}", 0
     while True:
         before = newest_checkpoint(run_dir)
-        _run_ranks(words, run_dir, num_ranks)
+        is_asked = _run_ranks(words, run_dir, num_ranks)
         codes = exit_codes(run_dir, _JOB)
         attempt = Attempt(
             job=job,
@@ -54,30 +59,77 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         )
         decision = end_attempt(attempt, limits, run_dir)
         if attempt.codes == (EXIT_PREEMPTED,) * num_ranks:
-            return EXIT_PREEMPTED  # a person or a supervisor asked the ranks to stop
+            return EXIT_PREEMPTED  # asked to stop, of which rank 0 has told
         if decision.word != "requeue":
             quiet = decision.exit_code in (EXIT_FINISHED, EXIT_STOPPED)
             logger.log(logging.INFO if quiet else logging.ERROR, "end: %s", decision.reason)
             return decision.exit_code
+        if is_asked:
+            raise KeyboardInterrupt(f"newest checkpoint: {attempt.after or 'none'}")
         logger.warning("starting again: %s", decision.reason)
         restart += 1
 
 
-def _run_ranks(words: list[str], run_dir: Path, num_ranks: int) -> None:
-    """Start all ranks once and wait; the ranks' records say how it ended, not torchrun's code."""
+def _run_ranks(words: list[str], run_dir: Path, num_ranks: int) -> bool:
+    """Run all ranks once, and return whether a signal asked them to stop.
+
+    The ranks' records say how it ended. A second signal kills them.
+    """
     shutil.rmtree(RunFolder(run_dir).exits(_JOB), ignore_errors=True)
-    threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={num_ranks}", "-m", *words]
-    variables = {"OMP_NUM_THREADS": str(threads), **os.environ, RUN_DIR_VARIABLE: str(run_dir)}
-    process = subprocess.Popen(command, env=variables)
+    group = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+        **os.environ,
+        RUN_DIR_VARIABLE: str(run_dir),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        _send(processes, number if len(asked) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
-        process.wait()
-    except BaseException:
-        # torchrun passes SIGTERM on; ranks that are past their start save.
-        process.terminate()
-        process.wait()
-        raise
+        for rank in map(str, range(num_ranks)):
+            command = [*env.module_command(words[0]), *words[1:]]
+            variables = {**group, "RANK": rank, "LOCAL_RANK": rank}
+            processes.append(subprocess.Popen(command, env=variables))
+        if asked:
+            _send(processes, asked[0])  # those that came after the signal
+        _wait(processes)
+    finally:
+        _send(processes, signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return bool(asked)
+
+
+def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Wait until all ranks have ended; where one fails, the others get a while to end, too."""
+    failed_s: float | None = None
+    while None in [rank.poll() for rank in ranks]:
+        is_failed = any(rank.returncode not in (None, *_NO_FAILURE) for rank in ranks)
+        if is_failed and failed_s is None:
+            failed_s = time.monotonic()
+            _send(ranks, signal.SIGTERM)
+        if failed_s is not None and time.monotonic() - failed_s > _TO_END_S:
+            _send(ranks, signal.SIGKILL)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _send(processes: Sequence["subprocess.Popen[bytes]"], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)  # nothing, to one that has ended
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def run_program(words: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -391,12 +392,13 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
     """Run a command of `data_prep`, which `launch` does not import, and return its output."""
     words = [command, config_path, *arguments]
     start = module_command("data_prep")
-    done = subprocess.run([*start, *words], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([*start, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SubmitError(
             f"`python -m data_prep {shlex.join(words)}` failed with exit code {done.returncode}: "
-            f"{done.stdout.strip().removeprefix('error: ') or 'see above'}"
+            f"{done.stderr.strip().removeprefix('error: ')}"
         )
+    sys.stderr.write(done.stderr)  # its warnings
     return done.stdout
 
 

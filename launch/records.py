@@ -148,7 +148,7 @@ def require_run(folder: Path) -> Path:
     if (folder / "work").is_dir():
         raise DataError(
             f"{folder} holds a data preparation that was not submitted to SLURM (no "
-            f"{PREP_RECORD}); `python -m data_prep status CONFIG` shows its progress"
+            f"{PREP_RECORD}); `postnorm status {folder}` shows its progress"
         )
     run = RunFolder(folder)
     missing = f"no {run.launch.name}/ and no {run.attempts.name}"

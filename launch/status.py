@@ -23,7 +23,7 @@ from launch.slurm import SlurmError
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import RunStatus, begin_text, progress_lines, run_status
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import Line, Summary, date, duration, short_path, table
+from pipeline.runtime.summary import LABEL_WIDTH, Line, Summary, date, duration, short_path, table
 
 _LAST_DECISIONS = ("finished", "stopped", "failed")
 """Decisions of `launch decide` after which the job script ends."""
@@ -72,6 +72,8 @@ class PrepReport:
     """Elements of the arrays that the queue knows."""
     queue_problem: str
     """Why SLURM could not be asked, or empty."""
+    dataset: dict[str, Any] | None = None
+    """How far it is, by its own files; None where only jobs are looked at."""
 
 
 def run_report(run_dir: Path) -> RunReport:
@@ -311,7 +313,7 @@ def _start_lines(report: RunReport) -> Iterator[Line]:
     if len(every) > _MAX_STARTS:
         yield f"{len(every)} starts, the last {_MAX_STARTS}:"
     if rows:
-        yield from (("start", line) for line in table(rows))
+        yield from (("start", line) for line in table(rows, label_width=LABEL_WIDTH))
 
 
 def _run_row(report: RunReport) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ EXIT_STOPPED = 3
 """Stopped by a person's STOP file: not to be started again until it is removed."""
 EXIT_PREEMPTED = 75
 """Stopped on request after saving (EX_TEMPFAIL in sysexits.h): start again to continue."""
+EXIT_INTERRUPTED = 130
+"""A person pressed Ctrl-C (128 + SIGINT, as shells count); training and evaluation give 75."""
 
 
 class PostnormError(Exception):

@@ -15,7 +15,7 @@ if sys.path[0] != _HERE:
 from pipeline.runtime import stop  # noqa: E402 - only now is it surely ours
 
 if TYPE_CHECKING:
-    from pipeline.runtime.cli import Verb
+    from pipeline.runtime.cli import Parser, Verb
 
 _IN_JOBS = ("render", "preflight", "bandwidth", "rank", "decide")
 """Verbs that job scripts call; a person seldom does."""
@@ -27,20 +27,23 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     - `data_prep` has `run`, `plan`, `status` and `config`, as others have: its verbs stand behind
       `prep`. They are about a dataset, all others about a run or a model.
     - `status` is that of `launch`: it shows what the trainer's own shows and the job besides, it
-      lists all runs if none is named, and it needs no SLURM. `python -m pipeline status` is the
-      trainer's.
+      lists all runs if none is named, and it needs no SLURM. Here it looks at datasets, too.
+      `python -m pipeline status` is the trainer's.
     """
     from data_prep import commands as prep
     from launch import commands as launch
     from pipeline.commands import GROUPS
-    from pipeline.runtime.cli import family
+    from pipeline.runtime.cli import completion_verb, family
 
     taken = {verb.name for verb in launch.VERBS}
     train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch.VERBS]
+    status = launch.status_verb(prep.dataset_status)
+    train = [status if verb.name == status.name else verb for verb in train]
+    completion = completion_verb("postnorm", _parser)
     return {
         "prepare": (family("prep", "raw text to a tokenised dataset", prep.VERBS),),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
-        "use": GROUPS["use"],
+        "use": (*GROUPS["use"], completion),
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
     }
 
@@ -50,10 +53,16 @@ def main() -> NoReturn:
     stop.listen_early(sys.argv[1:])  # before all other imports
     from pipeline.runtime import cli
 
+    cli.main(_parser())
+
+
+def _parser() -> "Parser":
+    from pipeline.runtime import cli
+
     parser = cli.parser_of("postnorm", "Pre-trains Post-LN encoders, from raw text.", groups())
     version = f"postnorm {__version__}, Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=version)
-    cli.main(parser)
+    return parser
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ trouble, another node would have it as well, so the message asks to change the c
 and nothing is requeued.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +35,6 @@ from pipeline.errors import (
     PostnormError,
 )
 from pipeline.runtime.summary import table
-
-logger = logging.getLogger(__name__)
 
 _Interval = Sequence[float]
 
@@ -165,12 +162,10 @@ def _newest_checkpoint(run_dir: Path) -> tuple[str, str] | None:
 def judge_nodes(
     config: PretrainConfig, cluster: ClusterConfig, evidence: Evidence, *, job: str, restart: int
 ) -> Verdict:
-    """Judge the nodes, print the verdict, and exclude bad nodes if other nodes would help."""
+    """Judge the nodes, and exclude bad nodes if other nodes would help."""
     run_dir = Path(config.run_dir)
     excluded, most = excluded_nodes(run_dir), cluster.max_excluded_nodes
     verdict = judge(evidence, cluster.preflight, excluded=excluded, max_excluded=most)
-    for line in verdict.text(evidence):
-        logger.info("preflight: %s", line)
     if verdict.bad and not verdict.problems:
         exclude_nodes(run_dir, verdict.bad)
         texts = "; ".join(text for texts in verdict.bad.values() for text in texts)

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from pipeline.checkpoints.manifest import (
     MANIFEST_FILE,
     REJECTED,
@@ -35,7 +33,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, BusyError, CheckpointError
 from pipeline.runtime.cli import Verb, family
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import duration, table
+from pipeline.runtime.summary import duration, progress, table
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.state import StateDifferences
@@ -101,17 +99,10 @@ def differences(one: Path, other: Path) -> CheckpointDifferences:
         *_values(a, b, _CIRCUMSTANCES),
         *_tree(a.provenance, b.provenance, "provenance"),
     ]
-    with tqdm(
-        total=a.num_bytes // 4,  # four bytes an element; the rest of the files is small
-        unit="element",
-        unit_scale=True,
-        desc="diff",
-        disable=None,
-        leave=False,
-    ) as progress:
-        return CheckpointDifferences(
-            manifest, circumstances, state_differences(one, other, progress.update)
-        )
+    # Four bytes an element; the rest of the files is small.
+    with progress("diff", a.num_bytes // 4, "element") as advance:
+        state = state_differences(one, other, advance)
+    return CheckpointDifferences(manifest, circumstances, state)
 
 
 def difference_text(one: Path, other: Path, differing: CheckpointDifferences) -> Iterator[str]:
@@ -196,11 +187,9 @@ def retention_of(run: Path) -> Retention | None:
 def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
     """Compare the files of checkpoints with their hashes, with a progress bar over bytes."""
     sizes = [manifest.num_bytes for path in paths if (manifest := _manifest(path)[0])]
-    with tqdm(
-        total=sum(sizes), unit="B", unit_scale=True, desc="verify", disable=None, leave=False
-    ) as progress:
+    with progress("verify", sum(sizes), "B") as advance:
         for path in paths:
-            yield path, list(problems(path, progress.update))
+            yield path, list(problems(path, advance))
 
 
 def rows(run: Path, *, verify: bool = False) -> list[Row]:

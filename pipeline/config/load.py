@@ -50,22 +50,27 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
     b]`); later ones win.
 
     Raises:
-        ConfigError: see `named.find`, `strict_yaml.read_file` and `schema.build`.
+        ConfigError: see `named.find`, `strict_yaml.read_file` and `schema.build`; tells all
+            mistakes that can be found together.
     """
     kinds = getattr(cls, "SHIPPED", ())
-    root = _read_with_includes(find(str(path), kinds), (), kinds)
-    for text in overrides:
-        root = _override(root, text)
-    config = schema.build(cls, root)
+    mistakes: list[str] = []
+    try:
+        root = _read_with_includes(find(str(path), kinds), (), kinds, mistakes)
+    except ConfigError as error:
+        strict_yaml.refuse([*mistakes, str(error)])
+        raise
+    root = _overridden(root, overrides, mistakes)
+    config = schema.build(cls, root, mistakes=mistakes)
     return Loaded(config, dict(_leaf_origins(root, "")))
 
 
 def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> T:
     """Return a config from plain values in place of a file (ConfigError: see `schema.build`)."""
     root = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
-    for text in overrides:
-        root = _override(root, text)
-    return schema.build(cls, root)
+    mistakes: list[str] = []
+    root = _overridden(root, overrides, mistakes)
+    return schema.build(cls, root, mistakes=mistakes)
 
 
 def explain(loaded: Loaded[Any]) -> str:
@@ -123,6 +128,15 @@ def git_revision() -> str:
     return done.stdout.strip()
 
 
+def _overridden(root: Node, overrides: Sequence[str], mistakes: list[str]) -> Node:
+    for text in overrides:
+        try:
+            root = _override(root, text)
+        except ConfigError as error:
+            mistakes.append(str(error))
+    return root
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -131,29 +145,40 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read_with_includes(path: Path, parents: tuple[Path, ...], kinds: Sequence[str]) -> Node:
+def _read_with_includes(
+    path: Path, parents: tuple[Path, ...], kinds: Sequence[str], mistakes: list[str]
+) -> Node:
     if path.resolve() in parents:
         chain = " -> ".join(str(parent) for parent in (*parents, path.resolve()))
         raise ConfigError(f"config files include each other in a circle: {chain}")
-    return _expand(strict_yaml.read_file(path), path, (*parents, path.resolve()), kinds)
+    node = strict_yaml.read_file(path, mistakes)
+    return _expand(node, path, (*parents, path.resolve()), kinds, mistakes)
 
 
-def _expand(node: Node, path: Path, parents: tuple[Path, ...], kinds: Sequence[str]) -> Node:
+def _expand(
+    node: Node, path: Path, parents: tuple[Path, ...], kinds: Sequence[str], mistakes: list[str]
+) -> Node:
     """Replace every `from: file` by that file's content, overlaid with the keys beside it.
 
     Shipped configs have a folder for each section that has such, `model`.
     """
     if isinstance(node.value, list):
-        return Node([_expand(item, path, parents, ()) for item in node.value], node.origin)
+        items = [_expand(item, path, parents, (), mistakes) for item in node.value]
+        return Node(items, node.origin)
     if not isinstance(node.value, dict):
         return node
-    own = {k: _expand(v, path, parents, (k,)) for k, v in node.value.items() if k != "from"}
+    own = {
+        key: _expand(child, path, parents, (key,), mistakes)
+        for key, child in node.value.items()
+        if key != "from"
+    }
     if "from" not in node.value:
         return Node(own, node.origin)
     target = node.value["from"]
     if not isinstance(target.value, str):
         raise ConfigError(f"from = {target.plain()!r} ({target.origin}): expected a file name")
-    base = _read_with_includes(find(target.value, kinds, path.parent), parents, kinds)
+    below = find(target.value, kinds, path.parent)
+    base = _read_with_includes(below, parents, kinds, mistakes)
     return _overlay(base, Node(own, node.origin))
 
 

@@ -9,10 +9,11 @@ import difflib
 import operator
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, Union
 
-from pipeline.config.strict_yaml import Node
+from pipeline.config.strict_yaml import Node, refuse
 from pipeline.errors import ConfigError
 
 T = TypeVar("T")
@@ -55,35 +56,62 @@ def range_text(field: "dataclasses.Field[Any]") -> str:
     return ", ".join(f"{sign} {bound}" for sign, bound in bounds.items())
 
 
-def build(cls: type[T], node: Node, path: str = "") -> T:
+def build(cls: type[T], node: Node, path: str = "", mistakes: Iterable[str] = ()) -> T:
     """Build `cls` from a mapping node.
 
+    `mistakes` are those that were found before.
+
     Raises:
-        ConfigError: unknown key, missing required key, wrong type, or value out of range; names
-            the path, the value, what was expected and the nearest valid key.
+        ConfigError: unknown keys, missing required keys, wrong types and values out of range, all
+            of them; names the path, the value, what was expected and the nearest valid key.
     """
-    where = path or "the config"
+    every = list(mistakes)
+    built = _build(cls, node, path, every)
+    refuse(every)
+    return typing.cast(T, built)
+
+
+def _build(cls: type[Any], node: Node, path: str, mistakes: list[str]) -> Any:
+    """Build `cls`; where anything is wrong, add it to the mistakes and return None."""
+    where, num_before = path or "the config", len(mistakes)
     if not isinstance(node.value, dict):
-        raise ConfigError(f"{where} must be a mapping, got {node.value!r} ({node.origin})")
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        mistakes.append(f"{where} must be a mapping, got {node.value!r} ({node.origin})")
+        return None
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    near = set()
     for key, child in node.value.items():
         if key not in fields:
-            raise ConfigError(_unknown_key_text(cls, path, key, child))
+            meant = _near(cls, key)
+            near |= set(meant)
+            mistakes.append(_unknown_key_text(cls, path, key, child, meant))
     hints = typing.get_type_hints(cls)
     values = {}
     for name, field in fields.items():
         dotted = f"{path}.{name}" if path else name
         if name in node.value:
-            values[name] = _coerce(hints[name], node.value[name], dotted)
-            _check_range(field, values[name], node.value[name], dotted)
+            with _noting(mistakes):
+                values[name] = _coerce(hints[name], node.value[name], dotted, mistakes)
+                _check_range(field, values[name], node.value[name], dotted)
         elif dataclasses.is_dataclass(hints[name]):
             # An absent section is built too, so that its own required fields are asked for.
-            values[name] = build(typing.cast(type, hints[name]), Node({}, node.origin), dotted)
-        elif field.default is REQUIRED and field.default_factory is REQUIRED:
-            raise ConfigError(
+            section = typing.cast(type, hints[name])
+            values[name] = _build(section, Node({}, node.origin), dotted, mistakes)
+        elif field.default is REQUIRED and field.default_factory is REQUIRED and name not in near:
+            mistakes.append(
                 f"{dotted} is required ({field.metadata['meaning']}); add it to {node.origin}"
             )
-    return cls(**values)
+    if len(mistakes) == num_before:
+        with _noting(mistakes):
+            return cls(**values)
+    return None
+
+
+@contextmanager
+def _noting(mistakes: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        mistakes.append(str(error))
 
 
 def walk(config: Any, path: str = "") -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
@@ -97,14 +125,19 @@ def walk(config: Any, path: str = "") -> "Iterator[tuple[str, dataclasses.Field[
             yield dotted, field, value
 
 
-def _unknown_key_text(cls: type, path: str, key: str, child: Node) -> str:
-    names = [field.name for field in dataclasses.fields(cls)]
+def _near(cls: type, key: str) -> list[str]:
+    """Find the key of a section of this one, or the nearest key, that an unknown one may mean."""
     elsewhere = [
         f"{name}.{key}"
         for name, hint in typing.get_type_hints(cls).items()
         if dataclasses.is_dataclass(hint) and key in {f.name for f in dataclasses.fields(hint)}
     ]
-    near = elsewhere or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return elsewhere or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+
+
+def _unknown_key_text(cls: type, path: str, key: str, child: Node, near: list[str]) -> str:
+    names = [field.name for field in dataclasses.fields(cls)]
     dotted = f"{path}.{key}" if path else key
     advice = f"did you mean {near[0]!r}? " if near else ""
     return (
@@ -125,15 +158,19 @@ def _check_range(field: "dataclasses.Field[Any]", value: Any, node: Node, path: 
             )
 
 
-def _coerce(hint: Any, node: Node, path: str) -> Any:
-    """Check one value against its type hint; nothing is converted (an int is not a bool)."""
+def _coerce(hint: Any, node: Node, path: str, mistakes: list[str]) -> Any:
+    """Check one value against its type hint; nothing is converted (an int is not a bool).
+
+    Mistakes inside of it are added to those there are; one of its own is raised.
+    """
     origin, args, value = typing.get_origin(hint), typing.get_args(hint), node.value
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), node, path)
+        return _build(typing.cast(type, hint), node, path, mistakes)
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        return _coerce(next(arg for arg in args if arg is not type(None)), node, path)
+        inner = next(arg for arg in args if arg is not type(None))
+        return _coerce(inner, node, path, mistakes)
     if origin is Literal:
         if type(value) is str and value in args:
             return value
@@ -148,7 +185,11 @@ def _coerce(hint: Any, node: Node, path: str) -> Any:
             raise ConfigError(
                 f"{path} = {node.plain()!r} ({node.origin}): expected a list, such as [a, b]"
             )
-        return tuple(_coerce(args[0], item, f"{path}.{i}") for i, item in enumerate(value))
+        items = []
+        for number, item in enumerate(value):
+            with _noting(mistakes):
+                items.append(_coerce(args[0], item, f"{path}.{number}", mistakes))
+        return tuple(items)
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is hint:

@@ -5,7 +5,10 @@ two equal keys. Here PyYAML only parses; scalars are resolved by the rules of YA
 (https://yaml.org/spec/1.2.2/#103-core-schema), without octal, hexadecimal, infinity and NaN.
 """
 
+import math
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +41,16 @@ class Node:
         return self.value
 
 
-def read_file(path: Path) -> Node:
-    """Read one YAML file.
+def refuse(mistakes: Sequence[str]) -> None:
+    """Raise one error that tells all mistakes of a config, if there are any."""
+    if len(mistakes) == 1:
+        raise ConfigError(mistakes[0])
+    if mistakes:
+        raise ConfigError("\n- ".join([f"the config has {len(mistakes)} mistakes:", *mistakes]))
+
+
+def read_file(path: Path, mistakes: list[str] | None = None) -> Node:
+    """Read one YAML file; `mistakes` are as in `parse`.
 
     Raises:
         ConfigError: the file is missing, not UTF-8, not YAML, or repeats a key.
@@ -50,13 +61,17 @@ def read_file(path: Path) -> Node:
         raise ConfigError(f"config file {path} does not exist; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    return parse(text, str(path))
+    return parse(text, str(path), mistakes=mistakes)
 
 
-def parse(text: str, source: str, *, with_lines: bool = True) -> Node:
+def parse(
+    text: str, source: str, *, with_lines: bool = True, mistakes: list[str] | None = None
+) -> Node:
     """Parse YAML text; an empty document is an empty mapping.
 
     `source` starts every origin and error message; `with_lines` appends `:line` to origins.
+    Repeated keys and unclear numbers are added to `mistakes`, whose owner must refuse them; without
+    it they are refused here.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -64,7 +79,11 @@ def parse(text: str, source: str, *, with_lines: bool = True) -> Node:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if root is None:
         return Node({}, source)
-    return _convert(root, source, with_lines)
+    noted = [] if mistakes is None else mistakes
+    node = _Converter(source, with_lines, noted).node(root)
+    if mistakes is None:
+        refuse(noted)
+    return node
 
 
 def dump(tree: dict[str, Any]) -> str:
@@ -72,42 +91,57 @@ def dump(tree: dict[str, Any]) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
-def _convert(node: yaml.Node, source: str, with_lines: bool) -> Node:
-    origin = f"{source}:{node.start_mark.line + 1}" if with_lines else source
-    if isinstance(node, yaml.MappingNode):
+@dataclass(frozen=True)
+class _Converter:
+    """Makes nodes of PyYAML's; after a mistake it goes on with what was probably meant."""
+
+    source: str
+    with_lines: bool
+    mistakes: list[str]
+
+    def node(self, node: yaml.Node) -> Node:
+        origin = self._origin(node)
+        if isinstance(node, yaml.MappingNode):
+            return Node(self._mapping(node), origin)
+        if isinstance(node, yaml.SequenceNode):
+            return Node([self.node(item) for item in node.value], origin)
+        assert isinstance(node, yaml.ScalarNode)
+        # A quoted or block scalar (style set) is text whatever it looks like.
+        return Node(node.value if node.style else self._resolve(node.value, origin), origin)
+
+    def _origin(self, node: yaml.Node) -> str:
+        return f"{self.source}:{node.start_mark.line + 1}" if self.with_lines else self.source
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
         mapping: dict[str, Node] = {}
         for key_node, value_node in node.value:
-            line = f"{source}:{key_node.start_mark.line + 1}" if with_lines else source
+            line, key = self._origin(key_node), key_node.value
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{line}: a key must be a plain word, got a list or a mapping")
-            key = key_node.value
+                self.mistakes.append(f"{line}: a key must be a plain word, got a list or a mapping")
+                continue
             if key in mapping:
-                raise ConfigError(
+                self.mistakes.append(
                     f"{line}: duplicate key {key!r}, first written at {mapping[key].origin}; "
                     "remove one of the two"
                 )
-            mapping[key] = _convert(value_node, source, with_lines)
-        return Node(mapping, origin)
-    if isinstance(node, yaml.SequenceNode):
-        return Node([_convert(item, source, with_lines) for item in node.value], origin)
-    assert isinstance(node, yaml.ScalarNode)
-    # A quoted or block scalar (style set) is text whatever it looks like.
-    return Node(node.value if node.style else _resolve(node.value, origin), origin)
+            mapping[key] = self.node(value_node)
+        return mapping
 
-
-def _resolve(text: str, origin: str) -> Scalar:
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    if _INT.fullmatch(text):
-        return int(text.replace("_", ""))
-    if _LEADING_ZERO.fullmatch(text):
-        raise ConfigError(
-            f"{origin}: {text} starts with a zero: octal or decimal? Write "
-            f"{text.lstrip('+-0_') or '0'} for the number or '{text}' in quotes for the text"
-        )
-    if _FLOAT.fullmatch(text):
-        number = float(text)
-        if number in (float("inf"), float("-inf")):
-            raise ConfigError(f"{origin}: {text} is too large for a 64-bit float")
-        return number
-    return text
+    def _resolve(self, text: str, origin: str) -> Scalar:
+        if text in _CONSTANTS:
+            return _CONSTANTS[text]
+        if _INT.fullmatch(text):
+            return int(text.replace("_", ""))
+        if _LEADING_ZERO.fullmatch(text):
+            self.mistakes.append(
+                f"{origin}: {text} starts with a zero: octal or decimal? Write "
+                f"{text.lstrip('+-0_') or '0'} for the number or '{text}' in quotes for the text"
+            )
+            return int(text.replace("_", ""))
+        if _FLOAT.fullmatch(text):
+            number = float(text)
+            if math.isinf(number):
+                self.mistakes.append(f"{origin}: {text} is too large for a 64-bit float")
+                return sys.float_info.max
+            return number
+        return text

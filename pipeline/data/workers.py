@@ -28,6 +28,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import PostnormError, WorkerError
+from pipeline.runtime.stop import kept_from_children
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,7 @@ class Workers:
         self._next = 0
         self._pipes: list[Connection] = []
         self.processes = []
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        try:
+        with kept_from_children(_BLOCKED):
             for worker in range(number):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -65,8 +65,6 @@ class Workers:
                 theirs.close()
                 self._pipes.append(ours)
                 self.processes.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         atexit.register(self.close)
 
     def ask(self, cursor: int) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from pipeline.config.data import TrainDataConfig
 from pipeline.data.counts import Counts, packing_counts
@@ -20,7 +19,7 @@ from pipeline.data.packing import Packing
 from pipeline.data.run_order import Segment, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
-from pipeline.runtime.summary import table
+from pipeline.runtime.summary import progress, table
 
 Times = npt.NDArray[np.uint16]
 
@@ -153,7 +152,7 @@ def _times_seen(steps: TrainSteps, stop: int, whole_epochs: Ints) -> tuple[Ints,
     of_whole, of_rest = _TokenTimes(steps), _TokenTimes(steps)
     segments = steps.order.segments
     ends = [*(segment.first for segment in segments[1:]), stop]
-    with tqdm(total=stop, unit="sequence", unit_scale=True, disable=None) as progress:
+    with progress("coverage", stop, "sequence") as advance:
         for segment, end in zip(segments, ends, strict=True):
             counts = steps.split.counts[segment.seq_len]
             firsts = np.cumsum(counts) - counts
@@ -171,7 +170,7 @@ def _times_seen(steps: TrainSteps, stop: int, whole_epochs: Ints) -> tuple[Ints,
                 for block in np.unique(places.blocks[places.leftover]).tolist():
                     mine = places.leftover & (places.blocks == block)
                     np.add.at(left[block], (is_rest[mine], places.sequences[mine]), 1)
-                progress.update(len(places.blocks))
+                advance(len(places.blocks))
             for kind, times in enumerate((of_whole, of_rest)):
                 times.add(segment, seen[kind], {block: both[kind] for block, both in left.items()})
     return of_whole.least_and_most(), of_rest.least_and_most()

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from pipeline.config.data import BatchPlace, TrainDataConfig
 from pipeline.config.load import load
@@ -32,6 +31,7 @@ from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import progress
 from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
 
 _THREADS = 16
@@ -183,11 +183,12 @@ def find(run: OpenedRun, document_id: str) -> tuple[int, range]:
     split = run.steps.split
     # As it stands in the block's JSON: most blocks need not be parsed.
     needle = json.dumps(document_id, ensure_ascii=False).encode()
-    with ThreadPoolExecutor(_THREADS) as pool:
+    total = len(split.rows)
+    with ThreadPoolExecutor(_THREADS) as pool, progress("find", total, "block") as advance:
         metas = pool.map(lambda row: split.reader.meta_json(int(row)), split.rows)
-        progress = tqdm(metas, total=len(split.rows), unit="block", desc="find", disable=None)
         try:
-            for block, meta in enumerate(progress):
+            for block, meta in enumerate(metas):
+                advance(1)
                 if needle not in meta:
                     continue
                 ids = json.loads(meta)["document_ids"]

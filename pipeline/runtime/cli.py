@@ -5,8 +5,10 @@ and `postnorm` all of them together.
 """
 
 import argparse
+import atexit
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +16,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED, PostnormError, missing_extra
-from pipeline.runtime import stop
-from pipeline.runtime.log import to_console
+from pipeline.errors import (
+    EXIT_FAILED_RETRY,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    PostnormError,
+    missing_extra,
+)
+from pipeline.runtime import log, stop
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +47,10 @@ class Verb:
     One a line; an indented line continues the one before, and a line that does not begin with the
     verb is shown as it is.
     """
+    if_interrupted: str = ""
+    """What Ctrl-C leaves behind, for the line that it ends in."""
+    verbs: Sequence["Verb"] = ()
+    """Those of a family, which stand behind its name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +77,9 @@ class Parser(argparse.ArgumentParser):
 def make_parser(program: str, description: str, examples: str) -> Parser:
     """Make a parser whose help ends in worked examples."""
     epilog = f"examples:\n{examples}"
-    return Parser(prog=f"python -m {program}", description=description, epilog=epilog)
+    parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
+    parser.set_defaults(level=logging.INFO, if_interrupted="")
+    return parser
 
 
 def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb]]) -> Parser:
@@ -95,11 +108,19 @@ def family(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
 
     lines = [line for verb in verbs for line in verb.example.splitlines()]
     example = "\n".join(line if line[0] == " " else f"{name} {line}" for line in lines)
-    return Verb(name, summary, add, run, example)
+    return Verb(name, summary, add, run, example, verbs=verbs)
 
 
 def _listed(verbs: Iterable[Verb]) -> str:
-    return "\n".join(f"  {verb.name:<10}  {verb.summary}" for verb in verbs)
+    lines = [line for verb in verbs for line in _lines_of(verb)]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"  {name:<{width}}  {summary}" for name, summary in lines)
+
+
+def _lines_of(verb: Verb) -> list[tuple[str, str]]:
+    if not verb.verbs:
+        return [(verb.name, verb.summary)]
+    return [(f"{verb.name} {one.name}", one.summary) for one in verb.verbs]
 
 
 def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:
@@ -108,13 +129,22 @@ def _add_verbs(parser: argparse.ArgumentParser, verbs: Iterable[Verb]) -> None:
         required=True, metavar="VERB", help=argparse.SUPPRESS, prog=parser.prog
     )
     for verb in verbs:
-        one = known.add_parser(verb.name, description=verb.summary)
+        one = known.add_parser(verb.name, description=verb.summary, help=verb.summary)
         verb.add_arguments(one)
+        if isinstance(one, Parser) and not one.verbs:
+            _add_level(one)
         one.epilog = f"example:\n{_typed(verb, parser.prog)}"
         # argparse prefers what a family's own verbs set.
-        one.set_defaults(run=verb.run)
+        one.set_defaults(run=verb.run, if_interrupted=verb.if_interrupted)
         if isinstance(parser, Parser):
             parser.verbs[verb.name] = one
+
+
+def _add_level(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_mutually_exclusive_group().add_argument
+    levels: dict[str, Any] = {"action": "store_const", "dest": "level", "default": logging.INFO}
+    add("-q", "--quiet", **levels, const=logging.WARNING, help="only results and warnings")
+    add("-v", "--verbose", **levels, const=logging.DEBUG, help="also where an error comes from")
 
 
 def _typed(verb: Verb, program: str) -> str:
@@ -155,6 +185,38 @@ def config_verb(kind: type[Any], example: str) -> Verb:
     return Verb("config", "check a config and print it in full", add, run, example)
 
 
+def completion_verb(program: str, make: Callable[[], argparse.ArgumentParser]) -> Verb:
+    """Make the verb that prints the script by which a shell completes a program's words."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads it")
+
+    def run(arguments: argparse.Namespace) -> None:
+        import shtab
+
+        whole = make()
+        _let_complete(whole)
+        print(shtab.complete(whole, arguments.shell))
+
+    bash = f"completion bash > ~/.local/share/bash-completion/completions/{program}"
+    example = f"{bash}\ncompletion zsh > ~/.zfunc/_{program}"
+    return Verb("completion", "print a script that completes words in a shell", add, run, example)
+
+
+def _let_complete(parser: argparse.ArgumentParser) -> None:
+    """Offer verbs, which `--help` lists itself, and files where any word may stand."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            action.help = ""
+            for one in set(action.choices.values()):
+                _let_complete(one)
+        elif action.choices is None and action.nargs != 0:
+            # shtab's own way to say it.
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
 def take_program(command: argparse.ArgumentParser) -> None:
     """Let a verb take a program behind `--`: `arguments.words`, whose options are not ours."""
     command.set_defaults(words=_NO_WORDS)
@@ -182,8 +244,8 @@ def parse(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
 def run(parser: argparse.ArgumentParser) -> int:
     """Parse the command line, run the chosen verb and return its exit code."""
     arguments = parse(parser, sys.argv[1:])
-    # Where a command's output is for programs, nothing else stands in it.
-    to_console(stream=sys.stderr if getattr(arguments, "json", False) else None)
+    log.set_level(arguments.level)
+    log.to_console()
     try:
         code = int(arguments.run(arguments) or EXIT_FINISHED)
         sys.stdout.flush()
@@ -192,8 +254,15 @@ def run(parser: argparse.ArgumentParser) -> int:
         # Whoever reads (head, less) has seen enough. What is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FINISHED
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one kills
+        # What was done knows best what is left behind; else the verb does.
+        left = str(error) or arguments.if_interrupted
+        logger.error("interrupted%s", left and f": {left}")
+        return EXIT_INTERRUPTED
     except PostnormError as error:
         logger.error("error: %s", error)
+        logger.debug("where it was:", exc_info=error)
         return error.exit_code
     except ModuleNotFoundError as error:
         missing = missing_extra(error)
@@ -212,7 +281,8 @@ def main(parser: argparse.ArgumentParser) -> NoReturn:
     """Run a command line and end the process, at once if it failed within its process group.
 
     Python's way out would run into gloo's threads, which abort it with another exit code now and
-    then. Children see their pipes closed.
+    then. Children see their pipes closed. After Ctrl-C it waits for threads at work, and gives
+    another exit code if the interrupt came while C code called Python.
     """
     try:
         code = run(parser)
@@ -220,8 +290,11 @@ def main(parser: argparse.ArgumentParser) -> NoReturn:
         traceback.print_exc()
         code = EXIT_FAILED_RETRY
     stop.ignore_from_now()
+    if code == EXIT_INTERRUPTED:
+        atexit._run_exitfuncs()  # or semaphores of worker processes are complained about
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    in_group = distributed is not None and distributed.is_initialized()
+    if in_group or code == EXIT_INTERRUPTED:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,31 +1,37 @@
-"""Logging: rank 0 to the console, every rank to its own file in the run folder."""
+"""Logging: what a command says goes to stderr, a rank's to its own file in the run folder.
+
+stdout is for results. Training's result are rank 0's step lines, so they stand there.
+"""
 
 import logging
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from pipeline.runtime.run_folder import RunFolder
 
 _OURS = ("pipeline", "data_prep", "launch", "__main__")
 _FORMAT = "%(asctime)s rank %(rank)s %(levelname)s %(name)s: %(message)s"
+# A process has one console, so one level, which `-q` and `-v` set.
+_level = logging.INFO
 
 
-def to_console(level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send this process's records to a stream, by default stdout, short.
+def set_level(level: int) -> None:
+    """Let the console show records of this level and above."""
+    global _level
+    _level = level
 
-    For commands that run as one process.
-    """
-    handler = logging.StreamHandler(stream or sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(_ours_or_warning)
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+def to_console(least: int = logging.NOTSET) -> None:
+    """Send this process's records of at least a level to stderr, short."""
+    level = max(_level, least)
+    logging.basicConfig(level=level, handlers=[_console(_Stderr())], force=True)
 
 
 def to_run(run_dir: Path, rank: int) -> None:
-    """Send records to `run_dir/logs/rank-NNNNN.log`, and on rank 0 to stdout too.
+    """Send records to `run_dir/logs/rank-NNNNN.log`, and on rank 0 to the console too.
 
-    Files are appended to, so that the attempts of a requeued job follow each other.
+    On the console warnings and errors go to stderr, the others to stdout. Files are appended to, so
+    that the attempts of a requeued job follow each other.
     """
     path = RunFolder(run_dir).log(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,11 +39,29 @@ def to_run(run_dir: Path, rank: int) -> None:
     file_handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
     handlers: list[logging.Handler] = [file_handler]
     if rank == 0:
-        console = logging.StreamHandler(sys.stdout)
-        console.setFormatter(logging.Formatter("%(message)s"))
-        console.addFilter(_ours_or_warning)
-        handlers.append(console)
-    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+        steps, trouble = _console(logging.StreamHandler(sys.stdout)), _console(_Stderr())
+        steps.setLevel(_level)
+        steps.addFilter(lambda record: record.levelno < logging.WARNING)
+        trouble.setLevel(logging.WARNING)
+        handlers += [steps, trouble]
+    logging.basicConfig(level=min(_level, logging.INFO), handlers=handlers, force=True)
+
+
+class _Stderr(logging.Handler):
+    """Writes to what stderr is at that moment: a progress bar on a terminal puts itself below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except OSError:
+            self.handleError(record)
+
+
+def _console(handler: logging.Handler) -> logging.Handler:
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(_ours_or_warning)
+    return handler
 
 
 def _ours_or_warning(record: logging.LogRecord) -> bool:

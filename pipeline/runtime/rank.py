@@ -6,7 +6,6 @@ one of them through `agreed_signal` or `AgreedStop`; they agree on an error thro
 """
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ def run_as_rank(
     """
     rank = Rank(process, Path(run_dir) if run_dir else None)
     if not process.is_first:
-        log.to_console(logging.WARNING, sys.stderr)
+        log.to_console(logging.WARNING)
     code = EXIT_FAILED_RETRY
     try:
         code = _name_lost_rank(work, rank)

@@ -7,9 +7,14 @@ This module imports nothing that takes time: a command line loads it before all 
 default these signals kill.
 """
 
+import os
 import signal
-from collections.abc import Sequence
-from types import FrameType
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+from pipeline.errors import EXIT_INTERRUPTED
 
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _EARLY = ("pretrain", "evaluate")
@@ -50,9 +55,39 @@ def listen() -> StopRequest:
 
 
 def listen_early(words: Sequence[str]) -> None:
-    """Install the handlers if the verb that was asked for looks at them."""
+    """Install the handlers if the verb that was asked for looks at them.
+
+    Any other verb ends at Ctrl-C, in one line even while modules are imported.
+    """
     if words and words[0] in _EARLY:
         listen()
+    else:
+        sys.excepthook = _without_traceback
+
+
+def _without_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.stderr.write("interrupted\n")
+    sys.stderr.flush()
+    os._exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def kept_from_children(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """Start processes in this block that never get these signals, which a terminal sends to all."""
+    from multiprocessing import resource_tracker
+
+    # The first child starts the tracker, which unblocks signals behind our back.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def release() -> None:

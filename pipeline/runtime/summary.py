@@ -1,12 +1,30 @@
-"""Text for people who look at a terminal: the summary of a folder, tables, bars, durations."""
+"""Text for people who look at a terminal: the summary of a folder, tables, bars, progress.
 
+On a terminal rich draws them, no wider than it is; elsewhere they are plain lines, each complete
+when it is written. rich takes a fifth of a second to import, so only a terminal loads it.
+"""
+
+import logging
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-_LABEL_WIDTH = 12
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger(__name__)
+
+LABEL_WIDTH = 12
+"""Columns of a label and the space behind it."""
 _BAR_WIDTH = 40
+_LEAST_BAR_WIDTH = 5
+_TELL_EVERY_S = 30.0
+_COLOURS = {"finished": "green", "complete": "green", "running": "cyan", "failed": "red",
+            "killed": "red", "stopped": "yellow"}  # fmt: skip
 Line = str | tuple[str, str]
 """A whole line, or a label and its text; an empty label continues the line before."""
 
@@ -22,17 +40,46 @@ class Summary:
     warnings: Sequence[str] = ()
 
     def text(self) -> str:
-        """Render the summary for a terminal."""
-        head = f"{short_path(self.folder)}: {self.state}"
-        lines = [
-            line if isinstance(line, str) else f"{line[0]:<{_LABEL_WIDTH}}{line[1]}"
-            for line in self.lines
-        ]
-        return "\n".join([head, *lines, *(f"warning: {warning}" for warning in self.warnings)])
+        """Render the summary for stdout."""
+        console = _console()
+        if console is None:
+            head = f"{short_path(self.folder)}: {self.state}"
+            lines = [
+                line if isinstance(line, str) else f"{line[0]:<{LABEL_WIDTH}}{line[1]}"
+                for line in self.lines
+            ]
+            return "\n".join([head, *lines, *(f"warning: {text}" for text in self.warnings)])
+        return "\n".join(_drawn(console, *self._parts()))
+
+    def _parts(self) -> Iterator[Any]:
+        from rich.table import Table
+        from rich.text import Text
+
+        colour = _COLOURS.get(self.state.split()[-1], "default")
+        yield Text.assemble((short_path(self.folder), "bold"), ": ", (self.state, f"bold {colour}"))
+        for line in self.lines:
+            if isinstance(line, str):
+                yield Text(line)
+                continue
+            pair = Table.grid()
+            pair.add_column(width=LABEL_WIDTH)
+            pair.add_column(overflow="fold")
+            pair.add_row(Text(line[0], "bold"), Text(line[1]))
+            yield pair
+        yield from (Text(f"warning: {text}", "yellow") for text in self.warnings)
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Align the columns of a table, the header first; those of `right` to the right."""
+def table(
+    rows: Sequence[Sequence[str]], right: Sequence[int] = (), label_width: int = 0
+) -> Iterator[str]:
+    """Align the columns of a table for stdout, the header first; those of `right` to the right.
+
+    `label_width` columns of the terminal stand before each line.
+    """
+    console = _console()
+    if console is not None:
+        yield from _fitted(console, console.width - label_width, rows, right)
+        return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
@@ -42,12 +89,99 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[
         yield "  ".join(cells).rstrip()
 
 
+def _fitted(
+    console: "Console", room: int, rows: Sequence[Sequence[str]], right: Sequence[int]
+) -> Iterator[str]:
+    """Break the cells of columns for which there is no room into lines."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for number in range(len(rows[0])):
+        grid.add_column(justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    console.width = room
+    yield from _drawn(console, grid)
+
+
 def progress_bar(done: int, total: int, unit: str) -> str:
     """Draw such as `[####----] 50.0%  step 5 of 10`."""
     share = done / total
-    filled = int(share * _BAR_WIDTH)
-    bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
-    return f"[{bar}] {share:.1%}  {unit} {done:,} of {total:,}"
+    text = f" {share:.1%}  {unit} {done:,} of {total:,}"
+    console = _console()
+    width = console.width - len(text) - 2 if console else _BAR_WIDTH
+    width = max(_LEAST_BAR_WIDTH, min(_BAR_WIDTH, width))
+    filled = int(share * width)
+    return f"[{'#' * filled}{'-' * (width - filled)}]{text}"
+
+
+@contextmanager
+def progress(
+    title: str, total: int, unit: str, *, done: int = 0, stays: bool = False
+) -> Iterator[Callable[[int], object]]:
+    """Show on stderr how far a loop is; it calls what this yields with the number of new items.
+
+    Without a terminal a line is logged now and then, and if it `stays` one at the end.
+    """
+    if not sys.stderr.isatty() or not logger.isEnabledFor(logging.INFO):
+        lines = _ProgressLines(title, total, unit, done)
+        yield lines.add
+        if stays:
+            lines.tell()
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = [
+        bars.TextColumn(title, markup=False),
+        bars.BarColumn(bar_width=None),
+        bars.DownloadColumn() if unit == "B" else bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(compact=True),
+    ]
+    # What is printed meanwhile stands above the bar; in a file it stays what it is.
+    with bars.Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=not stays,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as shown:
+        task = shown.add_task(title, total=total, completed=done)
+        yield lambda number: shown.advance(task, number)
+
+
+class _ProgressLines:
+    """Logs how far a loop is, seldom."""
+
+    def __init__(self, title: str, total: int, unit: str, done: int) -> None:
+        self._title, self._total, self._unit, self._done = title, total, unit, done
+        self._told_s = time.monotonic()
+
+    def add(self, number: int) -> None:
+        self._done += number
+        if time.monotonic() - self._told_s > _TELL_EVERY_S and self._done < self._total:
+            self.tell()
+
+    def tell(self) -> None:
+        self._told_s = time.monotonic()
+        of = f"{self._done:,} of {self._total:,} {self._unit}{'s' * (self._unit != 'B')}"
+        logger.info("%s: %s", self._title, of)
+
+
+def _console() -> "Console | None":
+    """Open stdout as a terminal; None if it is not one."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    return Console()
+
+
+def _drawn(console: "Console", *parts: Any) -> list[str]:
+    with console.capture() as drawn:
+        for part in parts:
+            console.print(part)
+    return [line.rstrip() for line in drawn.get().splitlines()]
 
 
 def duration(seconds: float | None) -> str:

@@ -77,6 +77,8 @@ DOORS = {
     "psutil": {"launch.demo"},
     "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
+    "rich": {"pipeline.runtime.summary"},
+    "shtab": {"pipeline.runtime.cli"},
 }
 ABOVE = {"benchmarks", "postnorm", "studies", "tests"}
 """They may import everything, and no package imports them."""

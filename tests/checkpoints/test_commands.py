@@ -67,7 +67,7 @@ def test_list_and_verify(run: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     done = _command("verify", run, "--step", 31)
     assert done.returncode == 2
-    assert "no checkpoint of step 31; it has those of 10, 20, 30, 40" in done.stdout
+    assert "no checkpoint of step 31; it has those of 10, 20, 30, 40" in done.stderr
 
 
 @pytest.mark.usefixtures("processes")
@@ -83,7 +83,7 @@ def test_prune(run: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = _command("prune", run, "--yes")
         assert done.returncode == 1
-        assert "is in use by a running process" in done.stdout
+        assert "is in use by a running process" in done.stderr
         assert steps() == [10, 20, 30, 40]
     assert _command("prune", run, "--yes").returncode == 0
     assert steps() == [20, 30, 40]

@@ -45,7 +45,11 @@ def _staging(
 ) -> Iterator["subprocess.Popen[str]"]:
     """A process that stages; one that stops itself has done so when this enters."""
     with subprocess.Popen(
-        _program(index, stage_dir, *stop_after), stdout=subprocess.PIPE, text=True, cwd=ROOT
+        _program(index, stage_dir, *stop_after),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
     ) as process:
         try:
             if stop_after:

@@ -19,11 +19,14 @@ from data_prep.chain import STEPS
 from data_prep.config import PrepConfig
 from data_prep.pieces import read_lines
 from data_prep.run import run, run_part
-from data_prep.show import document_text, plan, plan_text, rejected_text, summary
+from data_prep.show import document_text, plan, plan_text, rejected_text, status
 from data_prep.stage import Stage, Task, make_key, run_tasks, state_of
 from pipeline.config.load import load
-from pipeline.errors import ConfigError, DataError
+from pipeline.data.format import read_index
+from pipeline.errors import ConfigError, DataError, RunFolderError
+from pipeline.runtime import cli
 from pipeline.runtime.files import remove_abandoned, temporary_beside, write_atomic
+from postnorm.__main__ import groups
 
 # Every stage that there is.
 ALL_STAGES = [
@@ -164,7 +167,7 @@ def test_plan_counts_the_tasks_that_there_are(whole: Path, prep_config: Path, so
     assert made["pieces"] == made["files"] == SOURCES
     size = sum(path.stat().st_size for path in source.rglob("*.jsonl"))
     assert made["text_gb"] == pytest.approx(size / 1e9, abs=1e-3)
-    head, _, *lines = summary(_load(prep_config, whole, source)).text().splitlines()
+    head, _, *lines = status(_load(prep_config, whole, source)).summary().text().splitlines()
     assert head == f"{whole}: dataset, complete"
     done = {line.split()[0]: int(line.split()[1].replace(",", "")) for line in lines}
     assert {stage["name"]: stage["tasks"] for stage in made["stages"]} == done
@@ -194,7 +197,7 @@ def test_status_tells_failed_stopped_and_running_tasks(
     whole: Path, prep_config: Path, source: Path, tmp_path: Path
 ) -> None:
     config = _load(prep_config, tmp_path / "data", source)
-    lines = summary(config).text().splitlines()
+    lines = status(config).summary().text().splitlines()
     assert lines[0] == f"{tmp_path / 'data'}: dataset, not complete"
     assert lines[2].split() == ["eval_sets", "0", "0", "0", "0", "1"]
     assert lines[3].split() == ["ingest", "after", "eval_sets"]
@@ -204,12 +207,40 @@ def test_status_tells_failed_stopped_and_running_tasks(
     too_long = _load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=60000")
     with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
         run(too_long)
-    text = summary(too_long).text()
+    text = status(too_long).summary().text()
     [line] = [line for line in text.splitlines() if line.startswith("tokenizer")]
     assert line.split() == ["tokenizer", "0", "0", "1", "0", "0"]
     assert "failed: tokenizer tokenizer: DataError: tokenizer.vocab_size=60000" in text
     with pytest.raises(DataError, match="vocab_size=300"):
         run(_load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=300"))
+
+
+def test_postnorm_status_understands_a_folder(
+    whole: Path, prep_config: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = cli.parser_of("postnorm", "", groups())
+
+    def said(*words: object) -> str:
+        arguments = cli.parse(parser, ["status", *map(str, words)])
+        arguments.run(arguments)
+        return capsys.readouterr().out
+
+    assert said(whole).startswith(f"{whole}: dataset, complete\ntrain: ")
+    totals = read_index(whole).totals
+    assert json.loads(said(whole, "--json"))["dataset"]["totals"] == totals
+    folder = tmp_path / "unfinished"
+    with pytest.raises(DataError, match="vocab_size=60000 does not fit"):
+        run(_load(prep_config, folder, source, "tokenizer.vocab_size=60000"))
+    lines = said(folder).splitlines()
+    assert lines[0] == f"{folder}: dataset, not complete"
+    assert any(line.split() == ["tokenizer", "0", "0", "1", "0", "0"] for line in lines)
+    made = json.loads(said(folder, "--json"))
+    assert (made["output_dir"], made["stages"]) == (str(folder), {})
+    assert made["dataset"]["stages"]["tokenizer"]["failed"] == 1
+    assert made["dataset"]["stages"]["shards"] == {}
+    for other in (tmp_path, tmp_path / "nosuch"):
+        with pytest.raises(RunFolderError, match="Pass a run_dir, the folder of a dataset, or"):
+            said(other)
 
 
 @pytest.mark.usefixtures("processes")

@@ -200,8 +200,8 @@ def test_missing_process_group_variable_is_named(
         env={**clean, **group}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2
-    assert f"process-group variables not set: {missing}." in done.stdout
-    assert "torchrun --standalone" in done.stdout
+    assert f"process-group variables not set: {missing}." in done.stderr
+    assert "torchrun --standalone" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -107,7 +107,7 @@ def test_batch_that_does_not_fit_the_cluster_is_refused(tmp_path: Path) -> None:
         [*command, str(tmp_path / "c.yaml")], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 2
-    assert "train.micro_batch=16 x 16 ranks" in done.stdout
+    assert "train.micro_batch=16 x 16 ranks" in done.stderr
 
 
 def test_impossible_cluster_is_refused() -> None:
@@ -151,4 +151,4 @@ def test_command(tmp_path: Path) -> None:
     profile.write_text("nodez: 2\n")
     done = subprocess.run([*command, str(profile)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
-    assert "did you mean 'nodes'" in done.stdout
+    assert "did you mean 'nodes'" in done.stderr

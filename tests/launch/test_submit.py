@@ -38,13 +38,13 @@ class Place:
         (self.folder / "c.yaml").write_text(json.dumps({**values, **more}))
 
     def launch(self, *words: str, code: int = 0) -> str:
-        """Output of a command that ends with an exit code."""
+        """Output of a command that ends with an exit code; the errors of one that fails."""
         done = subprocess.run(
             [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch", *words],
             capture_output=True, text=True, cwd=self.folder, env=self.slurm.environment,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+        return done.stderr if code else done.stdout
 
     def submit(self, *words: str, code: int = 0) -> str:
         """`submit` of the run."""

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -181,3 +182,57 @@ def test_names_that_stand_in_two_tables_are_known() -> None:
     trainer = {verb.name for verbs in GROUPS.values() for verb in verbs}
     assert launch & trainer == {"status"}
     assert "prep" not in launch | trainer
+
+
+def test_every_verb_can_be_quiet_or_verbose() -> None:
+    def level(*words: str) -> int:
+        parsed: int = cli.parse(PARSERS["postnorm"], list(words)).level
+        return parsed
+
+    for line in (["prep", "run", "c"], ["checkpoint", "list", "r"], ["status"], ["pretrain", "c"]):
+        levels = (level(*line), level(*line, "-q"), level(*line, "-v"), level(*line, "--verbose"))
+        assert levels == (logging.INFO, logging.WARNING, logging.DEBUG, logging.DEBUG)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("postnorm pre", {"prep", "pretrain", "preflight"}),
+        ("postnorm prep ve", {"verify"}),
+        ("postnorm checkpoint ", {"verify", "list", "prune", "diff"}),
+        ("postnorm prep run --re", {"--replace"}),
+        ("postnorm export runs/a out --format ", {"postnorm", "hf"}),
+        ("postnorm pretrain configs/demo", {"configs/demo.yaml"}),
+    ],
+)
+def test_bash_completes_words(
+    line: str, words: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsed = cli.parse(PARSERS["postnorm"], ["completion", "bash"])
+    parsed.run(parsed)
+    script = tmp_path / "postnorm.bash"
+    script.write_text(capsys.readouterr().out)
+    # As bash does at a tab: the function that `complete` names gets the words and sets COMPREPLY.
+    program = """
+source "$0"
+function=$(complete -p postnorm | sed 's/.* -F \\([^ ]*\\) .*/\\1/')
+read -ra COMP_WORDS <<< "$1"
+[[ "$1" == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 ))
+"$function" postnorm "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+    done = subprocess.run(
+        ["bash", "-c", program, script, line], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert set(done.stdout.split()) == words
+
+
+def test_zsh_gets_a_script_of_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = cli.parse(PARSERS["postnorm"], ["completion", "zsh"])
+    parsed.run(parsed)
+    script = capsys.readouterr().out
+    assert script.startswith("#compdef postnorm")
+    for verb in PARSERS["postnorm"].verbs:
+        assert f"\n    {verb}:'" in script

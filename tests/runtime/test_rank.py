@@ -100,6 +100,6 @@ def test_a_rank_alone_is_refused_among_tasks_of_srun(tmp_path: Path) -> None:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 2, done.stderr
-        assert "SLURM has 4 tasks here, and none of RANK" in done.stdout
-        assert "postnorm submit" in done.stdout
+        assert "SLURM has 4 tasks here, and none of RANK" in done.stderr
+        assert "postnorm submit" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -127,7 +127,7 @@ def test_a_run_is_looked_at_requeued_and_cancelled(
     assert "restart 1" in out, "the log was not followed over the requeue"
     assert f"job {job} has ended: CANCELLED" in err
     assert command("requeue", run.folder).returncode == 2
-    assert "launch resume" in command("requeue", run.folder).stdout
+    assert "launch resume" in command("requeue", run.folder).stderr
 
 
 def test_cancel_lets_it_save_first(cluster: SlurmCluster, command: Command, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_the_controller_forgets_a_job_that_runs(
     done = command("cancel", run.folder, "--save")
     assert done.returncode == 2
     assert f"nothing was cancelled. If its ranks run on without SLURM (see `launch status`), " \
-        f"`touch {run.folder}/STOP`" in done.stdout  # fmt: skip
+        f"`touch {run.folder}/STOP`" in done.stderr  # fmt: skip
     # Its id is that of a stranger: not to be touched.
     stranger = cluster.sbatch("#!/bin/bash\nsleep 100\n", "--output=/dev/null")
     run.submitted(stranger)

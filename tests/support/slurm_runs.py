@@ -56,7 +56,7 @@ class SlurmRun:
             env=self.cluster.environment,
         )  # fmt: skip
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout
+        return done.stderr if code else done.stdout
 
     def resume(self, *overrides: str) -> None:
         """Submits the run again."""

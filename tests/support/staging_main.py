@@ -4,7 +4,6 @@ With STOP_AFTER it stops itself (SIGSTOP) before that chunk of 64 KB, counted fr
 """
 
 import itertools
-import logging
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from pipeline.runtime import log
 
 if __name__ == "__main__":
     folder, stage_dir, *stop_after = sys.argv[1:]
-    log.to_console(logging.INFO)
+    log.to_console()
     staging._CHUNK_BYTES = 1 << 16
     if stop_after:
         real, calls = staging.read_range, itertools.count()

@@ -260,4 +260,4 @@ def test_command_and_encode(tmp_path: Path) -> None:
     assert done.stdout.startswith("[MASK] 1: "), done.stdout + done.stderr
     done = subprocess.run([*command, *arguments], input="", capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no text to encode" in done.stdout
+    assert "no text to encode" in done.stderr

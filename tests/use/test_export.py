@@ -188,5 +188,5 @@ def test_commands(straight_run: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, "export", str(tmp_path / "nothing"), str(tmp_path / "x")],
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 2
-    assert "nothing does not exist. Pass the run_dir of a started run" in done.stdout
+    assert "nothing does not exist. Pass the run_dir of a started run" in done.stderr
     assert Tokenizer(tmp_path / "out" / "tokenizer.model").vocab_size == 1000

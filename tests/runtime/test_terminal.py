@@ -1,0 +1,151 @@
+"""Tables, bars and progress on a terminal of 60 columns, and without a terminal."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import unicodedata
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from pipeline.data.format import DatasetIndex
+from pipeline.runtime.summary import Summary, progress_bar, table
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = 60
+_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*\b[34][0-7]m")
+
+
+def _on_terminal(words: list[str], stdout: IO[str] | None = None, **variables: str) -> str:
+    """What a program writes to a terminal: stderr, and stdout unless that is a file."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    removed = ("COLUMNS", "LINES", "NO_COLOR")
+    clean = {name: value for name, value in os.environ.items() if name not in removed}
+    environment = {**clean, "TERM": "xterm-256color", **variables}
+    program = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, stdin=theirs, stdout=stdout or theirs, stderr=theirs,
+        env=environment,
+    )  # fmt: skip
+    os.close(theirs)
+    parts = []
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # the program has ended
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(ours)
+    assert program.wait() == 0, b"".join(parts)
+    return b"".join(parts).decode()
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in re.split(r"[\r\n]+", _CODE.sub("", text))]
+
+
+def _width(line: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "FW" else 1 for character in line)
+
+
+def _assert_narrow(text: str) -> None:
+    assert max(map(_width, _lines(text))) <= COLUMNS, text
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("processes")
+def test_nothing_is_wider_than_the_terminal() -> None:
+    program = """
+import time
+from pipeline.runtime import log
+from pipeline.runtime.summary import Summary, progress, progress_bar, table
+log.to_console()
+rows = [("name", "number", "reason"), ("a" * 30, "1,234,567", "because of many words " * 3)]
+lines = [progress_bar(1_000_000, 2_000_000, "optimizer step"), ("job", "word " * 30),
+         *(("start", line) for line in table(rows, (1,), label_width=12)), *table(rows, (1,)),
+         "中文" * 40]
+print(Summary("/a/folder/of/some/length/with/a/run", "finished", lines, ["careful " * 12]).text())
+with progress("a stage of a long name", 3, "task", stays=True) as advance:
+    for _ in range(3):
+        advance(1)
+        time.sleep(0.2)
+"""
+    text = _on_terminal(["-c", program])
+    _assert_narrow(text)
+    lines = _lines(text)
+    assert lines[0] == "/a/folder/of/some/length/with/a/run: finished"
+    assert any(re.fullmatch(r"\[#+-+\] 50\.0%  optimizer step 1,000,000 of 2,000,000", line)
+               for line in lines)  # fmt: skip
+    assert sum("1,234,567" in line for line in lines) == 2
+    assert any("3/3" in line for line in lines)
+    assert _COLOUR.search(text)
+    assert not _COLOUR.search(_on_terminal(["-c", program], NO_COLOR="1"))
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("processes")
+def test_a_bar_leaves_results_in_their_file(tmp_path: Path) -> None:
+    program = """
+from pipeline.runtime import log
+from pipeline.runtime.summary import progress
+log.to_console()
+with progress("verify", 2, "B") as advance:
+    advance(2)
+    print("a result")
+"""
+    with (tmp_path / "out").open("w") as file:
+        assert "verify" in _on_terminal(["-c", program], file)
+    assert (tmp_path / "out").read_text() == "a result\n"
+
+
+@pytest.mark.usefixtures("processes")
+def test_commands_on_a_narrow_terminal(dataset: DatasetIndex) -> None:
+    _assert_narrow(_on_terminal(["-m", "postnorm", "status", str(dataset.folder)]))
+    text = _on_terminal(["-m", "postnorm", "prep", "verify", str(dataset.folder)])
+    bars = [line for line in _lines(text) if line.startswith("verify ")]
+    assert bars
+    assert max(map(_width, bars)) <= COLUMNS
+    quiet = _on_terminal(["-m", "postnorm", "prep", "verify", "--quiet", str(dataset.folder)])
+    assert _lines(quiet)[0].endswith(": everything is as it was written")
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("processes")
+def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
+    texts = "".join(
+        f"{json.dumps({'text': f'{n} words of text, {n * n} more'})}\n" for n in range(9)
+    )
+    (tmp_path / "a.jsonl").write_text(texts)
+    settings = {
+        "output_dir": str(tmp_path / "data"), "workers": 1,
+        "sources": [{"name": "a", "inputs": [str(tmp_path / "a.jsonl")]}],
+    }  # fmt: skip
+    (tmp_path / "c.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "postnorm", "prep", "run", str(tmp_path / "c.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "\r" not in done.stderr
+    assert "ingest: 1 of 1 tasks\n" in done.stderr
+    quiet = subprocess.run([*command, "-q"], cwd=ROOT, capture_output=True, text=True)
+    assert quiet.stderr.startswith("error: ")
+    assert done.stdout == quiet.stdout == ""
+
+
+def test_plain_lines() -> None:
+    rows = [("name", "count"), ("a", "10")]
+    assert list(table(rows, (1,))) == ["name  count", "a        10"]
+    assert progress_bar(1, 2, "step") == f"[{'#' * 20}{'-' * 20}] 50.0%  step 1 of 2"
+    summary = Summary("x", "failed", ["a line", ("label", "text"), ("", "more")], ["look"])
+    assert summary.text().splitlines() == [
+        "x: failed", "a line", "label       text", "            more", "warning: look",
+    ]  # fmt: skip
