@@ -158,8 +158,8 @@ def compare(runs: Sequence[ReadRun]) -> Comparison:
         config=[
             Setting(key, values)
             for key in dict.fromkeys(key for run in runs for key in run.config)
-            if key not in _NOT_COMPARED
-            and any(value != values[0] for value in (values := _values(runs, key)))
+            for values in [_values(runs, key)]
+            if key not in _NOT_COMPARED and any(value != values[0] for value in values)
         ],
         batches=[_batches_differ(base, run) for run in others],
         losses=[_losses_differ(run.name, base.losses, run.losses) for run in others],
@@ -245,7 +245,7 @@ def comparison_text(comparison: Comparison) -> Iterator[str]:
                 yield f"{name}the same, {each.compared:,} compared"
             else:
                 values = " against ".join(each.values)
-                yield f"{name}differ from {unit} {each.first:,} on, {values}"
+                yield f"{name}first differ at {unit} {each.first:,}, {values}"
     yield ""
     yield from table(_score_rows(comparison, letters), right=range(1, len(letters) + 1))
 
@@ -291,7 +291,7 @@ def write_plot(path: Path, runs: Sequence[ReadRun], comparison: Comparison) -> N
         Panel("training loss", [Line(run.name, _by_tokens(run)) for run in runs], "tokens"),
         Panel("held-out loss", [Line(r.name, list(r.held_out.items())) for r in runs], "step"),
     ]
-    dotted = {"unigram entropy": entropy for entropy in entropies if len(entropies) == 1}
+    dotted = {"unigram entropy": entropies.pop()} if len(entropies) == 1 else {}
     text = draw(panels, y_name="nats", dotted=dotted)
     if path.suffix == ".html":
         lines = escape("\n".join(comparison_text(comparison)))
