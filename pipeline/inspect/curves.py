@@ -130,9 +130,12 @@ class _Axes:
             f"{escape(title)}</text>",
             f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 32}" text-anchor="middle">'
             f"{escape(x_name)}</text>",
-            f'<text transform="translate(-48,{_HEIGHT / 2}) rotate(-90)" text-anchor="middle">'
-            f"{escape(y_name)}</text>",
         ]
+        if y_name:
+            parts.append(
+                f'<text transform="translate(-48,{_HEIGHT / 2}) rotate(-90)" '
+                f'text-anchor="middle">{escape(y_name)}</text>'
+            )
         parts += [
             f'<text x="{self.x(value):.1f}" y="{_HEIGHT + 15}" text-anchor="middle">'
             f"{_number(value)}</text>"
