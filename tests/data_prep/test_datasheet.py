@@ -26,7 +26,7 @@ from data_prep.stage import INGEST_STAGES, Stage, run_tasks
 from pipeline.config.load import load
 from pipeline.data.format import SPLITS, read_index
 from pipeline.data.reader import BlockReader
-from tests.support.browser import Browser, find_browser
+from tests.support.browser import Browser
 from tests.support.near_texts import chinese, english
 
 EVIL = "<script>alert('x')</script> & | `b` \u202e"
@@ -484,20 +484,13 @@ _CUT_OFF = """
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_no_label_is_cut_off(data: Path, width: int, tmp_path: Path, processes: None) -> None:
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium in PATH, in Playwright's cache or named by POSTNORM_CHROMIUM")
-    browser = Browser(program, tmp_path / "profile")
-    try:
-        browser.resize(width, 1000)
-        browser.open((data / "datasheet.html").as_uri())
-        browser.wait_for("document.readyState === 'complete' && findAll('footer, main').length > 0")
-        browser.evaluate("findAll('details').forEach(each => { each.open = true })")
-        assert browser.evaluate("findAll('td').length") > 100
-        assert browser.evaluate(_CUT_OFF) == []
-    finally:
-        browser.close()
+def test_no_label_is_cut_off(data: Path, width: int, browser: Browser) -> None:
+    browser.resize(width, 1000)
+    browser.open((data / "datasheet.html").as_uri())
+    browser.wait_for("document.readyState === 'complete' && findAll('main').length > 0")
+    browser.evaluate("findAll('details').forEach(each => { each.open = true })")
+    assert browser.evaluate("findAll('td').length") > 100
+    assert browser.evaluate(_CUT_OFF) == []
 
 
 @pytest.mark.parametrize(

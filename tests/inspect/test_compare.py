@@ -15,7 +15,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError, RunFolderError
 from pipeline.inspect.compare import compare, comparison_text, read_runs
 from pipeline.inspect.curves import Line, Panel, draw
-from tests.support.browser import Browser, find_browser
+from tests.support.browser import Browser
 from tests.support.ranks import Ranks, losses, records
 
 
@@ -107,28 +107,21 @@ _NAMES = ("runs/one", "a name that is longer than two panels " * 3, "语料/很�
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_no_label_of_the_curves_is_cut_off(count: int, tmp_path: Path, processes: None) -> None:
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium in PATH, in Playwright's cache or named by POSTNORM_CHROMIUM")
+def test_no_label_of_the_curves_is_cut_off(count: int, tmp_path: Path, browser: Browser) -> None:
     lines = [Line(name, [(0, 11.5), (123_456_789, 1234.5)]) for name in _NAMES]
     panels = [Panel("training loss", lines, "tokens")] * count
     page = tmp_path / "page.html"
     page.write_text(
         '<meta charset="utf-8">' + draw(panels, y_name="nats", dotted={"unigram entropy": 600.0})
     )
-    browser = Browser(program, tmp_path / "profile")
-    try:
-        browser.open(page.as_uri())
-        boxes = browser.wait_for(
-            "document.readyState === 'complete' && findAll('svg text').map("
-            "each => {const r = each.getBoundingClientRect(), "
-            "s = findAll('svg')[0].getBoundingClientRect(); return [each.textContent, "
-            "r.left - s.left, r.top - s.top, s.right - r.right, s.bottom - r.bottom, "
-            "r.left, r.top, r.right, r.bottom]})"
-        )
-    finally:
-        browser.close()
+    browser.open(page.as_uri())
+    boxes = browser.wait_for(
+        "document.readyState === 'complete' && findAll('svg text').map("
+        "each => {const r = each.getBoundingClientRect(), "
+        "s = findAll('svg')[0].getBoundingClientRect(); return [each.textContent, "
+        "r.left - s.left, r.top - s.top, s.right - r.right, s.bottom - r.bottom, "
+        "r.left, r.top, r.right, r.bottom]})"
+    )
     assert len(boxes) > 8 * count
     assert [box[0] for box in boxes if min(box[1:5]) < 0] == []
     entries = [box for box in boxes if box[0] in _NAMES]
