@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import walk
-from pipeline.data.record import BatchRecord, read_batches
+from pipeline.data.record import read_batches
 from pipeline.errors import ConfigError
 from pipeline.inspect.curves import Line, Panel, draw
 from pipeline.inspect.status import valid_lines
@@ -38,8 +38,8 @@ class ReadRun:
     name: str
     config: dict[str, Any]
     """Every value by its path, and what its newest start recorded."""
-    batches: list[BatchRecord]
-    """Empty if they are not recorded."""
+    batches: dict[int, str]
+    """Hash and step of each batch; empty if they are not recorded."""
     losses: dict[int, float]
     """Logged training loss by step; NaN where it was not finite."""
     held_out: dict[int, float]
@@ -63,9 +63,11 @@ class Setting:
 class Difference:
     """Where a run first differs from the first run, in one respect."""
 
+    what: str
+    """`batch`, `loss` or `held-out loss`."""
     run: str
     compared: int
-    """How many batches or losses both runs have."""
+    """How many of them both runs have."""
     first: int | None
     """Batch, or step of a loss, at which they first differ; None: nowhere."""
     values: list[str]
@@ -95,9 +97,7 @@ class Comparison:
 
     runs: list[str]
     config: list[Setting]
-    batches: list[Difference]
-    losses: list[Difference]
-    held_out: list[Difference]
+    differences: list[Difference]
     equal_step: int | None
     """The last step whose loss all runs logged."""
     equal_tokens: float | None
@@ -133,7 +133,7 @@ def _read(folder: Path) -> ReadRun:
     return ReadRun(
         name=short_path(str(folder)),
         config=config | {name: attempts[-1].get(name) for name in _OF_START},
-        batches=read_batches(folder) if run.batches.is_file() else [],
+        batches=_batches(folder) if run.batches.is_file() else {},
         losses=_losses(train),
         held_out=_losses(evaluations),
         tokens=dict(seen),
@@ -142,13 +142,20 @@ def _read(folder: Path) -> ReadRun:
     )
 
 
+def _batches(folder: Path) -> dict[int, str]:
+    return {
+        record.batch: f"{record.hash:016x} "
+        f"({'skipped' if record.step is None else f'step {record.step}'})"
+        for record in read_batches(folder)
+    }
+
+
 def _losses(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return {line["step"]: math.nan if line["loss"] is None else line["loss"] for line in lines}
 
 
 def compare(runs: Sequence[ReadRun]) -> Comparison:
     """Compare runs with the first one, and their losses at equal steps and tokens."""
-    base, others = runs[0], runs[1:]
     steps = set.intersection(*(set(run.losses) for run in runs))
     step = max(steps, default=None)
     known = all(run.tokens for run in runs)
@@ -161,9 +168,7 @@ def compare(runs: Sequence[ReadRun]) -> Comparison:
             for values in [_values(runs, key)]
             if key not in _NOT_COMPARED and any(value != values[0] for value in values)
         ],
-        batches=[_batches_differ(base, run) for run in others],
-        losses=[_losses_differ(run.name, base.losses, run.losses) for run in others],
-        held_out=[_losses_differ(run.name, base.held_out, run.held_out) for run in others],
+        differences=[each for run in runs[1:] for each in _differences(runs[0], run)],
         equal_step=step,
         equal_tokens=tokens,
         scores=[_score(run, step, tokens) for run in runs],
@@ -176,27 +181,21 @@ def _values(runs: Sequence[ReadRun], key: str) -> list[Any]:
     return [value if isinstance(value, plain) else str(value) for value in values]
 
 
-def _batches_differ(base: ReadRun, run: ReadRun) -> Difference:
-    pairs = list(zip(base.batches, run.batches, strict=False))
-    for first, second in pairs:
-        if first.hash != second.hash:
-            values = [f"{each.hash:016x} ({_step_text(each)})" for each in (first, second)]
-            return Difference(run.name, len(pairs), first.batch, values)
-    return Difference(run.name, len(pairs), None, [])
-
-
-def _step_text(record: BatchRecord) -> str:
-    return "skipped" if record.step is None else f"step {record.step:,}"
-
-
-def _losses_differ(name: str, base: dict[int, float], losses: dict[int, float]) -> Difference:
-    steps = sorted(base.keys() & losses.keys())
-    for step in steps:
+def _differences(base: ReadRun, run: ReadRun) -> Iterator[Difference]:
+    for what, one, other in (
+        ("batch", base.batches, run.batches),
         # As text, because NaN does not equal itself.
-        values = [repr(base[step]), repr(losses[step])]
-        if values[0] != values[1]:
-            return Difference(name, len(steps), step, values)
-    return Difference(name, len(steps), None, [])
+        ("loss", _texts(base.losses), _texts(run.losses)),
+        ("held-out loss", _texts(base.held_out), _texts(run.held_out)),
+    ):
+        common = sorted(one.keys() & other.keys())
+        first = next((at for at in common if one[at] != other[at]), None)
+        values = [] if first is None else [one[first], other[first]]
+        yield Difference(what, run.name, len(common), first, values)
+
+
+def _texts(losses: dict[int, float]) -> dict[int, str]:
+    return {step: repr(loss) for step, loss in losses.items()}
 
 
 def _score(run: ReadRun, step: int | None, tokens: float | None) -> Score:
@@ -232,20 +231,15 @@ def comparison_text(comparison: Comparison) -> Iterator[str]:
     else:
         yield "config: the same"
     yield ""
-    for what, unit, differences in (
-        ("batches", "batch", comparison.batches),
-        ("loss", "step", comparison.losses),
-        ("held-out loss", "step", comparison.held_out),
-    ):
-        for each in differences:
-            name = f"{what}, {letters[0]} and {letter_of[each.run]}: "
-            if not each.compared:
-                yield f"{name}not known, the runs have none in common"
-            elif each.first is None:
-                yield f"{name}the same, {each.compared:,} compared"
-            else:
-                values = " against ".join(each.values)
-                yield f"{name}first differ at {unit} {each.first:,}, {values}"
+    for each in comparison.differences:
+        name = f"{each.what}, {letters[0]} and {letter_of[each.run]}:"
+        if not each.compared:
+            yield f"{name} not known, the runs have none in common"
+        elif each.first is None:
+            yield f"{name} the same, {each.compared:,} compared"
+        else:
+            unit = "batch" if each.what == "batch" else "step"
+            yield f"{name} first differs at {unit} {each.first:,}, {' against '.join(each.values)}"
     yield ""
     yield from table(_score_rows(comparison, letters), right=range(1, len(letters) + 1))
 

@@ -53,11 +53,11 @@ def test_runs_that_differ_in_the_learning_rate(
     assert {each["key"]: each["values"] for each in found["config"]} == {
         "train.num_steps": [40, 30], "train.lr": [0.003, 0.002],
     }  # fmt: skip
-    assert [(each["compared"], each["first"]) for each in found["batches"]] == [(30, None)]
+    batches, difference, _ = found["differences"]
+    assert (batches["what"], batches["compared"], batches["first"]) == ("batch", 30, None)
     # The loss of the first step is that of the initial weights.
     one, other = losses(straight_run), losses(slower)
-    [difference] = found["losses"]
-    assert (difference["compared"], difference["first"]) == (30, 2)
+    assert (difference["what"], difference["compared"], difference["first"]) == ("loss", 30, 2)
     assert difference["values"] == [repr(one[2]), repr(other[2])]
     assert found["equal_step"] == 30
     tokens = [sum(r["tokens"] for r in records(run)) for run in (straight_run, slower)]
@@ -72,7 +72,7 @@ def test_runs_that_differ_in_the_learning_rate(
     svg = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     curves = [each for each in svg.iter() if each.tag.endswith("polyline")]
     assert len(curves) == 3 * 3  # two runs and the unigram entropy in three panels
-    assert f"loss, A and B: first differ at step 2, {one[2]!r} against {other[2]!r}" in text
+    assert f"loss, A and B: first differs at step 2, {one[2]!r} against {other[2]!r}" in text
 
 
 def test_the_first_batch_that_differs_is_named(straight_run: Path, tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_the_first_batch_that_differs_is_named(straight_run: Path, tmp_path: Pat
         file.write('{"step": 40, "kind"')  # a killed writer's
     text = "\n".join(comparison_text(compare(read_runs([straight_run, other, straight_run]))))
     assert (
-        f"batches, A and B: first differ at batch 7, {before} (step 8) against 0123456789abcdef "
+        f"batch, A and B: first differs at batch 7, {before} (step 8) against 0123456789abcdef "
         "(step 8)"
     ) in text
-    assert "batches, A and C: the same, 40 compared" in text
+    assert "batch, A and C: the same, 40 compared" in text
     assert "loss, A and B: the same, 40 compared" in text
     assert "config: the same" in text
 
