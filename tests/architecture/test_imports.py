@@ -63,6 +63,7 @@ DOORS = {
     "torch.utils.tensorboard": {"pipeline.sinks.tensorboard"},
     "wandb": {"pipeline.sinks.wandb"},
     "mlflow": {"pipeline.sinks.mlflow"},
+    "PIL": {"pipeline.train.figures"},
     "sentencepiece": {"pipeline.tokenizer.sentencepiece"},
     "webdataset": {"data_prep.verify"},
     "yaml": {"pipeline.config.strict_yaml"},
