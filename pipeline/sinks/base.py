@@ -225,12 +225,13 @@ class _Worker:
         except queue.Full:
             deadline = time.monotonic()
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        waiting = self._calls.qsize() if self._thread.is_alive() else 0
-        if self._thread.is_alive() or self._lost:
+        if self._thread.is_alive():
+            self._lose("it does not answer", self._calls.qsize())
+        if self._lost:
             logger.warning(
                 "sink %s lost %d of %d records; metrics.jsonl has all numbers",
                 self._name,
-                self._lost + waiting,
+                min(self._lost, self._given),  # the request to end waits with them
                 self._given,
             )
 
