@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.inspect.compare import compare, read_runs, write_plot
 from tests.support.browser import Browser, find_browser
 
-_COLOURS = 48
+_COLOURS = 200
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from pipeline.runtime.summary import number, short_path, table
 _NOT_COMPARED = {"run_dir"}
 _OF_START = ("world_size", "fingerprint", "git_revision", "python", "torch", "deepspeed")
 """What the newest start of a run recorded beside its config."""
-_LONGEST = 40
+_LONGEST = 28
 """Letters of a value in the table."""
 
 
