@@ -372,6 +372,27 @@ def _inspect(arguments: argparse.Namespace) -> None:
         print(line)
 
 
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN", help="run folders; the first is the base")
+    add("--plot", type=Path, metavar="FILE", help="draw the losses, as FILE.svg or FILE.html")
+    add("--json", action="store_true", help="one JSON object")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from pipeline.inspect.compare import compare, comparison_text, read_runs, write_plot
+
+    runs = read_runs(arguments.run_dirs)
+    comparison = compare(runs)
+    if arguments.plot:
+        write_plot(arguments.plot, runs, comparison)
+    if arguments.json:
+        print(json.dumps(asdict(comparison)))
+        return
+    for line in comparison_text(comparison):
+        print(line)
+
+
 STATUS = Verb(
     "status",
     "how a run is doing, from the files in its folder",
@@ -385,6 +406,15 @@ COVERAGE = Verb(
     _coverage_arguments,
     _coverage,
     "coverage configs/demo.yaml train.num_steps=2000",
+)
+COMPARE = Verb(
+    "compare",
+    "where runs differ: config, batches, loss and speed",
+    _compare_arguments,
+    _compare,
+    """\
+compare runs/one runs/two
+compare runs/one runs/two runs/three --plot losses.html""",
 )
 INSPECT = Verb(
     "inspect",
@@ -448,6 +478,9 @@ PRETRAIN = Verb(
 pretrain configs/demo.yaml train.num_steps=200
 torchrun --standalone --nproc-per-node 2 -m postnorm pretrain configs/demo.yaml""",
 )
-TRAIN = (CONFIG, MODEL, COVERAGE, PRETRAIN, STATUS, INSPECT, CHECKPOINT, PROFILE, BANDWIDTH)
+TRAIN = (
+    *(CONFIG, MODEL, COVERAGE, PRETRAIN, STATUS, INSPECT, COMPARE),
+    *(CHECKPOINT, PROFILE, BANDWIDTH),
+)
 GROUPS: dict[str, tuple[Verb, ...]] = {"train": TRAIN, "use": USE}
 VERBS: tuple[Verb, ...] = TRAIN + USE

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.inspect.curves import Line, Panel, draw
 from studies.carry_forms import FORMS
-from studies.curves import Line, Panel, draw
 
 _STUCK_NATS = 0.1
 """A model this little below the unigram entropy has learnt frequencies and no more."""
@@ -66,15 +66,16 @@ def curves(trials: Sequence[Finished], size: str) -> str:
         Panel(
             f"score residual: {carry}",
             [Line(trial.method, trial.found["curve"]) for trial in _of(mine, carry=carry)],
+            "updates",
         )
         for carry in carries
     ]
     forms = [trial for trial in mine if trial.carry in FORMS]
     if forms:
         lines = [Line(f"{t.carry}, {t.method}", t.found["curve"]) for t in forms]
-        panels.append(Panel("other forms", lines))
+        panels.append(Panel("other forms", lines, "updates"))
     return draw(
-        panels, x_name="updates", y_name="training loss, nats", top=entropy + _SHOWN_NATS,
+        panels, y_name="training loss, nats", top=entropy + _SHOWN_NATS,
         dotted={"unigram entropy": entropy},
     )  # fmt: skip
 

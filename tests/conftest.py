@@ -2,6 +2,7 @@
 
 import json
 import pydoc_data.topics
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
+from tests.support.browser import Browser, find_browser
 from tests.support.ranks import Ranks, Starter, start
 from tests.support.triton import Interpreter, run_interpreted
 from tests.support.variants import Variants
@@ -39,6 +41,17 @@ def start_ranks(processes: None) -> type[Ranks]:
 def start_command(processes: None) -> Starter:
     """Starts a command on every rank of a process group; see `tests.support.ranks.start`."""
     return start
+
+
+@pytest.fixture
+def browser(tmp_path: Path, processes: None) -> Iterator[Browser]:
+    """A headless browser with an empty profile."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium in PATH, in Playwright's cache or named by POSTNORM_CHROMIUM")
+    browser = Browser(program, tmp_path / "profile")
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from data_prep.datasheet.gather import REPORT_FILE
 from data_prep.stage import INGEST_STAGES
@@ -34,7 +35,8 @@ OTHER = 7
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~$@]|:(?=//)|(?<=www)\.)")
 _AGAIN = "run `python -m data_prep run CONFIG` again"
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 240, 58, 24, 10  # of the histogram
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 240, 62, 24, 10  # of the histogram
+_HALF_LABEL = 36  # half of its longest label, in the large letters for narrow screens
 
 
 def write(folder: Path) -> tuple[Path, Path]:
@@ -76,6 +78,7 @@ def render(report: dict[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["number_head"] = lambda name: f"#{name}"
+    environment.filters["labelled"] = _labelled
     given = report["sources"]
     names = sorted(given, key=lambda name: (-given[name]["tokens"], name))
     keys = ("documents", "text_bytes", "tokens", "characters")
@@ -103,6 +106,21 @@ def render(report: dict[str, Any]) -> str:
     functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
     functions |= {"by_source": by_source}
     return environment.get_template("page.html").render(**context, **functions)
+
+
+def _labelled(rows: Markup, heads: Sequence[str]) -> Markup:
+    """Give each cell of rows the head of its column, for screens too narrow for columns."""
+
+    def row(match: re.Match[str]) -> str:
+        names = iter(heads)
+
+        def cell(found: re.Match[str]) -> str:
+            name = next(names).removeprefix("#")
+            return f'{found[0]} data-label="{html.escape(printable(name))}"' if name else found[0]
+
+        return re.sub(r"<td(?=[ >])", cell, match[0])
+
+    return Markup(re.sub(r"<tr>.*?</tr>", row, str(rows), flags=re.DOTALL))
 
 
 def printable(text: str) -> str:
@@ -193,14 +211,19 @@ def histogram(edges: Sequence[int], series: Sequence[Sequence[int]]) -> dict[str
         return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * number / ticks[-1]
 
     lines: list[Any] = [(_LEFT, y(tick), _WIDTH, y(tick)) for tick in ticks]
-    texts: list[Any] = [(_LEFT - 6, y(tick) + 4, short(tick), "end") for tick in ticks]
+    tidy = re.compile(r"\.0+(?= )|(?<=\.[1-9])0(?= )")  # 2.00 k is 2 k, 1.50 M is 1.5 M
+    texts: list[Any] = [
+        (_LEFT - 6, y(tick) + 4, tidy.sub("", short(tick)), "end") for tick in ticks
+    ]
     digits = (1, 2, 5) if edges[-1] < 100 * edges[0] else (1,)
     powers = [10**exponent for exponent in range(len(str(edges[0])) - 1, len(str(edges[-1])))]
     for value in (digit * power for power in powers for digit in digits):
         if edges[0] <= value <= edges[-1]:
             thousands = (len(str(value)) - 1) // 3
             label = f"{value // 1000**thousands} {('', 'k', 'M', 'G', 'T')[thousands]}B"
-            texts.append((x(value), _HEIGHT - 6, label, "middle"))
+            fits = x(value) < _WIDTH - _HALF_LABEL
+            place = (x(value), "middle") if fits else (_WIDTH, "end")
+            texts.append((place[0], _HEIGHT - 6, label, place[1]))
             lines.append((x(value), y(0), x(value), y(0) + 4))
     columns: list[Any] = []
     hovers: list[Any] = []

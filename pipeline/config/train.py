@@ -278,10 +278,15 @@ class CheckpointConfig:
 class MonitorConfig:
     """What is logged and how often the held-out text is evaluated."""
 
-    log_every_steps: int = param(10, "console, metrics.jsonl and TensorBoard", unit="steps", ge=1)
+    log_every_steps: int = param(10, "console, metrics.jsonl and sinks", unit="steps", ge=1)
     eval_every_steps: int = param(1000, "held-out evaluation", unit="steps", ge=1)
     eval_sequences: int = param(
         2048, "at most this many held-out sequences", unit="sequences", ge=1
+    )
+    sinks: tuple[str, ...] = param(
+        ("tensorboard",),
+        "what shows the numbers besides metrics.jsonl: tensorboard, wandb, mlflow, or the name of "
+        "an entry point of the group postnorm.sinks",
     )
     straggler_factor: float = param(
         1.25,

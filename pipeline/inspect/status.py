@@ -95,7 +95,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     run = RunFolder.started(folder)
     attempts = read_json_lines(run.attempts)
     config = load(PretrainConfig, run.resolved).config
-    lines = _valid_lines(run, attempts)
+    lines = valid_lines(run, attempts)
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "eval"]
     recent = [line for line in train if line["attempt"] == train[-1]["attempt"]][-20:]
@@ -133,7 +133,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
     )
 
 
-def _valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl without those of steps that a later start computed again."""
     resumed = {line["attempt"]: line["resumed_from_step"] for line in attempts}
     kept: list[dict[str, Any]] = []

@@ -97,6 +97,11 @@ class RunFolder:
     """One JSON line for each time that numbers were logged."""
     tensorboard = _Inside("tensorboard")
     """Folder of TensorBoard's event files."""
+
+    def sink_id(self, service: str) -> Path:
+        """Return the file with the id under which a service knows the run."""
+        return self.path / "sinks" / service
+
     batches = _Inside("batches.tsv")
     """One line for each batch, with its hash."""
     ledger = _Inside("ledger.jsonl")

@@ -33,6 +33,7 @@ from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.sinks.base import Sinks, Start, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.data import open_data
 from pipeline.train.deepspeed import deepspeed_config
@@ -42,7 +43,6 @@ from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Attempt, train
 from pipeline.train.requests import Requests
 from pipeline.train.run import Run
-from pipeline.train.sinks import Sinks
 from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ def pretrain(
     """
     run_dir, process = Path(config.run_dir), rank.process
     config.batches.require_split(process.world_size)
-    deepspeed_config(config.train)  # its file is read before anything is made
+    # What is missing is found before anything is made.
+    deepspeed_config(config.train)
+    find_sinks(config.monitor.sinks)
     index = read_index(config.data.dir)
     config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -205,7 +207,8 @@ def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | Non
         _write_deepspeed_config(run)
         resumed_step = state.step if resumed_from else None
         number = _record_attempt(run, resumed_step, rewound=rewound)
-        sinks = Sinks(run.folder.path, number, resumed_step)
+        start = Start(run.folder.path, number, resumed_step, config)
+        sinks = Sinks(start, find_sinks(config.monitor.sinks))
     watch = Watch(run, sinks)
     attempt = Attempt(
         run=run,
@@ -214,11 +217,13 @@ def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | Non
         left_out=LeftOut(config, rewinds),
         rescue=Rescue(config, run.train_loader.steps.order, batch_log, run.saver, watch),
     )
-    code = train(attempt, state)
-    if sinks:
-        sinks.close()
-        if code == EXIT_FINISHED:
-            _finish(run, state)
+    try:
+        code = train(attempt, state)
+    finally:
+        if sinks:
+            sinks.close()
+    if sinks and code == EXIT_FINISHED:
+        _finish(run, state)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Looks inside the model at evaluation steps: its attention, its predictions, and heat maps.
+"""Looks inside the model at evaluation steps: its attention and its predictions.
 
 It uses the same few held-out sequences each time. All ranks use the same ones, so that it works
 for a model whose weights are divided, too.
@@ -77,13 +77,6 @@ _BEFORE, _AFTER = 12, 36
 _TOP = 3
 _MOST_PROBABILITIES = 1 << 27
 """Attention probabilities in one pass: 0.25 GB in bf16, and 0.5 GB in fp32."""
-_CELL = 16
-"""Pixels of a heat map's cell, per side."""
-_COLOURS = np.array(
-    [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=np.float64
-)
-"""Five colours of matplotlib's viridis, low to high: readable in grey and by the colour-blind."""
-_NAN_COLOUR = (160, 160, 160)
 
 
 @dataclass(frozen=True)
@@ -203,18 +196,3 @@ def examples_text(examples: list[Example]) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def heat_map(values: npt.NDArray[np.floating], low: float, high: float) -> npt.NDArray[np.uint8]:
-    """Draw (rows, columns) numbers as an image, first row on top.
-
-    Values out of range have the colour of the limit; NaN and infinity are grey.
-
-    Returns:
-        (16 * rows, 16 * columns, 3) pixels.
-    """
-    share = np.clip((np.nan_to_num(values) - low) / max(high - low, 1e-12), 0, 1)
-    at = np.linspace(0, 1, len(_COLOURS))
-    pixels = np.stack([np.interp(share, at, channel) for channel in _COLOURS.T], axis=-1)
-    pixels[~np.isfinite(values)] = _NAN_COLOUR
-    return np.round(pixels).astype(np.uint8).repeat(_CELL, 0).repeat(_CELL, 1)

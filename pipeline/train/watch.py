@@ -12,20 +12,22 @@ from pipeline.checkpoints.save import SaveNumbers
 from pipeline.checkpoints.state import TrainState
 from pipeline.config import schedule
 from pipeline.config.data import BatchPlace
-from pipeline.config.load import resolved_text
 from pipeline.config.runs import PretrainConfig
-from pipeline.config.schema import walk
 from pipeline.model.cost import flops_per_token, limits
 from pipeline.runtime import dist
+from pipeline.runtime.summary import duration
+from pipeline.sinks.base import Sinks
 from pipeline.train.evaluate import evaluate
+from pipeline.train.figures import heat_map
 from pipeline.train.health import LastStep, PlateauDoctor, Stragglers
 from pipeline.train.metrics import Interval
-from pipeline.train.observe import Observer, examples_text, heat_map
+from pipeline.train.observe import Observer, examples_text
 from pipeline.train.run import Run
-from pipeline.train.sinks import Sinks, console_line, means_text
 from pipeline.train.timing import device_name
 
 logger = logging.getLogger(__name__)
+
+_SHORT = {"accuracy": "acc"}
 
 
 class StepNumbers(NamedTuple):
@@ -40,7 +42,7 @@ class Watch:
     """Watches one attempt. Rank 0 has sinks to write to."""
 
     def __init__(self, run: Run, sinks: Sinks | None) -> None:
-        """Show the config at once. Collective."""
+        """Take fixed sequences to look at. Collective."""
         config, device = run.config, run.engine.device
         self._run, self._config, self._sinks = run, config, sinks
         self._observer = Observer(run.model, run.eval_loader, run.index, device)
@@ -50,9 +52,6 @@ class Watch:
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
         self._peak_flops = known.bf16_flops if known else None
         self._eta: _Eta | None = None
-        if sinks:
-            sinks.write_text(0, "config", _as_code(resolved_text(config)))
-            sinks.write_settings(_settings(config))
 
     def interval(
         self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
@@ -103,7 +102,7 @@ class Watch:
         """Show the cost of saves."""
         if self._sinks:
             for numbers in found:
-                self._sinks.write(numbers.step, "save", numbers.values, section="train")
+                self._sinks.write(numbers.step, "save", numbers.values)
 
     def evaluate(self, state: TrainState) -> None:
         """Evaluate held-out text at the model's alpha. Collective.
@@ -126,8 +125,13 @@ class Watch:
             f"attention_entropy_layer_{number:02d}": float(of_heads.mean())
             for number, of_heads in enumerate(entropy)
         }
-        self._sinks.write(state.step, "eval", result.values() | layers)
-        self._sinks.write_image(state.step, "attention_entropy", _entropy_map(entropy))
+        perplexity = {"perplexity": total.perplexity}
+        entropy_of_data = {"unigram_entropy": run.index.unigram_entropy_nats}
+        values = result.values() | perplexity | entropy_of_data | layers
+        self._sinks.write(state.step, "eval", values)
+        longest = max(self._config.batches.seq_lens)
+        figure = _entropy_map(entropy, state.step, longest)
+        self._sinks.write_image(state.step, "layers/attention_entropy", figure)
         self._sinks.write_text(state.step, "fill_mask", examples_text(examples))
 
     def _values(
@@ -146,6 +150,7 @@ class Watch:
             "data_wait": interval.data_wait,
             "skipped_steps": float(state.skipped),
             "left_out_batches": float(state.left_out),
+            "rewinds": float(state.rewinds),
             "batch": float(place.size),
             "seq_len": float(place.seq_len),
             "elapsed_s": state.elapsed_s,
@@ -201,21 +206,45 @@ def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> f
     return each.total * interval.num_tokens
 
 
-def _entropy_map(entropy: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Head side by side, the first layer on top, from 0 (one token) to log 512 (all of many)."""
-    return heat_map(entropy, 0.0, float(np.log(512)))
+def _entropy_map(
+    entropy: npt.NDArray[np.float32], step: int, longest: int
+) -> npt.NDArray[np.uint8]:
+    """Draw the heads side by side, the first layer on top, on a scale that fits all steps."""
+    high = float(np.log(longest))
+    return heat_map(
+        entropy,
+        0.0,
+        high,
+        title=(
+            f"Attention entropy at step {step:,}",
+            "0: attention to one token",
+            f"{high:.2f}: equal attention to all {longest:,}",
+        ),
+        row_name="layer",
+        column_name="head",
+        unit="nats",
+    )
 
 
-def _as_code(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines())
+def console_line(
+    step: int, num_steps: int, means: dict[str, float], values: dict[str, float], eta_s: float
+) -> str:
+    """One line for people; `means` are the objective's, `values` all numbers of the line."""
+    return (
+        f"step {step:>{len(str(num_steps))}}/{num_steps}  {means_text(values['loss'], means)}  "
+        f"lr {values['lr']:.2e}  alpha {values['alpha']:.3f}  "
+        f"norm {values['grad_norm']:.2f}  {values['tokens_per_s']:,.0f} tok/s  "
+        f"wait {values['data_wait']:.1%}  skipped {values['skipped_steps']:.0f}  "
+        f"ETA {duration(eta_s)}"
+    )
 
 
-def _settings(config: PretrainConfig) -> dict[str, bool | str | float]:
-    """Return every value of the config by its path, as TensorBoard takes them."""
-    return {
-        path: value if isinstance(value, (bool, str, int, float)) else str(value)
-        for path, _, value in walk(config)
-    }
+def means_text(loss: float, means: dict[str, float]) -> str:
+    """Return the minimised loss and the objective's other means, as `loss 3.1204  acc 0.421`."""
+    others = [
+        f"{_SHORT.get(name, name)} {mean:.3f}" for name, mean in means.items() if name != "loss"
+    ]
+    return "  ".join([f"loss {loss:.4f}", *others])
 
 
 class _Eta:

@@ -26,6 +26,7 @@ from data_prep.stage import INGEST_STAGES, Stage, run_tasks
 from pipeline.config.load import load
 from pipeline.data.format import SPLITS, read_index
 from pipeline.data.reader import BlockReader
+from tests.support.browser import Browser
 from tests.support.near_texts import chinese, english
 
 EVIL = "<script>alert('x')</script> & | `b` \u202e"
@@ -451,6 +452,45 @@ def test_columns_are_as_high_as_their_counts(report: dict[str, Any]) -> None:
     totals = [int(title.split(": ")[1].split(" documents")[0].replace(",", "")) for title in hovers]
     assert sum(totals) == sum(report["lengths"]["histogram"])
     assert any("english" in title for title in hovers)
+
+
+def test_marks_of_the_histogram_are_short_and_lie_inside() -> None:
+    drawn = histogram([10, 100, 1000, 10_000], [[1_500_000, 20, 4000]])
+    assert [text for _, _, text, anchor in drawn["texts"][:4]] == ["0", "500 k", "1 M", "1.5 M"]
+    assert drawn["texts"][-1][::2] == (720, "10 kB")
+    assert [anchor for *_, anchor in drawn["texts"][-2:]] == ["middle", "end"]
+
+
+# Texts that a box hides or that leave their cell, and boxes that must be scrolled.
+_CUT_OFF = """
+(() => {
+  const cut = [];
+  for (const each of findAll('.scroll, pre, html'))
+    if (each.scrollWidth > each.clientWidth + 1)
+      cut.push(['must be scrolled', each.className, each.textContent.slice(0, 80)]);
+  for (const each of findAll('main *')) {
+    if (![...each.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
+    if (each.tagName === 'title' || each.checkVisibility?.() === false) continue;
+    const range = document.createRange();
+    range.selectNodeContents(each);
+    const text = range.getBoundingClientRect();
+    const box = each.closest('svg, td, th, dd, dt, li, p, section, main').getBoundingClientRect();
+    if (text.right > box.right + 1 || text.left < box.left - 1 || text.bottom > box.bottom + 1)
+      cut.push(['leaves its box', each.tagName, each.textContent.slice(0, 80)]);
+  }
+  return cut;
+})()
+"""
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_label_is_cut_off(data: Path, width: int, browser: Browser) -> None:
+    browser.resize(width, 1000)
+    browser.open((data / "datasheet.html").as_uri())
+    browser.wait_for("document.readyState === 'complete' && findAll('main').length > 0")
+    browser.evaluate("findAll('details').forEach(each => { each.open = true })")
+    assert browser.evaluate("findAll('td').length") > 100
+    assert browser.evaluate(_CUT_OFF) == []
 
 
 @pytest.mark.parametrize(

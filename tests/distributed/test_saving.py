@@ -49,7 +49,7 @@ def test_retention_probe_and_copy_and_a_resume_from_the_copy(
     assert ranks.output.count("saved ") == 4
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("train/save_s")] == [5, 10, 15, 20]
+    assert [event.step for event in events.Scalars("speed/save_s")] == [5, 10, 15, 20]
 
     for path in published(run_dir / FOLDER):
         (path / "index.json").unlink()

@@ -1,34 +1,23 @@
 """A real browser opens a real TensorBoard on a finished run and sees charts, images and text."""
 
 import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Browser, find_browser
+from benchmarks.screenshots import open_layout, tensorboard
+from pipeline.sinks.base import tag_of
+from tests.support.browser import Browser
 from tests.support.ranks import records
 
-_BROWSER = find_browser()
 _CARD = (
     "findAll('scalar-card')"
     ".find(card => card.querySelector('tb-truncated-path').textContent === 'TAG')"
 )
 # The colour of a first run's line; axes, grid and labels are grey.
 _OF_LINE = "b > r + 15 && Math.max(r, g, b) < 140"
-
-
-@pytest.fixture
-def browser(tmp_path: Path, processes: None) -> Iterator[Browser]:
-    if _BROWSER is None:
-        pytest.skip("no Chromium in PATH, in Playwright's cache or named by POSTNORM_CHROMIUM")
-    browser = Browser(_BROWSER, tmp_path / "profile")
-    yield browser
-    browser.close()
 
 
 @pytest.fixture
@@ -40,33 +29,38 @@ def artefacts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tensorboard(straight_run: Path, tmp_path: Path) -> Iterator[str]:
-    """Its address."""
-    output = tmp_path / "tensorboard.out"
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", straight_run / "tensorboard"]
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", "0", "--load_fast=false"],
-            stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while not (address := re.search(r"http://127\.0\.0\.1:\d+/", output.read_text())):
-            assert process.poll() is None, output.read_text()
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.1)
-        yield address[0]
-    finally:
-        process.terminate()
-        process.wait(30)
+def address(straight_run: Path, processes: None) -> Iterator[str]:
+    with tensorboard(straight_run.parent) as address:
+        yield address
+
+
+def test_the_first_look_has_its_six_charts(browser: Browser, address: str, artefacts: Path) -> None:
+    browser.resize(1600, 1000)
+    open_layout(browser, address, "First look")
+    cards = "findAll('tf-custom-scalar-multi-line-chart-card')"
+    titles = [
+        "loss and unigram entropy (nats)", "held-out loss and unigram entropy (nats)",
+        "learning rate", "alpha", "tokens a second", "gradient norm",
+    ]  # fmt: skip
+    assert browser.evaluate(f"{cards}.slice(0, 6).map(card => card.title)") == titles
+    # Within the first screen, and with the tags that each draws, of a run under its own name.
+    bottoms = browser.evaluate(f"{cards}.slice(0, 6).map(c => c.getBoundingClientRect().bottom)")
+    assert max(bottoms) < 1000
+    text = f"{cards}.slice(0, 2).map(card => card.shadowRoot.textContent)"
+    browser.wait_for(f"{text}.every(each => each.includes('quality/unigram_entropy'))")
+    assert "straight/tensorboard" in browser.evaluate(
+        "findAll('tf-multi-checkbox')[0].shadowRoot.textContent"
+    )
+    browser.screenshot(artefacts / "tensorboard-first-look.png")
 
 
 def test_a_finished_run_is_seen(
-    browser: Browser, tensorboard: str, straight_run: Path, artefacts: Path
+    browser: Browser, address: str, straight_run: Path, artefacts: Path
 ) -> None:
-    browser.open(f"{tensorboard}?tagFilter=(train|eval)%2Floss#timeseries")
+    browser.open(f"{address}?tagFilter=quality%2F.*loss#timeseries")
     for kind in ("eval", "train"):
-        card = _CARD.replace("TAG", f"{kind}/loss")
+        tag = tag_of(kind, "loss")
+        card = _CARD.replace("TAG", tag)
         # The last value, as the table under the chart has it.
         last = f"{records(straight_run, kind)[-1]['loss']:.4f}".rstrip("0")
         table = f"{card}?.querySelector('scalar-card-data-table')"
@@ -76,20 +70,16 @@ def test_a_finished_run_is_seen(
         assert ticks >= 4
         deadline = time.monotonic() + 30
         while (seen := browser.columns_with(chart, _OF_LINE)) < 0.7:
-            assert time.monotonic() < deadline, (
-                f"{kind}/loss has a line over {seen:.0%} of its width"
-            )
+            assert time.monotonic() < deadline, f"{tag} has a line over {seen:.0%} of its width"
     browser.screenshot(artefacts / "tensorboard-scalars.png")
 
-    browser.open(f"{tensorboard}#images")
+    browser.open(f"{address}#images")
     browser.wait_for("findAll('tf-image-loader img, img').some(each => each.naturalWidth > 0)")
     shown = browser.evaluate("findAll('tf-image-loader').map(each => each.tag)")
-    assert shown == ["attention_entropy"]
-    [size] = browser.evaluate("findAll('img').map(each => [each.naturalWidth, each.naturalHeight])")
-    assert size == [32, 32]  # two heads by two layers
+    assert shown == ["layers/attention_entropy"]
     browser.screenshot(artefacts / "tensorboard-images.png")
 
-    browser.open(f"{tensorboard}#text")
+    browser.open(f"{address}#text")
     browser.wait_for("findAll('tf-text-loader tf-markdown-view, tf-markdown-view').length >= 2")
     browser.wait_for("findAll('pre').some(each => each.textContent.includes('original:'))")
     texts = browser.evaluate("findAll('pre').map(each => each.textContent)")

@@ -13,10 +13,11 @@ import torch
 
 from pipeline.config.model import ModelConfig
 from pipeline.data.format import DatasetIndex
+from pipeline.inspect import curves
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import padded
-from studies import curves, stability, stability_report
+from studies import stability, stability_report
 from studies.carry_forms import FORMS, use_form
 from studies.stability_report import Finished
 
@@ -190,10 +191,8 @@ def test_table_has_means_pairs_and_marks_what_is_stuck() -> None:
 
 
 def test_curves_lie_where_their_numbers_are() -> None:
-    panel = curves.Panel("a < b", [curves.Line("one", [(0, 9.0), (0, 1.0), (10, 3.0)])])
-    root = ET.fromstring(
-        curves.draw([panel, panel], x_name="x", y_name="y", dotted={"limit": 2.0}, top=5.0)
-    )
+    panel = curves.Panel("a < b", [curves.Line("one", [(0, 9.0), (0, 1.0), (10, 3.0)])], "x")
+    root = ET.fromstring(curves.draw([panel, panel], y_name="y", dotted={"limit": 2.0}, top=5.0))
     lines = [node.get("points") for node in root.iter() if node.tag.endswith("polyline")]
     assert len(lines) == 4
     assert len(lines[1].split()) == 2  # what is above the top is left out

@@ -87,6 +87,13 @@ class Browser:
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
 
+    def resize(self, width: int, height: int) -> None:
+        """Gives the page another size, in pixels."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=False,
+        )  # fmt: skip
+
     def open(self, url: str) -> None:
         """Goes to an address; what it loads may not be there yet."""
         self._call("Page.navigate", url="about:blank")  # also where only the part behind # changes

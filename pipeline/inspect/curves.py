@@ -1,7 +1,9 @@
-"""Curves drawn as SVG with the standard library alone: panels side by side, one legend."""
+"""Draws curves as SVG with the standard library alone: panels side by side, one legend."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from unicodedata import east_asian_width
 from xml.sax.saxutils import escape
 
 # Okabe and Ito's colours, told apart by the colour-blind, and black.
@@ -9,8 +11,9 @@ _COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999",
 )  # fmt: skip
 _WIDTH, _HEIGHT = 330, 240
-_LEFT, _TOP, _GAP = 56, 34, 40
+_LEFT, _TOP, _GAP, _BELOW = 66, 34, 40, 40
 _ROW = 18
+_FONT = 12
 
 
 @dataclass(frozen=True)
@@ -23,30 +26,26 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
+    """One pair of axes; panels with the same name below have the same range."""
 
     title: str
     lines: Sequence[Line]
+    x_name: str
 
 
 def draw(
-    panels: Sequence[Panel], *, x_name: str, y_name: str, dotted: dict[str, float], top: float
+    panels: Sequence[Panel], *, y_name: str, dotted: Mapping[str, float], top: float = inf
 ) -> str:
-    """An SVG document; all panels have the same axes.
+    """Draw an SVG document; all panels have the same vertical range.
 
     Args:
         panels: in rows of three.
-        x_name: below each panel.
         y_name: beside each row.
         dotted: horizontal lines with their names.
-        top: points above it are left out.
+        top: points above it are left out, as are those that are not finite.
     """
-    x_high = max(x for panel in panels for line in panel.lines for x, _ in line.points)
     panels = [
-        Panel(
-            panel.title,
-            [Line(line.name, [at for at in line.points if at[1] <= top]) for line in panel.lines],
-        )
+        replace(panel, lines=[Line(line.name, _shown(line, top)) for line in panel.lines])
         for panel in panels
     ]
     lines = [line for panel in panels for line in panel.lines]
@@ -54,22 +53,29 @@ def draw(
     count = len(_COLOURS)
     # Beyond the colours there are dashes.
     styles = {name: (_COLOURS[i % count], "5 3" * (i // count)) for i, name in enumerate(names)}
-    ys = [y for line in lines for _, y in line.points] + list(dotted.values())
-    axes = _Axes(0.0, x_high, min(ys) - 0.1, max(ys) + 0.1)
+    ys = [y for line in lines for _, y in line.points] + list(dotted.values()) or [0.0]
     columns = min(3, len(panels))
+    cell = _WIDTH + _GAP
     num_rows = -(-len(panels) // columns)
-    width = _LEFT + columns * (_WIDTH + _GAP)
-    legend_top = num_rows * (_HEIGHT + _TOP + 40) + 10
-    height = legend_top + _ROW * -(-len(names) // columns) + 10
+    # A long name takes the place of several columns.
+    entry = cell * -(-(30 + max(map(_text_width, names), default=0)) // cell)
+    in_row = max(1, columns * cell // entry)
+    width = max(_LEFT + columns * cell, _LEFT + entry)
+    legend_top = num_rows * (_HEIGHT + _TOP + _BELOW) + 10
+    height = legend_top + _ROW * -(-len(names) // in_row) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="{_FONT}">'
+        '<rect width="100%" height="100%" fill="white"/>'
     ]
     for number, panel in enumerate(panels):
-        left = _LEFT + number % columns * (_WIDTH + _GAP)
-        top = _TOP + number // columns * (_HEIGHT + _TOP + 40)
-        parts.append(f'<g transform="translate({left},{top})">')
-        parts += axes.frame(panel.title, x_name, y_name if number % columns == 0 else "")
+        left = _LEFT + number % columns * cell
+        down = _TOP + number // columns * (_HEIGHT + _TOP + _BELOW)
+        same = [line for each in panels if each.x_name == panel.x_name for line in each.lines]
+        x_high = max((x for line in same for x, _ in line.points), default=0) or 1.0
+        axes = _Axes(0.0, x_high, min(ys) - 0.1, max(ys) + 0.1)
+        parts.append(f'<g transform="translate({left},{down})">')
+        parts += axes.frame(panel.title, panel.x_name, y_name if number % columns == 0 else "")
         for name, y in dotted.items():
             parts.append(axes.path([(axes.x_low, y), (axes.x_high, y)], "#555555", "4 3"))
             parts.append(f'<text x="{_WIDTH - 4}" y="{axes.y(y) - 4:.1f}" text-anchor="end" '
@@ -77,14 +83,23 @@ def draw(
         parts += [axes.path(line.points, *styles[line.name]) for line in panel.lines]
         parts.append("</g>")
     for number, name in enumerate(names):
-        x = _LEFT + number % columns * (_WIDTH + _GAP)
-        y = legend_top + number // columns * _ROW
+        x = _LEFT + number % in_row * entry
+        y = legend_top + number // in_row * _ROW
         parts.append(
             f'<path d="M{x} {y}h24" stroke="{styles[name][0]}" stroke-width="3" '
             f'stroke-dasharray="{styles[name][1] or "none"}"/>'
             f'<text x="{x + 30}" y="{y + 4}">{escape(name)}</text>'
         )
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _shown(line: Line, top: float) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in line.points if isfinite(y) and y <= top]
+
+
+def _text_width(text: str) -> int:
+    """Estimate the pixels of a text, on the safe side: the font is the reader's."""
+    return sum(_FONT if east_asian_width(letter) in "WF" else 8 for letter in text)
 
 
 @dataclass(frozen=True)
@@ -108,35 +123,46 @@ class _Axes:
         )
 
     def frame(self, title: str, x_name: str, y_name: str) -> list[str]:
-        """Border, ticks, names."""
+        """Draw the border, the ticks and the names."""
         parts = [
             f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#999999"/>',
             f'<text x="{_WIDTH / 2}" y="-8" text-anchor="middle" font-weight="bold">'
             f"{escape(title)}</text>",
             f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 32}" text-anchor="middle">'
             f"{escape(x_name)}</text>",
-            f'<text transform="translate(-38,{_HEIGHT / 2}) rotate(-90)" text-anchor="middle">'
-            f"{escape(y_name)}</text>",
         ]
+        if y_name:
+            parts.append(
+                f'<text transform="translate(-48,{_HEIGHT / 2}) rotate(-90)" '
+                f'text-anchor="middle">{escape(y_name)}</text>'
+            )
         parts += [
-            f'<text x="{self.x(value):.1f}" y="{_HEIGHT + 15}" text-anchor="middle">{value:g}'
-            "</text>"
+            f'<text x="{self.x(value):.1f}" y="{_HEIGHT + 15}" text-anchor="middle">'
+            f"{_number(value)}</text>"
             for value in _ticks(self.x_low, self.x_high)
         ]
         for value in _ticks(self.y_low, self.y_high):
             y = self.y(value)
             parts.append(
                 f'<path d="M0 {y:.1f}h{_WIDTH}" stroke="#eeeeee"/>'
-                f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+                f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>'
             )
         return parts
 
 
+def _number(value: float) -> str:
+    """Write such as `250`, `20k` and `1.5M`."""
+    for unit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 10 * unit or (abs(value) >= unit and unit > 1e3):
+            return f"{value / unit:g}{prefix}"
+    return f"{value:g}"
+
+
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers between two."""
+    """List about five round numbers between two."""
     step = next(
         base * 10.0**power
-        for power in range(-6, 12) for base in (1, 2, 5)
+        for power in range(-6, 15) for base in (1, 2, 5)
         if (high - low) / (base * 10.0**power) <= 6
     )  # fmt: skip
     first = int(-(-low // step))

@@ -1,0 +1,140 @@
+"""`compare`: where runs differ, and their curves."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.format import DatasetIndex
+from pipeline.errors import ConfigError, RunFolderError
+from pipeline.inspect.compare import compare, comparison_text, read_runs
+from pipeline.inspect.curves import Line, Panel, draw
+from tests.support.browser import Browser
+from tests.support.ranks import Ranks, losses, records
+
+
+def _command(*arguments: object) -> str:
+    """Output of the verb in a process that cannot load torch."""
+    program = "import sys; sys.modules['torch'] = None; import runpy; " \
+        "runpy.run_module('pipeline', run_name='__main__')"  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program, "compare", *map(str, arguments)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def slower(
+    straight_run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    dataset: DatasetIndex,
+    start_ranks: type[Ranks],
+) -> Path:
+    """The straight run with another learning rate, shorter."""
+    run_dir = tmp_path_factory.mktemp("compared") / "slower"
+    ranks = start_ranks(run_dir, dataset, "train.lr=2e-3", "train.num_steps=30")
+    assert ranks.wait() == [0, 0], ranks.output
+    return run_dir
+
+
+def test_runs_that_differ_in_the_learning_rate(
+    straight_run: Path, slower: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "losses.html"
+    found: dict[str, Any] = json.loads(_command(straight_run, slower, "--json", "--plot", page))
+    assert {each["key"]: each["values"] for each in found["config"]} == {
+        "train.num_steps": [40, 30], "train.lr": [0.003, 0.002],
+    }  # fmt: skip
+    batches, difference, _ = found["differences"]
+    assert (batches["what"], batches["compared"], batches["first"]) == ("batch", 30, None)
+    # The loss of the first step is that of the initial weights.
+    one, other = losses(straight_run), losses(slower)
+    assert (difference["what"], difference["compared"], difference["first"]) == ("loss", 30, 2)
+    assert difference["values"] == [repr(one[2]), repr(other[2])]
+    assert found["equal_step"] == 30
+    tokens = [sum(r["tokens"] for r in records(run)) for run in (straight_run, slower)]
+    assert found["equal_tokens"] == tokens[1] < tokens[0]
+    first, second = found["scores"]
+    assert first["loss_at_equal_step"] == first["loss_at_equal_tokens"] == one[30]
+    assert second["loss"] == other[30]
+    assert first["best_loss"] == min(one.values())
+    assert first["best_held_out_loss"] == min(r["loss"] for r in records(straight_run, "eval"))
+
+    text = page.read_text()
+    svg = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    curves = [each for each in svg.iter() if each.tag.endswith("polyline")]
+    assert len(curves) == 3 * 3  # two runs and the unigram entropy in three panels
+    assert f"loss, A and B: first differs at step 2, {one[2]!r} against {other[2]!r}" in text
+
+
+def test_the_first_batch_that_differs_is_named(straight_run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(straight_run, other, ignore=shutil.ignore_patterns("checkpoints"))
+    path = other / "batches.tsv"
+    lines = path.read_text().splitlines(keepends=True)
+    assert lines[8].startswith("7\t")
+    before = lines[8].split()[-1]
+    lines[8] = lines[8].replace(before, "0123456789abcdef")
+    path.write_text("".join(lines))
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "kind"')  # a killed writer's
+    text = "\n".join(comparison_text(compare(read_runs([straight_run, other, straight_run]))))
+    assert (
+        f"batch, A and B: first differs at batch 7, {before} (step 8) against 0123456789abcdef "
+        "(step 8)"
+    ) in text
+    assert "batch, A and C: the same, 40 compared" in text
+    assert "loss, A and B: the same, 40 compared" in text
+    assert "config: the same" in text
+
+
+def test_what_cannot_be_compared_is_refused(straight_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is one run; expected two or more"):
+        read_runs([straight_run])
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        read_runs([straight_run, tmp_path])
+
+
+_NAMES = ("runs/one", "a name that is longer than two panels " * 3, "语料/很长的名字" * 6, "b")
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_no_label_of_the_curves_is_cut_off(count: int, tmp_path: Path, browser: Browser) -> None:
+    lines = [Line(name, [(0, 11.5), (123_456_789, 1234.5)]) for name in _NAMES]
+    panels = [Panel("training loss", lines, "tokens")] * count
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<meta charset="utf-8">' + draw(panels, y_name="nats", dotted={"unigram entropy": 600.0})
+    )
+    browser.open(page.as_uri())
+    boxes = browser.wait_for(
+        "document.readyState === 'complete' && findAll('svg text').map("
+        "each => {const r = each.getBoundingClientRect(), "
+        "s = findAll('svg')[0].getBoundingClientRect(); return [each.textContent, "
+        "r.left - s.left, r.top - s.top, s.right - r.right, s.bottom - r.bottom, "
+        "r.left, r.top, r.right, r.bottom]})"
+    )
+    assert len(boxes) > 8 * count
+    assert [box[0] for box in boxes if min(box[1:5]) < 0] == []
+    entries = [box for box in boxes if box[0] in _NAMES]
+    assert len(entries) == len(_NAMES)
+    for i, one in enumerate(boxes):
+        for other in boxes[:i]:
+            apart = one[5] >= other[7] or other[5] >= one[7] or one[6] >= other[8] or \
+                other[6] >= one[8]  # fmt: skip
+            assert apart, (one[0], other[0])
+
+
+def test_the_ticks_are_round() -> None:
+    text = draw([Panel("x", [Line("a", [(0, 1.0), (25_000, 2.0)])], "step")], y_name="y", dotted={})
+    assert re.findall(r'y="255" text-anchor="middle">([^<]*)', text) == [
+        "0", "5000", "10k", "15k", "20k", "25k",
+    ]  # fmt: skip

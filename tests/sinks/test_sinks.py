@@ -1,0 +1,210 @@
+"""Sinks: what they are given, how they are found, and that none of them stops a run."""
+
+import json
+import logging
+import re
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from pipeline.config.load import load
+from pipeline.config.runs import PretrainConfig
+from pipeline.errors import ConfigError
+from pipeline.sinks import base
+from pipeline.sinks.base import GROUP, Sinks, Start, find_sinks, tag_of
+from tests.support.ranks import CONFIG, records
+
+SECTIONS = ("data", "health", "layers", "quality", "speed")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    overrides = [f"run_dir={tmp_path}/runs/mine", "data.dir=nowhere"]
+    config = load(PretrainConfig, tmp_path / "config.yaml", overrides).config
+    return Start(tmp_path / "runs" / "mine", 1, None, config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "tag"),
+    [
+        ("train", "loss", "quality/loss"),
+        ("train", "replaced_accuracy", "quality/replaced_accuracy"),
+        ("eval", "loss", "quality/held_out_loss"),
+        ("eval", "loss_wiki", "quality/held_out_loss_wiki"),
+        ("eval", "perplexity", "quality/held_out_perplexity"),
+        ("eval", "unigram_entropy", "quality/unigram_entropy"),
+        ("eval", "num_masked", "data/held_out_num_masked"),
+        ("eval", "attention_entropy_layer_03", "layers/attention_entropy_layer_03"),
+        ("train", "grad_norm", "health/grad_norm"),
+        ("train", "grad_norm_layer_03", "layers/grad_norm_layer_03"),
+        ("train", "update_ratio_head", "layers/update_ratio_head"),
+        ("train", "alpha", "health/alpha"),
+        ("train", "rewinds", "health/rewinds"),
+        ("train", "tokens", "data/tokens"),
+        ("train", "tokens_per_s", "speed/tokens_per_s"),
+        ("train", "model_tflops_per_device", "speed/model_tflops_per_device"),
+        ("train", "step_s_p95", "speed/step_s_p95"),
+        ("train", "data_wait", "speed/data_wait"),
+        ("train", "host_rss_gb", "speed/host_rss_gb"),
+        ("train", "epoch_wiki", "data/epoch_wiki"),
+        ("train", "unmasked_documents", "data/unmasked_documents"),
+        ("save", "save_s", "speed/save_s"),
+        ("skip", "total", "health/skip_total"),
+        ("straggler", "factor", "health/straggler_factor"),
+    ],
+)
+def test_each_number_has_a_section(kind: str, name: str, tag: str) -> None:
+    assert tag_of(kind, name) == tag
+
+
+def test_a_run_has_five_sections_and_every_chart_of_the_layout_has_a_line(
+    straight_run: Path,
+) -> None:
+    events = EventAccumulator(str(straight_run / "tensorboard"), {"scalars": 0, "tensors": 0})
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {tag.partition("/")[0] for tag in tags} == set(SECTIONS)
+    expected: defaultdict[str, set[str]] = defaultdict(set)
+    for record in records(straight_run):
+        for name in record.keys() - {"step", "kind", "attempt", "unix_s"}:
+            expected[tag_of("train", name)].add(name)
+    assert all(len(names) == 1 for names in expected.values()), "two numbers have one tag"
+
+    [config] = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(config.tensor_proto.string_val[0])
+    charts = {
+        (category.title, chart.title): [
+            tag for tag in sorted(tags) if any(re.match(each, tag) for each in chart.multiline.tag)
+        ]
+        for category in layout.category
+        for chart in category.chart
+    }
+    first = [found for (title, _), found in charts.items() if title == "First look"]
+    assert first == [
+        ["quality/loss", "quality/unigram_entropy"],
+        ["quality/held_out_loss", "quality/unigram_entropy"],
+        ["health/lr"],
+        ["health/alpha"],
+        ["speed/tokens_per_s"],
+        ["health/grad_norm"],
+    ]
+    # One source has no loss of its own.
+    assert [key for key, found in charts.items() if not found] == [
+        ("Sources", "held-out loss (nats)")
+    ]
+
+
+def test_the_name_and_the_settings_of_a_run_are_shown(start: Start) -> None:
+    Sinks(start, find_sinks(["tensorboard"])).close()
+    events = EventAccumulator(str(start.run_dir / "tensorboard"), {"tensors": 0})
+    events.Reload()
+    [text] = events.Tensors("run/text_summary")
+    assert b"**runs/mine**, attempt 1" in text.tensor_proto.string_val[0]
+    [config] = events.Tensors("config/text_summary")
+    assert b"score_residual: sum" in config.tensor_proto.string_val[0]
+    settings = events.summary_metadata["_hparams_/session_start_info"]
+    assert b"train.alpha_warmup_steps" in settings.plugin_data.content
+
+
+OTHER = """
+class Lines:
+    def __init__(self, start):
+        self.path = start.run_dir / "other.txt"
+    def write(self, step, values):
+        with self.path.open("a") as file:
+            print(step, values, file=file)
+    def write_text(self, step, name, markdown):
+        pass
+    def write_image(self, step, name, pixels):
+        if pixels.size == 0:
+            raise OSError("the service is away")
+    def close(self):
+        with self.path.open("a") as file:
+            print("closed", file=file)
+class Unreachable:
+    def __init__(self, start):
+        raise ConnectionError("no route to host")
+"""
+
+
+@pytest.fixture
+def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with sinks, as pip installs it."""
+    folder = tmp_path / "site"
+    (folder / "other-1.0.dist-info").mkdir(parents=True)
+    (folder / "sinks_of_another.py").write_text(OTHER)
+    (folder / "other-1.0.dist-info" / "METADATA").write_text("Name: other\nVersion: 1.0\n")
+    (folder / "other-1.0.dist-info" / "entry_points.txt").write_text(
+        f"[{GROUP}]\nlines = sinks_of_another:Lines\nunreachable = sinks_of_another:Unreachable\n"
+        "half = sinks_of_another_that_is_not_there:Half\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.usefixtures("other_package")
+def test_a_sink_that_fails_is_warned_of_once_and_stops_nothing(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start.run_dir.mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        sinks = Sinks(start, find_sinks(["lines", "unreachable"]))
+        sinks.write(1, "train", {"loss": 2.5, "lr": float("nan")})
+        sinks.write_image(1, "picture", np.zeros((0, 0, 3), np.uint8))
+        sinks.write_image(1, "picture", np.zeros((0, 0, 3), np.uint8))
+        sinks.write(2, "eval", {"loss": 2.0})
+        sinks.close()
+    assert (start.run_dir / "other.txt").read_text().splitlines() == [
+        "1 {'quality/loss': 2.5, 'health/lr': nan}", "2 {'quality/held_out_loss': 2.0}", "closed",
+    ]  # fmt: skip
+    messages = sorted(record.message for record in caplog.records)
+    assert messages == [
+        "sink lines fails: OSError: the service is away; training goes on without it",
+        "sink lines lost 2 of 5 records; metrics.jsonl has all numbers",
+        "sink unreachable fails: it cannot be opened: ConnectionError: no route to host; training "
+        "goes on without it",
+        "sink unreachable lost 5 of 5 records; metrics.jsonl has all numbers",
+    ]
+    lines = [json.loads(line) for line in (start.run_dir / "metrics.jsonl").open()]
+    assert [(line["kind"], line["loss"]) for line in lines] == [("train", 2.5), ("eval", 2.0)]
+    assert lines[0]["lr"] is None
+
+
+def test_a_sink_that_hangs_stops_nothing(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(base, "_MOST_WAITING", 3)
+    goes_on = threading.Event()
+
+    def hanging(_: Start) -> base.Sink:
+        goes_on.wait()
+        raise OSError
+
+    sinks = Sinks(start, {"hanging": hanging})
+    for step in range(6):
+        sinks.write(step, "train", {"loss": 1.0})
+    sinks.close()
+    goes_on.set()
+    assert "sink hanging fails: it is too slow, 3 records wait for it" in caplog.text
+    assert "sink hanging lost 7 of 7 records" in caplog.text
+    assert len(records(start.run_dir)) == 6
+
+
+@pytest.mark.usefixtures("other_package")
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"'tensorbord' is not known.*did you mean 'tensorboard'"):
+        find_sinks(["tensorbord"])
+    with pytest.raises(ConfigError, match=r"half needs a package .*; install it, or take half out"):
+        find_sinks(["half"])
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, f"pipeline.sinks.{name}", raising=False)
+        with pytest.raises(ConfigError, match=rf"pip install 'postnorm\[{name}\]'"):
+            find_sinks(["tensorboard", name])
