@@ -84,6 +84,7 @@ _EXTRAS = {
     "torch": "train",
     "deepspeed": "train",
     "tensorboard": "train",
+    "PIL": "train",
     "safetensors": "train",
     "google_crc32c": "train",
     "transformers": "hf",

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from studies.curves import Line, Panel, draw
+from pipeline.inspect.curves import Line, Panel, draw
 from studies.stability import ROOT, Arm, Size, trial_file
 
 DATA = ROOT / "studies" / "results" / "post_ln.json"
@@ -54,8 +54,7 @@ def figure(data: dict[str, Any]) -> str:
     # A line like the others: its name stands in the legend, where no curve crosses it.
     lines.append(Line("unigram entropy", [(0, entropy), (_DEEP.steps, entropy)]))
     return draw(
-        [Panel("24 layers of Post-LN, width 48", lines)],
-        x_name="updates",
+        [Panel("24 layers of Post-LN, width 48", lines, x_name="updates")],
         y_name="training loss, nats",
         dotted={},
         top=entropy + _SHOWN_NATS,

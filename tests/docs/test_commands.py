@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-import postnorm
 from pipeline.runtime import cli
 from tests.support.pages import NEEDS, PAGES, ROOT, Block, blocks, commands_in_sentences
 
@@ -37,10 +36,7 @@ _SMALLER = {
     "eval_every_steps: 500": "eval_every_steps: 12, eval_sequences: 8",
 }
 """What the examples of README.md have, and what is quick."""
-ARRIVING = ("postnorm compare",)
-"""Commands that the pages describe and this revision does not have yet."""
-
-_SCRIPTS = ("api",) if hasattr(postnorm, "load") else ()
+_SCRIPTS = ("api",)
 """Pages whose Python is a program; `test_formats` runs that of formats.md."""
 
 _ALL = [block for page in PAGES for block in blocks(page)]
@@ -141,9 +137,8 @@ def test_blocks_say_what_they_are(block: Block) -> None:
 def test_commands_are_accepted(block: Block) -> None:
     assert block.commands
     for command in block.commands:
-        if not command.startswith(ARRIVING):
-            for words in _segments(command):
-                _check(words)
+        for words in _segments(command):
+            _check(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -153,7 +148,7 @@ def test_commands_in_sentences_exist(page: Path) -> None:
         for words in _segments(command):
             if words[0] != "postnorm":
                 _check(words)
-            elif not command.startswith(ARRIVING):
+            else:
                 _check_mention(words[1:], command)
 
 
@@ -219,5 +214,4 @@ def test_commands_run(page: str, workshop: Path) -> None:
             (workshop / "script.py").write_text(block.text)
         commands = ["python script.py"] if block.kind == "python" else block.commands
         for command in commands:
-            if not command.startswith(ARRIVING):
-                _run(command, workshop)
+            _run(command, workshop)
