@@ -22,7 +22,7 @@ def find(text: str, kinds: Sequence[str], beside: Path = Path()) -> Path:
         ConfigError: there is neither such a file nor such a name.
     """
     path = beside / text
-    if path.exists() or "/" in text or path.suffix in (".yaml", ".yml") or not kinds:
+    if path.is_file() or "/" in text or path.suffix in (".yaml", ".yml") or not kinds:
         return path
     shipped = {file.stem: file for kind in reversed(kinds) for file in _files(kind)}
     if text in shipped:

@@ -105,6 +105,9 @@ def test_presets_are_found_by_name(installed: Path, tmp_path: Path) -> None:
     done = _run([str(installed / "postnorm"), "config", "train.yaml"], tmp_path)
     assert "num_layers: 3" in done.stdout, done.stderr
     assert "hidden_size: 768" in done.stdout
+    (tmp_path / "demo").mkdir()  # a folder is not a config
+    done = _run([str(installed / "postnorm"), "config", "demo"], tmp_path)
+    assert "run_dir: runs/demo/train" in done.stdout, done.stderr
     done = _run([str(installed / "postnorm"), "config", "roformer_v2-bsae"], tmp_path)
     assert done.returncode == 2
     assert "did you mean 'roformer_v2-base'?" in done.stdout + done.stderr
