@@ -99,7 +99,7 @@ def test_a_program_that_reads(programs: Processes, straight_run: Path) -> None:
     assert program.stdout
     program.stdin.write("one text\n")
     program.stdin.flush()
-    program.stdin.write("another text\n" * 20)
+    program.stdin.write("another text\n" * 40)  # vectors come for 32 texts at a time
     program.stdin.flush()
     assert len(json.loads(program.stdout.readline())) == 32
     assert _interrupt(program) == (130, "interrupted\n")
