@@ -39,7 +39,7 @@ TUNING = {
         "stage3_max_live_parameters": 9000, "sub_group_size": 5000,
     },
     "train_micro_batch_size_per_gpu": "auto",
-    "gradient_clipping": 3.0,
+    "gradient_clipping": "auto",
 }  # fmt: skip
 
 
