@@ -7,7 +7,7 @@ Neither the lines nor the vectors are held in memory, an empty line has a vector
 vectors.npy is complete or absent. `postnorm encode` does the same without the progress.
 
 Expected output (the model of own_corpus.py, one thread of a busy machine, 20,000 lines of 76
-characters; a million are the same at the same speed):
+characters):
 
     <Postnorm model: 2 layers of 128, 2,000 tokens, alpha 1, on cpu>
     10,240 lines read, 851 a second

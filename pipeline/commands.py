@@ -479,8 +479,7 @@ pretrain configs/demo.yaml train.num_steps=200
 torchrun --standalone --nproc-per-node 2 -m postnorm pretrain configs/demo.yaml""",
 )
 TRAIN = (
-    *(CONFIG, MODEL, COVERAGE, PRETRAIN, STATUS, INSPECT, COMPARE),
-    *(CHECKPOINT, PROFILE, BANDWIDTH),
-)
+    CONFIG, MODEL, COVERAGE, PRETRAIN, STATUS, INSPECT, COMPARE, CHECKPOINT, PROFILE, BANDWIDTH
+)  # fmt: skip
 GROUPS: dict[str, tuple[Verb, ...]] = {"train": TRAIN, "use": USE}
 VERBS: tuple[Verb, ...] = TRAIN + USE

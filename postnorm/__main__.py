@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from postnorm import __version__
 
-_HERE = str(Path(__file__).resolve().parents[1])
-if sys.path[0] != _HERE:
-    # `python -m` puts the current folder first: a user's own pipeline.py would be imported there.
-    sys.path.append(sys.path.pop(0))
-
-from pipeline.runtime import stop  # noqa: E402 - only now is it surely ours
-
 if TYPE_CHECKING:
     from pipeline.runtime.cli import Parser, Verb
 
@@ -50,6 +43,11 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
 
 def main() -> NoReturn:
     """Run the verb that was asked for."""
+    if sys.path[0] != str(Path(__file__).resolve().parents[1]):
+        # `python -m` puts the current folder first: a user's own pipeline.py would be imported.
+        sys.path.append(sys.path.pop(0))
+    from pipeline.runtime import stop
+
     stop.listen_early(sys.argv[1:])  # before all other imports
     from pipeline.runtime import cli
 

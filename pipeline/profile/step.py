@@ -33,7 +33,7 @@ from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.summary import table
 from pipeline.train.build import make_model, with_vocabulary
 from pipeline.train.data import open_data
-from pipeline.train.engine import Engine, init_process_group
+from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.timing import (
     BEGIN,
     BODY,
@@ -343,7 +343,7 @@ def profile_run(
             seen.clear()
             timeline = profiled(step, steps, trace_file if process.is_first else None)
         profile = _profile(config, process, device, timeline, seen, untraced)
-        dist.close_group()
+        close_process_group()
     return profile
 
 

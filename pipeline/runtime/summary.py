@@ -24,7 +24,7 @@ _BAR_WIDTH = 40
 _LEAST_BAR_WIDTH = 5
 _TELL_EVERY_S = 30.0
 _COLOURS = {"finished": "green", "complete": "green", "running": "cyan", "failed": "red",
-            "killed": "red", "stopped": "yellow"}  # fmt: skip
+            "killed": "red", "stopped": "yellow", "not complete": "yellow"}  # fmt: skip
 Line = str | tuple[str, str]
 """A whole line, or a label and its text; an empty label continues the line before."""
 
@@ -55,7 +55,7 @@ class Summary:
         from rich.table import Table
         from rich.text import Text
 
-        colour = _COLOURS.get(self.state.split()[-1], "default")
+        colour = _COLOURS.get(self.state.rpartition(", ")[2], "default")
         yield Text.assemble((short_path(self.folder), "bold"), ": ", (self.state, f"bold {colour}"))
         for line in self.lines:
             if isinstance(line, str):

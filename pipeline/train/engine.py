@@ -82,8 +82,9 @@ def init_process_group(
 
 
 def close_process_group(*, together: bool = True) -> None:
-    """Leave the process group, as `dist.close_group`; DeepSpeed forgets its groups besides.
+    """Leave the group of `init_process_group`, as `dist.close_group` leaves that of `open_group`.
 
+    torch's own way leaves DeepSpeed its old groups, on which the next run of the process fails.
     Not `together` where the run failed: no other rank may be there to wait for.
     """
     if together:

@@ -23,9 +23,8 @@ from pipeline.data.loader import MicroBatch, document_bounds
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, StepResult, init_process_group
+from pipeline.train.engine import Engine, StepResult, close_process_group, init_process_group
 from tests.support.checkpoints import save_state
 
 ACCUMULATION = (2, 3, 1, 4, 4, 2)
@@ -175,4 +174,4 @@ if __name__ == "__main__":
     gc.freeze()
     for each in ("fp32", "bf16"):
         main(Path(sys.argv[1]) / each, each, this)
-    dist.close_group()
+    close_process_group()

@@ -18,9 +18,8 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.objectives.base import Sum, Sums
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, init_process_group
+from pipeline.train.engine import Engine, close_process_group, init_process_group
 from tests.support.checkpoints import save_state
 
 NUM_STEPS = 20
@@ -163,4 +162,4 @@ if __name__ == "__main__":
     gc.freeze()
     for each in CASES:
         main(Path(sys.argv[1]) / each.name, each, this)
-    dist.close_group()
+    close_process_group()

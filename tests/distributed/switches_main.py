@@ -20,9 +20,8 @@ from pipeline.config.train import TrainConfig
 from pipeline.model.compiled import CompiledLayer
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, init_process_group
+from pipeline.train.engine import Engine, close_process_group, init_process_group
 from tests.distributed import engine_main
 from tests.support.checkpoints import save_state
 
@@ -129,4 +128,4 @@ if __name__ == "__main__":
     gc.freeze()  # see zero_main
     for each in CASES:
         main(Path(sys.argv[1]), each, this)
-    dist.close_group()
+    close_process_group()

@@ -20,9 +20,8 @@ import torch
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo, process_info
-from pipeline.train.engine import Engine, init_process_group
+from pipeline.train.engine import Engine, close_process_group, init_process_group
 from tests.distributed import engine_main as case
 from tests.support.checkpoints import save_state
 
@@ -92,4 +91,4 @@ if __name__ == "__main__":
     for each in sys.argv[2:]:
         for kind in PRECISIONS:
             main(Path(sys.argv[1]), each, kind, this)
-    dist.close_group()
+    close_process_group()

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the packages that a test can change."""
-    for package in ("pipeline", "launch", "data_prep"):
+    for package in ("pipeline", "launch", "data_prep", "postnorm", "configs"):
         shutil.copytree(
-            ROOT / package, tmp_path / "checkout" / package,
+            ROOT / package, tmp_path / "checkout" / package, symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )  # fmt: skip
     return tmp_path / "checkout"
@@ -40,6 +40,8 @@ def test_job_runs_the_copy_even_inside_a_checkout_that_was_edited(
     (checkout / "pipeline" / "__init__.py").write_text("raise SystemExit('the edited code ran')\n")
     shown = _start(code, "pipeline", "config", str(ROOT / "configs/demo.yaml"), cwd=checkout)
     assert "run_dir: runs/demo/train" in shown
+    shutil.rmtree(checkout / "configs")  # the copy has its own, in place of the checkout's link
+    assert "num_layers: 12" in _start(code, "pipeline", "config", "roformer_v2-base", cwd=tmp_path)
     # What the run starts in other processes is the copy, too.
     script = (
         f"import sys; sys.path.insert(0, {str(code)!r}); from pipeline.runtime import env; "
