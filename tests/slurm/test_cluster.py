@@ -140,13 +140,17 @@ def test_controller_comes_back_with_its_jobs(cluster: SlurmCluster) -> None:
 
 
 def test_higher_partition_pushes_jobs_away(cluster: SlurmCluster, tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    script = "#!/bin/bash\nsrun bash -c 'trap \"echo asked; exit\" TERM; sleep 1000 & wait'\n"
-    job = cluster.sbatch(script, "--nodes=2", f"--output={log}")
-    cluster.wait_for_tasks(job, 2)
+    # Each task tells it in a file of its own: the last line of a task's output is lost when srun
+    # is ended before it, and a task that has not yet set its trap ends without a word.
+    task = (
+        "trap 'touch asked.$SLURM_PROCID; exit' TERM; touch ready.$SLURM_PROCID; sleep 1000 & wait"
+    )
+    (tmp_path / "task.sh").write_text(task)
+    cluster.sbatch("#!/bin/bash\nsrun bash task.sh\n", "--nodes=2", f"--chdir={tmp_path}")
+    cluster.wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "both tasks wait")
     with cluster.preempting() as other:
         cluster.wait_for(other, "RUNNING")
-        assert log.read_text().count("asked") == 2
+        cluster.wait_until(lambda: len(list(tmp_path.glob("asked.*"))) == 2, "both were asked")
 
 
 def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(
