@@ -142,8 +142,8 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
     kind = path.relative_to(ROOT / "configs").parts[0]
     if kind == "model":
         path = _write(tmp_path, MINIMAL + f"model: {{from: {path}}}\n")
-    root = {"prep": PrepConfig, "cluster": ClusterConfig}.get(kind, PretrainConfig)
-    load(root, path)
+    roots = {"prep": PrepConfig, "cluster": ClusterConfig, "tasks": TaskConfig, "suites": SuiteConfig}
+    load(roots.get(kind, PretrainConfig), path)
 
 
 @pytest.mark.usefixtures("processes")
