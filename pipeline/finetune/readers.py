@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,7 +237,8 @@ def _example(source: Source, number: int, row: Row) -> Example | None:
             source.counts[f"dropped: label {name!r}"] += 1
             return None
     id_key = source.column("id")
-    id_ = row.values.get(id_key) if id_key is not None else None
+    # CLUEWSC names it idx in train and id in test.
+    id_ = row.values.get(id_key or "id", row.values.get("id"))
     example = Example(
         id=str(number if id_ is None else id_),
         where=row.where,
@@ -350,34 +351,20 @@ def _number_gold(source: Source, row: Row, example: Example, value: Any) -> floa
 def _spans_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[Span, ...]:
     """Read [[type, start, end], ...], mappings with these keys, or CLUENER's inclusive mapping."""
     spans = set()
-    after = int(source.data.span_ends == "inclusive")
     try:
-        if isinstance(value, dict):
-            for kind, entities in value.items():
-                for part, places in entities.items():
-                    for start, last in places:
-                        _require_text(row, example.text, part, start)
-                        spans.add(_checked(row, example.text, Span(kind, start, last + 1)))
-                        if last + 1 - start != len(part):
-                            raise DataError(
-                                f"{row.where}: {part!r} has {len(part)} characters, but its place "
-                                f"[{start}, {last}] has {last + 1 - start} (the end is inclusive)"
-                            )
-        else:
-            for item in value:
-                if isinstance(item, dict):
-                    kind = item["type"] if "type" in item else item["label"]
-                    span = Span(str(kind), int(item["start"]), int(item["end"]) + after)
-                    if "text" in item:
-                        _require_text(row, example.text, item["text"], span.start)
-                else:
-                    # A file in words (CoNLL) comes with exclusive ends.
-                    span = (
-                        item
-                        if isinstance(item, Span)
-                        else Span(*item)._replace(end=item[2] + after)
-                    )
-                spans.add(_checked(row, example.text, span))
+        for span, part in _written_spans(value, int(source.data.span_ends == "inclusive")):
+            _require_text(row, example.text, part, span.start)
+            if part and span.end - span.start != len(part):
+                raise DataError(
+                    f"{row.where}: {part!r} has {len(part)} characters, but its place has "
+                    f"{span.end - span.start}; see data.span_ends"
+                )
+            if not 0 <= span.start < span.end <= len(example.text):
+                raise DataError(
+                    f"{row.where}: {span.type} at [{span.start}, {span.end}) is not inside the "
+                    f"text of {len(example.text)} characters, or is empty; see data.span_ends"
+                )
+            spans.add(span)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise DataError(
             f"{row.where}: {str(value)[:80]!r} is not a list of [type, start, end] or of mappings "
@@ -386,13 +373,23 @@ def _spans_gold(source: Source, row: Row, example: Example, value: Any) -> tuple
     return tuple(sorted(spans, key=lambda span: (span.start, span.end, span.type)))
 
 
-def _checked(row: Row, text: str, span: Span) -> Span:
-    if not 0 <= span.start < span.end <= len(text):
-        raise DataError(
-            f"{row.where}: {span.type} at [{span.start}, {span.end}) is not inside the text of "
-            f"{len(text)} characters, or is empty; see data.span_ends"
-        )
-    return span
+def _written_spans(value: Any, after: int) -> Iterator[tuple[Span, str]]:
+    """Yield the spans as a file writes them, and their text where it has that; else ""."""
+    if isinstance(value, dict):
+        for kind, entities in value.items():
+            for part, places in entities.items():
+                for start, last in places:
+                    yield Span(kind, start, last + 1), part
+        return
+    for item in value:
+        if isinstance(item, Span):  # of tags: exclusive already
+            yield item, ""
+        elif isinstance(item, dict):
+            kind, end = item.get("type") or item["label"], int(item["end"])
+            yield Span(kind, int(item["start"]), end + after), item.get("text", "")
+        else:
+            kind, start, end = item
+            yield Span(kind, int(start), int(end) + after), ""
 
 
 def _answers_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[Answer, ...]:

@@ -73,12 +73,13 @@ def encode_tags(spans: Sequence[Span], length: int, scheme: str) -> list[str] | 
 
 
 _CMRC_SIGNS = set("-:_*^/\\~`+=，。：？！“”；’《》·、「」（）－～『』")
-# After nltk's word_tokenize, which the official CMRC scorer splits what is not Chinese with.
-_WORDS = re.compile(
-    r"\.\.\.|--|[?!;@#$%&()\[\]{}<>]|[,:](?!\d)|'(?:s|m|d|ll|re|ve)\b|n't\b|\"|``|''"
-    r"|\.(?=\s*$)|(?:(?!n't\b|'(?:s|m|d|ll|re|ve)\b|\.\.\.|--|\.\s*$|[,:](?!\d))"
-    r"[^\s?!;@#$%&()\[\]{}<>\"])+"
+# As nltk's word_tokenize, with which the official CMRC scorer splits what is not Chinese.
+_OPENS_QUOTE = re.compile(r'(?:^|(?<=[\s(\[{<]))"')
+_APART = (
+    r"\.\.\.|--|[,:](?!\d)|\.(?=\s*$)|n't\b|'(?:s|m|d|ll|re|ve)\b|``|''|'(?=\s|$)"
+    r"|[?!;@#$%&()\[\]{}<>–—«»]"
 )
+_WORDS = re.compile(rf"{_APART}|(?:(?!{_APART})\S)+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _ASCII_SIGNS = set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 
@@ -107,7 +108,7 @@ def cmrc_segments(text: str) -> list[str]:
         if char and not "\u4e00" <= char <= "\u9fa5":
             run += char
             continue
-        segments += _WORDS.findall(run)
+        segments += _WORDS.findall(_OPENS_QUOTE.sub("``", run).replace('"', "''"))
         segments += [char] if char else []
         run = ""
     return segments
