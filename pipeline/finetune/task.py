@@ -58,7 +58,7 @@ FIXED_FORMATS = {
 class KindConfig:
     """What is asked and how the answers are scored."""
 
-    kind: KindName = param(REQUIRED, "what the model is asked; see docs/finetuning.md")
+    kind: KindName = param(REQUIRED, "what the model is asked")
     metric: MetricName | None = param(
         None, "the score that chooses and is reported first; null takes the kind's own"
     )
@@ -235,6 +235,11 @@ class TaskConfig:
             raise ConfigError(
                 f"data.hold_out={self.data.hold_out} takes dev from train, but data.dev names "
                 f"{', '.join(self.data.dev)}; remove one of the two"
+            )
+        if self.input.truncate == "head_tail" and self.kind.gold == "spans":
+            raise ConfigError(
+                f"input.truncate=head_tail does not fit task.kind={name}: an entity could lie over "
+                "the gap; use tail or head"
             )
         if self.input.stride >= self.input.max_length and name == "qa":
             raise ConfigError(

@@ -60,6 +60,7 @@ TORCH_FREE = {
     "pipeline.finetune.task",
     "pipeline.finetune.formats",
     "pipeline.finetune.readers",
+    "pipeline.finetune.encode",
     "pipeline.finetune.scores",
 }
 DOORS = {
