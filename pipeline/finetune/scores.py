@@ -157,6 +157,41 @@ def cmrc_scores(answers: Sequence[str], prediction: str) -> tuple[float, float]:
 _SCORERS = {"squad": squad_scores, "cmrc": cmrc_scores}
 
 
+# Choices
+
+
+def assign(scores: Floats) -> list[int]:
+    """Return for each row (blank) a column (candidate) of its own, with the highest sum of scores.
+
+    `scores` [rows, columns], with as many columns as rows at least. ChID's blanks of a group have
+    distinct answers. Source: the Hungarian method by shortest augmenting paths (Jonker and
+    Volgenant 1987).
+    """
+    num_rows, num_columns = scores.shape
+    costs = -scores
+    row_price, column_price = np.zeros(num_rows), np.zeros(num_columns)
+    owner = np.full(num_columns, -1)
+    for new in range(num_rows):
+        shortest, before = np.full(num_columns, np.inf), np.full(num_columns, -1)
+        done = np.zeros(num_columns, dtype=bool)
+        row, column, length = new, -1, 0.0
+        while row >= 0:
+            through = length + costs[row] - row_price[row] - column_price
+            is_better = ~done & (through < shortest)
+            shortest[is_better], before[is_better] = through[is_better], column
+            column = int(np.argmin(np.where(done, np.inf, shortest)))
+            length, row = shortest[column], owner[column]
+            done[column] = True
+        for each in np.flatnonzero(done & (owner >= 0)):
+            row_price[owner[each]] += length - shortest[each]
+        row_price[new] += length
+        column_price[done] -= length - shortest[done]
+        while column >= 0:
+            owner[column] = owner[before[column]] if before[column] >= 0 else new
+            column = int(before[column])
+    return [int(np.flatnonzero(owner == row)[0]) for row in range(num_rows)]
+
+
 # Metrics
 
 

@@ -5,12 +5,14 @@ import random
 
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.stats
 import sklearn.metrics
 
 from pipeline.errors import DataError
 from pipeline.finetune.scores import (
     Span,
+    assign,
     bootstrap,
     chance,
     cmrc_scores,
@@ -214,6 +216,20 @@ def test_cmrc_segments() -> None:
 def test_words_are_those_of_nltk(run: str, words: str) -> None:
     # As NLTKWordTokenizer of nltk 3.10 splits them.
     assert cmrc_segments(run) == words.split()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
+    rng = np.random.default_rng(int(ties))
+    for _ in range(200):
+        num_rows = int(rng.integers(1, 8))
+        scores = rng.normal(size=(num_rows, int(rng.integers(num_rows, 11))))
+        scores = np.round(scores) if ties else scores
+        columns = assign(scores)
+        assert len(set(columns)) == num_rows
+        rows, expected = scipy.optimize.linear_sum_assignment(scores, maximize=True)
+        assert scores[rows, columns].sum() == pytest.approx(scores[rows, expected].sum())
+        assert ties or columns == expected.tolist()
 
 
 def test_answers_are_averaged() -> None:
