@@ -287,7 +287,7 @@ TABLES: dict[str, Callable[[Path], Iterator[tuple[int, list[str]]]]] = {
     "csv": _csv_cells,
     "tsv": _tsv_cells,
 }
-FORMATS: dict[str, Callable[[Source], Iterator[Row]]] = {
+_FORMATS: dict[str, Callable[[Source], Iterator[Row]]] = {
     "json": _json_rows,
     "jsonl": _jsonl_rows,
     "csv": _table_rows,
@@ -298,3 +298,18 @@ FORMATS: dict[str, Callable[[Source], Iterator[Row]]] = {
     "c3": _c3_rows,
     "chid": _chid_rows,
 }
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """Yield the rows of a file.
+
+    Raises:
+        DataError: the file is damaged, or is not in the form of its format.
+    """
+    try:
+        yield from _FORMATS[source.format](source)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{source.path} is not in the form of {source.format} files ({error!r}); set "
+            "data.format if it is another one"
+        ) from error

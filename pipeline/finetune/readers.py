@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.formats import FORMATS, TABLES, Row, Source, detect
+from pipeline.finetune.formats import TABLES, Row, Source, detect, read_rows
 from pipeline.finetune.scores import Span
 from pipeline.finetune.task import FIXED_FORMATS, TaskConfig, missing_fields
 
@@ -135,7 +135,7 @@ def read_file(
     if missing:
         raise ConfigError(f"{missing_fields(config.task.kind, missing)} (to read {path})")
     examples = []
-    for number, row in enumerate(FORMATS[form](source)):
+    for number, row in enumerate(read_rows(source)):
         example = _example(source, number, row)
         if example is not None:
             examples.append(example)

@@ -422,3 +422,81 @@ def test_texts_that_are_in_train_are_counted(folder: Folder) -> None:
 def test_format_that_does_not_fit_the_kind_is_refused(folder: Folder) -> None:
     with pytest.raises(DataError, match=r"looks like c3, which is for task\.kind choice, not pair"):
         folder.read("pair", json.dumps([[["x"], [], "1"]]), **NLI)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "content"),
+    [
+        ("qa", "squad", {"x": []}),
+        ("qa", "cmrc", [{"context": "", "qas": [{}]}]),
+        ("choice", "c3", [[[], ["x"]]]),
+    ],
+)
+def test_file_in_another_form_is_refused(
+    folder: Folder, kind: str, form: str, content: Any
+) -> None:
+    with pytest.raises(DataError, match=rf"a\.json is not in the form of {form} files"):
+        folder.read(kind, json.dumps(content), format=form)
+
+
+# Shipped tasks on rows in the shape of their published files
+
+
+def _table(header: str, *rows: str) -> str:
+    return "".join(f"{line}\n" for line in (header, *rows)).replace("|", "\t")
+
+
+NLI_COLUMNS = "index|sentence1|sentence2"
+MNLI_COLUMNS = (
+    "index|promptID|pairID|genre|sentence1_binary_parse|sentence2_binary_parse|sentence1_parse|"
+    "sentence2_parse|sentence1|sentence2|label1|gold_label"
+)
+STS_COLUMNS = "index|genre|filename|year|old_index|source1|source2|sentence1|sentence2|score"
+QQP_COLUMNS = "id|qid1|qid2|question1|question2|is_duplicate"
+TARGET = {"span1_text": "a", "span1_index": 0, "span2_text": "b", "span2_index": 2}
+CLASSIFIED = {"sentence": "a", "label": "100", "label_desc": "news_story", "keywords": ""}
+PAIR = {"sentence1": "a", "sentence2": "b", "label": "0"}
+INFERRED = {**PAIR, "label": "neutral", "label0": None, "genre": "tv", "prem_id": "tv_1", "id": 0}
+CHECKED = {"id": 1, "abst": "b", "keyword": ["a"], "label": "0"}
+PUBLISHED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "cola": ("gj04|1||a\n".replace("|", "\t"), ("0", "a", "", "1")),
+    "sst2": (_table("sentence|label", "a |0"), ("0", "a ", "", "0")),
+    "stsb": (_table(STS_COLUMNS, "7|g|f|2012|1|n|n|a|b|2.5"), ("7", "a", "b", 2.5)),
+    "qqp": (_table(QQP_COLUMNS, "9|1|2|a|b|1", "8|1|2|a"), ("9", "a", "b", "1")),
+    "mnli": (_table(MNLI_COLUMNS, "3|1|1n|g|(|(|(|(|a|b|x|neutral"), ("3", "a", "b", "neutral")),
+    "qnli": (_table("index|question|sentence|label", "5|a|b|entailment"),
+             ("5", "a", "b", "entailment")),
+    "rte": (_table(f"{NLI_COLUMNS}|label", "0|a|b|entailment"), ("0", "a", "b", "entailment")),
+    "wnli": (_table(f"{NLI_COLUMNS}|label", "4|a|b|1"), ("4", "a", "b", "1")),
+    "afqmc": ([PAIR], ("0", "a", "b", "0")),
+    "tnews": ([CLASSIFIED], ("0", "a", "", "100")),
+    "iflytek": ([{"label": "11", "label_des": "x", "sentence": "a"}], ("0", "a", "", "11")),
+    "cmnli": ([{**PAIR, "label": "-"}, {**PAIR, "label": "neutral"}], ("1", "a", "b", "neutral")),
+    "ocnli": ([INFERRED], ("0", "a", "b", "neutral")),
+    "csl": ([CHECKED], ("1", "a", "b", "0")),
+    "cluewsc": ([{"target": TARGET, "idx": 3, "label": "true", "text": "a b"}],
+                ("3", "a b", "", "true")),
+    "fewclue-tnews": ([{**CLASSIFIED, "label": 100, "id": "6"}], ("6", "a", "", "100")),
+    "fewclue-iflytek": ([{"label": 1, "label_des": "x", "sentence": "a", "id": 4}],
+                        ("4", "a", "", "1")),
+    "fewclue-csldcp": ([{"content": "a", "label": "数学", "id": 2}], ("2", "a", "", "数学")),
+    "fewclue-eprstmt": ([{"id": 5, "sentence": "a", "label": "Positive"}],
+                        ("5", "a", "", "Positive")),
+    "fewclue-bustm": ([{"id": 5, **PAIR}], ("5", "a", "b", "0")),
+    "fewclue-ocnli": ([INFERRED], ("0", "a", "b", "neutral")),
+    "fewclue-csl": ([CHECKED], ("1", "a", "b", "0")),
+    "fewclue-cluewsc": ([{"target": TARGET, "idx": 3, "label": "true", "text": "a b"}],
+                        ("3", "a b", "", "true")),
+    "sst2-sentences": ("a\t1\n", ("0", "a", "", "1")),
+    "chnsenticorp": (_table("label|text_a", "1|a"), ("0", "a", "", "1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_task_reads_its_published_form(folder: Folder, name: str) -> None:
+    content, expected = PUBLISHED[name]
+    task = load_task(name, (f"data.root={folder.path}",))
+    file = f"train{Path(task.data.train[0]).suffix}"
+    folder.write(file, content)
+    [row] = read_file(task, file, needs_gold=True)
+    assert (row.id, row.text, row.text_b, row.gold) == expected
