@@ -166,8 +166,16 @@ def assign(scores: Floats) -> list[int]:
     `scores` [rows, columns], with as many columns as rows at least. ChID's blanks of a group have
     distinct answers. Source: the Hungarian method by shortest augmenting paths (Jonker and
     Volgenant 1987).
+
+    Raises:
+        DataError: a score is infinite or NaN, or there are more rows than columns.
     """
     num_rows, num_columns = scores.shape
+    if num_rows > num_columns or not np.isfinite(scores).all():
+        raise DataError(
+            f"{num_rows} blanks cannot take {num_columns} candidates once each by these scores: "
+            "expected no more blanks than candidates, and finite scores"
+        )
     costs = -scores
     row_price, column_price = np.zeros(num_rows), np.zeros(num_columns)
     owner = np.full(num_columns, -1)

@@ -232,6 +232,12 @@ def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
         assert ties or columns == expected.tolist()
 
 
+@pytest.mark.parametrize("scores", [[[1.0], [2.0]], [[math.nan, 1.0]], [[1.0, -math.inf]]])
+def test_scores_that_assign_nothing_are_refused(scores: list[list[float]]) -> None:
+    with pytest.raises(DataError, match="finite scores"):
+        assign(np.array(scores))
+
+
 def test_answers_are_averaged() -> None:
     scores = _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc")
     assert scores == {"em": 0.5, "f1": 0.5}
