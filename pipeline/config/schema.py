@@ -169,8 +169,11 @@ def _coerce(hint: Any, node: Node, path: str, mistakes: list[str]) -> Any:
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        inner = next(arg for arg in args if arg is not type(None))
-        return _coerce(inner, node, path, mistakes)
+        inner = [arg for arg in args if arg is not type(None)]
+        # Of a word or a list (`auto` or [a, b]), the value says which is meant.
+        lists = [arg for arg in inner if typing.get_origin(arg) is tuple]
+        hint = lists[0] if lists and isinstance(value, list) else inner[0]
+        return _coerce(hint, node, path, mistakes)
     if origin is Literal:
         if type(value) is str and value in args:
             return value

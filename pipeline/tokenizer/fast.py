@@ -83,6 +83,14 @@ class FastTokenizer:
         """Encode a text without adding specials; special tokens written in it are plain text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a text like `encode`, with the characters [start, end) of it that a token covers.
+
+        An unknown word covers all of its characters; bytes of one character cover it each.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
     def encode_with_masks(self, text: str) -> list[int]:
         """Encode a text in which each mask stands for one masked token.
 

@@ -123,6 +123,19 @@ class Tokenizer:
     def _plain_text(self) -> "_PlainText":
         return _PlainText(self._processor.serialized_model_proto())
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a text like `encode`, with the characters [start, end) of it that a token covers.
+
+        Several tokens that spell one character (its bytes, or the letters of a ligature) cover it
+        all. A leading space belongs to its token.
+        """
+        mapping = self._processor.EncodeAsOffsetMapping(text)
+        offsets = list(mapping["offsets"])
+        for i in range(len(offsets) - 2, -1, -1):
+            if offsets[i][0] == offsets[i][1]:  # the last of the tokens has the character
+                offsets[i] = offsets[i + 1]
+        return list(mapping["ids"]), offsets
+
     def encode_with_masks(self, text: str) -> list[int]:
         """Encode a text in which each `[MASK]` stands for one masked token."""
         first, *others = text.split(SPECIAL_TOKENS[MASK_ID])

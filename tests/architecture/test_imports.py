@@ -23,6 +23,7 @@ LAYERS = [
     {"pipeline.checkpoints"},
     {"pipeline.sinks"},
     {"pipeline.train"},
+    {"pipeline.finetune"},
     {"pipeline.profile"},
     {"pipeline.use"},
     {"pipeline.inspect"},
@@ -56,6 +57,11 @@ TORCH_FREE = {
     "pipeline.tokenizer.sentencepiece",
     "pipeline.tokenizer.fast",
     "pipeline.tokenizer.wordpiece",
+    "pipeline.finetune.task",
+    "pipeline.finetune.formats",
+    "pipeline.finetune.readers",
+    "pipeline.finetune.encode",
+    "pipeline.finetune.scores",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},

@@ -16,6 +16,7 @@ from pipeline.config import strict_yaml
 from pipeline.config.load import explain, load, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
+from pipeline.finetune.task import SuiteConfig, TaskConfig
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = "run_dir: r\ndata: {dir: d}\n"
@@ -142,8 +143,13 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
     kind = path.relative_to(ROOT / "configs").parts[0]
     if kind == "model":
         path = _write(tmp_path, MINIMAL + f"model: {{from: {path}}}\n")
-    root = {"prep": PrepConfig, "cluster": ClusterConfig}.get(kind, PretrainConfig)
-    load(root, path)
+    roots = {
+        "prep": PrepConfig,
+        "cluster": ClusterConfig,
+        "tasks": TaskConfig,
+        "suites": SuiteConfig,
+    }
+    load(roots.get(kind, PretrainConfig), path)
 
 
 @pytest.mark.usefixtures("processes")
@@ -169,7 +175,7 @@ def _sections(cls: type) -> Iterator[type]:
                 yield from _sections(typing.cast(type, part))
 
 
-@pytest.mark.parametrize("root", [PretrainConfig, PrepConfig, ClusterConfig])
+@pytest.mark.parametrize("root", [PretrainConfig, PrepConfig, ClusterConfig, TaskConfig])
 def test_defaults_have_the_type_that_a_resolved_file_gives_them(root: type) -> None:
     """An int where a file gives a float is the same value with another hash: work is redone."""
     wrong = [

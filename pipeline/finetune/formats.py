@@ -1,0 +1,315 @@
+"""Formats of files: each turns a file into rows, mappings with the place that they stand at."""
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import DataError
+from pipeline.finetune.scores import Span, decode_tags, split_tag
+from pipeline.finetune.task import FIXED_FORMATS, TaskConfig, TaskDataConfig
+
+_CONLL_SUFFIXES = (".conll", ".bio", ".bmes", ".bioes", ".iob", ".iob2", ".txt")
+_TURN_JOINER = "||"
+_HEADER = 1
+
+
+class Row(NamedTuple):
+    """A row of a file."""
+
+    where: str
+    """File and line, or the place in the file."""
+    values: dict[str, Any]
+    """By key or column of the file; by name of the field in formats with fixed names."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file to read, and where to count."""
+
+    path: Path
+    format: str
+    config: TaskConfig
+    needs_gold: bool
+    counts: Counter[str]
+
+    @property
+    def data(self) -> TaskDataConfig:
+        """What the task says of its files."""
+        return self.config.data
+
+    def column(self, field: str) -> str | None:
+        """Key or column of a field."""
+        if self.format in FIXED_FORMATS:
+            return field
+        name: str | None = getattr(self.data.fields, field)
+        return name
+
+
+def detect(path: Path, config: TaskConfig) -> str:
+    """Tell the format of a file by its name, and of JSON by its content."""
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        return suffix[1:]
+    if suffix in _CONLL_SUFFIXES:
+        return "conll" if config.task.kind in FIXED_FORMATS["conll"] else "tsv"
+    _, first = next(_lines(path))
+    try:
+        row = json.loads(first)
+    except json.JSONDecodeError:
+        row = None
+    if isinstance(row, dict) and "data" not in row:
+        lists = isinstance(row.get("candidates"), list) and isinstance(row.get("content"), list)
+        return "chid" if lists else "jsonl"
+    # A broken first line of JSON lines is told with its line by the reader of those.
+    if row is None and first.startswith("{") and len(first) > 1:
+        return "jsonl"
+    whole = _whole_json(path)
+    if isinstance(whole, dict):
+        items = whole.get("data")
+        return "squad" if _has_key(items, "paragraphs") else "json"
+    if isinstance(whole, list) and whole and isinstance(whole[0], list):
+        return "c3"
+    return "cmrc" if _has_key(whole, "context_text") else "json"
+
+
+def _has_key(items: Any, key: str) -> bool:
+    return (
+        isinstance(items, list) and bool(items) and isinstance(items[0], dict) and key in items[0]
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not blank with their numbers, from 1.
+
+    Only a line feed ends a line: `str.splitlines` would also cut at U+2028 and the like, which
+    stand in texts.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+
+
+def _whole_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
+
+
+def _json_rows(source: Source) -> Iterator[Row]:
+    whole = _whole_json(source.path)
+    items = whole.get("data") if isinstance(whole, dict) else whole
+    if not isinstance(items, list):
+        raise DataError(f"{source.path}: expected a list of objects, or an object with it as data")
+    for number, item in enumerate(items):
+        yield Row(f"{source.path}, item {number}", _mapping(item, f"{source.path}, item {number}"))
+
+
+def _jsonl_rows(source: Source) -> Iterator[Row]:
+    for number, line in _lines(source.path):
+        where = f"{source.path}:{number}"
+        try:
+            yield Row(where, _mapping(json.loads(line), where))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not valid JSON ({error.msg}): {line[:80]!r}") from None
+
+
+def _mapping(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise DataError(f"{where}: expected a JSON object, got {str(item)[:80]!r}")
+    return item
+
+
+def _table_rows(source: Source) -> Iterator[Row]:
+    columns = list(source.data.columns)
+    for number, cells in TABLES[source.format](source.path):
+        where = f"{source.path}:{number}"
+        if number == _HEADER and (not columns or source.column("text") in cells):
+            # Test files may have a header where train has none (CoLA).
+            columns = cells
+            continue
+        if len(cells) < len(columns) and source.data.short_rows == "drop":
+            source.counts["dropped: cells missing"] += 1
+        elif len(cells) != len(columns):
+            raise DataError(
+                f"{where}: {len(cells)} cells, expected the {len(columns)} of {columns}; "
+                "correct the row, or set data.columns or data.short_rows"
+            )
+        else:
+            yield Row(where, dict(zip(columns, cells, strict=True)))
+
+
+def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    # Quotes are text: read as quoting, they would swallow rows of GLUE and ChnSentiCorp.
+    for number, line in _lines(path):
+        yield number, line.split("\t")
+
+
+def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            for number, cells in enumerate(rows):
+                if cells:
+                    yield _HEADER if number == 0 else rows.line_num, cells
+        except csv.Error as error:
+            raise DataError(f"{path}:{rows.line_num}: not valid CSV ({error})") from None
+
+
+def _conll_rows(source: Source) -> Iterator[Row]:
+    """Yield sentences: a word a line, its tag in the last column, a blank line between two."""
+    sentences = _sentences(source.path)
+    joiner = source.data.joiner
+    if joiner is None:  # a file of characters, or one of words
+        joiner = "" if all(len(word) == 1 for rows in sentences for _, word, _ in rows) else " "
+    for rows in sentences:
+        words, start = [], 0
+        for _, word, _ in rows:
+            words.append((start, start + len(word)))
+            start += len(word) + len(joiner)
+        tags = [tag for *_, tag in rows]
+        source.counts["tags that continue no entity"] += _num_illegal(tags)
+        spans = [Span(t, words[i][0], words[j - 1][1]) for t, i, j in decode_tags(tags)]
+        text = joiner.join(word for _, word, _ in rows)
+        values = {"text": text, "spans": spans, "words": tuple(words)}
+        yield Row(f"{source.path}:{rows[0][0]}", values)
+
+
+def _sentences(path: Path) -> list[list[tuple[int, str, str]]]:
+    """Read (line, word, tag) of each sentence."""
+    sentences: list[list[tuple[int, str, str]]] = [[]]
+    last = 0
+    for number, line in _lines(path):
+        cells = line.split()
+        if number != last + 1 and sentences[-1]:
+            sentences.append([])
+        last = number
+        if cells[0] == "-DOCSTART-":
+            continue
+        if len(cells) < 2:
+            raise DataError(f"{path}:{number}: expected a word and its tag, got {line!r}")
+        if cells[-1] != "O" and split_tag(cells[-1])[0] == "O":
+            raise DataError(
+                f"{path}:{number}: tag {cells[-1]!r} is neither O nor a prefix (B I E S M) and a "
+                "type, such as B-ORG"
+            )
+        sentences[-1].append((number, cells[0], cells[-1]))
+    return [rows for rows in sentences if rows]
+
+
+def _num_illegal(tags: list[str]) -> int:
+    """Count the I and E that stand behind nothing of their type; they open an entity."""
+    pairs = pairwise([("O", ""), *map(split_tag, tags)])
+    return sum(
+        now in ("I", "E") and (before not in ("B", "I") or kind != kind_before)
+        for (before, kind_before), (now, kind) in pairs
+    )
+
+
+def _squad_rows(source: Source) -> Iterator[Row]:
+    whole = _whole_json(source.path)
+    for i, article in enumerate(whole["data"]):
+        for j, paragraph in enumerate(article.get("paragraphs", ())):
+            for question in paragraph.get("qas", ()):
+                id_ = str(question.get("id", f"{i}-{j}"))
+                where = f"{source.path}, question {id_}"
+                values = {"id": id_, "text": paragraph.get("context"), "group": f"{i}-{j}"}
+                values["text_b"] = question.get("question")
+                if question.get("is_impossible"):
+                    values["answers"] = []
+                elif "answers" in question:
+                    values["answers"] = question["answers"]
+                yield Row(where, values)
+
+
+def _cmrc_rows(source: Source) -> Iterator[Row]:
+    """Yield CMRC 2018's own form: answers without offsets."""
+    for i, paragraph in enumerate(_whole_json(source.path)):
+        for question in paragraph.get("qas", ()):
+            where = f"{source.path}, question {question.get('query_id')}"
+            values = {"id": question.get("query_id"), "group": str(i)}
+            values |= {"text": paragraph["context_text"], "text_b": question.get("query_text")}
+            if "answers" in question:
+                values["answers"] = question["answers"]
+            yield Row(where, values)
+
+
+def _c3_rows(source: Source) -> Iterator[Row]:
+    joiner = _TURN_JOINER if source.data.joiner is None else source.data.joiner
+    for number, item in enumerate(_whole_json(source.path)):
+        where = f"{source.path}, item {number}"
+        if not isinstance(item, list) or len(item) < 2:
+            raise DataError(f"{where}: expected [[turns], [questions], id], got {str(item)[:80]!r}")
+        turns, questions, name = item[0], item[1], item[2] if len(item) > 2 else number
+        text = turns if isinstance(turns, str) else joiner.join(turns)
+        for n, question in enumerate(questions):
+            values = {"id": question.get("id", f"{name}-{n}"), "text": text, "group": str(name)}
+            values |= {"text_b": question.get("question"), "choices": question.get("choice")}
+            if question.get("answer"):
+                values["label"] = question["answer"]
+            yield Row(f"{where}, question {n}", values)
+
+
+def _chid_rows(source: Source) -> Iterator[Row]:
+    """Yield a row for each blank; the answers are in FILE_answer.json beside FILE.json."""
+    beside = source.path.with_name(f"{source.path.stem}_answer.json")
+    answers = _whole_json(beside) if beside.is_file() else None
+    if answers is None and source.needs_gold:
+        raise DataError(f"{source.path}: its answers are missing; expected them in {beside}")
+    for where, row in _jsonl_rows(source):
+        for passage in row.get("content", ()):
+            blanks = list(re.finditer(source.data.blank, passage))
+            for blank in blanks:
+                id_ = blank.group()
+                others = [(each.start(), each.end()) for each in blanks if each is not blank]
+                values = {"id": id_, "text": passage, "choices": row.get("candidates")}
+                values |= {"blanks": [blank.span(), *others], "group": where}
+                if answers is not None:
+                    if id_ not in answers:
+                        raise DataError(f"{where}: blank {id_} has no answer in {beside}")
+                    values["label"] = answers[id_]
+                yield Row(where, values)
+
+
+TABLES: dict[str, Callable[[Path], Iterator[tuple[int, list[str]]]]] = {
+    "csv": _csv_cells,
+    "tsv": _tsv_cells,
+}
+_FORMATS: dict[str, Callable[[Source], Iterator[Row]]] = {
+    "json": _json_rows,
+    "jsonl": _jsonl_rows,
+    "csv": _table_rows,
+    "tsv": _table_rows,
+    "conll": _conll_rows,
+    "squad": _squad_rows,
+    "cmrc": _cmrc_rows,
+    "c3": _c3_rows,
+    "chid": _chid_rows,
+}
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """Yield the rows of a file.
+
+    Raises:
+        DataError: the file is damaged, or is not in the form of its format.
+    """
+    try:
+        yield from _FORMATS[source.format](source)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{source.path} is not in the form of {source.format} files ({error!r}); set "
+            "data.format if it is another one"
+        ) from error

@@ -1,0 +1,437 @@
+"""Files of any supported format to examples: a format makes rows, a kind makes examples of them.
+Offsets are in characters (code points) of the text as it stands in the file, ends are exclusive.
+Nothing here knows a tokenizer, so what is gold does not depend on one.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.finetune.formats import TABLES, Row, Source, detect, read_rows
+from pipeline.finetune.scores import Span
+from pipeline.finetune.task import FIXED_FORMATS, TaskConfig, missing_fields
+
+_LIST_JOINER, _LABEL_JOINER = "；", ","
+_STEPS_BACK = 3  # characters that CMRC's reference code steps back for an answer to match
+
+
+class Answer(NamedTuple):
+    """An answer to a question, and the character that it starts at; None if it is not there."""
+
+    text: str
+    start: int | None
+
+
+Gold = str | int | float | tuple[str, ...] | tuple[Span, ...] | tuple[Answer, ...] | None
+"""By kind: a label, the index of a choice, a number, labels, spans, answers; None: unlabelled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One row of a task, in the terms of its file."""
+
+    id: str
+    where: str
+    """File and line, or the place in the file, for messages."""
+    text: str = ""
+    text_b: str = ""
+    choices: tuple[str, ...] = ()
+    marks: tuple[Span, ...] = ()
+    """coref: span1 and span2; cloze: the blank that is asked for, then the other blanks."""
+    words: tuple[tuple[int, int], ...] = ()
+    """Bounds of the words of a file that has its text in words; empty elsewhere."""
+    gold: Gold = None
+    group: str = ""
+    """Rows of one group share a passage (qa), or candidates that are each used once (ChID)."""
+
+    @property
+    def distinct(self) -> tuple[bool, ...]:
+        """Whether a choice is the first with its text: others are masked, so one index wins."""
+        return tuple(self.choices.index(text) == i for i, text in enumerate(self.choices))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that a model sees of the row but its place: rows with equal texts are repeats."""
+        return (self.text, self.text_b, *self.choices, *map(str, self.marks))
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """All examples of a task."""
+
+    splits: dict[str, tuple[Example, ...]]
+    labels: tuple[str, ...]
+    """Classes or types in order; empty for kinds without."""
+    counts: dict[str, dict[str, int]]
+    """By split: rows, and what was dropped, changed or is suspect, in words."""
+
+    def in_train(self, split: str) -> list[bool]:
+        """Whether each example's texts stand in train, too."""
+        seen = {example.texts for example in self.splits.get("train", ())}
+        return [example.texts in seen for example in self.splits[split]]
+
+
+def read_task(config: TaskConfig, splits: Iterable[str] = ("train", "dev", "test")) -> TaskData:
+    """Read the files of a task.
+
+    Raises:
+        DataError: a file is missing, empty or damaged, or a row does not fit the task; names the
+            file and the line.
+    """
+    counts: dict[str, Counter[str]] = {name: Counter() for name in splits}
+    read: dict[str, list[Example]] = {}
+    for name, counter in counts.items():
+        files, _ = config.data.splits[name]
+        read[name] = [
+            example
+            for file in files
+            for example in read_file(config, file, needs_gold=name != "test", counts=counter)
+        ]
+    if config.data.hold_out and "dev" in read and "train" in read:
+        read["train"], read["dev"] = _held_out(read["train"], config.data.hold_out)
+    for name, examples in read.items():
+        read[name] = _limited(examples, config.data.splits[name][1], counts[name])
+        counts[name]["rows"] = len(read[name])
+    labels = _labels(config, read)
+    data = TaskData({name: tuple(rows) for name, rows in read.items()}, labels, {})
+    for name, counter in counts.items():
+        if name != "train":
+            counter["texts that are in train, too"] = sum(data.in_train(name))
+    return replace(data, counts={name: dict(+counter) for name, counter in counts.items()})
+
+
+def read_file(
+    config: TaskConfig, file: str | Path, *, needs_gold: bool, counts: Counter[str] | None = None
+) -> list[Example]:
+    """Read one file of a task; relative paths start at `data.root`.
+
+    Raises:
+        DataError: see `read_task`; also that a row has no gold where `needs_gold`.
+    """
+    path = Path(config.data.root or ".") / file
+    counter = Counter[str]() if counts is None else counts
+    if not path.is_file():
+        raise DataError(
+            f"{path} does not exist; put the files of the task there, or set data.root to the "
+            "folder that holds them"
+        )
+    if not path.read_bytes().strip():
+        raise DataError(f"{path} is empty; take it out of the task, or get the file again")
+    form = config.data.format if config.data.format != "auto" else detect(path, config)
+    source = Source(path, form, config, needs_gold, counter)
+    kinds = FIXED_FORMATS.get(form, (config.task.kind,))
+    if config.task.kind not in kinds:
+        raise DataError(
+            f"{path} looks like {form}, which is for task.kind {' or '.join(kinds)}, not "
+            f"{config.task.kind}; set data.format if that is wrong"
+        )
+    missing = [name for name in config.kind.fields if source.column(name) is None]
+    if missing:
+        raise ConfigError(f"{missing_fields(config.task.kind, missing)} (to read {path})")
+    examples = []
+    for number, row in enumerate(read_rows(source)):
+        example = _example(source, number, row)
+        if example is not None:
+            examples.append(example)
+    if not examples:
+        raise DataError(f"{path} holds no row to use: {dict(counter) or 'it has none'}")
+    return examples
+
+
+def _held_out(train: list[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """Split train by the digest of its texts (passages), so that none stands on both sides."""
+    passages = sorted({row.text for row in train}, key=_digest)
+    held = set(passages[: max(1, round(len(passages) * share))])
+    return (
+        [row for row in train if row.text not in held],
+        [row for row in train if row.text in held],
+    )
+
+
+def _limited(examples: list[Example], most: int | None, counts: Counter[str]) -> list[Example]:
+    """Take a sample in the order of the file; a smaller one is part of every larger one."""
+    if most is None or len(examples) <= most:
+        return examples
+    order = sorted(range(len(examples)), key=lambda i: (_digest(examples[i].group or str(i)), i))
+    counts["left out by the limit of rows"] += len(examples) - most
+    return [examples[i] for i in sorted(order[:most])]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+# Classes
+
+
+def _labels(config: TaskConfig, read: dict[str, list[Example]]) -> tuple[str, ...]:
+    """Take the classes from train, or as they are given, and check every row against them."""
+    kind = config.task.kind
+    if kind in ("qa", "regress", "choice", "cloze"):
+        return ()
+    if config.data.labels == "auto":
+        first = read.get("train") or [row for rows in read.values() for row in rows]
+        names = {name for row in first for name in _names(row.gold)}
+        labels = tuple(sorted(names, key=_label_order))
+        origin = "data.train"
+    else:
+        labels, origin = config.data.labels, "data.labels"
+    known = set(labels)
+    for rows in read.values():
+        for row in rows:
+            for name in _names(row.gold):
+                if name not in known:
+                    raise DataError(
+                        f"{row.where}: label {name!r} is not one of the {len(labels)} of {origin}: "
+                        f"{_some(labels)}; correct the row, list the labels in data.labels, or "
+                        "drop such rows by data.drop_labels"
+                    )
+    return labels
+
+
+def _names(gold: Gold) -> list[str]:
+    if isinstance(gold, str):
+        return [gold]
+    if not isinstance(gold, tuple):
+        return []
+    return [item.type if isinstance(item, Span) else str(item) for item in gold]
+
+
+def _label_order(name: str) -> tuple[bool, int, str]:
+    """Sort numbers by value, and before words."""
+    is_number = name.isdecimal()
+    return (not is_number, int(name) if is_number else 0, name)
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:20]) + (", ..." if len(every) > 20 else "")
+
+
+# Kinds: a row to an example
+
+
+def _example(source: Source, number: int, row: Row) -> Example | None:
+    """Make an example of a row, or count it as dropped and return None."""
+    config, kind = source.config, source.config.kind
+    texts = {}
+    for field in ("text", "text_b"):
+        if field in kind.fields or field in kind.optional:
+            texts[field] = _text(source, row, field, required=field in kind.fields)
+    gold_key = source.column(kind.gold)
+    value = None if gold_key is None else row.values.get(gold_key)
+    if value is None and source.needs_gold:
+        raise DataError(
+            f"{row.where}: no {gold_key!r}, the gold of task.kind={config.task.kind}; keys: "
+            f"{', '.join(row.values)}; name it in data.fields.{kind.gold}"
+        )
+    if not isinstance(value, (list, dict)) and value is not None:
+        name = _name(value, row)
+        if name in config.data.drop_labels:
+            source.counts[f"dropped: label {name!r}"] += 1
+            return None
+    id_key = source.column("id")
+    # CLUEWSC names it idx in train and id in test.
+    id_ = row.values.get(id_key or "id", row.values.get("id"))
+    example = Example(
+        id=str(number if id_ is None else id_),
+        where=row.where,
+        choices=_choices(source, row) if "choices" in kind.fields else (),
+        marks=_marks(source, row, texts.get("text", "")),
+        words=row.values.get("words", ()) if source.format == "conll" else (),
+        group=str(row.values.get("group", "")) if source.format in FIXED_FORMATS else "",
+        **texts,
+    )
+    gold = None if value is None else _GOLD[config.task.kind](source, row, example, value)
+    return replace(example, gold=gold)
+
+
+def _text(source: Source, row: Row, field: str, *, required: bool) -> str:
+    key = source.column(field)
+    value = row.values.get(key) if key is not None else ""
+    if value is None:
+        if not required and source.format in FIXED_FORMATS:
+            return ""
+        raise DataError(
+            f"{row.where}: no {key!r}, named by data.fields.{field}; keys: {', '.join(row.values)}"
+            + ("; a table without a header needs data.columns" if source.format in TABLES else "")
+        )
+    if isinstance(value, list):
+        joiner = _LIST_JOINER if source.data.joiner is None else source.data.joiner
+        return joiner.join(map(str, value))
+    return str(value)
+
+
+def _choices(source: Source, row: Row) -> tuple[str, ...]:
+    value = row.values.get(source.column("choices") or "")
+    if not isinstance(value, list) or len(value) < 2:
+        raise DataError(f"{row.where}: expected a list of two choices or more, got {value!r}")
+    return tuple(map(str, value))
+
+
+def _marks(source: Source, row: Row, text: str) -> tuple[Span, ...]:
+    kind = source.config.task.kind
+    if kind == "cloze":
+        blanks = row.values.get("blanks") if source.format == "chid" else None
+        if blanks is None:
+            blanks = [match.span() for match in re.finditer(source.data.blank, text)]
+        if not blanks:
+            raise DataError(f"{row.where}: no blank {source.data.blank!r} in {text[:80]!r}")
+        return tuple(Span("blank", *bounds) for bounds in blanks)
+    if kind != "coref":
+        return ()
+    target: Any = row.values.get(source.column("target") or "")
+    marks = []
+    for name in ("span1", "span2"):
+        try:
+            part, start = str(target[f"{name}_text"]), int(target[f"{name}_index"])
+        except (KeyError, TypeError, ValueError):
+            raise DataError(
+                f"{row.where}: expected {name}_text and {name}_index, got {target!r}"
+            ) from None
+        _require_text(row, text, part, start)
+        marks.append(Span(name, start, start + len(part)))
+    return tuple(marks)
+
+
+def _require_text(row: Row, text: str, part: str, start: int) -> None:
+    if start < 0 or text[start : start + len(part)] != part:
+        there = text[max(start, 0) : start + len(part)]
+        raise DataError(
+            f"{row.where}: character {start} should start {part!r}, but {there!r} is there; "
+            "correct the offset (in characters, from 0)"
+        )
+
+
+def _name(value: Any, row: Row) -> str:
+    if isinstance(value, (dict, list)):
+        raise DataError(f"{row.where}: label {value!r} must be a text or a number")
+    return json.dumps(value) if isinstance(value, bool) else str(value).strip()
+
+
+def _class_gold(source: Source, row: Row, example: Example, value: Any) -> str:
+    return _name(value, row)
+
+
+def _choice_gold(source: Source, row: Row, example: Example, value: Any) -> int:
+    """Find the index of the choice; of equal choices it is the first."""
+    if isinstance(value, str) and value in example.choices:
+        return example.choices.index(value)
+    index = int(value) if str(value).isdecimal() else -1
+    if not 0 <= index < len(example.choices):
+        raise DataError(
+            f"{row.where}: answer {value!r} is neither one of the choices "
+            f"{list(example.choices)} nor an index of them, from 0"
+        )
+    return example.choices.index(example.choices[index])
+
+
+def _labels_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        value = [part for part in str(value).split(source.data.joiner or _LABEL_JOINER) if part]
+    return tuple(sorted({_name(item, row) for item in value}))
+
+
+def _number_gold(source: Source, row: Row, example: Example, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise DataError(f"{row.where}: {value!r} is not a number") from None
+    if number - number != 0:  # infinite, or NaN
+        raise DataError(f"{row.where}: {value!r} is not a finite number")
+    return number
+
+
+def _spans_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[Span, ...]:
+    """Read [[type, start, end], ...], mappings with these keys, or CLUENER's inclusive mapping."""
+    spans = set()
+    try:
+        for span, part in _written_spans(value, int(source.data.span_ends == "inclusive")):
+            _require_text(row, example.text, part, span.start)
+            if part and span.end - span.start != len(part):
+                raise DataError(
+                    f"{row.where}: {part!r} has {len(part)} characters, but its place has "
+                    f"{span.end - span.start}; see data.span_ends"
+                )
+            if not 0 <= span.start < span.end <= len(example.text):
+                raise DataError(
+                    f"{row.where}: {span.type} at [{span.start}, {span.end}) is not inside the "
+                    f"text of {len(example.text)} characters, or is empty; see data.span_ends"
+                )
+            spans.add(span)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise DataError(
+            f"{row.where}: {str(value)[:80]!r} is not a list of [type, start, end] or of mappings "
+            "with type, start and end, nor {type: {text: [[start, last], ...]}}"
+        ) from None
+    return tuple(sorted(spans, key=lambda span: (span.start, span.end, span.type)))
+
+
+def _written_spans(value: Any, after: int) -> Iterator[tuple[Span, str]]:
+    """Yield the spans as a file writes them, and their text where it has that; else ""."""
+    if isinstance(value, dict):
+        for kind, entities in value.items():
+            for part, places in entities.items():
+                for start, last in places:
+                    yield Span(kind, start, last + 1), part
+        return
+    for item in value:
+        if isinstance(item, Span):  # of tags: exclusive already
+            yield item, ""
+        elif isinstance(item, dict):
+            kind, end = item.get("type") or item["label"], int(item["end"])
+            yield Span(kind, int(item["start"]), end + after), item.get("text", "")
+        else:
+            kind, start, end = item
+            yield Span(kind, int(start), int(end) + after), ""
+
+
+def _answers_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[Answer, ...]:
+    """Read the answers as they stand; one that is not at its offset is looked for just before it.
+
+    Scores use the text alone, so an answer without a place still counts as gold.
+    """
+    answers = []
+    for item in value:
+        text = item if isinstance(item, str) else item.get("text")
+        if not isinstance(text, str):
+            raise DataError(f"{row.where}: answer {item!r} has no text")
+        stated = None if isinstance(item, str) else item.get("answer_start", -1)
+        answers.append(Answer(text, _place(source, example.text, text.strip(), stated)))
+    if answers and all(answer.start is None for answer in answers):
+        source.counts["questions whose answers are not in their text"] += 1
+    return tuple(answers)
+
+
+def _place(source: Source, context: str, answer: str, stated: int | None) -> int | None:
+    if stated is None:  # a file without offsets: the first place
+        place = context.find(answer)
+        return place if place >= 0 else None
+    for start in range(stated, stated - _STEPS_BACK - 1, -1):
+        if start >= 0 and context.startswith(answer, start):
+            source.counts["answers moved to where their text is"] += start != stated
+            return start
+    # Outer white space is stripped from the answer, not from the context.
+    if stated >= 0 and context[stated:].lstrip().startswith(answer):
+        return context.index(answer, stated)
+    return None
+
+
+_GOLD: dict[str, Callable[[Source, Row, Example, Any], Gold]] = {
+    "classify": _class_gold,
+    "pair": _class_gold,
+    "coref": _class_gold,
+    "choice": _choice_gold,
+    "cloze": _choice_gold,
+    "multilabel": _labels_gold,
+    "regress": _number_gold,
+    "tag": _spans_gold,
+    "spans": _spans_gold,
+    "qa": _answers_gold,
+}

@@ -1,0 +1,310 @@
+"""Task files, `configs/tasks/NAME.yaml`, and suites of them: everything about one supervised task.
+
+`KINDS` is the table of kinds: the fields that each takes from a row, its metrics and its default.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pipeline.config.load import load
+from pipeline.config.named import find
+from pipeline.config.schema import REQUIRED, param, section
+from pipeline.errors import ConfigError
+
+KindName = Literal[
+    "classify", "pair", "choice", "tag", "spans", "qa", "multilabel", "regress", "cloze", "coref"
+]
+MetricName = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "em"]
+Format = Literal["auto", "json", "jsonl", "csv", "tsv", "conll", "squad", "cmrc", "c3", "chid"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of task reads from a row, and how it is scored; the first metric is default."""
+
+    fields: tuple[str, ...]
+    """Names in `FieldsConfig` that must be set."""
+    metrics: tuple[str, ...]
+    gold: str = "label"
+    """The field that holds the gold, which unlabelled files lack."""
+    optional: tuple[str, ...] = ()
+    """Names in `FieldsConfig` that may be set beside those."""
+
+
+_CLASSES = ("accuracy", "f1", "macro_f1", "matthews")
+KINDS = {
+    "classify": Kind(("text",), _CLASSES),
+    "pair": Kind(("text", "text_b"), _CLASSES),
+    "choice": Kind(("choices",), ("accuracy",), optional=("text", "text_b")),
+    "tag": Kind(("text",), ("f1", "macro_f1"), gold="spans"),
+    "spans": Kind(("text",), ("f1", "macro_f1"), gold="spans"),
+    "qa": Kind(("text", "text_b"), ("f1", "em"), gold="answers"),
+    "multilabel": Kind(("text",), ("f1", "macro_f1", "accuracy"), optional=("text_b",)),
+    "regress": Kind(("text",), ("spearman", "pearson"), optional=("text_b",)),
+    "cloze": Kind(("text", "choices"), ("accuracy",)),
+    "coref": Kind(("text", "target"), _CLASSES),
+}
+FIXED_FORMATS = {
+    "conll": ("tag", "spans"),
+    "squad": ("qa",),
+    "cmrc": ("qa",),
+    "c3": ("choice",),
+    "chid": ("cloze",),
+}
+"""By format whose fields have fixed names: the kinds of task that it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindConfig:
+    """What is asked and how the answers are scored."""
+
+    kind: KindName = param(REQUIRED, "what the model is asked")
+    metric: MetricName | None = param(
+        None, "the score that chooses and is reported first; null takes the kind's own"
+    )
+    scorer: Literal["squad", "cmrc"] = param(
+        "squad", "official rules for em and f1 of answers: SQuAD's words or CMRC 2018's characters"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldsConfig:
+    """The key of a JSON object or the column of a table that holds each field.
+
+    Formats with fixed names (conll, squad, cmrc, c3, chid) need none.
+    """
+
+    id: str | None = param("id", "of a row; its number, from 0, where a row has none")
+    text: str | None = param(None, "the first text: sentence, premise, passage")
+    text_b: str | None = param(None, "the second text: hypothesis, question")
+    label: str | None = param("label", "the class, a list of classes, the number or the choice")
+    choices: str | None = param(None, "list of choices, of which the label is an index or a text")
+    spans: str | None = param("label", "entities: [[type, start, end], ...] or CLUENER's mapping")
+    answers: str | None = param(
+        "answers", "answers to the question: [{text, answer_start}], [] if it has none"
+    )
+    target: str | None = param(
+        "target", "mapping with span1_text, span1_index, span2_text and span2_index"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskDataConfig:
+    """Files of the task and how rows become examples."""
+
+    root: str | None = param(
+        None, "folder that the files below are relative to; null takes the task file's own"
+    )
+    train: tuple[str, ...] = param((), "files to train on, joined")
+    dev: tuple[str, ...] = param((), "files that choose the epoch and the settings")
+    test: tuple[str, ...] = param((), "files that are reported; may be without labels")
+    hold_out: float = param(
+        0.0, "share of train's texts that is dev where dev names no file", ge=0, lt=1
+    )
+    format: Format = param("auto", "of the files; auto tells it from the name and the content")
+    columns: tuple[str, ...] = param((), "names of a table's columns where it has no header")
+    short_rows: Literal["refuse", "drop"] = param(
+        "refuse", "what becomes of rows of a table with cells missing; dropped ones are counted"
+    )
+    fields: FieldsConfig = section(FieldsConfig, "where a row has what")
+    labels: Literal["auto"] | tuple[str, ...] = param(
+        "auto", "the classes or types in order; auto takes train's distinct ones, sorted"
+    )
+    drop_labels: tuple[str, ...] = param((), "rows with these labels are left out and counted")
+    joiner: str | None = param(
+        None, "between the items of a text given as a list (keywords, turns, words), and of labels"
+    )
+    blank: str = param(r"#idiom\d*#", "pattern of a blank in the text of a cloze task")
+    span_ends: Literal["inclusive", "exclusive"] = param(
+        "exclusive", "whether a span's end is its last character; CLUENER's always is"
+    )
+    train_rows: int | None = param(None, "most rows taken, the same for every seed", ge=1)
+    dev_rows: int | None = param(None, "most rows taken, the same for every seed", ge=1)
+    test_rows: int | None = param(None, "most rows taken, the same for every seed", ge=1)
+
+    @property
+    def splits(self) -> dict[str, tuple[tuple[str, ...], int | None]]:
+        """Files and most rows of each split."""
+        return {
+            "train": (self.train, self.train_rows),
+            "dev": (self.dev, self.dev_rows),
+            "test": (self.test, self.test_rows),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputConfig:
+    """How an example becomes tokens."""
+
+    max_length: int = param(128, "longest row, special tokens included", unit="tokens", ge=8)
+    truncate: Literal["tail", "head", "head_tail"] = param(
+        "tail", "part of a long text that is cut off: its tail, its head, or what lies between both"
+    )
+    head_share: float = param(0.25, "share of the head that head_tail keeps", gt=0, lt=1)
+    max_question: int = param(64, "longest question of qa", unit="tokens", ge=1)
+    stride: int = param(128, "from one window of a qa passage to the next", unit="tokens", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The layers on top of the encoder."""
+
+    pool: Literal["cls", "mean", "pooler"] = param("cls", "vector of a row: [CLS], mean, or pooler")
+    dropout: float = param(0.1, "before the head", ge=0, lt=1)
+    decoder: Literal["softmax", "crf", "pointer"] | None = param(
+        None, "of tag (softmax or crf), spans and qa (pointer); null takes softmax, and pointer"
+    )
+    scheme: Literal["bio", "bioes"] = param("bio", "tags that a tag head writes entities with")
+    max_answer: int = param(30, "longest answer of qa", unit="tokens", ge=1)
+    null_threshold: float = param(0.0, "margin by which `no answer` must win in qa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTrainConfig:
+    """Optimisation; the loop is the trainer's."""
+
+    epochs: float = param(3.0, "passes over train", gt=0)
+    steps: int | None = param(None, "optimiser steps, in place of epochs", ge=1)
+    batch: int = param(32, "examples a step", ge=1)
+    accumulate: int = param(1, "parts that a step's examples are computed in", ge=1)
+    lr: float = param(2e-5, "peak rate of the encoder", gt=0)
+    head_lr: float | None = param(None, "peak rate of the head; null takes lr", gt=0)
+    layer_decay: float = param(1.0, "rate of a layer over that of the one above it", gt=0, le=1)
+    warmup: float = param(0.1, "share of the steps that the rate rises in", ge=0, lt=1)
+    decay: Literal["linear", "none"] = param("linear", "of the rate after the warm-up, to zero")
+    weight_decay: float = param(0.01, "of matrices", ge=0)
+    clip: float = param(1.0, "largest norm of the gradient", gt=0)
+    class_weights: Literal["none", "balanced"] = param(
+        "none", "weights of the classes in the loss: equal, or rows / (classes x rows of the class)"
+    )
+    keep: Literal["best", "last"] = param("best", "the epoch reported: best on dev, or the last")
+    seeds: tuple[int, ...] = param((1,), "of head, order and dropout; a run each")
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ConfigError(
+                f"train.seeds={list(self.seeds)} must name at least one seed, and none twice"
+            )
+        if self.batch % self.accumulate:
+            raise ConfigError(
+                f"train.batch={self.batch} must be a multiple of train.accumulate="
+                f"{self.accumulate}; change one of the two"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """Values to try on dev; the runs are their product. An empty list keeps train's value."""
+
+    lr: tuple[float, ...] = param((), "values of train.lr")
+    batch: tuple[int, ...] = param((), "values of train.batch")
+    epochs: tuple[float, ...] = param((), "values of train.epochs")
+    dropout: tuple[float, ...] = param((), "values of head.dropout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """One supervised task: data, input, head, training and score."""
+
+    SHIPPED: ClassVar = ("tasks",)
+
+    task: KindConfig = section(KindConfig, "kind and metric")
+    data: TaskDataConfig = section(TaskDataConfig, "files and fields")
+    input: InputConfig = section(InputConfig, "tokens")
+    head: HeadConfig = section(HeadConfig, "head")
+    train: TaskTrainConfig = section(TaskTrainConfig, "optimisation")
+    search: SearchConfig = section(SearchConfig, "grid of values to choose from on dev")
+
+    def __post_init__(self) -> None:
+        kind, name = self.kind, self.task.kind
+        if self.task.metric is not None and self.task.metric not in kind.metrics:
+            raise ConfigError(
+                f"task.metric={self.task.metric} does not fit task.kind={name}; expected one of "
+                f"{', '.join(kind.metrics)}"
+            )
+        kinds = FIXED_FORMATS.get(self.data.format)
+        if kinds is not None and name not in kinds:
+            raise ConfigError(
+                f"data.format={self.data.format} holds rows for task.kind {' or '.join(kinds)}, "
+                f"not for {name}; change one of the two"
+            )
+        missing = [each for each in kind.fields if getattr(self.data.fields, each) is None]
+        if missing and kinds is None and self.data.format != "auto":
+            raise ConfigError(missing_fields(name, missing))
+        if self.data.hold_out and self.data.dev:
+            raise ConfigError(
+                f"data.hold_out={self.data.hold_out} takes dev from train, but data.dev names "
+                f"{', '.join(self.data.dev)}; remove one of the two"
+            )
+        if self.input.truncate == "head_tail" and self.kind.gold == "spans":
+            raise ConfigError(
+                f"input.truncate=head_tail does not fit task.kind={name}: an entity could lie over "
+                "the gap; use tail or head"
+            )
+        if self.input.stride >= self.input.max_length and name == "qa":
+            raise ConfigError(
+                f"input.stride={self.input.stride} must be below input.max_length="
+                f"{self.input.max_length}: windows would leave out parts of a passage"
+            )
+
+    @property
+    def kind(self) -> Kind:
+        """The kind's row of `KINDS`."""
+        return KINDS[self.task.kind]
+
+    @property
+    def metric(self) -> str:
+        """The score that chooses and is reported first."""
+        return self.task.metric or self.kind.metrics[0]
+
+
+def missing_fields(kind: str, names: list[str]) -> str:
+    """Say which fields of `data.fields` a kind of task lacks."""
+    wanted = ", ".join(f"data.fields.{name}" for name in names)
+    return f"task.kind={kind} needs {wanted}: name the key or column of a row that holds it"
+
+
+def load_task(text: str, overrides: tuple[str, ...] = ()) -> TaskConfig:
+    """Read a task file, or the shipped task of that name; `data.root` is set in what returns.
+
+    Raises:
+        ConfigError: see `load`.
+    """
+    config = load(TaskConfig, text, overrides).config
+    if config.data.root is not None:
+        return config
+    folder = find(text, TaskConfig.SHIPPED).parent
+    return replace(config, data=replace(config.data, root=str(folder)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedConfig:
+    """Scores that somebody published for the tasks of a suite."""
+
+    model: str = param(REQUIRED, "name of the model")
+    split: Literal["dev", "test"] = param(REQUIRED, "rows that the scores are of")
+    protocol: str = param(REQUIRED, "how the scores came about, in a few words")
+    source: str = param(REQUIRED, "where they stand")
+    scores: tuple[float | None, ...] = param(
+        REQUIRED, "in percent, in the order of the suite's tasks; null where none is given"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """Tasks that one table shows, `configs/suites/NAME.yaml`."""
+
+    SHIPPED: ClassVar = ("suites",)
+
+    tasks: tuple[str, ...] = param(REQUIRED, "task files, or names of shipped tasks")
+    root: str | None = param(None, "data.root of all tasks; null leaves each task's own")
+    overrides: tuple[str, ...] = param((), "section.key=value for every task")
+    published: tuple[PublishedConfig, ...] = param((), "rows to stand beside the measured ones")
+
+    def __post_init__(self) -> None:
+        for row in self.published:
+            if len(row.scores) != len(self.tasks):
+                raise ConfigError(
+                    f"published scores of {row.model!r}: {len(row.scores)} numbers for "
+                    f"{len(self.tasks)} tasks; write null where none is known"
+                )

@@ -1,0 +1,226 @@
+"""Rows of tokens: what each kind looks like, and spans from characters to tokens and back."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config.load import build as build_config
+from pipeline.errors import ConfigError
+from pipeline.finetune.encode import TokenRow, TokenSpan, encode, text_spans
+from pipeline.finetune.readers import Answer, Example
+from pipeline.finetune.scores import Span
+from pipeline.finetune.task import TaskConfig
+from pipeline.tokenizer.fast import BertOptions
+from pipeline.tokenizer.sentencepiece import Tokenizer, train
+from pipeline.tokenizer.wordpiece import WordPieceTokenizer, build
+from tests.support import bert_vocabulary
+
+CHINESE = "浙商银行企业信贷部叶老桂博士则从另一个角度对五道门槛进行了解读"
+ENGLISH = "the old man and the sea is read by 3,000 people in U.S. cities"
+STRANGE = "“叶老桂”　Ａ ﬁne　𠮷野 \u200b西\u0301 É 1998年—x\ttab"
+
+
+@pytest.fixture(scope="module")
+def wordpiece(tmp_path_factory: pytest.TempPathFactory) -> WordPieceTokenizer:
+    path = tmp_path_factory.mktemp("wordpiece") / "tokenizer.json"
+    pieces = bert_vocabulary.rows([CHINESE * 3, f"{ENGLISH} " * 3])
+    path.write_text(build(pieces, BertOptions(), path))
+    return WordPieceTokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    lines = [f"{CHINESE[i:]} {ENGLISH[i:]}" for i in range(30)] * 20
+    path.write_bytes(
+        train(iter(lines), vocab_size=320, model_type="unigram", character_coverage=1.0)
+    )
+    return Tokenizer(path)
+
+
+@pytest.fixture(params=["wordpiece", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def _config(kind: str, **given: Any) -> TaskConfig:
+    return build_config(TaskConfig, {"task": {"kind": kind}, "input": given}, "test")
+
+
+def _encode(
+    tokenizer: Any, config: TaskConfig, **fields: Any
+) -> tuple[list[TokenRow], dict[str, int]]:
+    return encode(config, tokenizer, [Example(id="0", where="a.json:1", **fields)])
+
+
+@pytest.mark.parametrize("text", [CHINESE, ENGLISH, STRANGE, "", " ", f" {CHINESE} {ENGLISH} "])
+def test_offsets_are_those_of_the_ids(tokenizer: Any, text: str) -> None:
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    assert ids == tokenizer.encode(text)
+    assert len(offsets) == len(ids)
+    assert all(0 <= start < end <= len(text) for start, end in offsets)
+    assert offsets == sorted(offsets)
+    covered = {place for start, end in offsets for place in range(start, end)}
+    lost = "".join(char for place, char in enumerate(text) if place not in covered)
+    # White space, and what normalisation removes.
+    assert not lost.replace("\u200b", "").replace("\u0301", "").strip(), lost
+
+
+def test_characters_without_a_piece_keep_their_place(tokenizer: Any) -> None:
+    gold = (Span("name", 1, 4), Span("name", 12, 14))
+    assert [STRANGE[s.start : s.end] for s in gold] == ["叶老桂", "𠮷野"]
+    [row], counts = _encode(tokenizer, _config("spans"), text=STRANGE, gold=gold)
+    assert text_spans(row, row.spans) == list(gold)
+    assert counts == {}
+
+
+def test_every_entity_of_whole_characters_survives(tokenizer: Any) -> None:
+    gold = tuple(Span("x", i, j) for i in range(31) for j in range(i + 1, min(i + 5, 32)))
+    [row], counts = _encode(tokenizer, _config("spans"), text=CHINESE, gold=gold)
+    expressed = text_spans(row, row.spans)
+    num_lost = counts.get("entities that begin or end inside a token", 0)
+    assert len(expressed) + num_lost == len(gold)
+    assert set(expressed) <= set(gold)
+    if isinstance(tokenizer, WordPieceTokenizer):
+        assert expressed == list(gold), "a character is a token"
+
+
+def test_entity_inside_a_token_is_counted(wordpiece: WordPieceTokenizer) -> None:
+    gold = (Span("x", 4, 7), Span("x", 5, 7))
+    [row], counts = _encode(wordpiece, _config("spans"), text="the old man", gold=gold)
+    assert text_spans(row, row.spans) == [Span("x", 4, 7)]
+    assert counts == {"entities that begin or end inside a token": 1}
+
+
+def test_entity_behind_the_cut_is_counted(wordpiece: WordPieceTokenizer) -> None:
+    gold = (Span("x", 0, 2), Span("x", 5, 7), Span("x", 10, 12))
+    config = _config("spans", max_length=8)
+    [row], counts = _encode(wordpiece, config, text=CHINESE, gold=gold)
+    assert text_spans(row, row.spans) == [Span("x", 0, 2)], "six characters are left"
+    assert counts == {"rows that were cut": 1, "entities behind the cut": 2}
+
+
+def test_tags_keep_the_longest_of_nested_entities(wordpiece: WordPieceTokenizer) -> None:
+    gold = (Span("company", 0, 4), Span("place", 0, 2), Span("name", 9, 12))
+    [row], counts = _encode(wordpiece, _config("tag"), text=CHINESE, gold=gold)
+    assert text_spans(row, row.spans) == [gold[0], gold[2]]
+    assert counts == {"entities inside others, which tags cannot hold": 1}
+    [row], _ = _encode(wordpiece, _config("spans"), text=CHINESE, gold=gold)
+    assert set(text_spans(row, row.spans)) == set(gold)
+
+
+def test_slots_outside_of_the_text_have_no_characters(wordpiece: WordPieceTokenizer) -> None:
+    [row], _ = _encode(wordpiece, _config("spans"), text="the sea", gold=())
+    assert row.offsets.tolist() == [[-1, -1], [0, 3], [4, 7], [-1, -1]]
+    assert text_spans(row, [TokenSpan("x", 0, 2), TokenSpan("x", 1, 3)]) == [Span("x", 0, 7)]
+
+
+# Rows of each kind
+
+
+def _words(tokenizer: WordPieceTokenizer, row: TokenRow) -> str:
+    return tokenizer.decode(row.ids.tolist())
+
+
+def test_pairs_are_cut_longest_first(wordpiece: WordPieceTokenizer) -> None:
+    config = _config("pair", max_length=9)
+    [row], counts = _encode(wordpiece, config, text=CHINESE, text_b="五道", gold="a")
+    assert _words(wordpiece, row) == "[CLS] 浙 商 银 行 [SEP] 五 道 [SEP]"
+    assert counts == {"rows that were cut": 1}
+    [row], _ = _encode(wordpiece, config, text=CHINESE, text_b=CHINESE, gold="a")
+    assert _words(wordpiece, row) == "[CLS] 浙 商 银 [SEP] 浙 商 银 [SEP]"
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept"), [("tail", "浙商银行企业"), ("head", "行了解读"), ("head_tail", "浙")]
+)
+def test_what_is_kept_of_a_long_text(
+    wordpiece: WordPieceTokenizer, truncate: str, kept: str
+) -> None:
+    config = _config("classify", max_length=8, truncate=truncate)
+    [row], _ = _encode(wordpiece, config, text=CHINESE, gold="a")
+    words = _words(wordpiece, row).replace(" ", "").removeprefix("[CLS]").removesuffix("[SEP]")
+    assert len(words) == 6
+    assert words.startswith(kept) or words.endswith(kept)
+    if truncate == "head_tail":
+        assert words == CHINESE[:1] + CHINESE[-5:], "a quarter is head"
+
+
+def test_head_tail_does_not_fit_entities() -> None:
+    with pytest.raises(ConfigError, match="an entity could lie over the gap"):
+        build_config(
+            TaskConfig, {"task": {"kind": "tag"}, "input": {"truncate": "head_tail"}}, "test"
+        )
+
+
+def test_choices_are_rows_and_repeats_have_none(wordpiece: WordPieceTokenizer) -> None:
+    fields = {"text": "博士", "text_b": "一个", "choices": ("读", "行", "行"), "gold": 1}
+    rows, _ = _encode(wordpiece, _config("choice"), **fields)
+    assert [row.part for row in rows] == [0, 1]
+    assert _words(wordpiece, rows[1]) == "[CLS] 博 士 [SEP] 一 个 [SEP] 行 [SEP]"
+
+
+def test_candidate_stands_in_its_blank(wordpiece: WordPieceTokenizer) -> None:
+    text = "#a#博士#b#银行#a#"
+    marks = (Span("blank", 5, 8), Span("blank", 0, 3), Span("blank", 10, 13))
+    fields = {"text": text, "marks": marks, "choices": ("企业", "信贷"), "gold": 0}
+    rows, _ = _encode(wordpiece, _config("cloze"), **fields)
+    masks = "[MASK] [MASK] [MASK] [MASK]"
+    expected = f"[CLS] {masks} 博 士 [SEP] 信 贷 [SEP] 银 行 {masks} [SEP]"
+    assert _words(wordpiece, rows[1]) == expected
+    rows, counts = _encode(wordpiece, _config("cloze", max_length=10), **fields)
+    assert _words(wordpiece, rows[0]) == "[CLS] 博 士 [SEP] 企 业 [SEP] 银 行 [SEP]"
+    assert counts == {"rows that were cut": 2}
+
+
+def test_both_spans_of_coref_are_marked(wordpiece: WordPieceTokenizer) -> None:
+    marks = (Span("span1", 4, 6), Span("span2", 0, 1))
+    [row], _ = _encode(wordpiece, _config("coref"), text="浙商银行企业", marks=marks, gold="true")
+    assert _words(wordpiece, row) == "[CLS] [ 浙 ] 商 银 行 _ 企 业 _ [SEP]"
+    marks = (Span("span1", 0, 4), Span("span2", 2, 4))
+    [row], _ = _encode(wordpiece, _config("coref"), text="浙商银行", marks=marks, gold="true")
+    assert _words(wordpiece, row).count("_") == 2
+
+
+# Windows
+
+
+def test_windows_cover_the_passage_and_find_the_answer(tokenizer: Any) -> None:
+    text = f"{CHINESE}。{ENGLISH}。" * 3
+    start = text.index("角度", 150)
+    config = _config("qa", max_length=24, stride=8)
+    gold = (Answer(" 角度", start),)
+    rows, counts = _encode(tokenizer, config, text=text, text_b="博士", gold=gold)
+    assert counts == {}
+    assert [row.part for row in rows] == list(range(len(rows)))
+    assert max(len(row.ids) for row in rows) == 24
+    ids, _ = tokenizer.encode_with_offsets(text)
+    places = np.concatenate([row.offsets for row in rows])
+    assert len(np.unique(places[places[:, 0] >= 0], axis=0)) <= len(ids)
+    covered = {place for s, e in places.tolist() if s >= 0 for place in range(s, e)}
+    assert {place for place, char in enumerate(text) if char != " "} <= covered
+    answers = [text_spans(row, row.spans) for row in rows if row.spans]
+    assert answers
+    assert all(span == [Span("answer", start, start + 2)] for span in answers)
+
+
+def test_answer_that_no_window_holds_is_counted(wordpiece: WordPieceTokenizer) -> None:
+    config = _config("qa", max_length=12, stride=4)
+    gold = (Answer(CHINESE[2:20], 2),)
+    rows, counts = _encode(wordpiece, config, text=CHINESE, text_b="博士", gold=gold)
+    assert not any(row.spans for row in rows)
+    assert counts == {"answers that no window holds": 1}
+
+
+def test_answer_inside_a_token_becomes_that_token(wordpiece: WordPieceTokenizer) -> None:
+    gold = (Answer("ld", 5),)
+    config = _config("qa", max_length=32, stride=16)
+    [row], _ = _encode(wordpiece, config, text="the old man", text_b="man", gold=gold)
+    assert text_spans(row, row.spans) == [Span("answer", 4, 7)]
+
+
+def test_windows_that_would_leave_a_gap_are_refused(wordpiece: WordPieceTokenizer) -> None:
+    config = _config("qa", max_length=16, stride=12)
+    with pytest.raises(ConfigError, match=r"a\.json:1: windows have room for 9 tokens"):
+        _encode(wordpiece, config, text=CHINESE, text_b="博士进行", gold=())

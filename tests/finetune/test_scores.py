@@ -1,0 +1,310 @@
+"""Scores against scikit-learn, scipy and seqeval, and against results worked out by hand."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.stats
+import sklearn.metrics
+
+from pipeline.errors import DataError
+from pipeline.finetune.scores import (
+    Span,
+    assign,
+    bootstrap,
+    chance,
+    cmrc_scores,
+    cmrc_segments,
+    decode_tags,
+    encode_tags,
+    interval,
+    longest_common_run,
+    majority,
+    ranks,
+    squad_scores,
+    squad_words,
+    tables,
+)
+
+
+def _scores(kind: str, golds: list, predictions: list, **options: object) -> dict[str, float]:
+    every = tables(kind, golds, predictions, **options)  # type: ignore[arg-type]
+    return {name: table.score for name, table in every.items()}
+
+
+def _random_labels(seed: int, num_classes: int, num_rows: int) -> tuple[list[str], list[str]]:
+    rng = random.Random(seed)
+    names = [f"c{i}" for i in range(num_classes)]
+    golds = [rng.choice(names[: num_classes - seed % 2]) for _ in range(num_rows)]
+    return golds, [rng.choice([*names, gold, gold]) for gold in golds]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_classes", [2, 3, 20])
+def test_classes_agree_with_scikit_learn(seed: int, num_classes: int) -> None:
+    golds, predictions = _random_labels(seed, num_classes, 40)
+    labels = [f"c{i}" for i in range(num_classes)]
+    scores = _scores("classify", golds, predictions, labels=labels)
+    assert scores["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(golds, predictions))
+    macro = sklearn.metrics.f1_score(golds, predictions, average="macro", zero_division=0)
+    assert scores["macro_f1"] == pytest.approx(macro)
+    matthews = sklearn.metrics.matthews_corrcoef(golds, predictions)
+    assert scores["matthews"] == pytest.approx(matthews)
+    if num_classes == 2:
+        f1 = sklearn.metrics.f1_score(golds, predictions, pos_label="c1", zero_division=0)
+        assert scores["f1"] == pytest.approx(f1)
+
+
+def test_macro_f1_is_over_classes_that_are_there() -> None:
+    # Of c nothing is gold and nothing predicted: it does not count, as in scikit-learn.
+    scores = _scores("classify", ["a", "a", "b"], ["a", "b", "b"], labels=["a", "b", "c"])
+    assert scores["macro_f1"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("gold", ["0", "1"])
+def test_constant_predictions_have_no_correlation(gold: str) -> None:
+    scores = _scores("pair", ["0", "1", gold], ["1", "1", "1"], labels=["0", "1"])
+    assert scores["matthews"] == 0
+    assert _scores("pair", ["0"] * 3, ["0"] * 3, labels=["0", "1"]) == {
+        "accuracy": 1.0, "f1": 0.0, "macro_f1": 1.0, "matthews": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_correlations_agree_with_scipy_with_ties(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    golds = rng.integers(0, 2 if seed % 2 else 6, 50).astype(float)
+    predictions = np.round(golds + rng.normal(size=50), 1) + 1e6 * (seed == 4)
+    assert np.array_equal(ranks(predictions), scipy.stats.rankdata(predictions))
+    scores = _scores("regress", list(golds), list(predictions))
+    expected = scipy.stats.pearsonr(golds, predictions).statistic
+    assert scores["pearson"] == pytest.approx(expected, abs=1e-9)
+    expected = scipy.stats.spearmanr(golds, predictions).statistic
+    assert scores["spearman"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_correlation_with_a_constant_is_zero() -> None:
+    assert _scores("regress", [1, 2, 3], [0.1, 0.1, 0.1]) == {"pearson": 0, "spearman": 0}
+
+
+def test_multilabel_agrees_with_scikit_learn() -> None:
+    golds = [["a", "b"], [], ["c"], ["a"]]
+    predictions = [["a"], [], ["b", "c"], ["a"]]
+    names = ["a", "b", "c"]
+    matrix = [[[int(n in row) for n in names] for row in rows] for rows in (golds, predictions)]
+    scores = _scores("multilabel", golds, predictions, labels=names)
+    for name, average in (("f1", "micro"), ("macro_f1", "macro")):
+        f1 = sklearn.metrics.f1_score(*matrix, average=average, zero_division=0)
+        assert scores[name] == pytest.approx(f1)
+    assert scores["accuracy"] == 0.5
+
+
+# Entities
+
+
+@pytest.mark.parametrize(
+    ("tags", "spans"),
+    [
+        ("O B-A I-A O", [("A", 1, 3)]),
+        ("B-A B-A", [("A", 0, 1), ("A", 1, 2)]),
+        ("I-A I-A O", [("A", 0, 2)]),  # no B: an I opens
+        ("B-A I-B", [("A", 0, 1), ("B", 1, 2)]),
+        ("B-A M-A E-A S-B", [("A", 0, 3), ("B", 3, 4)]),  # BMES
+        ("O M-ORG M-ORG E-ORG", [("ORG", 1, 4)]),  # as twice in Resume NER
+        ("E-A E-A", [("A", 0, 1), ("A", 1, 2)]),
+        ("S-A I-A", [("A", 0, 1), ("A", 1, 2)]),
+        ("B-A", [("A", 0, 1)]),
+        ("O O", []),
+    ],
+)
+def test_tags_are_decoded_as_conlleval_does(tags: str, spans: list[tuple[str, int, int]]) -> None:
+    assert decode_tags(tags.split()) == spans
+
+
+def test_tags_agree_with_seqeval() -> None:
+    seqeval = pytest.importorskip("seqeval.metrics")
+    rng = random.Random(1)
+    names = ["O", *(f"{prefix}-{kind}" for prefix in "BIES" for kind in "XY")]
+    rows = [[[rng.choice(names) for _ in range(9)] for _ in range(60)] for _ in range(2)]
+    spans = [[decode_tags(tags) for tags in side] for side in rows]
+    scores = _scores("tag", *spans)
+    assert scores["f1"] == pytest.approx(seqeval.f1_score(*rows))
+    assert scores["macro_f1"] == pytest.approx(seqeval.f1_score(*rows, average="macro"))
+    for tags, ours in zip(rows[0], spans[0], strict=True):
+        expected = seqeval.sequence_labeling.get_entities(tags)
+        assert ours == [(kind, start, last + 1) for kind, start, last in expected]
+
+
+@pytest.mark.parametrize("scheme", ["bio", "bioes"])
+def test_entities_survive_tags(scheme: str) -> None:
+    spans = [Span("A", 0, 1), Span("B", 1, 4), Span("B", 4, 6)]
+    tags = encode_tags(spans, 7, scheme)
+    assert tags is not None
+    assert decode_tags(tags) == spans
+    assert encode_tags([*spans, Span("A", 2, 3)], 7, scheme) is None, "flat tags cannot nest"
+
+
+def test_entity_counts_if_type_start_and_end_are_equal() -> None:
+    golds = [[["A", 0, 2], ["B", 3, 4]], []]
+    predictions = [[["A", 0, 2], ["A", 3, 4]], [["B", 0, 1]]]
+    scores = _scores("spans", golds, predictions)
+    assert scores["f1"] == pytest.approx(2 * 1 / (2 + 3))
+    assert scores["macro_f1"] == pytest.approx((2 * 1 / (1 + 2) + 0) / 2)
+    assert _scores("spans", [[]], [[]]) == {"f1": 0, "macro_f1": 0}
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    ("answers", "prediction", "em", "f1"),
+    [
+        (["The Cat."], "cat", 1, 1),
+        (["a black cat", "cat"], "black cat", 1, 1),
+        (["black cat"], "cat cat", 0, 2 * 1 / 4),
+        ([], "", 1, 1),
+        ([], "cat", 0, 0),
+        (["cat"], "", 0, 0),
+        (["the"], "", 1, 1),
+    ],
+)
+def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
+    assert squad_scores(answers, prediction) == (em, pytest.approx(f1))
+
+
+def test_squad_words() -> None:
+    assert squad_words("An apple, the U.S. pear's") == ["apple", "us", "pears"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "prediction", "em", "f1"),
+    [
+        (["《红楼梦》"], "红楼梦", 1, 1),
+        (["1998年"], "1998 年", 0, 1),
+        (["北京大学"], "北京的大学", 0, 2 * 2 / (4 + 5)),  # the longest run, not the bag
+        (["大学", "北京大学"], "北京", 0, 2 * 2 / (4 + 2)),
+        (["北京"], "", 0, 0),
+        (["。"], "，", 1, 0),  # nothing is left of either
+        ([], "", 0, 0),  # unanswered counts as wrong
+        (["a.b"], "a。b", 0, 0),  # a full stop in ASCII stays
+        (["BERT模型"], "bert模型", 1, 1),
+    ],
+)
+def test_cmrc_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
+    assert cmrc_scores(answers, prediction) == (em, pytest.approx(f1))
+
+
+def test_cmrc_segments() -> None:
+    assert cmrc_segments("用了U.S. 的3,000个(约)，don't") == [
+        "用", "了", "u.s", ".", "的", "3,000", "个", "(", "约", ")", "do", "n't",
+    ]  # fmt: skip
+    assert longest_common_run("abcde", "xbcdaab") == 3
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("hello, world.", "hello , world ."),
+        ("3,000 km, 12.30", "3,000 km , 12.30"),
+        ("it's we've o'neil", "it 's we 've o'neil"),
+        ('n","n" ("x")', "n '' , '' n '' ( `` x '' )"),
+        ("50%...c. 2000–01", "50 % ... c. 2000 – 01"),
+    ],
+)
+def test_words_are_those_of_nltk(run: str, words: str) -> None:
+    # As NLTKWordTokenizer of nltk 3.10 splits them.
+    assert cmrc_segments(run) == words.split()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_candidates_are_assigned_as_scipy_does(ties: bool) -> None:
+    rng = np.random.default_rng(int(ties))
+    for _ in range(200):
+        num_rows = int(rng.integers(1, 8))
+        scores = rng.normal(size=(num_rows, int(rng.integers(num_rows, 11))))
+        scores = np.round(scores) if ties else scores
+        columns = assign(scores)
+        assert len(set(columns)) == num_rows
+        rows, expected = scipy.optimize.linear_sum_assignment(scores, maximize=True)
+        assert scores[rows, columns].sum() == pytest.approx(scores[rows, expected].sum())
+        assert ties or columns == expected.tolist()
+
+
+@pytest.mark.parametrize("scores", [[[1.0], [2.0]], [[math.nan, 1.0]], [[1.0, -math.inf]]])
+def test_scores_that_assign_nothing_are_refused(scores: list[list[float]]) -> None:
+    with pytest.raises(DataError, match="finite scores"):
+        assign(np.array(scores))
+
+
+def test_answers_are_averaged() -> None:
+    scores = _scores("qa", [["北京"], ["大学"]], ["北京", "x"], scorer="cmrc")
+    assert scores == {"em": 0.5, "f1": 0.5}
+
+
+def test_nothing_to_score_is_refused() -> None:
+    with pytest.raises(DataError, match="0 golds and 0 predictions"):
+        tables("classify", [], [])
+    with pytest.raises(DataError, match="2 golds and 1 predictions"):
+        tables("classify", ["a", "b"], ["a"])
+
+
+# Baselines, intervals
+
+
+def test_baselines() -> None:
+    golds = ["a", "b", "b", "b"]
+    assert majority("classify", golds, labels=["a", "b"])["accuracy"] == 0.75
+    assert majority("classify", golds, labels=["a", "b"])["matthews"] == 0
+    assert majority("choice", [0, 1, 1])["accuracy"] == pytest.approx(2 / 3)
+    assert majority("qa", [[], ["x"]])["em"] == 0.5
+    assert majority("spans", [[["A", 0, 1]], []])["f1"] == 0
+    assert majority("multilabel", [["a"], ["a", "b"]], labels=["a", "b"])["accuracy"] == 0.5
+    assert majority("regress", [1.0, 2.0])["pearson"] == 0
+    assert chance("choice", [0, 1], num_choices=[2, 4])["accuracy"] == pytest.approx(3 / 8)
+
+
+def test_chance_is_the_mean_of_guesses() -> None:
+    golds = ["a"] * 300 + ["b"] * 100
+    rng = random.Random(0)
+    labels = ["a", "b"]
+    guesses = [
+        _scores("classify", golds, rng.choices(labels, k=400), labels=labels) for _ in range(40)
+    ]
+    for name, value in chance("classify", golds, labels=labels).items():
+        measured = np.mean([scores[name] for scores in guesses])
+        assert measured == pytest.approx(value, abs=4 * 0.05 / math.sqrt(40)), name
+
+
+def test_interval_covers_what_the_binomial_says() -> None:
+    golds, predictions = ["a"] * 400, ["a"] * 300 + ["b"] * 100
+    low, high = interval(bootstrap([tables("classify", golds, predictions)["accuracy"]]))
+    error = math.sqrt(0.75 * 0.25 / 400)
+    assert low == pytest.approx(0.75 - 1.96 * error, abs=0.006)
+    assert high == pytest.approx(0.75 + 1.96 * error, abs=0.006)
+
+
+def test_difference_of_two_models_is_paired() -> None:
+    rng = random.Random(0)
+    golds = [rng.choice("ab") for _ in range(400)]
+    one = [rng.choice("ab") for _ in golds]
+    # Better in 12 rows and worse in none: the interval of each is wide, that of both is not.
+    wrong = [i for i in range(400) if one[i] != golds[i]][:12]
+    other = [golds[i] if i in wrong else label for i, label in enumerate(one)]
+    first, second = (
+        bootstrap([tables("classify", golds, rows)["accuracy"]]) for rows in (one, other)
+    )
+    low, high = interval(second - first)
+    assert 0.01 < low < 12 / 400 < high < 0.06
+    assert interval(first)[1] > interval(second)[0]
+    assert np.array_equal(first, bootstrap([tables("classify", golds, one)["accuracy"]]))
+
+
+def test_draws_weigh_each_metric_as_repeated_rows_do() -> None:
+    golds, predictions = _random_labels(1, 3, 12)
+    rows = [0, 0, 3, 5, 5, 5, 7, 11]
+    weights = np.bincount(rows, minlength=12)
+    again = tables("classify", [golds[i] for i in rows], [predictions[i] for i in rows])
+    for name, table in tables("classify", golds, predictions).items():
+        assert float(table.value(weights @ table.lines)) == pytest.approx(again[name].score)

@@ -1,0 +1,97 @@
+"""Task files: what they refuse, and every one that is shipped."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import load, to_yaml
+from pipeline.errors import ConfigError
+from pipeline.finetune.task import KINDS, SuiteConfig, TaskConfig, load_task
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TASKS = sorted(path.stem for path in (CONFIGS / "tasks").glob("*.yaml"))
+SUITES = sorted(path.stem for path in (CONFIGS / "suites").glob("*.yaml"))
+PAIR = "task: {kind: pair}\ndata: {train: [a.json], format: jsonl, fields: {text: a, text_b: b}}\n"
+
+
+def _task(tmp_path: Path, text: str, *overrides: str) -> TaskConfig:
+    (tmp_path / "t.yaml").write_text(text)
+    return load_task(str(tmp_path / "t.yaml"), overrides)
+
+
+def test_defaults_of_the_kinds(tmp_path: Path) -> None:
+    config = _task(tmp_path, PAIR)
+    assert config.metric == "accuracy"
+    assert config.data.root == str(tmp_path), "the folder of the file"
+    assert _task(tmp_path, PAIR, "data.root=/else").data.root == "/else"
+    assert [KINDS[kind].metrics[0] for kind in ("tag", "spans", "qa", "regress")] == [
+        "f1", "f1", "f1", "spearman",
+    ]  # fmt: skip
+
+
+def test_labels_are_a_word_or_a_list(tmp_path: Path) -> None:
+    assert _task(tmp_path, PAIR, "data.labels=auto").data.labels == "auto"
+    assert _task(tmp_path, PAIR, "data.labels=['0', '1']").data.labels == ("0", "1")
+    with pytest.raises(ConfigError, match=r"data\.labels = 'yes'.*expected one of auto"):
+        _task(tmp_path, PAIR, "data.labels=yes")
+    with pytest.raises(ConfigError, match=r"data\.labels\.0 = 0 .*put it in quotes"):
+        _task(tmp_path, PAIR, "data.labels=[0, 1]")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("task.kind=pairs", "did you mean 'pair'"),
+        ("task.metric=em", "task.metric=em does not fit task.kind=pair; expected one of accuracy"),
+        ("data.fields.text_b=null", "task.kind=pair needs data.fields.text_b"),
+        ("data.format=squad", "data.format=squad holds rows for task.kind qa, not for pair"),
+        ("data={dev: [d.json], hold_out: 0.1}", "remove one of the two"),
+        ("data.fields.textb=x", "did you mean 'text_b'"),
+        ("train.seeds=[1, 1]", "none twice"),
+        ("train={batch: 10, accumulate: 3}", "must be a multiple of train.accumulate=3"),
+        ("train.lr=0", "out of range"),
+    ],
+)
+def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _task(tmp_path, PAIR, override)
+    assert message in str(caught.value)
+
+
+def test_windows_that_leave_out_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"input\.stride=128 must be below input\.max_length=128"):
+        _task(tmp_path, "task: {kind: qa}\ndata: {train: [a.json], format: squad}\n")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shipped_task_loads(name: str, tmp_path: Path) -> None:
+    config = load_task(name, ("data.root=/data",))
+    data = config.data
+    assert data.train
+    assert data.dev or data.hold_out
+    files = [*data.train, *data.dev, *data.test]
+    assert len(set(files)) == len(files)
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_task(str(tmp_path / "again.yaml")) == config
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_shipped_suite_names_shipped_tasks(name: str) -> None:
+    suite = load(SuiteConfig, name).config
+    assert set(suite.tasks) <= set(TASKS)
+    for task in suite.tasks:
+        load_task(task, suite.overrides)
+
+
+def test_suites_hold_all_of_their_benchmarks() -> None:
+    sizes = {name: len(load(SuiteConfig, name).config.tasks) for name in SUITES}
+    assert sizes["clue"] == 11
+    assert sizes["fewclue"] == 9
+    assert sizes["glue"] == 9
+
+
+def test_published_scores_must_be_one_a_task(tmp_path: Path) -> None:
+    row = "{model: m, split: dev, protocol: p, source: s, scores: [1.0]}"
+    (tmp_path / "s.yaml").write_text(f"tasks: [tnews, afqmc]\npublished:\n  - {row}\n")
+    with pytest.raises(ConfigError, match="'m': 1 numbers for 2 tasks"):
+        load(SuiteConfig, tmp_path / "s.yaml")
