@@ -51,12 +51,17 @@ def initialise(module: nn.Module, config: ModelConfig) -> None:
     """
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.Linear)):
-            for part, gain in _parts(name, child.weight, config):
-                std = _std(part, gain, config, isinstance(child, nn.Embedding))
-                # torch's default cut is an absolute 2, which does not cut small deviations at all.
-                nn.init.trunc_normal_(part, std=std, a=-2 * std, b=2 * std)
+            initialise_matrix(name, child, config)
         if isinstance(child, nn.Linear) and child.bias is not None:
             nn.init.zeros_(child.bias)
+
+
+def initialise_matrix(name: str, module: nn.Embedding | nn.Linear, config: ModelConfig) -> None:
+    """Initialise the weight of one module, in place; the end of its name says what it is."""
+    for part, gain in _parts(name, module.weight, config):
+        std = _std(part, gain, config, isinstance(module, nn.Embedding))
+        # torch's default cut is an absolute 2, which does not cut small deviations at all.
+        nn.init.trunc_normal_(part, std=std, a=-2 * std, b=2 * std)
 
 
 def _parts(name: str, weight: Tensor, config: ModelConfig) -> list[tuple[Tensor, float]]:
@@ -143,13 +148,13 @@ class Encoder(nn.Module):
             self.alpha = wide.to(self.alpha.device)
         return self
 
-    def checkpoint_activations(self, group_size: int) -> None:
+    def checkpoint_activations(self, group_size: int | None) -> None:
         """From now on, training passes keep the inputs of groups of layers and not what is inside.
 
         The backward pass computes a group again, dropout included, so that gradients stay the same
         to the bit. The input of a group is x, and the scores if they are carried.
 
-        The last group may have fewer layers.
+        The last group may have fewer layers. None keeps everything again.
 
         Source: Chen et al. 2016 (arXiv 1604.06174), section 4.
         """
@@ -186,7 +191,7 @@ class Encoder(nn.Module):
         """Encode a batch.
 
         `input_ids` and `segments` (all 0 when None) are (B, S) or (T,) int64, as the layout has it.
-        A trace is filled.
+        Floating (..., E) vectors in place of ids are taken for token embeddings. A trace is filled.
 
         Returns:
             (..., D) in the parameters' dtype.
@@ -232,7 +237,8 @@ class Encoder(nn.Module):
         return x, carry_BNSS
 
     def _embed(self, input_ids: Tensor, layout: Layout, segments: Tensor | None) -> Tensor:
-        x = self.token_embedding(input_ids) + (
+        tokens = input_ids if input_ids.is_floating_point() else self.token_embedding(input_ids)
+        x = tokens + (
             self.segment_embedding.weight[0] if segments is None
             else self.segment_embedding(segments)
         )  # fmt: skip
