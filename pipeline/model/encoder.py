@@ -19,6 +19,7 @@ the normal it is cut from.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -283,13 +284,15 @@ class EncoderModel(nn.Module):
         raise NotImplementedError
 
 
-class MaskedLanguageModel(EncoderModel):
-    """Encoder with an MLM head whose output matrix is the token embedding."""
+class MaskedHead(nn.Module):
+    """What gives a module an MLM head, whose output matrix is the token embedding."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = Encoder(config)
+    # A `ModelConfig`; transformers evaluates annotations where exported files have no such name.
+    config: Any
+
+    def make_head(self) -> None:
+        """Make and initialise the parameters whose names begin with `head_`."""
+        config = self.config
         width = config.embedding_width
         if config.mlm_head == "bert":
             self.head_dense = nn.Linear(config.hidden_size, width, bias=config.bias)
@@ -302,6 +305,35 @@ class MaskedLanguageModel(EncoderModel):
             if width != config.hidden_size:
                 self.head_dense = nn.Linear(config.hidden_size, width, bias=config.bias)
                 initialise(self.head_dense, config)
+
+    def project(self, x_MD: Tensor, weight_VE: Tensor) -> Tensor:
+        """(M, V) logits of (M, D) hidden states."""
+        return F.linear(self._before_output(x_MD), weight_VE, self._output_bias())
+
+    def _before_output(self, x_MD: Tensor) -> Tensor:
+        """(M, E)."""
+        if self.config.mlm_head == "bert":
+            # Where the feed-forward has a gate, the head has BERT's activation.
+            activation = "gelu" if self.config.activation == "swiglu" else self.config.activation
+            x_ME = activate(self.head_dense(x_MD), activation)
+            return self.head_norm(x_ME)  # type: ignore[no-any-return]
+        if self.config.embedding_width != self.config.hidden_size:
+            x_MD = self.head_dense(x_MD)
+        return self.head_dropout(x_MD)  # type: ignore[no-any-return]
+
+    def _output_bias(self) -> Tensor | None:
+        """(V,)."""
+        return self.head_bias if self.config.mlm_head == "bert" else None
+
+
+class MaskedLanguageModel(EncoderModel, MaskedHead):
+    """Encoder with an MLM head whose output matrix is the token embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.make_head()
         self._fuses_loss = False
 
     def fuse_loss(self) -> None:
@@ -333,30 +365,17 @@ class MaskedLanguageModel(EncoderModel):
         x_MD = x.reshape(-1, self.config.hidden_size)[masked_index]
         if targets is None:
             return self.head(x_MD)
-        weight_VE, bias_V = self._output()
         return vocabulary_loss(
-            self._before_output(x_MD), weight_VE, bias_V, targets, fused=self._fuses_loss
+            self._before_output(x_MD),
+            self.encoder.token_embedding.weight,
+            self._output_bias(),
+            targets,
+            fused=self._fuses_loss,
         )
 
     def head(self, x_MD: Tensor) -> Tensor:
         """(M, V) logits of (M, D) hidden states."""
-        return F.linear(self._before_output(x_MD), *self._output())
-
-    def _before_output(self, x_MD: Tensor) -> Tensor:
-        """(M, E)."""
-        if self.config.mlm_head == "bert":
-            # Where the feed-forward has a gate, the head has BERT's activation.
-            activation = "gelu" if self.config.activation == "swiglu" else self.config.activation
-            x_ME = activate(self.head_dense(x_MD), activation)
-            return self.head_norm(x_ME)  # type: ignore[no-any-return]
-        if self.config.embedding_width != self.config.hidden_size:
-            x_MD = self.head_dense(x_MD)
-        return self.head_dropout(x_MD)  # type: ignore[no-any-return]
-
-    def _output(self) -> tuple[Tensor, Tensor | None]:
-        """(V, E) and (V,)."""
-        bias_V = self.head_bias if self.config.mlm_head == "bert" else None
-        return self.encoder.token_embedding.weight, bias_V
+        return self.project(x_MD, self.encoder.token_embedding.weight)
 
 
 def without_storage(config: ModelConfig) -> EncoderModel:

@@ -276,7 +276,7 @@ class GlobalPointer(nn.Module):
             scores = scores + (start_BKS[..., :, None] + end_BKS[..., None, :]) / 2
         mask_BS = mask_BS.bool()
         legal_BSS = (mask_BS[:, :, None] & mask_BS[:, None, :]).triu()
-        return scores.masked_fill(~legal_BSS[:, None], _NEVER)
+        return torch.where(legal_BSS[:, None], scores, _NEVER)
 
 
 def span_losses(scores_BKSS: Tensor, gold_BKSS: Tensor) -> Tensor:
