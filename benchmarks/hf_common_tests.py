@@ -112,16 +112,26 @@ class _Outcomes(unittest.TestResult):
         self.outcomes: dict[str, str] = {}
 
     def addSuccess(self, test: Any) -> None:
-        self.outcomes[test.id().rpartition(".")[2]] = "passed"
+        self._note(test, "passed")
 
     def addSkip(self, test: Any, reason: str) -> None:
-        self.outcomes[test.id().rpartition(".")[2]] = f"skipped: {reason}"
+        self._note(test, f"skipped: {reason}")
 
     def addFailure(self, test: Any, err: Any) -> None:
         lines = self._exc_info_to_string(err, test).strip().splitlines()  # type: ignore[attr-defined]
-        self.outcomes[test.id().rpartition(".")[2]] = "failed: " + "\n".join(lines[-12:])
+        self._note(test, "failed: " + "\n".join(lines[-12:]))
 
     addError = addFailure
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        if err is not None:
+            self.addFailure(subtest, err)
+
+    def _note(self, test: Any, outcome: str) -> None:
+        """Note what a test came to; what one of its parts came to holds for all of it."""
+        name = getattr(test, "test_case", test)._testMethodName
+        if not self.outcomes.get(name, "").startswith("failed"):
+            self.outcomes[name] = outcome
 
 
 def _native() -> tuple[tuple[type, ...], Tester]:
@@ -170,18 +180,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.architecture:
         outcomes = run_tests(arguments.sdist.resolve(), arguments.architecture)
-        print("\n" + json.dumps(outcomes))
+        sys.stdout.write("\n" + json.dumps(outcomes) + "\n")
         return
     native = _in_process(arguments.sdist, "bert")
     passed = {name for name, outcome in native.items() if outcome == "passed"}
-    print(f"native BERT passes {len(passed)} of {len(native)} tests")
+    sys.stdout.write(f"native BERT passes {len(passed)} of {len(native)} tests" + "\n")
     for architecture in ARCHITECTURES:
         outcomes = _in_process(arguments.sdist, architecture)
         kept = {name for name in passed if outcomes[name] == "passed"}
-        print(f"{architecture}: {len(kept)} of them, {len(kept) / len(passed):.1%}")
+        sys.stdout.write(
+            f"{architecture}: {len(kept)} of them, {len(kept) / len(passed):.1%}" + "\n"
+        )
         for name in sorted(passed - kept):
             said = outcomes[name] if arguments.verbose else outcomes[name].splitlines()[-1]
-            print(f"  {name}: {said}")
+            sys.stdout.write(f"  {name}: {said}" + "\n")
 
 
 def _in_process(sdist: Path, architecture: str) -> dict[str, str]:
