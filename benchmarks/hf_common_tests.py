@@ -22,15 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.model import ModelConfig
-from pipeline.use.hf import modeling_source
+from pipeline.use.hf import HEADS, modeling_source
 
-_HEADS = (
-    "MaskedLM",
-    "SequenceClassification",
-    "TokenClassification",
-    "QuestionAnswering",
-    "MultipleChoice",
-)
 _SIZES = {"vocab_size": 99, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_size": 37}
 ARCHITECTURES = {
     "roformer_v2": {},
@@ -91,18 +84,18 @@ def run_tests(sdist: Path, architecture: str) -> dict[str, str]:
     package.__path__ = [str(sdist / "tests")]
     sys.modules["tests"] = package
     common = importlib.import_module("tests.test_modeling_common")
-    classes, tester = _native() if architecture == "bert" else _exported(architecture, common)
-
-    def set_up(self: Any) -> None:
-        self.model_tester = tester
-
-    case = type(
-        "ModelTest",
-        (common.ModelTesterMixin, unittest.TestCase),
-        {"all_model_classes": classes, "setUp": set_up},
-    )
     result = _Outcomes()
-    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    # Some tests read the source of the classes.
+    with tempfile.TemporaryDirectory() as folder:
+        native = architecture == "bert"
+        classes, tester = _native() if native else _exported(architecture, Path(folder))
+
+        def set_up(self: Any) -> None:
+            self.model_tester = tester
+
+        bases = (common.ModelTesterMixin, unittest.TestCase)
+        case = type("ModelTest", bases, {"all_model_classes": classes, "setUp": set_up})
+        unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
     return result.outcomes
 
 
@@ -137,30 +130,35 @@ class _Outcomes(unittest.TestResult):
 def _native() -> tuple[tuple[type, ...], Tester]:
     import transformers
 
-    classes = (transformers.BertModel, *(getattr(transformers, f"BertFor{h}") for h in _HEADS))
+    classes = (transformers.BertModel, *(getattr(transformers, f"BertFor{h}") for h in HEADS))
     sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     values = {**sizes, "intermediate_size": 37, "pad_token_id": 0}
     return classes, Tester(transformers.BertConfig, values)
 
 
-def _exported(architecture: str, common: types.ModuleType) -> tuple[tuple[type, ...], Tester]:
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    folder = tempfile.mkdtemp()
-    path = Path(folder, "modeling_postnorm.py")
+def load_modeling(folder: Path) -> types.ModuleType:
+    """Write the modelling file of exports and import it, as `modeling_postnorm`."""
+    path = folder / "modeling_postnorm.py"
     path.write_text(modeling_source())
-    spec = importlib.util.spec_from_file_location("modeling_postnorm", path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["modeling_postnorm"] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def _exported(architecture: str, folder: Path) -> tuple[tuple[type, ...], Tester]:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    module = load_modeling(folder)
     transformers.AutoConfig.register("postnorm", module.PostnormConfig)
     transformers.AutoModel.register(module.PostnormConfig, module.PostnormModel)
     modeling_auto.MODEL_MAPPING_NAMES["postnorm"] = "PostnormModel"
     classes = [module.PostnormModel]
-    for head in _HEADS:
+    for head in HEADS:
         own = getattr(module, f"PostnormFor{head}")
         getattr(transformers, f"AutoModelFor{head}").register(module.PostnormConfig, own)
         constant = "".join("_" + letter if letter.isupper() else letter for letter in head)

@@ -88,13 +88,14 @@ def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_dif
 MODELING_FILE = "modeling_postnorm.py"
 _SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, encoder, heads)
 _ENCODER_PREFIX = "postnorm.encoder."
-_HEADS = (
+HEADS = (
     "MaskedLM",
     "SequenceClassification",
     "TokenClassification",
     "QuestionAnswering",
     "MultipleChoice",
 )
+"""Of transformers' `AutoModelFor...`, for each of which an export has a class."""
 _OWN_TYPE = "postnorm"
 _FIELDS = {field.name for field in fields(ModelConfig)}
 # What transformers' own classes can express, beside sizes, dropout, eps and activation.
@@ -253,7 +254,7 @@ def _write_own(folder: Path, trained: TrainedModel) -> None:
     classes = {
         "AutoConfig": "PostnormConfig",
         "AutoModel": "PostnormModel",
-    } | {f"AutoModelFor{head}": f"PostnormFor{head}" for head in _HEADS}
+    } | {f"AutoModelFor{head}": f"PostnormFor{head}" for head in HEADS}
     body = {
         "model_type": _OWN_TYPE,
         "architectures": ["PostnormForMaskedLM"],

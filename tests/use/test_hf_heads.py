@@ -1,6 +1,5 @@
 """The exported modelling file as a user of transformers meets it, and every head in it."""
 
-import importlib.util
 import math
 import sys
 from collections.abc import Iterator
@@ -14,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.hf_common_tests import load_modeling
 from pipeline.config.model import ModelConfig
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
-from pipeline.use.hf import load_own_hf, modeling_source
+from pipeline.use.hf import HEADS, load_own_hf
 
 SIZES = {"vocab_size": 40, "num_layers": 3, "hidden_size": 16, "num_heads": 2, "ffn_size": 24}
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,23 +30,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "embedding_size": 12,
     },
 }  # fmt: skip
-HEADS = (
-    "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering",
-    "MultipleChoice",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def modeling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    path = tmp_path_factory.mktemp("modeling") / "modeling_postnorm.py"
-    path.write_text(modeling_source())
-    spec = importlib.util.spec_from_file_location("modeling_postnorm", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["modeling_postnorm"] = module
-    spec.loader.exec_module(module)
-    yield module
+    yield load_modeling(tmp_path_factory.mktemp("modeling"))
     del sys.modules["modeling_postnorm"]
 
 
