@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.hf_common_tests import load_modeling
 from pipeline.config.model import ModelConfig
+from pipeline.model.architecture import WEIGHTS_FILE
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
 from pipeline.use.hf import HEADS, load_own_hf
@@ -195,6 +197,17 @@ def test_each_class_is_saved_and_loaded(modeling: ModuleType, head: str, tmp_pat
     base = modeling.PostnormModel.from_pretrained(tmp_path / "one").eval()
     encoded = base(ids.flatten(0, -2)).last_hidden_state
     assert torch.equal(encoded, model.postnorm(ids.flatten(0, -2)).last_hidden_state)
+
+
+def test_earlier_exports_are_read_by_this_project(modeling: ModuleType, tmp_path: Path) -> None:
+    model = _model(modeling, "ForMaskedLM", _config(modeling, "all else"))
+    model.save_pretrained(tmp_path)
+    state = {name.removeprefix("postnorm."): each for name, each in model.state_dict().items()}
+    # They had the encoder's prefix on the head, too.
+    save_file({f"postnorm.{name}": each for name, each in state.items()}, tmp_path / WEIGHTS_FILE)
+    found = load_own_hf(tmp_path).model.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], each) for name, each in state.items())
 
 
 def test_what_a_file_lacks_is_initialised_and_the_rest_kept(
