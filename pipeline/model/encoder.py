@@ -19,6 +19,7 @@ the normal it is cut from.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,12 +52,17 @@ def initialise(module: nn.Module, config: ModelConfig) -> None:
     """
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.Linear)):
-            for part, gain in _parts(name, child.weight, config):
-                std = _std(part, gain, config, isinstance(child, nn.Embedding))
-                # torch's default cut is an absolute 2, which does not cut small deviations at all.
-                nn.init.trunc_normal_(part, std=std, a=-2 * std, b=2 * std)
+            initialise_matrix(name, child, config)
         if isinstance(child, nn.Linear) and child.bias is not None:
             nn.init.zeros_(child.bias)
+
+
+def initialise_matrix(name: str, module: nn.Embedding | nn.Linear, config: ModelConfig) -> None:
+    """Initialise the weight of one module, in place; the end of its name says what it is."""
+    for part, gain in _parts(name, module.weight, config):
+        std = _std(part, gain, config, isinstance(module, nn.Embedding))
+        # torch's default cut is an absolute 2, which does not cut small deviations at all.
+        nn.init.trunc_normal_(part, std=std, a=-2 * std, b=2 * std)
 
 
 def _parts(name: str, weight: Tensor, config: ModelConfig) -> list[tuple[Tensor, float]]:
@@ -143,13 +149,13 @@ class Encoder(nn.Module):
             self.alpha = wide.to(self.alpha.device)
         return self
 
-    def checkpoint_activations(self, group_size: int) -> None:
+    def checkpoint_activations(self, group_size: int | None) -> None:
         """From now on, training passes keep the inputs of groups of layers and not what is inside.
 
         The backward pass computes a group again, dropout included, so that gradients stay the same
         to the bit. The input of a group is x, and the scores if they are carried.
 
-        The last group may have fewer layers.
+        The last group may have fewer layers. None keeps everything again.
 
         Source: Chen et al. 2016 (arXiv 1604.06174), section 4.
         """
@@ -186,7 +192,7 @@ class Encoder(nn.Module):
         """Encode a batch.
 
         `input_ids` and `segments` (all 0 when None) are (B, S) or (T,) int64, as the layout has it.
-        A trace is filled.
+        Floating (..., E) vectors in place of ids are taken for token embeddings. A trace is filled.
 
         Returns:
             (..., D) in the parameters' dtype.
@@ -232,7 +238,8 @@ class Encoder(nn.Module):
         return x, carry_BNSS
 
     def _embed(self, input_ids: Tensor, layout: Layout, segments: Tensor | None) -> Tensor:
-        x = self.token_embedding(input_ids) + (
+        tokens = input_ids if input_ids.is_floating_point() else self.token_embedding(input_ids)
+        x = tokens + (
             self.segment_embedding.weight[0] if segments is None
             else self.segment_embedding(segments)
         )  # fmt: skip
@@ -277,13 +284,15 @@ class EncoderModel(nn.Module):
         raise NotImplementedError
 
 
-class MaskedLanguageModel(EncoderModel):
-    """Encoder with an MLM head whose output matrix is the token embedding."""
+class MaskedHead(nn.Module):
+    """What gives a module an MLM head, whose output matrix is the token embedding."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = Encoder(config)
+    # A `ModelConfig`; transformers evaluates annotations where exported files have no such name.
+    config: Any
+
+    def make_head(self) -> None:
+        """Make and initialise the parameters whose names begin with `head_`."""
+        config = self.config
         width = config.embedding_width
         if config.mlm_head == "bert":
             self.head_dense = nn.Linear(config.hidden_size, width, bias=config.bias)
@@ -296,6 +305,35 @@ class MaskedLanguageModel(EncoderModel):
             if width != config.hidden_size:
                 self.head_dense = nn.Linear(config.hidden_size, width, bias=config.bias)
                 initialise(self.head_dense, config)
+
+    def project(self, x_MD: Tensor, weight_VE: Tensor) -> Tensor:
+        """(M, V) logits of (M, D) hidden states."""
+        return F.linear(self._before_output(x_MD), weight_VE, self._output_bias())
+
+    def _before_output(self, x_MD: Tensor) -> Tensor:
+        """(M, E)."""
+        if self.config.mlm_head == "bert":
+            # Where the feed-forward has a gate, the head has BERT's activation.
+            activation = "gelu" if self.config.activation == "swiglu" else self.config.activation
+            x_ME = activate(self.head_dense(x_MD), activation)
+            return self.head_norm(x_ME)  # type: ignore[no-any-return]
+        if self.config.embedding_width != self.config.hidden_size:
+            x_MD = self.head_dense(x_MD)
+        return self.head_dropout(x_MD)  # type: ignore[no-any-return]
+
+    def _output_bias(self) -> Tensor | None:
+        """(V,)."""
+        return self.head_bias if self.config.mlm_head == "bert" else None
+
+
+class MaskedLanguageModel(EncoderModel, MaskedHead):
+    """Encoder with an MLM head whose output matrix is the token embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.make_head()
         self._fuses_loss = False
 
     def fuse_loss(self) -> None:
@@ -327,30 +365,17 @@ class MaskedLanguageModel(EncoderModel):
         x_MD = x.reshape(-1, self.config.hidden_size)[masked_index]
         if targets is None:
             return self.head(x_MD)
-        weight_VE, bias_V = self._output()
         return vocabulary_loss(
-            self._before_output(x_MD), weight_VE, bias_V, targets, fused=self._fuses_loss
+            self._before_output(x_MD),
+            self.encoder.token_embedding.weight,
+            self._output_bias(),
+            targets,
+            fused=self._fuses_loss,
         )
 
     def head(self, x_MD: Tensor) -> Tensor:
         """(M, V) logits of (M, D) hidden states."""
-        return F.linear(self._before_output(x_MD), *self._output())
-
-    def _before_output(self, x_MD: Tensor) -> Tensor:
-        """(M, E)."""
-        if self.config.mlm_head == "bert":
-            # Where the feed-forward has a gate, the head has BERT's activation.
-            activation = "gelu" if self.config.activation == "swiglu" else self.config.activation
-            x_ME = activate(self.head_dense(x_MD), activation)
-            return self.head_norm(x_ME)  # type: ignore[no-any-return]
-        if self.config.embedding_width != self.config.hidden_size:
-            x_MD = self.head_dense(x_MD)
-        return self.head_dropout(x_MD)  # type: ignore[no-any-return]
-
-    def _output(self) -> tuple[Tensor, Tensor | None]:
-        """(V, E) and (V,)."""
-        bias_V = self.head_bias if self.config.mlm_head == "bert" else None
-        return self.encoder.token_embedding.weight, bias_V
+        return self.project(x_MD, self.encoder.token_embedding.weight)
 
 
 def without_storage(config: ModelConfig) -> EncoderModel:

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.kernels import attention
-from pipeline.model import encoder, layers, layout
+from pipeline.model import encoder, heads, layers, layout
 from pipeline.model.architecture import read_config
 from pipeline.model.layout import Layout
 from pipeline.runtime import tensors
@@ -86,8 +86,16 @@ def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_dif
 
 
 MODELING_FILE = "modeling_postnorm.py"
-_SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, encoder)
-_BASE_PREFIX = "postnorm."
+_SOURCES: tuple[ModuleType, ...] = (attention, layout, layers, encoder, heads)
+_ENCODER_PREFIX = "postnorm.encoder."
+HEADS = (
+    "MaskedLM",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+    "MultipleChoice",
+)
+"""Of transformers' `AutoModelFor...`, for each of which an export has a class."""
 _OWN_TYPE = "postnorm"
 _FIELDS = {field.name for field in fields(ModelConfig)}
 # What transformers' own classes can express, beside sizes, dropout, eps and activation.
@@ -238,7 +246,7 @@ def modeling_source() -> str:
 def _write_own(folder: Path, trained: TrainedModel) -> None:
     weights = trained.model.state_dict()
     tensors.write_file(
-        {_BASE_PREFIX + name: tensor for name, tensor in weights.items()},
+        {name.replace("encoder.", _ENCODER_PREFIX, 1): tensor for name, tensor in weights.items()},
         folder / "model.safetensors",
     )
     write_atomic(folder / MODELING_FILE, modeling_source().encode())
@@ -246,9 +254,7 @@ def _write_own(folder: Path, trained: TrainedModel) -> None:
     classes = {
         "AutoConfig": "PostnormConfig",
         "AutoModel": "PostnormModel",
-        "AutoModelForMaskedLM": "PostnormForMaskedLM",
-        "AutoModelForSequenceClassification": "PostnormForSequenceClassification",
-    }
+    } | {f"AutoModelFor{head}": f"PostnormFor{head}" for head in HEADS}
     body = {
         "model_type": _OWN_TYPE,
         "architectures": ["PostnormForMaskedLM"],
@@ -283,7 +289,8 @@ def load_own_hf(folder: Path) -> TrainedModel:
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{folder} is not a complete export: {error}") from error
     weights = tensors.read_file(folder / "model.safetensors")
-    own = {name.removeprefix(_BASE_PREFIX): tensor for name, tensor in weights.items()}
+    # Earlier exports have the prefix of the encoder on the head, too.
+    own = {name.removeprefix("postnorm."): tensor for name, tensor in weights.items()}
     return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), {})
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.architecture import CONFIG_FILE, is_model_folder
+from pipeline.model.heads import packed_documents, pool
 from pipeline.model.layers import Trace
 from pipeline.model.layout import masked, packed
 from pipeline.runtime.files import temporary_beside
@@ -432,16 +433,8 @@ class Model:
         trace = Trace(keep_probabilities=False) if pooling == "first_last_avg" else None
         with torch.no_grad():
             x_TD: Tensor = self.module.encoder(ids.to(self.device), layout, trace=trace).float()
-        if pooling == "cls":
-            return x_TD[ends[:-1]]
-        if trace is not None:
-            x_TD = (trace.hidden[1].float() + x_TD) / 2
-        lengths = lengths.to(self.device)
-        row = torch.repeat_interleave(lengths)
-        return (
-            x_TD.new_zeros(len(documents), x_TD.shape[1]).index_add_(0, row, x_TD)
-            / lengths[:, None]
-        )
+        hidden = [x_TD] if trace is None else [x_TD, trace.hidden[1].float(), x_TD]
+        return pool(pooling, hidden, packed_documents(ends, len(ids)))
 
 
 def _whole_numbers(name: str, values: Any, like: Tensor | None) -> Tensor:

@@ -28,9 +28,8 @@ for name in ("pipeline", "data_prep", "launch", "deepspeed", "webdataset", "sent
              "google_crc32c"):
     sys.modules[name] = None
 import torch
-from transformers import (
-    AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline,
-)
+import transformers
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
 folder, out = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
@@ -45,11 +44,25 @@ torch.save({
     "hidden": result.hidden_states, "attentions": result.attentions,
     "filled": pipeline("fill-mask", model=model, tokenizer=tokenizer)(texts[1], top_k=3),
 }, out)
-classifier = AutoModelForSequenceClassification.from_pretrained(
-    folder, trust_remote_code=True, num_labels=3
-)
-loss = classifier(**batch, labels=torch.tensor([0, 2])).loss
-loss.backward()
+labels = torch.tensor([0, 2])
+for head, gold in {
+    "SequenceClassification": {"labels": labels},
+    "TokenClassification": {"labels": batch["input_ids"] % 3},
+    "QuestionAnswering": {"start_positions": labels, "end_positions": labels},
+    "MultipleChoice": {"labels": labels[1:] - 1},
+}.items():
+    auto = getattr(transformers, "AutoModelFor" + head)
+    # BERT's own head for answers has as many outputs as there are labels.
+    sizes = {} if head == "QuestionAnswering" else {"num_labels": 3}
+    headed = auto.from_pretrained(folder, trust_remote_code=True, **sizes)
+    choices = {key: value[None] for key, value in batch.items()}
+    loss = headed(**(choices if head == "MultipleChoice" else batch), **gold).loss
+    loss.backward()
+    assert torch.isfinite(loss), head
+    headed.save_pretrained(folder + "-" + head)
+    again = auto.from_pretrained(folder + "-" + head, trust_remote_code=True)
+    for name, value in headed.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
 labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 assert torch.isfinite(model(**batch, labels=labels).loss)
 model.save_pretrained(folder + "-again")
