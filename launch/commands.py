@@ -245,33 +245,30 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
         "runs": [run.name for run in what.runs],
         "left": what.left,
     }
+    code, text = EXIT_FINISHED, ""
     if not arguments.json:
         _say(sweep.left_lines(what))
-    code = EXIT_FINISHED
-    if not what.runs:
-        sweep.record(config, Path(said["dir"]), [])
-    elif arguments.local:
+    if what.runs and arguments.local:
         _refuse_dry_run(arguments)
         codes = sweep.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
-        said["exit_codes"] = codes
-        code = sweep.worst(codes.values())
-    else:
+        said["exit_codes"], code = codes, sweep.worst(codes.values())
+    elif what.runs:
         cluster, source = cluster_of(arguments.cluster), _source(arguments, arguments.config)
         draft = sweep.prepare(config, what, cluster, source, jobs)
-        checked = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
+        text = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
         if arguments.dry_run:
             said["script"] = draft.script
-            shown = f"# {checked}\n{sweep.dry_run_text(draft)}"
+            text = f"# {text}\n{sweep.dry_run_text(draft)}"
         else:
-            shown = f"{checked}; {ask_sbatch(draft.script)}"
+            text = f"{text}; {ask_sbatch(draft.script)}"
             said["job"] = sweep.submit(draft)
-            shown += f"\njob {said['job']}: {len(what.runs)} runs, {draft.job.at_once} at once"
-        if not arguments.json:
-            print(shown)
+            text += f"\njob {said['job']}: {len(what.runs)} runs, {draft.job.at_once} at once\n"
+    elif not arguments.dry_run:
+        sweep.record(config, Path(said["dir"]), [])
     if arguments.json:
         print(json.dumps(said))
-    elif not arguments.dry_run:
-        print(_sweep_text(Path(said["dir"])))
+    else:
+        print(text + ("" if arguments.dry_run else _sweep_text(Path(said["dir"]))))
     return code
 
 

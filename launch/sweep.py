@@ -482,7 +482,7 @@ def dry_run_text(draft: SweepDraft) -> str:
         *(f"#   {index}  {run.name}" for index, run in enumerate(draft.runs)),
         f"# then {' '.join(['sbatch', *draft.options, str(draft.home / SCRIPT_FILE)])}, which is:",
     ]
-    return "\n".join([*lines, draft.script])
+    return "\n".join([*lines, draft.script.removesuffix("\n")])
 
 
 def run_here(

@@ -159,13 +159,11 @@ def test_array_has_an_element_a_run(sweeps: Sweeps) -> None:
     code = next((sweeps.dir / "sweep/launch/code").iterdir())
     start = f"{sys.executable} {code}/pipeline/runtime/start.py"
     assert f'exec {start} pipeline pretrain "$POSTNORM_RUN_DIR/config.yaml"' in script
+    choose = re.search(r"^runs=\(.*?^run_dir=.*?$", script, re.MULTILINE | re.DOTALL)
+    assert choose
     for index, name in enumerate(("train.lr=0.001", "train.lr=0.003")):
-        lines = "\n".join(line for line in script.splitlines() if "runs" in line or line[:3] == "  /")
-        shown = f"{lines.replace('runs=(', 'runs=(', 1)}"
-        found = re.search(r"^runs=\(.*?^run_dir=.*?$", script, re.M | re.S)
-        assert found, shown
         done = subprocess.run(
-            ["bash", "-c", f"{found[0]}\nprintf %s \"$run_dir\""], capture_output=True, text=True,
+            ["bash", "-c", f'{choose[0]}\nprintf %s "$run_dir"'], capture_output=True, text=True,
             env={"SLURM_ARRAY_TASK_ID": str(index)},
         )  # fmt: skip
         assert done.stdout == str(sweeps.dir / name)
@@ -214,27 +212,26 @@ def test_runs_side_by_side_and_a_second_call(sweeps: Sweeps) -> None:
     assert "was started with another config (train.num_steps was 40 and is 41)" in said
 
 
-def test_failed_run_hinders_no_other_and_continues_from_its_checkpoint(sweeps: Sweeps) -> None:
-    sweeps.write(grid={"seed": [1, 2, 3]}, jobs=1)
-    # A run that cannot write its log fails for good.
-    blocked = sweeps.dir / "seed=2"
-    stopped = RunFolder(sweeps.dir / "seed=1")
-    sweeps.sweep("--dry-run")
+def test_failed_run_hinders_no_other_and_interrupted_ones_continue(sweeps: Sweeps) -> None:
+    sweeps.write(grid={"seed": [1, 2]}, jobs=1)
+    first, second = RunFolder(sweeps.dir / "seed=1"), RunFolder(sweeps.dir / "seed=2")
     process = _start_locally(sweeps)
-    _wait(lambda: (stopped.checkpoints / "latest").exists(), process)
+    _wait(lambda: (first.checkpoints / "latest").exists(), process)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 75
-    states = {run["name"]: run["state"] for run in sweeps.status()}
-    assert states == {"seed=1": "stopped", "seed=2": "not started", "seed=3": "not started"}
-    saved = int((stopped.checkpoints / "latest").read_text().strip()[5:])
-    (blocked / "metrics.jsonl").mkdir()
-    sweeps.sweep("--local", code=2)
-    assert {run["name"]: run["state"] for run in sweeps.status()}["seed=3"] == "finished"
-    starts = [json.loads(line) for line in stopped.attempts.read_text().splitlines()]
-    assert [start["resumed_from_step"] for start in starts] == [None, saved]
-    (blocked / "metrics.jsonl").rmdir()
+    assert [run["state"] for run in sweeps.status()] == ["stopped", "not started"]
+    saved = int((first.checkpoints / "latest").read_text().strip()[5:])
+    # It cannot record its start, whatever is tried.
+    kept = first.attempts.rename(first.path / "kept")
+    first.attempts.mkdir()
+    assert "seed=1: exit code 2; 1 of 2 have ended" in sweeps.sweep("--local", code=2)
+    assert second.done.exists()
+    first.attempts.rmdir()
+    kept.rename(first.attempts)
     sweeps.sweep("--local")
     assert {run["state"] for run in sweeps.status()} == {"finished"}
+    starts = [json.loads(line)["resumed_from_step"] for line in first.attempts.open()]
+    assert starts == [None, saved]
 
 
 def test_stopped_run_is_left_alone(sweeps: Sweeps) -> None:
