@@ -234,6 +234,35 @@ def test_failed_run_hinders_no_other_and_interrupted_ones_continue(sweeps: Sweep
     assert starts == [None, saved]
 
 
+@pytest.mark.parametrize(
+    ("jobs", "at_once", "options"), [(3, 2, []), (1, 1, ["--dependency=afterany:101"])]
+)
+def test_second_array_leaves_room_for_what_the_first_still_runs(
+    sweeps: Sweeps, jobs: int, at_once: int, options: list[str]
+) -> None:
+    sweeps.sweep()
+    running, failed = sweeps.dir / "train.lr=0.001", sweeps.dir / "train.lr=0.003"
+    assert f"jobid=101_0 comment={running}" in sweeps.slurm.lines("updated")[0]
+    # What squeue prints of two elements, and of a job that got an id again by chance.
+    line = "{}|101|{}|None|train|node1|0|1700000000|1700000001|1700000002|30:00|{}|{}"
+    queue = [
+        line.format("101_0", "RUNNING", 0, running),
+        line.format("101_1", "FAILED", 512, failed),
+        line.format("101_2", "RUNNING", 0, "/somewhere/else"),
+    ]
+    (sweeps.slurm.folder / "queue").write_text("\n".join(queue) + "\n")
+    sweeps.write(grid={"train.lr": [1e-3, 3e-3, 1e-2]}, jobs=jobs)
+    said = json.loads(sweeps.sweep("--json"))
+    assert said["left"] == {running.name: "in the queue as job 101_0"}
+    assert said["runs"] == [failed.name, "train.lr=0.01"]
+    arguments, script = sweeps.slurm.calls[-1]
+    assert arguments[1:-1] == options
+    assert f"#SBATCH --array=0-1%{at_once}\n" in script
+    assert sorted(path.name for path in (failed / "launch").glob("0*")) == ["0001", "0002"]
+    states = {run["name"]: (run["state"], run["job"]) for run in sweeps.status()}
+    assert states[running.name] == ("running", "101_0")
+
+
 def test_stopped_run_is_left_alone(sweeps: Sweeps) -> None:
     sweeps.sweep()
     stop = sweeps.dir / "train.lr=0.001" / "STOP"
