@@ -254,14 +254,15 @@ def _changes(run: Run, kind: Kind) -> list[str]:
         return [f"{run.config_file} cannot be read any more: {error}"]
     old = {path: value for path, _, value in schema.walk(before) if path != kind.folder}
     now = {path: value for path, _, value in schema.walk(run.config) if path != kind.folder}
-    changed = [f"{path} was {old[path]!r} and is {now[path]!r}" for path in old.keys() & now.keys()
-               if old[path] != now[path]]  # fmt: skip
-    if not changed:
+    paths = [path for path in old if path in now and old[path] != now[path]]
+    if not paths:
         return []
-    more = f" and {len(changed) - _DIFFERENCES} more" if len(changed) > _DIFFERENCES else ""
+    shown = [f"{path} was {old[path]!r} and is {now[path]!r}" for path in paths[:_DIFFERENCES]]
+    if len(paths) > _DIFFERENCES:
+        shown.append(f"and {len(paths) - _DIFFERENCES} more")
     return [
-        f"{run.name} was started with another config ({'; '.join(sorted(changed)[:_DIFFERENCES])}"
-        f"{more}): undo the change, set `dir` to a new folder, or remove {run.folder}"
+        f"{run.name} was started with another config ({'; '.join(shown)}): undo the change, set "
+        f"`dir` to a new folder, or remove {run.folder}"
     ]
 
 
@@ -297,8 +298,8 @@ def todo(runs: Sequence[Run]) -> Todo:
 
 
 def _queued(run_dir: Path) -> str:
-    """Return the id of the run's newest job; empty if it was never submitted."""
-    every = submissions(run_dir)
+    """Return the id of the newest job that did the run; empty if it was never submitted."""
+    every = [one for one in submissions(run_dir) if one.kind in KINDS]
     return every[-1].job if every else ""
 
 
@@ -444,13 +445,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD_FILE
     try:
         found = json.loads(path.read_bytes())
-        return {"verb": str(found["verb"]), "metric": dict(found["metric"]),
-                "runs": dict(found["runs"])}  # fmt: skip
+        verb, metric, runs = str(found["verb"]), dict(found["metric"]), dict(found["runs"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is not a record of a sweep ({type(error).__name__}: {error}); remove it and "
             "submit the sweep again, which changes no run"
         ) from None
+    return {"verb": verb, "metric": metric, "runs": runs}
 
 
 def is_sweep(folder: Path) -> bool:
@@ -598,7 +599,8 @@ def sweep_report(folder: Path) -> SweepReport:
             }
         )
     sign = {"min": 1, "max": -1}.get(metric["best"], 0)
-    runs.sort(key=lambda run: (run["value"] is None, sign * (run["value"] or 0)) if sign else 0)
+    if sign:
+        runs.sort(key=lambda run: (run["value"] is None, sign * (run["value"] or 0)))
     return SweepReport(str(folder), found["verb"], metric, problem, runs)
 
 
