@@ -264,7 +264,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
             said["job"] = sweep.submit(draft)
             text += f"\njob {said['job']}: {len(what.runs)} runs, {draft.job.at_once} at once\n"
     elif not arguments.dry_run:
-        sweep.record(config, Path(said["dir"]), [])
+        sweep.record(config, Path(said["dir"]), what.every)
     if arguments.json:
         print(json.dumps(said))
     else:

@@ -270,7 +270,9 @@ def _changes(run: Run, kind: Kind) -> list[str]:
 class Todo:
     """The runs of a sweep that have something left to do, and why the others are left alone."""
 
+    every: list[Run]
     runs: list[Run]
+    """Those to start."""
     left: dict[str, str]
     """Reasons by name."""
     alive: list[JobFacts]
@@ -294,7 +296,7 @@ def todo(runs: Sequence[Run]) -> Todo:
             left[run.name] = "running"
         elif folder.stop.exists():
             left[run.name] = f"stopped; remove {folder.stop} to continue"
-    return Todo([run for run in runs if run.name not in left], left, alive)
+    return Todo(list(runs), [run for run in runs if run.name not in left], left, alive)
 
 
 def _queued(run_dir: Path) -> str:
@@ -315,8 +317,9 @@ class SweepDraft:
     sweep: SweepConfig
     folder: Path
     """Absolute path of the sweep's folder."""
+    every: list[Run]
     runs: list[Run]
-    """In the order of the array's elements."""
+    """Those to submit, in the order of the array's elements."""
     drafts: list[Draft]
     """Of the same runs."""
     job: Job
@@ -382,7 +385,7 @@ def prepare(
     )
     drafts = [replace(draft, job=replace(draft.job, start=start)) for draft in drafts]
     options = [] if room > 0 else [f"--dependency=afterany:{before}"]
-    return SweepDraft(sweep, folder, list(what.runs), drafts, job, cluster, options)
+    return SweepDraft(sweep, folder, what.every, what.runs, drafts, job, cluster, options)
 
 
 def submit(draft: SweepDraft) -> str:
@@ -413,7 +416,7 @@ def submit(draft: SweepDraft) -> str:
         job = sbatch([*draft.options, str(draft.home / SCRIPT_FILE)])
         for index, one in enumerate(draft.drafts):
             _record_element(one, draft.job.log_dir, f"{job}_{index}")
-        record(draft.sweep, draft.folder, draft.runs)
+        record(draft.sweep, draft.folder, draft.every)
     except BaseException:
         for folder in (draft.home, *(one.folder for one in draft.drafts), *new):
             shutil.rmtree(folder, ignore_errors=True)
@@ -504,7 +507,7 @@ def run_here(
     _refuse(mistakes)
     for run in what.runs:
         write_run(run)
-    record(sweep, Path(work_dir, sweep.dir), what.runs)
+    record(sweep, Path(work_dir, sweep.dir), what.every)
     profile = ["--cluster", cluster] if cluster else []
     options = ["--local", "--ranks", str(ranks), *profile]
     commands = {}

@@ -270,6 +270,12 @@ def test_stopped_run_is_left_alone(sweeps: Sweeps) -> None:
     said = json.loads(sweeps.sweep("--json"))
     assert said["left"] == {"train.lr=0.001": f"stopped; remove {stop} to continue"}
     assert said["runs"] == ["train.lr=0.003"]
+    # The record can be made again.
+    (sweeps.dir / "sweep.json").write_text("{}")
+    assert "remove it and submit the sweep again" in sweeps.launch("status", "runs/lr", code=2)
+    (sweeps.dir / "sweep.json").unlink()
+    sweeps.sweep()
+    assert [run["name"] for run in sweeps.status()] == ["train.lr=0.001", "train.lr=0.003"]
 
 
 def _start_locally(sweeps: Sweeps) -> "subprocess.Popen[str]":
