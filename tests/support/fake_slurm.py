@@ -2,8 +2,8 @@
 
 `sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
 once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `sinfo` a partition of
-four nodes, `scontrol show` the file `config`, `scontrol update` writes down its arguments, `scontrol
-requeue` ends the script that calls it, as SLURM does, and `sleep` does not.
+four nodes, `scontrol show` the file `config`. `scontrol update` writes down its arguments, too,
+`scontrol requeue` ends the script that calls it, as SLURM does, and `sleep` does not.
 """
 
 import json
