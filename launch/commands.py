@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch import control, logs, prep
+from launch import control, logs, prep, sweep
 from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
 from launch.local import run_local, run_program
@@ -76,6 +76,13 @@ def _at_least_0(text: str) -> int:
     return number
 
 
+def _at_least_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
 def _config(arguments: argparse.Namespace) -> PretrainConfig:
     return load(PretrainConfig, arguments.config, arguments.overrides).config
 
@@ -120,6 +127,11 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         help="CONFIG is a new folder, and `-- WORDS` a program to run on all ranks, such as your "
         "fine-tuning of an exported model",
     )
+    what.add_argument(
+        "--sweep",
+        action="store_true",
+        help="CONFIG is a sweep: submit its runs as a job array; with --local, run them here",
+    )
     cli.take_program(parser)
     cli.add_config_arguments(parser)
     _add_cluster(parser)
@@ -129,6 +141,10 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         help="run here and now, without SLURM; restart from the newest checkpoint if a rank dies",
     )
     parser.add_argument("--ranks", type=int, default=1, help="processes of --local (default 1)")
+    parser.add_argument(
+        "--jobs", type=_at_least_1, metavar="N", help="for --sweep: runs at the same time"
+    )
+    parser.add_argument("--json", action="store_true", help="for --sweep: one JSON object")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", help="for --evaluate: this checkpoint; default: the newest good one"
@@ -147,6 +163,10 @@ def _submit(arguments: argparse.Namespace) -> int:
         return _submit_program(arguments)
     if arguments.words:
         raise ConfigError(f"`-- {' '.join(arguments.words)}`: only --program takes words after --")
+    if arguments.sweep:
+        return _submit_sweep(arguments)
+    if arguments.jobs or arguments.json:
+        raise ConfigError("--jobs and --json are for --sweep: leave them out")
     if arguments.evaluate:
         return _submit_evaluation(arguments)
     if arguments.prep:
@@ -216,6 +236,51 @@ def _submit_prep(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
+def _submit_sweep(arguments: argparse.Namespace) -> int:
+    work_dir = os.getcwd()
+    config, runs = sweep.read_sweep(arguments.config, arguments.overrides, work_dir)
+    what, jobs = sweep.todo(runs), arguments.jobs or config.jobs
+    said: dict[str, Any] = {
+        "dir": str(Path(work_dir, config.dir)),
+        "runs": [run.name for run in what.runs],
+        "left": what.left,
+    }
+    code, text = EXIT_FINISHED, ""
+    if not arguments.json:
+        _say(sweep.left_lines(what))
+    if what.runs and arguments.local:
+        _refuse_dry_run(arguments)
+        codes = sweep.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
+        said["exit_codes"], code = codes, sweep.worst(codes.values())
+    elif what.runs:
+        cluster, source = cluster_of(arguments.cluster), _source(arguments, arguments.config)
+        draft = sweep.prepare(config, what, cluster, source, jobs)
+        text = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
+        if arguments.dry_run:
+            said["script"] = draft.script
+            text = f"# {text}\n{sweep.dry_run_text(draft)}"
+        else:
+            text = f"{text}; {ask_sbatch(draft.script)}"
+            said["job"] = sweep.submit(draft)
+            text += f"\njob {said['job']}: {len(what.runs)} runs, {draft.job.at_once} at once\n"
+    elif not arguments.dry_run:
+        sweep.record(config, Path(said["dir"]), what.every)
+    if arguments.json:
+        print(json.dumps(said))
+    else:
+        print(text + ("" if arguments.dry_run else _sweep_text(Path(said["dir"]))))
+    return code
+
+
+def _sweep_text(folder: Path) -> str:
+    return sweep.sweep_summary(sweep.sweep_report(folder.resolve())).text()
+
+
+def _refuse_dry_run(arguments: argparse.Namespace) -> None:
+    if arguments.dry_run or arguments.ranks < 1:
+        raise ConfigError("--local runs at once: leave out --dry-run, and give --ranks N >= 1")
+
+
 def _run_here(
     arguments: argparse.Namespace,
     words: list[str],
@@ -223,8 +288,7 @@ def _run_here(
     run_dir: Path,
     cluster: ClusterConfig,
 ) -> int:
-    if arguments.dry_run or arguments.ranks < 1:
-        raise ConfigError("--local runs at once: leave out --dry-run, and give --ranks N >= 1")
+    _refuse_dry_run(arguments)
     limits = Limits(cluster.max_restarts, cluster.max_attempts_without_progress)
     return run_local(words, kind, run_dir, arguments.ranks, limits)
 
@@ -365,21 +429,23 @@ def _preflight(arguments: argparse.Namespace) -> int | None:
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="run or dataset folder")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, metavar="RUN", help="folder of a run, sweep or dataset"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object, or a list of them")
     parser.add_argument("--watch", type=_at_least_0, metavar="SECONDS", help="repeat forever")
 
 
 DatasetLook = Callable[[Path], tuple[Summary, dict[str, Any]] | None]
 """Looks at the folder of a dataset: what is shown, and plain values; None for another folder."""
-_STATUS_OF = "a run_dir, the folder of a dataset, or nothing for the queue"
+_STATUS_OF = "a run_dir, the folder of a sweep or dataset, or nothing for the queue"
 
 
 def status_verb(look: DatasetLook | None = None) -> Verb:
     """Make the verb that shows runs, preparations' jobs and, by a way to look at it, a dataset."""
     return Verb(
         "status",
-        "show the state of a run or dataset; without one, of all in the queue",
+        "show the state of a run, sweep or dataset; without one, of all in the queue",
         _add_status,
         partial(_status, look or (lambda _: None)),
         "status\nstatus runs/mine --watch 30",
@@ -398,6 +464,8 @@ def _status(look: DatasetLook, arguments: argparse.Namespace) -> None:
 def _status_text(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return queue_text(queue_reports())
+    if sweep.is_sweep(folder):
+        return _sweep_text(folder)
     if is_run(folder):
         return run_summary(run_report(folder.resolve())).text()
     seen, jobs = _dataset(look, folder)
@@ -408,6 +476,8 @@ def _status_text(look: DatasetLook, folder: Path | None) -> str:
 def _status_json(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return json.dumps([asdict(report) for report in queue_reports()])
+    if sweep.is_sweep(folder):
+        return json.dumps(asdict(sweep.sweep_report(folder.resolve())))
     if is_run(folder):
         return json.dumps(asdict(run_report(folder.resolve())))
     seen, jobs = _dataset(look, folder)
@@ -464,7 +534,9 @@ def _add_cancel(parser: argparse.ArgumentParser) -> None:
 def _cancel(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.resolve()
     stages = prep_jobs(folder)
-    if stages is not None:
+    if sweep.is_sweep(folder):
+        _say(sweep.cancel(folder, save=arguments.save, save_s=arguments.timeout))
+    elif stages is not None:
         _say(control.cancel_prep(folder, stages))
     else:
         run_dir = require_run(arguments.folder)
@@ -505,13 +577,15 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "submit",
-        "submit a run or a data preparation to SLURM; or run it here",
+        "submit a run, a sweep of runs or a data preparation to SLURM; or run it here",
         _add_submit,
         _submit,
         "submit train.yaml --cluster configs/cluster/example.yaml --dry-run\n"
         "submit train.yaml --cluster configs/cluster/example.yaml\n"
         "submit train.yaml --local --ranks 2\n"
         "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml\n"
+        "submit --sweep sweep.yaml --cluster configs/cluster/example.yaml\n"
+        "submit --sweep sweep.yaml --local --jobs 2\n"
         "submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml\n"
         "submit --program runs/tuned --cluster c.yaml -- python finetune.py models/mine",
     ),
@@ -532,7 +606,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "cancel",
-        "end all jobs of a run or data preparation",
+        "end all jobs of a run, sweep or data preparation",
         _add_cancel,
         _cancel,
         "cancel runs/mine --save",

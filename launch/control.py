@@ -46,7 +46,7 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
                 "again until the file is removed"
             ) from None
         yield "it has ended" if not left else f"it has not ended in {save_s:,.0f} s"
-    yield from _cancel([facts.job for facts in jobs])
+    yield from cancel_jobs([facts.job for facts in jobs])
     if ours:
         stop.unlink(missing_ok=True)
     if save and newest_checkpoint(run_dir) == before:
@@ -63,7 +63,7 @@ def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]
     if not alive:
         yield f"no job of {output_dir} is in the queue"
         return
-    yield from _cancel(sorted(alive, key=int))
+    yield from cancel_jobs(sorted(alive, key=int))
     yield "finished parts stay; submit the same config again to continue"
 
 
@@ -133,7 +133,7 @@ def _nothing_to_cancel(run_dir: Path) -> str:
     return f"job {facts.job} has already ended ({facts.state}); nothing was cancelled"
 
 
-def _cancel(jobs: Sequence[str]) -> Iterator[str]:
+def cancel_jobs(jobs: Sequence[str]) -> Iterator[str]:
     """Cancel those of `jobs` that are alive, and wait for their end."""
     left = _scancel(jobs)
     if not left:
@@ -151,7 +151,8 @@ def _cancel(jobs: Sequence[str]) -> Iterator[str]:
 
 def _scancel(jobs: Sequence[str]) -> list[str]:
     """Cancel those of `jobs` that are alive, and return them."""
-    alive = {facts.array for facts in jobs_of(jobs) if facts.is_alive}
+    queued = [facts for facts in jobs_of(jobs) if facts.is_alive]
+    alive = {name for facts in queued for name in (facts.job, facts.array)}
     left = [job for job in jobs if job in alive]
     for job in left:
         try:

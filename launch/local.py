@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: a whole run (`submit --local`), or one rank (`rank`).
+"""Processes of this machine: a whole run (`submit --local`), many, or one rank (`rank`).
 
 A local run is restarted when a rank dies. The ranks are plain processes and not torchrun's: it
 answers Ctrl-C and every failure with a traceback of its own, and with torch 2.13 and gloo the ranks
@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -130,6 +130,80 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def run_side_by_side(
+    commands: Mapping[str, tuple[list[str], Path]], jobs: int, ranks: int
+) -> dict[str, int]:
+    """Run commands of `ranks` processes each, `jobs` at a time, with their output in files.
+
+    Signals are passed on, and none starts after one. Return the exit codes by name, EXIT_PREEMPTED
+    for those that a signal let save or kept from starting.
+
+    Raises:
+        KeyboardInterrupt: a signal ended the runs, and not all of them had saved.
+    """
+    waiting, running = list(commands), dict[int, tuple[str, subprocess.Popen[bytes]]]()
+    codes: dict[str, int] = {}
+    asked: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        _send([process for _, process in running.values()], number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        while running or (waiting and not asked):
+            for slot in set(range(jobs)) - set(running):
+                if waiting and not asked:
+                    name = waiting.pop(0)
+                    running[slot] = (name, _start(*commands[name], slot, jobs, ranks))
+                    logger.info("%s: started, output in %s", name, commands[name][1])
+                    if asked:  # by a signal that came while it started
+                        _send([running[slot][1]], asked[0])
+            time.sleep(_LOOK_EVERY_S)
+            for slot, (name, process) in list(running.items()):
+                if process.poll() is not None:
+                    del running[slot]
+                    codes[name] = process.returncode
+                    told = f"{len(codes)} of {len(commands)} have ended"
+                    logger.info("%s: exit code %d; %s", name, process.returncode, told)
+    finally:
+        _send([process for _, process in running.values()], signal.SIGTERM)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    unsaved = [name for name, code in codes.items() if code not in _NO_FAILURE]
+    if asked and unsaved:
+        raise KeyboardInterrupt(f"not all runs had saved: {', '.join(unsaved)}")
+    return {**codes, **dict.fromkeys(waiting, EXIT_PREEMPTED)}
+
+
+def _start(
+    command: list[str], log: Path, slot: int, jobs: int, ranks: int
+) -> "subprocess.Popen[bytes]":
+    """Start one of several commands with its share of the cores and GPUs of this machine.
+
+    In a session of its own, Ctrl-C reaches it once, by us, and not by the terminal as well.
+    """
+    cores = (os.cpu_count() or 1) // (jobs * ranks)
+    variables = {"OMP_NUM_THREADS": str(max(1, cores)), **os.environ}
+    gpus = _gpus()
+    if gpus:
+        mine = [gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks)]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(mine))
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, stdout=file, stderr=file, env=variables, start_new_session=True
+        )
+
+
+def _gpus() -> list[str]:
+    """List the GPUs that commands may use, by number or name."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted((name for name in devices if name.isdigit()), key=int)
 
 
 def run_program(words: Sequence[str]) -> int:

@@ -272,8 +272,8 @@ def _exit_code(value: str) -> str:
 
 
 def still_queued(jobs: Sequence[str]) -> list[str]:
-    """List those of some jobs or arrays that are waiting or running."""
+    """List those of some jobs, arrays or elements of arrays that are waiting or running."""
     if not jobs:
         return []
-    there = run_command(["squeue", "--me", "--noheader", "--format=%F"]).split()
+    there = run_command(["squeue", "--me", "--noheader", "--array", "--format=%F %i"]).split()
     return [job for job in jobs if job in there]

@@ -26,6 +26,8 @@ from launch.script_parts import (
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED
 from pipeline.runtime.env import RUN_DIR_VARIABLE
 
+RUN = f"${RUN_DIR_VARIABLE}/"
+"""The folder of a run that only the element of an array knows."""
 _SECONDS_TO_REQUEUE = 30
 """Time before the limit that the script keeps for itself."""
 _BANDWIDTH_S = 180
@@ -56,6 +58,11 @@ class Job:
     """Absolute paths of the folders that a container needs."""
     profile: str | None = None
     """File of the cluster profile, for preflight; the defaults if None."""
+    runs: tuple[str, ...] = ()
+    """Folders of the runs of a sweep, each an element of a job array, for which `run_dir` is the
+    folder of the sweep. A word that begins with `RUN` lies in the element's own."""
+    at_once: int = 1
+    """Largest number of elements that run at the same time."""
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
@@ -86,7 +93,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         *setup_lines(cluster),
         "set -u +e",
         f"cd {shlex.quote(job.work_dir)} || exit 1",
-        f"run_dir={shlex.quote(job.run_dir)}",
+        *_run_dir(job),
         f'export {RUN_DIR_VARIABLE}="$run_dir"',
         start,
         *_preflight(job, cluster),
@@ -96,11 +103,19 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     return "\n".join(parts)
 
 
+def _run_dir(job: Job) -> list[str]:
+    if not job.runs:
+        return [f"run_dir={shlex.quote(job.run_dir)}"]
+    folders = [f"  {shlex.quote(folder)}" for folder in job.runs]
+    return ["runs=(", *folders, ")", "run_dir=${runs[SLURM_ARRAY_TASK_ID]}"]
+
+
 def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
     return {
+        "array": f"0-{len(job.runs) - 1}%{job.at_once}" if job.runs else "",
         "job-name": shlex.quote(job.name),
         "comment": shlex.quote(str(Path(job.work_dir) / job.run_dir)),
-        "output": f"{slurm_path(job.log_dir)}/slurm-%j.log",
+        "output": f"{slurm_path(job.log_dir)}/slurm-{'%A_%a' if job.runs else '%j'}.log",
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.num_ranks_per_node,
         "cpus-per-task": cluster.cpus_per_rank,
@@ -138,7 +153,7 @@ def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
             timeout=preflight.timeout_s + _SRUN_S,
             check=_step(job, cluster, f'exec {check} --records "$1"') + " check",
             measure="".join(measure),
-            options=shlex.join(options),
+            options=" ".join(_quoted(job, word) for word in options),
             again=EXIT_PREEMPTED,
             do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
             max_restarts=cluster.max_restarts,
@@ -154,8 +169,12 @@ def _step(job: Job, cluster: ClusterConfig, text: str) -> str:
 
 def _words(job: Job, cluster: ClusterConfig, words: Sequence[str], *, gpus: bool) -> str:
     """Write shell text that runs a module, in the container if there is one."""
-    plain = [shlex.quote(word) for word in (cluster.python, *job.start, *words)]
+    plain = [_quoted(job, word) for word in (cluster.python, *job.start, *words)]
     return " ".join(wrapped(cluster, job.mounts, plain, work_dir=job.work_dir, gpus=gpus))
+
+
+def _quoted(job: Job, word: str) -> str:
+    return f'"{word}"' if job.runs and word.startswith(RUN) else shlex.quote(word)
 
 
 def _launcher(job: Job, cluster: ClusterConfig) -> str:
@@ -213,7 +232,7 @@ await() {{
 _PREFLIGHT = """\
 judge() {{
   launcher preflight judge {options} --records "$records" --nodes "$nodes" \\
-    --job "$SLURM_JOB_ID" --restart "$restarts" "$@"
+    --job "$job" --restart "$restarts" "$@"
 }}
 preflight() {{
   records=$launch_dir/preflight/$SLURM_JOB_ID.$restarts
@@ -265,7 +284,7 @@ if [ "$go" = 1 ]; then
   await "$step"
   [ -z "$asking" ] || kill "$asking" 2>/dev/null
   launcher decide "$run_dir" {decide_options} \\
-    --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \\
+    --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \\
     --asked-to-stop "$asked_to_stop" --step-code "$code"
   verdict=$?
   case $verdict in

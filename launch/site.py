@@ -101,13 +101,19 @@ def within_site(cluster: ClusterConfig) -> ClusterConfig:
 
     Where SLURM cannot be asked, the profile stays as it is, and sbatch has the last word.
     """
+    size = max_array_size()
+    if size is None or size >= cluster.prep.max_array_size:
+        return cluster
+    return replace(cluster, prep=replace(cluster.prep, max_array_size=size))
+
+
+def max_array_size() -> int | None:
+    """Ask for the site's MaxArraySize; None where SLURM cannot be asked."""
     try:
         size = parse_settings(run_command(["scontrol", "show", "config"])).get("MaxArraySize", "")
     except (NoSlurmError, SlurmError):
-        return cluster
-    if not size.isdecimal() or int(size) >= cluster.prep.max_array_size:
-        return cluster
-    return replace(cluster, prep=replace(cluster.prep, max_array_size=int(size)))
+        return None
+    return int(size) if size.isdecimal() else None
 
 
 def host_names(host_list: str) -> list[str]:

@@ -84,10 +84,11 @@ def run_report(run_dir: Path) -> RunReport:
         jobs = _jobs_of_run(run_dir)
     except (SlurmError, ConfigError) as error:
         problem = str(error)
-    return _run_report(run_dir, jobs, problem)
+    return report_of(run_dir, jobs, problem)
 
 
-def _run_report(run_dir: Path, jobs: list[JobFacts], queue_problem: str) -> RunReport:
+def report_of(run_dir: Path, jobs: list[JobFacts], queue_problem: str) -> RunReport:
+    """Read the files of a run whose jobs are known."""
     run, problem = own_status(run_dir)
     return RunReport(
         run_dir=str(run_dir),
@@ -159,7 +160,7 @@ def _queue_report(folder: Path, jobs: list[JobFacts]) -> RunReport | PrepReport 
     if not (folder / FOLDER).exists() and folder.exists():
         return None
     newest_first = sorted(jobs, key=lambda facts: facts.submitted_unix_s or 0, reverse=True)
-    return _run_report(folder, newest_first, "")
+    return report_of(folder, newest_first, "")
 
 
 def headline(report: RunReport) -> str:

@@ -87,13 +87,7 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
 
     A run that could not start or not end is an error: it should not wait in a queue first.
     """
-    data = Path(source.work_dir) / config.data.dir
-    if not (data / INDEX_FILE).is_file():
-        raise ConfigError(
-            f"data.dir={config.data.dir}: {data} has no {INDEX_FILE}; prepare the dataset first "
-            "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
-        )
-    read_index(data)
+    require_data(config, source.work_dir)
     problems = plan(config, cluster).problems
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
@@ -103,6 +97,17 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
     words = ("pipeline", PRETRAIN, str(file))
     draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir])
     return replace(draft, config=config)
+
+
+def require_data(config: PretrainConfig, work_dir: str) -> None:
+    """Refuse a run whose dataset is missing or damaged."""
+    data = Path(work_dir) / config.data.dir
+    if not (data / INDEX_FILE).is_file():
+        raise ConfigError(
+            f"data.dir={config.data.dir}: {data} has no {INDEX_FILE}; prepare the dataset first "
+            "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
+        )
+    read_index(data)
 
 
 def prepare_evaluation(
@@ -142,7 +147,7 @@ def _draft(
         work_dir=source.work_dir,
         start=(str(start_file(run_dir / FOLDER / CODE_FOLDER)),),
         log_dir=str(run_dir / "logs"),
-        mounts=_mounts(source.work_dir, str(run_dir), *inputs),
+        mounts=mounts_of(source.work_dir, str(run_dir), *inputs),
         profile=str(submission_folder(run_dir, number) / CLUSTER_FILE),
     )
     return Draft(number, run_dir, job, None, cluster, source)
@@ -158,7 +163,7 @@ def checkout_job(config: PretrainConfig, source: Source) -> Job:
         work_dir=source.work_dir,
         start=("-m",),
         log_dir=source.work_dir,
-        mounts=_mounts(source.work_dir, config.run_dir, config.data.dir),
+        mounts=mounts_of(source.work_dir, config.run_dir, config.data.dir),
         profile=source.cluster,
     )
 
@@ -218,7 +223,7 @@ def submit(draft: Draft) -> str:
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
         job = sbatch([str(folder / SCRIPT_FILE)])
-        write_json_atomic(folder / SUBMISSION_FILE, _record(draft, job))
+        write_json_atomic(folder / SUBMISSION_FILE, record_of(draft, job))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         if job is not None:
@@ -260,7 +265,8 @@ def summary_text(draft: Draft, job: str) -> Iterator[str]:
     yield f"record:   {draft.folder}"
 
 
-def _record(draft: Draft, job: str) -> dict[str, Any]:
+def record_of(draft: Draft, job: str) -> dict[str, Any]:
+    """Return what `RUN/launch/NNNN/submission.json` holds."""
     cluster, source = draft.cluster, draft.source
     return {
         "number": draft.number,
@@ -277,7 +283,7 @@ def _record(draft: Draft, job: str) -> dict[str, Any]:
     }
 
 
-def _mounts(work_dir: str, *folders: str) -> tuple[str, ...]:
+def mounts_of(work_dir: str, *folders: str) -> tuple[str, ...]:
     """Make folders absolute and leave out those that lie in another."""
     every = [Path(work_dir), *(Path(work_dir, folder) for folder in folders)]
     return tuple(dict.fromkeys(str(path) for path in every if not set(path.parents) & set(every)))

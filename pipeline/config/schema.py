@@ -193,6 +193,18 @@ def _coerce(hint: Any, node: Node, path: str, mistakes: list[str]) -> Any:
             with _noting(mistakes):
                 items.append(_coerce(args[0], item, f"{path}.{number}", mistakes))
         return tuple(items)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{path} = {node.plain()!r} ({node.origin}): expected a mapping, such as {{a: 1}}"
+            )
+        every = {}
+        for key, item in value.items():
+            with _noting(mistakes):
+                every[key] = _coerce(args[1], item, f"{path}.{key}", mistakes)
+        return every
+    if hint is Any:
+        return node.plain()
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is hint:

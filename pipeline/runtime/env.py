@@ -30,7 +30,8 @@ class ProcessInfo:
     """Number of processes over all nodes."""
     host: str
     job: str
-    """SLURM job id and restart count, such as `1234.0`; `local` outside SLURM."""
+    """SLURM job id and restart count, such as `1234.0`, in an array `1234_5.0`; `local` outside
+    SLURM."""
 
     @property
     def is_first(self) -> bool:
@@ -96,7 +97,10 @@ def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> Pr
 def _job(environ: Mapping[str, str]) -> str:
     if "SLURM_JOB_ID" not in environ:
         return "local"
-    return f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    job = environ["SLURM_JOB_ID"]
+    if environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return f"{job}.{environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def master_address() -> tuple[str, int]:

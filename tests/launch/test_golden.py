@@ -4,19 +4,22 @@ After a change that is meant: `python -m tests.launch.test_golden` writes them a
 """
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.cluster import ClusterConfig
 from launch.prep import PrepJob, StagePlan, render_prep
-from launch.script import render
+from launch.script import RUN, Job, render
 from launch.submit import Source, checkout_job
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
+SWEPT = "h200-pyxis"
+"""The profile with most parts: preflight, measurements, a container."""
 PROFILES = sorted(path.stem for path in (ROOT / "configs/cluster").glob("*.yaml"))
 
 
@@ -36,7 +39,16 @@ def _scripts(profile: str) -> dict[str, str]:
     )
     plan = StagePlan("ingest", max_tasks=64, core_hours=1, memory_gb=0.7)
     [stage] = render_prep([plan], cluster, prep)
-    return {f"{profile}-train.sh": render(job, cluster), f"{profile}-prep.sh": stage.scripts[0]}
+    scripts = {f"{profile}-train.sh": render(job, cluster), f"{profile}-prep.sh": stage.scripts[0]}
+    if profile == SWEPT:
+        scripts[f"{profile}-sweep.sh"] = render(_sweep_of(job), cluster)
+    return scripts
+
+
+def _sweep_of(job: Job) -> Job:
+    folders = ("/shared/me/runs/seed=1", "/shared/me/runs/data.dir=my_texts-0a1b2c3d")
+    words = ("pipeline", "pretrain", f"{RUN}config.yaml")
+    return replace(job, run_dir="/shared/me/runs", words=words, runs=folders, at_once=2)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -1,4 +1,4 @@
-"""Programs of the user as ranks of a job."""
+"""Programs of the user as ranks of a job, and commands side by side."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ from subprocess import Popen
 
 import pytest
 
+from launch.local import run_side_by_side
 from tests.launch.test_submit import ROOT
 from tests.support.processes import Processes
 
@@ -73,3 +74,19 @@ def test_signals_reach_the_program(rank: Rank, tmp_path: Path, number: signal.Si
     started.send_signal(number)
     assert started.wait(30) == 75
     assert _record(tmp_path) == "75"
+
+
+@pytest.mark.usefixtures("processes")
+def test_commands_side_by_side_divide_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    script = (
+        f"echo $CUDA_VISIBLE_DEVICES; cd {tmp_path}; touch $0; "
+        "until [ -e a ] && [ -e b ]; do sleep 0.05; done; [ $0 != b ] || exit 9"
+    )
+    commands = {name: (["bash", "-c", script, name], tmp_path / f"{name}.log") for name in "abc"}
+    assert run_side_by_side(commands, jobs=2, ranks=2) == {"a": 0, "b": 9, "c": 0}
+    # The first two run at the same time: each waits for the other.
+    assert {(tmp_path / f"{name}.log").read_text() for name in "ab"} == {"4,5\n", "6,7\n"}
+    assert (tmp_path / "c.log").read_text() in ("4,5\n", "6,7\n")

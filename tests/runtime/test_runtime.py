@@ -22,6 +22,8 @@ def test_process_group_variables_are_read() -> None:
     assert (info.rank, info.local_rank, info.world_size, info.job) == (1, 0, 2, "17.3")
     assert not info.is_first
     assert process_info(GROUP).job == "local"
+    element = {"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
+    assert process_info({**GROUP, **element}).job == "17_2.0"
 
 
 @pytest.mark.parametrize("name", GROUP)

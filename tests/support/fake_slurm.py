@@ -2,8 +2,8 @@
 
 `sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
 once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `sinfo` a partition of
-four nodes, `scontrol show` the file `config`, `scontrol requeue` ends the script that calls it, as
-SLURM does, and `sleep` does not.
+four nodes, `scontrol show` the file `config`. `scontrol update` writes down its arguments, too,
+`scontrol requeue` ends the script that calls it, as SLURM does, and `sleep` does not.
 """
 
 import json
@@ -39,6 +39,7 @@ _SHELL = {
     "scancel": 'echo "$*" >>"{folder}/cancelled"',
     "squeue": 'cat "{folder}/queue"',
     "scontrol": '[[ "$*" != *show* ]] || exec cat "{folder}/config"\n'
+    '[[ "$*" == update* ]] && exec echo "$*" >>"{folder}/updated"\n'
     'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
     "sinfo": "for n in 1 2 3 4; do echo 'train*|up|infinite|1-infinite|node'$n'|64|64000|gpu:8|"
     "(null)'; done",

@@ -60,7 +60,7 @@ await() {
 }
 judge() {
   launcher preflight judge train.yaml train.lr=3e-4 --cluster configs/cluster/a100-apptainer.yaml --records "$records" --nodes "$nodes" \
-    --job "$SLURM_JOB_ID" --restart "$restarts" "$@"
+    --job "$job" --restart "$restarts" "$@"
 }
 preflight() {
   records=$launch_dir/preflight/$SLURM_JOB_ID.$restarts
@@ -104,7 +104,7 @@ if [ "$go" = 1 ]; then
   await "$step"
   [ -z "$asking" ] || kill "$asking" 2>/dev/null
   launcher decide "$run_dir" --kind pretrain --ranks 16 --max-restarts 50 --max-attempts 2 \
-    --job "$SLURM_JOB_ID" --restart "$restarts" --nodes "$nodes" --before "$before" \
+    --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \
     --asked-to-stop "$asked_to_stop" --step-code "$code"
   verdict=$?
   case $verdict in

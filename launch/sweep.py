@@ -1,0 +1,629 @@
+"""Sweeps: runs that differ by overrides, as one job array or side by side on this machine.
+
+`DIR/NAME` is the folder of a run, named by its overrides, and `DIR/NAME/config.yaml` the config
+that it starts from, written once. `DIR/sweep.json` records the runs, `DIR/sweep/launch` holds the
+profile, the script and the code of each submission. A run is submitted, restarted and judged as
+one that is submitted alone, so that `status`, `logs` and `cancel` work with its folder, too.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from launch import control
+from launch.cluster import ClusterConfig
+from launch.local import run_side_by_side
+from launch.queue import UNKNOWN, JobFacts, jobs_of
+from launch.records import (
+    CLUSTER_FILE,
+    CODE_FOLDER,
+    CONFIG_FILE,
+    FOLDER,
+    PRETRAIN,
+    SCRIPT_FILE,
+    SUBMISSION_FILE,
+    next_number,
+    submission_folder,
+    submissions,
+)
+from launch.script import RUN, Job, render
+from launch.site import max_array_size
+from launch.slurm import SlurmError, run_command, sbatch
+from launch.snapshot import snapshot_for, start_file
+from launch.status import RunReport, headline, report_of
+from launch.submit import (
+    Draft,
+    Source,
+    mounts_of,
+    prepare_training,
+    record_of,
+    require_data,
+)
+from pipeline.config import schema
+from pipeline.config.load import digest, load, resolved_text, to_yaml
+from pipeline.config.named import find
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.schema import REQUIRED, param, section
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FAILED_RETRY,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    EXIT_STOPPED,
+    BusyError,
+    ConfigError,
+    DataError,
+    PostnormError,
+)
+from pipeline.runtime.env import module_command
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import Summary, number, table
+
+RECORD_FILE = "sweep.json"
+_HOME = "sweep"
+_LONGEST_NAME = 100
+_DIFFERENCES = 3
+Point = Mapping[str, Any]
+"""Overrides of one run, by dotted path."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A verb that does one run, as far as a sweep has to know it."""
+
+    config: type[Any]
+    folder: str
+    """Field of the config that names the run's folder."""
+    metrics: tuple[str, ...]
+    """Names of what `status` can compare, fields of the run's own status."""
+    prepare: Callable[[Any, ClusterConfig, Source], Draft]
+    """Drafts the job of a run; refuses one that cannot start."""
+    check_here: Callable[[Any, int, str], None]
+    """Refuses a run that cannot start with so many ranks of this machine in a folder."""
+
+
+def _check_training_here(config: PretrainConfig, ranks: int, work_dir: str) -> None:
+    config.batches.require_split(ranks)
+    require_data(config, work_dir)
+
+
+KINDS: dict[str, Kind] = {
+    PRETRAIN: Kind(
+        config=PretrainConfig,
+        folder="run_dir",
+        metrics=("held_out_loss", "loss", "tokens", "tokens_per_s"),
+        prepare=prepare_training,
+        check_here=_check_training_here,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class MetricConfig:
+    """The number that runs are compared by."""
+
+    name: str = param("", "of the run's status, such as held_out_loss; empty shows none")
+    best: Literal["min", "max"] | None = param(None, "list the best run first; null: as written")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Many runs of one kind: every combination of `grid`, or each of `runs`."""
+
+    verb: str = param(REQUIRED, "kind of the runs, such as pretrain")
+    config: str = param(REQUIRED, "what each run starts from; beside the sweep's file, or shipped")
+    dir: str = param(REQUIRED, "folder of the runs' folders; resumed if it exists")
+    grid: dict[str, tuple[Any, ...]] | None = param(
+        None, "values by dotted path, such as {train.lr: [1e-3, 3e-4]}; a run each combination"
+    )
+    runs: tuple[dict[str, Any], ...] | None = param(
+        None, "overrides of each run, such as [{train.lr: 1e-3}, {seed: 2}]; in place of grid"
+    )
+    jobs: int = param(1, "runs at the same time", ge=1)
+    metric: MetricConfig = section(MetricConfig, "what `status` compares")
+
+    def __post_init__(self) -> None:
+        kind = KINDS.get(self.verb)
+        if kind is None:
+            raise ConfigError(f"verb = {self.verb!r}: expected one of {', '.join(KINDS)}")
+        if self.metric.name and self.metric.name not in kind.metrics:
+            raise ConfigError(
+                f"metric.name = {self.metric.name!r}: runs of {self.verb} have "
+                f"{', '.join(kind.metrics)}; choose one of them"
+            )
+        if self.metric.best and not self.metric.name:
+            raise ConfigError(f"metric.best = {self.metric.best}: of what? set metric.name")
+        if (self.grid is None) == (self.runs is None):
+            raise ConfigError("a sweep has either grid or runs; write one of them")
+        if not self.points:
+            raise ConfigError(
+                f"{'runs' if self.grid is None else 'grid'} names no run; expected at least one "
+                "value for each key"
+            )
+
+    @property
+    def kind(self) -> Kind:
+        """What there is to know of the verb."""
+        return KINDS[self.verb]
+
+    @property
+    def points(self) -> list[Point]:
+        """Overrides of each run, in the order of the file; the last key of a grid runs fastest."""
+        if self.grid is None:
+            return list(self.runs or ())
+        combinations = product(*self.grid.values()) if self.grid else ()
+        return [dict(zip(self.grid, values, strict=True)) for values in combinations]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep, as its file has it now."""
+
+    name: str
+    point: Point
+    folder: Path
+    """Absolute path."""
+    config: Any
+
+    @property
+    def config_file(self) -> Path:
+        """The config that the run was started with first."""
+        return self.folder / CONFIG_FILE
+
+
+def name_of(point: Point) -> str:
+    """Name a run by its overrides, such as `model.num_layers=4+train.lr=0.001`.
+
+    The order of the keys and other runs do not matter. A name that would be too long or unsafe in a
+    path is shortened, and ends in a hash.
+    """
+    shown = (
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in sorted(point.items())
+    )
+    text = "+".join(shown) or "unchanged"
+    name = re.sub(r"[^\w.+=-]+", "_", text, flags=re.ASCII).lstrip(".-")
+    if name == text and len(name) <= _LONGEST_NAME:
+        return name
+    mark = sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{name[:_LONGEST_NAME]}-{mark}"
+
+
+def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[SweepConfig, list[Run]]:
+    """Read a sweep's file and the config of each of its runs.
+
+    Raises:
+        ConfigError: tells all runs that are the same, that the run's own config refuses, or that
+            are not what they were when they were started.
+    """
+    sweep = load(SweepConfig, path, overrides).config
+    kind, shipped = sweep.kind, getattr(sweep.kind.config, "SHIPPED", ())
+    base = find(sweep.config, shipped, Path(path).parent)
+    if not base.is_file():
+        raise ConfigError(f"config = {sweep.config!r}: {base} does not exist; correct the path")
+    runs: list[Run] = []
+    mistakes: list[str] = []
+    same: dict[str, str] = {}
+    for point in sweep.points:
+        name = name_of(point)
+        if kind.folder in point:
+            mistakes.append(f"{name}: {kind.folder} is the sweep's to choose; leave it out")
+            continue
+        values = {**point, kind.folder: f"{sweep.dir}/{name}"}
+        words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        try:
+            config = load(kind.config, base, words).config
+        except ConfigError as error:
+            mistakes.append(f"{name}: {error}")
+            continue
+        run = Run(name, point, Path(work_dir, sweep.dir, name), config)
+        first = same.setdefault(digest(replace(config, **{kind.folder: ""})), name)
+        if first != name or any(one.name == name for one in runs):
+            mistakes.append(f"{name} is the same run as {first}: leave one of them out")
+        mistakes += _changes(run, kind)
+        runs.append(run)
+    _refuse(mistakes)
+    return sweep, runs
+
+
+def _refuse(mistakes: Sequence[str]) -> None:
+    if mistakes:
+        lines = "".join(f"\n- {mistake}" for mistake in mistakes)
+        raise ConfigError(f"the sweep cannot start, {len(mistakes)} mistake(s):{lines}")
+
+
+def _changes(run: Run, kind: Kind) -> list[str]:
+    """Say why a run that was started earlier is another one now; empty if it is the same."""
+    if not run.config_file.is_file():
+        if run.folder.exists():
+            return [
+                f"{run.folder} exists and holds no run of a sweep (no {CONFIG_FILE}): move it away"
+            ]
+        return []
+    try:
+        before = load(kind.config, run.config_file).config
+    except ConfigError as error:
+        return [f"{run.config_file} cannot be read any more: {error}"]
+    old = {path: value for path, _, value in schema.walk(before) if path != kind.folder}
+    now = {path: value for path, _, value in schema.walk(run.config) if path != kind.folder}
+    paths = [path for path in old if path in now and old[path] != now[path]]
+    if not paths:
+        return []
+    shown = [f"{path} was {old[path]!r} and is {now[path]!r}" for path in paths[:_DIFFERENCES]]
+    if len(paths) > _DIFFERENCES:
+        shown.append(f"and {len(paths) - _DIFFERENCES} more")
+    return [
+        f"{run.name} was started with another config ({'; '.join(shown)}): undo the change, set "
+        f"`dir` to a new folder, or remove {run.folder}"
+    ]
+
+
+@dataclass(frozen=True)
+class Todo:
+    """The runs of a sweep that have something left to do, and why the others are left alone."""
+
+    every: list[Run]
+    runs: list[Run]
+    """Those to start."""
+    left: dict[str, str]
+    """Reasons by name."""
+    alive: list[JobFacts]
+    """Elements of earlier arrays that wait or run."""
+
+
+def todo(runs: Sequence[Run]) -> Todo:
+    """Look at the folders of the runs, and at the queue if some were submitted before."""
+    queued = {run.name: _queued(run.folder) for run in runs}
+    facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
+    left: dict[str, str] = {}
+    alive: list[JobFacts] = []
+    for run in runs:
+        folder, job = RunFolder(run.folder), facts.get(queued[run.name])
+        if folder.done.exists():
+            left[run.name] = "finished"
+        elif job is not None and job.is_alive and _is_of(job, run.folder):
+            left[run.name] = f"in the queue as job {job.job}"
+            alive.append(job)
+        elif folder.is_locked():
+            left[run.name] = "running"
+        elif folder.stop.exists():
+            left[run.name] = f"stopped; remove {folder.stop} to continue"
+    return Todo(list(runs), [run for run in runs if run.name not in left], left, alive)
+
+
+def _queued(run_dir: Path) -> str:
+    """Return the id of the newest job that did the run; empty if it was never submitted."""
+    every = [one for one in submissions(run_dir) if one.kind in KINDS]
+    return every[-1].job if every else ""
+
+
+def _is_of(job: JobFacts, run_dir: Path) -> bool:
+    # An element has the comment of its array until `submit` has given it the run's.
+    return job.is_of(run_dir) or job.is_of(run_dir.parent)
+
+
+@dataclass(frozen=True)
+class SweepDraft:
+    """Everything that `submit` writes and does; making one changes nothing."""
+
+    sweep: SweepConfig
+    folder: Path
+    """Absolute path of the sweep's folder."""
+    every: list[Run]
+    runs: list[Run]
+    """Those to submit, in the order of the array's elements."""
+    drafts: list[Draft]
+    """Of the same runs."""
+    job: Job
+    cluster: ClusterConfig
+    options: list[str]
+    """Of sbatch."""
+
+    @property
+    def home(self) -> Path:
+        """Folder of this submission."""
+        return Path(self.job.profile or "").parent
+
+    @property
+    def script(self) -> str:
+        """Text for sbatch."""
+        return render(self.job, self.cluster)
+
+
+def prepare(
+    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Source, jobs: int
+) -> SweepDraft:
+    """Draft the array of the runs that have something left to do; change nothing.
+
+    Raises:
+        ConfigError: some runs cannot start as configured, or they are too many for one array.
+    """
+    drafts: list[Draft] = []
+    mistakes: list[str] = []
+    for run in what.runs:
+        try:
+            drafts.append(sweep.kind.prepare(run.config, cluster, source))
+        except PostnormError as error:
+            mistakes.append(f"{run.name}: {error}")
+    _refuse(mistakes)
+    most = max_array_size()
+    if most is not None and len(drafts) > most:
+        raise ConfigError(
+            f"the sweep has {len(drafts)} runs to submit, and an array of this site at most {most} "
+            "elements (MaxArraySize): divide it into several sweeps, each with a `dir` of its own"
+        )
+    folder = Path(source.work_dir, sweep.dir)
+    base = folder / _HOME
+    # Together with what an earlier array still runs there are never more than `jobs`.
+    room = jobs - len(what.alive)
+    before = ":".join(sorted({one.array for one in what.alive}))
+    start = (str(start_file(base / FOLDER / CODE_FOLDER)),)
+    job = Job(
+        kind=sweep.verb,
+        name=folder.name,
+        run_dir=str(folder),
+        words=("pipeline", sweep.verb, f"{RUN}{CONFIG_FILE}"),
+        work_dir=source.work_dir,
+        start=start,
+        log_dir=str(folder / "logs"),
+        mounts=mounts_of(
+            source.work_dir,
+            str(folder),
+            *(mount for draft in drafts for mount in draft.job.mounts),
+        ),
+        profile=str(submission_folder(base, next_number(base)) / CLUSTER_FILE),
+        runs=tuple(str(run.folder) for run in what.runs),
+        at_once=room if room > 0 else jobs,
+    )
+    drafts = [replace(draft, job=replace(draft.job, start=start)) for draft in drafts]
+    options = [] if room > 0 else [f"--dependency=afterany:{before}"]
+    return SweepDraft(sweep, folder, what.every, what.runs, drafts, job, cluster, options)
+
+
+def submit(draft: SweepDraft) -> str:
+    """Copy code and configs, hand the array to sbatch, and return the job's id.
+
+    If sbatch refuses or the copy fails, everything written is removed again.
+
+    Raises:
+        BusyError: the sweep is being submitted at this moment.
+    """
+    try:
+        draft.home.mkdir(parents=True)
+    except FileExistsError:
+        raise BusyError(f"another submission has just made {draft.home}; try again") from None
+    new = [run.folder for run in draft.runs if not run.folder.exists()]
+    job: str | None = None
+    try:
+        Path(draft.job.log_dir).mkdir(exist_ok=True)
+        snapshot_for(Path(draft.job.start[0]), draft.home.parent / CODE_FOLDER)
+        profile = to_yaml(draft.cluster).encode()
+        write_atomic(draft.home / CLUSTER_FILE, profile)
+        write_atomic(draft.home / SCRIPT_FILE, draft.script.encode())
+        for run, one in zip(draft.runs, draft.drafts, strict=True):
+            write_run(run)
+            one.folder.mkdir(parents=True)
+            write_atomic(one.folder / CONFIG_FILE, run.config_file.read_bytes())
+            write_atomic(one.folder / CLUSTER_FILE, profile)
+        job = sbatch([*draft.options, str(draft.home / SCRIPT_FILE)])
+        for index, one in enumerate(draft.drafts):
+            _record_element(one, draft.job.log_dir, f"{job}_{index}")
+        record(draft.sweep, draft.folder, draft.every)
+    except BaseException:
+        for folder in (draft.home, *(one.folder for one in draft.drafts), *new):
+            shutil.rmtree(folder, ignore_errors=True)
+        if job is not None:
+            run_command(["scancel", job])
+        raise
+    _name_elements(draft, job)
+    return job
+
+
+def write_run(run: Run) -> None:
+    """Make the folder of a run with the config that it starts from, unless it has one."""
+    if not run.config_file.is_file():
+        (run.folder / "logs").mkdir(parents=True)
+        write_atomic(run.config_file, resolved_text(run.config).encode())
+
+
+def record(sweep: SweepConfig, folder: Path, runs: Sequence[Run]) -> None:
+    """Add runs to the record of a sweep; those that were in its file earlier stay in it."""
+    path = folder / RECORD_FILE
+    known = read_record(folder)["runs"] if path.is_file() else {}
+    metric = {"name": sweep.metric.name, "best": sweep.metric.best}
+    points = {**known, **{run.name: dict(run.point) for run in runs}}
+    write_json_atomic(path, {"verb": sweep.verb, "metric": metric, "runs": points})
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read the record of a sweep: `verb`, `metric`, and the overrides of `runs` by name."""
+    path = folder / RECORD_FILE
+    try:
+        found = json.loads(path.read_bytes())
+        verb, metric, runs = str(found["verb"]), dict(found["metric"]), dict(found["runs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a record of a sweep ({type(error).__name__}: {error}); remove it and "
+            "submit the sweep again, which changes no run"
+        ) from None
+    return {"verb": verb, "metric": metric, "runs": runs}
+
+
+def is_sweep(folder: Path) -> bool:
+    """Say whether a folder is that of a sweep."""
+    return (folder / RECORD_FILE).is_file()
+
+
+def _record_element(draft: Draft, log_dir: str, job: str) -> None:
+    """Record an element as the job of its run, and let the run's folder show its log."""
+    write_json_atomic(draft.folder / SUBMISSION_FILE, record_of(draft, job))
+    log = draft.run_dir / "logs" / f"slurm-{job}.log"
+    log.parent.mkdir(exist_ok=True)
+    log.symlink_to(os.path.relpath(Path(log_dir, log.name), log.parent))
+
+
+def _name_elements(draft: SweepDraft, job: str) -> None:
+    """Give each element the comment of its run, by which it counts as the run's own job."""
+    for index, run in enumerate(draft.runs):
+        try:
+            run_command(["scontrol", "update", f"jobid={job}_{index}", f"comment={run.folder}"])
+        except SlurmError:
+            continue  # it has already ended
+
+
+def dry_run_text(draft: SweepDraft) -> str:
+    """Show what `submit` would do: the runs and the script."""
+    lines = [
+        f"# would write {draft.home}, {len(draft.runs)} run folder(s) in {draft.folder}:",
+        *(f"#   {index}  {run.name}" for index, run in enumerate(draft.runs)),
+        f"# then {' '.join(['sbatch', *draft.options, str(draft.home / SCRIPT_FILE)])}, which is:",
+    ]
+    return "\n".join([*lines, draft.script.removesuffix("\n")])
+
+
+def run_here(
+    sweep: SweepConfig, what: Todo, jobs: int, ranks: int, cluster: str | None, work_dir: str
+) -> dict[str, int]:
+    """Run what is left to do on this machine, `jobs` runs at a time; return exit codes by name.
+
+    Raises:
+        ConfigError: some runs cannot start as configured.
+        KeyboardInterrupt: see `run_side_by_side`.
+    """
+    mistakes = []
+    for run in what.runs:
+        try:
+            sweep.kind.check_here(run.config, ranks, work_dir)
+        except PostnormError as error:
+            mistakes.append(f"{run.name}: {error}")
+    _refuse(mistakes)
+    for run in what.runs:
+        write_run(run)
+    record(sweep, Path(work_dir, sweep.dir), what.every)
+    profile = ["--cluster", cluster] if cluster else []
+    options = ["--local", "--ranks", str(ranks), *profile]
+    commands = {}
+    for run in what.runs:
+        program = [*module_command("pipeline"), sweep.verb, str(run.config_file)]
+        words = ["submit", "--program", str(run.folder), *options, "--", *program]
+        commands[run.name] = ([*module_command("launch"), *words], run.folder / "logs/local.log")
+    return run_side_by_side(commands, jobs, ranks)
+
+
+def left_lines(what: Todo) -> Iterator[str]:
+    """Say which runs are left alone, and why."""
+    for name, why in what.left.items():
+        yield f"left alone: {name}: {why}"
+
+
+def worst(codes: Iterable[int]) -> int:
+    """Return the exit code of a sweep: finished, or what hinders most.
+
+    A run that cannot go on comes first, then one that failed otherwise, one that a person stopped,
+    and one that saved and waits to be started again.
+    """
+    known = (EXIT_PREEMPTED, EXIT_STOPPED, EXIT_FAILED_RETRY, EXIT_FAILED_DO_NOT_RETRY)
+    given = {code if code in known else EXIT_FAILED_RETRY for code in codes if code}
+    return max(given, key=known.index, default=EXIT_FINISHED)
+
+
+def cancel(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
+    """Cancel all jobs of a sweep, an absolute folder; yield what was done.
+
+    With `save`, runs that train may first save and end, one after the other.
+    """
+    runs = [folder / name for name in read_record(folder)["runs"]]
+    queued = {run: _queued(run) for run in runs}
+    facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
+    mine = {run: facts[job] for run, job in queued.items() if job in facts}
+    alive = {run: one for run, one in mine.items() if one.is_alive and _is_of(one, run)}
+    if not alive:
+        yield f"no job of {folder} is in the queue"
+        return
+    if save:
+        yield from control.cancel_jobs([one.job for one in alive.values() if one.is_waiting])
+        for run, one in alive.items():
+            if not one.is_waiting:
+                yield f"{run.name}:"
+                yield from control.cancel(run, save=True, save_s=save_s)
+    else:
+        yield from control.cancel_jobs(sorted({one.array for one in alive.values()}, key=int))
+    yield "submit the same sweep again to continue"
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """The runs of a sweep, best first. The keys of `status SWEEP --json`."""
+
+    dir: str
+    verb: str
+    metric: dict[str, Any]
+    queue_problem: str
+    """Why SLURM could not be asked, or empty."""
+    runs: list[dict[str, Any]]
+    """`name`, `run_dir`, `overrides`, `state`, `job`, `step`, `num_steps` and `value`, that of the
+    metric; None: not known, or not yet."""
+
+
+def sweep_report(folder: Path) -> SweepReport:
+    """Look at all runs of a sweep, an absolute folder."""
+    found = read_record(folder)
+    metric, problem = found["metric"], ""
+    jobs = {name: _queued(folder / name) for name in found["runs"]}
+    try:
+        facts = {one.job: one for one in jobs_of(sorted(set(filter(None, jobs.values()))))}
+    except (SlurmError, ConfigError) as error:
+        facts, problem = {}, str(error)
+    runs = []
+    for name, point in found["runs"].items():
+        job = facts.get(jobs[name])
+        if job is None or not _is_of(job, folder / name):
+            job = JobFacts(jobs[name], jobs[name].partition("_")[0], UNKNOWN, "")
+        report = report_of(folder / name, [job] if jobs[name] else [], "")
+        value = getattr(report.run, metric["name"], None) if metric["name"] else None
+        runs.append(
+            {
+                "name": name,
+                "run_dir": str(folder / name),
+                "overrides": point,
+                "state": _state(report),
+                "job": jobs[name] or None,
+                "step": report.run.step if report.run else None,
+                "num_steps": report.run.num_steps if report.run else None,
+                "value": value,
+            }
+        )
+    sign = {"min": 1, "max": -1}.get(metric["best"], 0)
+    if sign:
+        runs.sort(key=lambda run: (run["value"] is None, sign * (run["value"] or 0)))
+    return SweepReport(str(folder), found["verb"], metric, problem, runs)
+
+
+def _state(report: RunReport) -> str:
+    """Give the state in a word; a run that goes on without SLURM is running."""
+    is_queued = report.job is not None and report.job.is_alive
+    if not is_queued and RunFolder(Path(report.run_dir)).is_locked():
+        return "running"
+    return headline(report)
+
+
+def sweep_summary(report: SweepReport) -> Summary:
+    """Summarise a sweep, a run a line."""
+    states = [run["state"] for run in report.runs]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    name = report.metric["name"]
+    rows = [("run", "state", "step", name or "-", "job")]
+    for run in report.runs:
+        step = "-" if run["step"] is None else f"{run['step']:,}/{run['num_steps']:,}"
+        value = "-" if run["value"] is None else number(run["value"], ".6g")
+        rows.append((run["name"], run["state"], step, value, run["job"] or "-"))
+    problem = [("queue", report.queue_problem)] if report.queue_problem else []
+    return Summary(report.dir, counted, [*problem, *table(rows, right=(2, 3))])

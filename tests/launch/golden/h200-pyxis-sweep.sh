@@ -1,0 +1,144 @@
+#!/bin/bash
+#SBATCH --array=0-1%2
+#SBATCH --job-name=mine
+#SBATCH --comment=/shared/me/runs
+#SBATCH --output=/shared/me/slurm-%A_%a.log
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=24
+#SBATCH --time=2-00:00:00
+#SBATCH --signal=B:USR1@900
+#SBATCH --partition=h200
+#SBATCH --account=my_project
+#SBATCH --qos=normal
+#SBATCH --gres=gpu:h200:8
+#SBATCH --exclusive
+#SBATCH --switches=1
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --kill-on-invalid-dep=yes
+
+asked_to_stop=0 go=1 step= asking=
+trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1
+export SLURM_EXPORT_ENV=ALL
+export NCCL_SOCKET_IFNAME=eth0
+export NCCL_IB_HCA=mlx5
+export NCCL_DEBUG=WARN
+export POSTNORM_SCRATCH="/raid/scratch"
+set -u +e
+cd /shared/me || exit 1
+runs=(
+  /shared/me/runs/seed=1
+  /shared/me/runs/data.dir=my_texts-0a1b2c3d
+)
+run_dir=${runs[SLURM_ARRAY_TASK_ID]}
+export POSTNORM_RUN_DIR="$run_dir"
+restarts=${SLURM_RESTART_COUNT:-0}
+job=$SLURM_JOB_ID
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${SLURM_ARRAY_JOB_ID:-}" ] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
+export MASTER_ADDR=${nodes%% *} MASTER_PORT
+# Below 32768, where Linux takes the ports of outgoing connections from.
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+launch_dir=$run_dir/launch
+excluded=$launch_dir/excluded
+mkdir -p "$launch_dir"
+# Submitted by a person: other nodes may be bad by now.
+[ "$restarts" -gt 0 ] || rm -f "$excluded"
+before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
+echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${before:-none}"
+
+launcher() {
+  srun --nodes=1 --ntasks=1 --overlap --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m launch "$@"
+}
+# `wait` returns at each signal, and may not have seen the end of a process that is gone.
+await() {
+  while :; do
+    wait "$1"; code=$?
+    kill -0 "$1" 2>/dev/null || break
+  done
+  wait "$1" 2>/dev/null; again=$?
+  [ "$again" = 127 ] || code=$again
+  return "$code"
+}
+judge() {
+  launcher preflight judge "$POSTNORM_RUN_DIR/config.yaml" --cluster configs/cluster/h200-pyxis.yaml --records "$records" --nodes "$nodes" \
+    --job "$job" --restart "$restarts" "$@"
+}
+preflight() {
+  records=$launch_dir/preflight/$SLURM_JOB_ID.$restarts
+  mkdir -p "$records" && date +%s.%N >"$records/started" || return 1
+  timeout --kill-after=10 180 srun --no-kill --kill-on-bad-exit=0 --ntasks-per-node=1 \
+    --ntasks="$SLURM_JOB_NUM_NODES" --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home bash -c 'exec env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m launch preflight check "$POSTNORM_RUN_DIR/config.yaml" --cluster configs/cluster/h200-pyxis.yaml --records "$1"' check "$records"
+  judge || return
+}
+if [ "$asked_to_stop" = 0 ]; then
+  preflight &
+  await $!
+  case $? in
+    0) go=1 ;;
+    2) echo "end: no other node cures what preflight found"; exit 2 ;;
+    75)
+      go=0
+      if [ "$restarts" -ge 50 ]; then
+        echo "end: bad nodes after $restarts restarts (max_restarts)"; exit 2
+      fi ;;
+    *) go=1; echo "preflight came to no verdict: going on without" ;;
+  esac
+fi
+run_ranks() {
+  trap '' USR1  # srun passes it on all the same; by default it would die before it can
+  exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \
+    --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home bash -c 'trap '"'"''"'"' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} exec env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m pipeline pretrain "$POSTNORM_RUN_DIR/config.yaml"'
+}
+# Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
+ask_ranks() {
+  [ -n "$step" ] && [ -z "$asking" ] || return
+  for ((left = 870; left > 0; left -= 5)); do
+    kill -USR1 "$step" || exit
+    sleep 5
+  done && echo "ranks do not stop: killing them" && kill -KILL "$step" &
+  asking=$!
+}
+if [ "$go" = 1 ]; then
+  run_ranks &
+  step=$!
+  [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
+  await "$step"
+  [ -z "$asking" ] || kill "$asking" 2>/dev/null
+  launcher decide "$run_dir" --kind pretrain --ranks 64 --max-restarts 50 --max-attempts 2 \
+    --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \
+    --asked-to-stop "$asked_to_stop" --step-code "$code"
+  verdict=$?
+  case $verdict in
+    0|2|3) exit "$verdict" ;;
+    75) ;;
+    *)
+      echo "no verdict (exit code $verdict): trying again while restarts last"
+      if [ "$restarts" -ge 50 ]; then
+        echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+      fi ;;
+  esac
+fi
+without=$(paste -sd, "$excluded" 2>/dev/null)
+[ -z "$without" ] || without=$without
+# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
+# does not run: the script lives on until it has named them.
+ended=
+trap 'ended=1' TERM
+# The controller may be restarting.
+for try in 1 2 3 4 5 6 7 8 9 10; do
+  if scontrol requeue "$job" || [ -n "$ended" ]; then
+    # Leaving before SLURM says so would count as the end of the job.
+    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
+    for ((left = 10; left > 0; left--)); do
+      [ -n "${without:-}" ] || break
+      scontrol update jobid="$job" excnodelist="$without" && break
+      sleep 1
+    done
+    exit 0
+  fi
+  sleep 30
+done
+echo "end: the job could not be requeued, submit it again"; exit 1

@@ -1,0 +1,291 @@
+"""Sweeps: names of runs, what is refused, the array's script, runs side by side, a second call."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.sweep import SweepConfig, name_of
+from pipeline.config.load import build
+from pipeline.data.format import DatasetIndex
+from pipeline.errors import ConfigError
+from pipeline.runtime.run_folder import RunFolder
+from tests.launch.test_submit import Place
+from tests.support.processes import Processes
+from tests.support.ranks import CONFIG, losses
+
+ROOT = Path(__file__).parents[2]
+START = [sys.executable, str(ROOT / "pipeline/runtime/start.py"), "launch"]
+
+
+def _sweep(**values: object) -> SweepConfig:
+    return build(SweepConfig, {"verb": "pretrain", "config": "c", "dir": "d", **values}, "a test")
+
+
+def _names(**values: object) -> list[str]:
+    return [name_of(point) for point in _sweep(**values).points]
+
+
+def test_grid_gives_every_combination_under_a_name_of_its_own() -> None:
+    assert _names(grid={"train.lr": [1e-3, 3e-4], "model.num_layers": [4, 6]}) == [
+        "model.num_layers=4+train.lr=0.001",
+        "model.num_layers=6+train.lr=0.001",
+        "model.num_layers=4+train.lr=0.0003",
+        "model.num_layers=6+train.lr=0.0003",
+    ]
+    assert _names(runs=[{"train.lr": 1e-3}, {"train.lr": 3e-4, "seed": 2}, {}]) == [
+        "train.lr=0.001", "seed=2+train.lr=0.0003", "unchanged"
+    ]  # fmt: skip
+
+
+def test_name_depends_on_the_overrides_alone() -> None:
+    wide = _names(grid={"seed": [1, 2, 3], "train.lr": [1e-3]})
+    turned = _names(grid={"train.lr": [0.001], "seed": [3, 1]})
+    assert set(turned) < set(wide)
+
+
+@pytest.mark.parametrize(
+    "value", ["/data/my corpus", "a:b,c", [1, 2], {"a": 1}, "x" * 300, "../up", "字", "$(id)"]
+)
+def test_unsafe_name_becomes_a_safe_one_that_stays_unique(value: object) -> None:
+    name = name_of({"data.dir": value})
+    assert re.fullmatch(r"[\w.+=-]{1,110}", name, re.ASCII)
+    assert name == name_of({"data.dir": value})
+    assert name != name_of({"data.dir": [value, 0]})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"grid": {}}, "grid names no run"),
+        ({"grid": {"seed": [1], "train.lr": []}}, "grid names no run"),
+        ({"runs": []}, "runs names no run"),
+        ({}, "either grid or runs"),
+        ({"grid": {"seed": [1]}, "runs": [{}]}, "either grid or runs"),
+        ({"grid": {"seed": 1}}, r"grid\.seed = 1 .*expected a list"),
+        ({"grid": [1]}, r"grid = \[1\] .*expected a mapping"),
+        ({"verb": "pretrian", "runs": [{}]}, "verb = 'pretrian': expected one of pretrain"),
+        ({"runs": [{}], "metric": {"name": "los"}}, "metric.name = 'los': runs of pretrain have"),
+        ({"runs": [{}], "metric": {"best": "min"}}, "set metric.name"),
+        ({"runs": [{}], "metric": {"best": "least"}}, "expected one of min, max"),
+        ({"runs": [{}], "jobs": 0}, "jobs = 0 is out of range"),
+    ],
+)
+def test_impossible_sweep_is_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _sweep(**values)
+
+
+class Sweeps(Place):
+    """A place with a sweep's file, and a config whose runs take seconds."""
+
+    def __init__(self, folder: Path, dataset: DatasetIndex) -> None:
+        super().__init__(folder, dataset)
+        text = CONFIG.replace("run_dir: unset", "").replace("dir: unset", f"dir: {dataset.folder}")
+        (folder / "train.yaml").write_text(text)
+        self.dir = folder / "runs" / "lr"
+        self.write()
+
+    def write(self, **more: object) -> None:
+        """The sweep's file, with other fields."""
+        values = {
+            "verb": "pretrain", "config": "train.yaml", "dir": "runs/lr", "jobs": 2,
+            "grid": {"train.lr": [1e-3, 3e-3]},
+            "metric": {"name": "held_out_loss", "best": "min"}, **more,
+        }  # fmt: skip
+        given = {key: value for key, value in values.items() if value is not None}
+        (self.folder / "sweep.yaml").write_text(json.dumps(given))
+
+    def sweep(self, *words: str, code: int = 0) -> str:
+        """`submit --sweep` of the file."""
+        words = ("submit", "--sweep", "sweep.yaml", *words)
+        return self.launch(*words, "--cluster", "c.yaml", code=code)
+
+    def status(self) -> list[dict[str, Any]]:
+        """What `status --json` says of the runs."""
+        found: list[dict[str, Any]] = json.loads(self.launch("status", "runs/lr", "--json"))["runs"]
+        return found
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path, dataset: DatasetIndex, processes: Processes) -> Sweeps:
+    return Sweeps(tmp_path, dataset)
+
+
+def test_all_that_is_wrong_is_told_before_anything_is_submitted(sweeps: Sweeps) -> None:
+    points = [{"train.lr": 1e-3}, {"train.lr": 0.001, "seed": 3}, {"train.lr": "x"}, {"mask": 1},
+              {"run_dir": "here"}]  # fmt: skip
+    sweeps.write(grid=None, runs=points)
+    said = sweeps.sweep(code=2)
+    assert "4 mistake(s)" in said
+    assert "seed=3+train.lr=0.001 is the same run as train.lr=0.001" in said
+    assert re.search(r"train\.lr=x: train\.lr = 'x' .*expected a number", said)
+    assert "mask=1: unknown key 'mask'" in said
+    assert "run_dir is the sweep's to choose" in said
+    sweeps.write(grid={"data.dir": ["nowhere"]})
+    assert "nowhere has no index.json" in sweeps.sweep(code=2)
+    assert "nowhere has no index.json" in sweeps.sweep("--local", code=2)
+    sweeps.write(config="no.yaml")
+    assert "no.yaml does not exist" in sweeps.sweep(code=2)
+    assert not sweeps.dir.exists()
+    assert sweeps.slurm.calls == []
+
+
+def test_more_runs_than_an_array_may_have_are_refused(sweeps: Sweeps) -> None:
+    (sweeps.slurm.folder / "config").write_text("MaxArraySize            = 2\n")
+    sweeps.write(grid={"seed": [1, 2, 3]})
+    assert "3 runs to submit, and an array of this site at most 2" in sweeps.sweep(code=2)
+    sweeps.write(grid={"seed": [1, 2]})
+    sweeps.sweep()
+
+
+def test_array_has_an_element_a_run(sweeps: Sweeps) -> None:
+    shown = sweeps.sweep("--dry-run")
+    assert not sweeps.dir.exists()
+    sweeps.sweep()
+    [(arguments, script)] = sweeps.slurm.calls
+    home = sweeps.dir / "sweep" / "launch" / "0001"
+    assert arguments == ["--parsable", str(home / "job.sh")]
+    assert shown.endswith(script)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "#SBATCH --array=0-1%2\n" in script
+    assert f"#SBATCH --output={sweeps.dir}/logs/slurm-%A_%a.log\n" in script
+    code = next((sweeps.dir / "sweep/launch/code").iterdir())
+    start = f"{sys.executable} {code}/pipeline/runtime/start.py"
+    assert f'exec {start} pipeline pretrain "$POSTNORM_RUN_DIR/config.yaml"' in script
+    choose = re.search(r"^runs=\(.*?^run_dir=.*?$", script, re.MULTILINE | re.DOTALL)
+    assert choose
+    for index, name in enumerate(("train.lr=0.001", "train.lr=0.003")):
+        done = subprocess.run(
+            ["bash", "-c", f'{choose[0]}\nprintf %s "$run_dir"'], capture_output=True, text=True,
+            env={"SLURM_ARRAY_TASK_ID": str(index)},
+        )  # fmt: skip
+        assert done.stdout == str(sweeps.dir / name)
+        record = json.loads((sweeps.dir / name / "launch/0001/submission.json").read_text())
+        assert record["job"] == f"101_{index}"
+        (sweeps.dir / f"logs/slurm-101_{index}.log").write_text(f"log of {name}\n")
+        assert sweeps.launch("logs", f"runs/lr/{name}") == f"log of {name}\n"
+
+
+def test_refused_by_sbatch_leaves_no_run_behind(sweeps: Sweeps) -> None:
+    (sweeps.slurm.folder / "fails_at").write_text("101")
+    assert "Job violates accounting policy" in sweeps.sweep(code=2)
+    assert not (sweeps.dir / "train.lr=0.001").exists()
+    assert not (sweeps.dir / "sweep.json").exists()
+    sweeps.sweep()
+    assert [run["job"] for run in sweeps.status()] == ["102_0", "102_1"]
+
+
+def test_runs_side_by_side_and_a_second_call(sweeps: Sweeps) -> None:
+    sweeps.write(grid={"train.lr": [1e-3, 1e-30]})
+    said = json.loads(sweeps.sweep("--local", "--json"))
+    names = ["train.lr=0.001", "train.lr=1e-30"]
+    assert said["exit_codes"] == dict.fromkeys(names, 0)
+    assert all(len(losses(sweeps.dir / name)) == 40 for name in names)
+    found = sweeps.status()
+    assert [(run["name"], run["state"], run["step"]) for run in found] == [
+        (name, "finished", 40) for name in names
+    ]  # best first
+    assert found[0]["value"] < found[1]["value"]
+    shown = sweeps.launch("status", "runs/lr")
+    assert shown.splitlines()[0].endswith("2 finished")
+    assert f"{found[0]['value']:.6g}" in shown
+    # More runs; those that are there keep their folder.
+    before = {path: path.stat().st_mtime_ns for path in sweeps.dir.glob("*/metrics.jsonl")}
+    sweeps.write(grid={"train.lr": [1e-30, 2e-3, 1e-3]})
+    said = json.loads(sweeps.sweep("--local", "--json", "metric.best=max"))
+    assert said["runs"] == ["train.lr=0.002"]
+    assert said["left"] == dict.fromkeys(reversed(names), "finished")
+    assert before.items() < {p: p.stat().st_mtime_ns for p in sweeps.dir.glob("*/*.jsonl")}.items()
+    assert sweeps.status()[0]["name"] == "train.lr=1e-30"
+    # What a run is does not change.
+    config = sweeps.folder / "train.yaml"
+    config.write_text(config.read_text().replace("num_steps: 40", "num_steps: 41"))
+    said = sweeps.sweep("--local", code=2)
+    assert "3 mistake(s)" in said
+    assert "was started with another config (train.num_steps was 40 and is 41)" in said
+
+
+def test_failed_run_hinders_no_other_and_interrupted_ones_continue(sweeps: Sweeps) -> None:
+    sweeps.write(grid={"seed": [1, 2]}, jobs=1)
+    first, second = RunFolder(sweeps.dir / "seed=1"), RunFolder(sweeps.dir / "seed=2")
+    process = _start_locally(sweeps)
+    _wait(lambda: (first.checkpoints / "latest").exists(), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    assert [run["state"] for run in sweeps.status()] == ["stopped", "not started"]
+    saved = int((first.checkpoints / "latest").read_text().strip()[5:])
+    # It cannot record its start, whatever is tried.
+    kept = first.attempts.rename(first.path / "kept")
+    first.attempts.mkdir()
+    assert "seed=1: exit code 2; 1 of 2 have ended" in sweeps.sweep("--local", code=2)
+    assert second.done.exists()
+    first.attempts.rmdir()
+    kept.rename(first.attempts)
+    sweeps.sweep("--local")
+    assert {run["state"] for run in sweeps.status()} == {"finished"}
+    starts = [json.loads(line)["resumed_from_step"] for line in first.attempts.open()]
+    assert starts == [None, saved]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "at_once", "options"), [(3, 2, []), (1, 1, ["--dependency=afterany:101"])]
+)
+def test_second_array_leaves_room_for_what_the_first_still_runs(
+    sweeps: Sweeps, jobs: int, at_once: int, options: list[str]
+) -> None:
+    sweeps.sweep()
+    running, failed = sweeps.dir / "train.lr=0.001", sweeps.dir / "train.lr=0.003"
+    assert f"jobid=101_0 comment={running}" in sweeps.slurm.lines("updated")[0]
+    # What squeue prints of two elements, and of a job that got an id again by chance.
+    line = "{}|101|{}|None|train|node1|0|1700000000|1700000001|1700000002|30:00|{}|{}"
+    queue = [
+        line.format("101_0", "RUNNING", 0, running),
+        line.format("101_1", "FAILED", 512, failed),
+        line.format("101_2", "RUNNING", 0, "/somewhere/else"),
+    ]
+    (sweeps.slurm.folder / "queue").write_text("\n".join(queue) + "\n")
+    sweeps.write(grid={"train.lr": [1e-3, 3e-3, 1e-2]}, jobs=jobs)
+    said = json.loads(sweeps.sweep("--json"))
+    assert said["left"] == {running.name: "in the queue as job 101_0"}
+    assert said["runs"] == [failed.name, "train.lr=0.01"]
+    arguments, script = sweeps.slurm.calls[-1]
+    assert arguments[1:-1] == options
+    assert f"#SBATCH --array=0-1%{at_once}\n" in script
+    assert sorted(path.name for path in (failed / "launch").glob("0*")) == ["0001", "0002"]
+    states = {run["name"]: (run["state"], run["job"]) for run in sweeps.status()}
+    assert states[running.name] == ("running", "101_0")
+
+
+def test_stopped_run_is_left_alone(sweeps: Sweeps) -> None:
+    sweeps.sweep()
+    stop = sweeps.dir / "train.lr=0.001" / "STOP"
+    stop.touch()
+    said = json.loads(sweeps.sweep("--json"))
+    assert said["left"] == {"train.lr=0.001": f"stopped; remove {stop} to continue"}
+    assert said["runs"] == ["train.lr=0.003"]
+    # The record can be made again.
+    (sweeps.dir / "sweep.json").write_text("{}")
+    assert "remove it and submit the sweep again" in sweeps.launch("status", "runs/lr", code=2)
+    (sweeps.dir / "sweep.json").unlink()
+    sweeps.sweep()
+    assert [run["name"] for run in sweeps.status()] == ["train.lr=0.001", "train.lr=0.003"]
+
+
+def _start_locally(sweeps: Sweeps) -> "subprocess.Popen[str]":
+    command = [*START, "submit", "--sweep", "sweep.yaml", "--local"]
+    return subprocess.Popen(command, cwd=sweeps.folder, text=True, stderr=subprocess.DEVNULL)
+
+
+def _wait(condition: Any, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,105 @@
+"""A sweep as one job array on a real cluster: the cap, a requeued element, more runs, the end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.records import history
+from pipeline.data.format import DatasetIndex
+from tests.support.ranks import CONFIG, losses
+from tests.support.slurm import SlurmCluster
+from tests.support.slurm_runs import PROFILE
+
+ROOT = Path(__file__).parents[2]
+
+
+class Sweep:
+    """A sweep over seeds, submitted with `python -m launch submit --sweep`."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, dataset: DatasetIndex) -> None:
+        self.cluster, self.dir = cluster, folder / "runs"
+        self._file, self._profile = folder / "sweep.yaml", folder / "cluster.yaml"
+        text = CONFIG.replace("run_dir: unset", "").replace("dir: unset", f"dir: {dataset.folder}")
+        (folder / "train.yaml").write_text(text)
+        self._profile.write_text(json.dumps({**PROFILE, "nodes": 1, "ranks_per_node": 1}))
+
+    def submit(self, *seeds: int, steps: int = 40) -> dict[str, Any]:
+        """What `submit --json` says."""
+        values = {
+            "verb": "pretrain", "config": "train.yaml", "dir": str(self.dir), "jobs": 2,
+            "runs": [{"seed": seed, "train.num_steps": steps} for seed in seeds],
+            "metric": {"name": "held_out_loss", "best": "min"},
+        }  # fmt: skip
+        self._file.write_text(json.dumps(values))
+        words = ["submit", "--sweep", str(self._file), "--cluster", str(self._profile), "--json"]
+        found: dict[str, Any] = json.loads(self.launch(*words).splitlines()[-1])
+        return found
+
+    def launch(self, *words: str) -> str:
+        """Output of `python -m launch ...`."""
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", *words], capture_output=True, text=True, cwd=ROOT,
+            env=self.cluster.environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def states(self) -> dict[str, str]:
+        """Of each run, by its seed and steps."""
+        runs = json.loads(self.launch("status", str(self.dir), "--json"))["runs"]
+        return {run["name"]: run["state"] for run in runs}
+
+    def folder(self, seed: int, steps: int = 40) -> Path:
+        """Of a run."""
+        return self.dir / f"seed={seed}+train.num_steps={steps}"
+
+
+@pytest.mark.slow
+def test_elements_are_runs_that_are_requeued_and_joined_by_others(
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    sweep = Sweep(cluster, tmp_path, dataset)
+    job = sweep.submit(1, 2, 3, steps=4000)["job"]
+    first = sweep.folder(1, 4000)
+    cluster.wait_until(lambda: (first / "checkpoints/latest").exists(), "a checkpoint", 240)
+    names = [sweep.folder(seed, 4000).name for seed in (1, 2, 3)]
+    assert sweep.states() == dict(zip(names, ["running", "running", "pending"], strict=True))
+    assert f"{job}_0 running" in sweep.launch("status", str(first))
+    cluster.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
+    cluster.wait_until(lambda: history(first), "a decision", 120)
+    assert [line["decision"] for line in history(first)] == ["requeue"]
+    log = (first / "logs" / f"slurm-{job}_0.log").read_text()
+    assert "requeue: the attempt saved and stopped, as asked" in log
+    # The place of the first one is free, and the third run takes it.
+    cluster.wait_for(f"{job}_2", "RUNNING", timeout_s=120)
+    assert sweep.submit(1, 2, 3, steps=4000)["runs"] == []
+    sweep.launch("cancel", str(sweep.folder(2, 4000)))
+    assert cluster.state(f"{job}_1") == "CANCELLED"
+    cluster.wait_until(
+        lambda: len((first / "attempts.jsonl").read_text().splitlines()) == 2, "a restart", 240
+    )
+    [_, again] = map(json.loads, (first / "attempts.jsonl").read_text().splitlines())
+    assert again["job"] == f"{job}_0.1"
+    assert again["resumed_from_step"] > 0
+    sweep.launch("cancel", str(sweep.dir))
+    assert {cluster.state(f"{job}_{index}") for index in range(3)} == {"CANCELLED"}
+
+
+def test_array_ends_with_all_runs_done_and_more_can_follow(
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    sweep = Sweep(cluster, tmp_path, dataset)
+    job = sweep.submit(1, 2, 3)["job"]
+    for index in range(3):
+        cluster.wait_for(f"{job}_{index}", "COMPLETED", timeout_s=240)
+        assert len(losses(sweep.folder(index + 1))) == 40
+    assert set(sweep.states().values()) == {"finished"}
+    said = sweep.submit(4, 3, 2, 1)
+    assert said["runs"] == [sweep.folder(4).name]
+    assert set(said["left"].values()) == {"finished"}
+    cluster.wait_for(f"{said['job']}_0", "COMPLETED", timeout_s=120)
+    assert list(sweep.states().values()) == ["finished"] * 4
