@@ -101,7 +101,7 @@ def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Ra
     rank.run_dir = Path(config.run_dir)
     folders.append(rank.run_dir)
     # Importing torch takes seconds.
-    from pipeline.train.build import pretrain
+    from pipeline.train.pretraining import pretrain
     from pipeline.use.folder import initial_weights
 
     source = config.init_from
