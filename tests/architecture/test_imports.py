@@ -62,6 +62,10 @@ TORCH_FREE = {
     "pipeline.finetune.readers",
     "pipeline.finetune.encode",
     "pipeline.finetune.scores",
+    "pipeline.finetune.result",
+    "pipeline.finetune.can",
+    "pipeline.finetune.rescore_command",
+    "pipeline.finetune.submission",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},
