@@ -240,20 +240,13 @@ def _low(split: str, metric: str, score: float, least: dict[str, float]) -> str:
 def combine(
     runs: Sequence[Scored], seeds: Sequence[int], about: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body of `result.json` for the runs of some seeds, one or several.
+    """Return the body of `result.json` for runs of one seed or several on the same rows.
 
     `scores` are those of the metric on the reported rows, `dev` and `test` means over the seeds,
     `interval` is the middle 95% of bootstrap draws of rows and seeds. `about` has what predictions
     cannot tell (task, counts, prior, protocol, rows of train), which stays as it is.
-
-    Raises:
-        DataError: the runs do not have the same rows.
     """
     bodies = [run.body for run in runs]
-    sizes = [body["rows"] for body in bodies]
-    if any(each != sizes[0] for each in sizes):
-        listed = ", ".join(f"seed {seed}: {size}" for seed, size in zip(seeds, sizes, strict=True))
-        raise DataError(f"the seeds have predictions for different rows ({listed})")
     scores = [run.table.score for run in runs]
     several, old = len(runs) > 1, dict(about or {})
     computed = {
@@ -263,7 +256,7 @@ def combine(
         "mean": fmean(scores),
         "sd": stdev(scores) if several else 0.0,
         "interval": list(interval(bootstrap([run.table for run in runs]))),
-        "rows": old.pop("rows", {}) | sizes[0],
+        "rows": old.pop("rows", {}) | bodies[0]["rows"],
         "warnings": [
             f"seed {seed}, {text}" if several else text
             for seed, body in zip(seeds, bodies, strict=True)

@@ -57,7 +57,7 @@ def official_name(task: str, source: str | Path) -> str:
     return f"{known[task].format(0 if '1.0' in Path(source).name else 1)}_predict.json"
 
 
-def submission(
+def submission_text(
     config: TaskConfig, task: str, rows: Sequence[Prediction], texts: Sequence[str] = ()
 ) -> str:
     """Return the content of a submission file; `texts` of the rows are needed for spans alone.
@@ -125,8 +125,8 @@ def write_submission(
     multi-split board of FewCLUE takes _0 to _4 and _all behind `predict`, with or without the f.
 
     Raises:
-        ConfigError: `out` is a file of a name that the site does not take, or see `submission`.
-        DataError: see `submission`.
+        ConfigError: `out` is a file of a name that the site does not take, or see `submission_text`.
+        DataError: see `submission_text`.
     """
     name = official_name(task, source)
     path = out / name if out.is_dir() or not out.suffix else out
@@ -139,7 +139,7 @@ def write_submission(
             f"{path}: the site takes predictions for {Path(source).name} of {task} as {name} and "
             f"scores another name 0; write to {path.with_name(name)}, or give its folder"
         )
-    content = submission(config, task, rows, texts)
+    content = submission_text(config, task, rows, texts)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content.encode())
     return path

@@ -293,13 +293,6 @@ def test_warnings_of_several_seeds_name_the_seed(tmp_path: Path) -> None:
     assert warning.startswith("seed 4, dev: all 2 predictions")
 
 
-def test_runs_of_different_rows_are_not_combined(tmp_path: Path) -> None:
-    config = _config(tmp_path, "classify")
-    runs = [score_run(config, LABELS, {"dev": class_rows(1, num)}) for num in (30, 31)]
-    with pytest.raises(DataError, match=r"different rows \(seed 8: \{'dev': 30"):
-        combine(runs, [8, 9])
-
-
 def test_numbers_alone_are_averaged() -> None:
     one = {"a": 1, "b": {"c": 2.0, "d": None}, "e": "x"}
     other = {"a": 2, "b": {"c": 4.0, "d": 5.0}, "e": "x"}
