@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.result import CLASS_KINDS, RESULT, Prediction, Run, averaged
+from pipeline.finetune.result import CLASS_KINDS, RESULT, Prediction, Run, averaged, joined
 from pipeline.finetune.scores import Floats, tables
 
 _SHIFT = 0.1
@@ -92,12 +92,7 @@ def can_result(runs: Sequence[Run], config: CanConfig) -> dict[str, Any]:
         DataError: the kind of task has no classes, or the prior or the scores were not stored.
     """
     each = [_one_run(run, config) for run in runs]
-    several = len(runs) > 1
-    warnings = [
-        f"seed {run.seed}, {text}" if several else text
-        for run, (_, texts) in zip(runs, each, strict=True)
-        for text in texts
-    ]
+    warnings = joined([run.seed for run in runs], [texts for _, texts in each])
     splits = averaged([splits for splits, _ in each])
     return {"settings": asdict(config), "splits": splits, "warnings": warnings}
 

@@ -111,7 +111,7 @@ def _lines(folder: Path, stored: Body, new: Body) -> Iterator[str]:
 
 def _can_lines(can: Body) -> Iterator[str]:
     settings = ", ".join(f"{name}={value}" for name, value in can["settings"].items())
-    yield f"CAN ({settings}; chosen on nothing)"
+    yield f"CAN ({settings}; not tuned)"
     rows: list[tuple[str, ...]] = [("", "before", "after")]
     for split, body in can["splits"].items():
         for name in body["before"] or ():

@@ -248,20 +248,16 @@ def combine(
     """
     bodies = [run.body for run in runs]
     scores = [run.table.score for run in runs]
-    several, old = len(runs) > 1, dict(about or {})
+    old = dict(about or {})
     computed = {
         **averaged(bodies),
         "seeds": list(seeds),
         "scores": scores,
         "mean": fmean(scores),
-        "sd": stdev(scores) if several else 0.0,
+        "sd": stdev(scores) if len(scores) > 1 else 0.0,
         "interval": list(interval(bootstrap([run.table for run in runs]))),
         "rows": old.pop("rows", {}) | bodies[0]["rows"],
-        "warnings": [
-            f"seed {seed}, {text}" if several else text
-            for seed, body in zip(seeds, bodies, strict=True)
-            for text in body["warnings"]
-        ],
+        "warnings": joined(seeds, [body["warnings"] for body in bodies]),
     }
     protocol = old.pop("protocol", {}) | bodies[0]["protocol"]
     return {"task": None} | old | computed | {"protocol": protocol}
@@ -274,6 +270,17 @@ def averaged(values: Sequence[Any]) -> Any:
         return {name: averaged([each[name] for each in values]) for name in first}
     numbers = [each for each in values if isinstance(each, (int, float))]
     return fmean(numbers) if numbers and len(values) > 1 else first
+
+
+def joined(seeds: Sequence[int], warnings: Sequence[Sequence[str]]) -> list[str]:
+    """Join the warnings of the seeds: what all have stands once, the rest behind its seed."""
+    common = [text for text in warnings[0] if all(text in each for each in warnings)]
+    return common + [
+        f"seed {seed}, {text}"
+        for seed, each in zip(seeds, warnings, strict=True)
+        for text in each
+        if text not in common
+    ]
 
 
 # Folders

@@ -125,8 +125,8 @@ def write_submission(
     multi-split board of FewCLUE takes _0 to _4 and _all behind `predict`, with or without the f.
 
     Raises:
-        ConfigError: `out` is a file of a name that the site does not take, or see `submission_text`.
-        DataError: see `submission_text`.
+        ConfigError: `out` is a file of a name that the site does not take.
+        ConfigError, DataError: see `submission_text`.
     """
     name = official_name(task, source)
     path = out / name if out.is_dir() or not out.suffix else out

@@ -138,7 +138,7 @@ def test_can_stands_beside_the_raw_scores(
     assert can["splits"]["test"]["after"] != raw["test"]
     assert 0 < can["splits"]["test"]["changed"] <= can["splits"]["test"]["uncertain"] < 60
     out = capsys.readouterr().out
-    assert "CAN (top=2, tau=0.5, alpha=1.0; chosen on nothing)" in out
+    assert "CAN (top=2, tau=0.5, alpha=1.0; not tuned)" in out
     values = [can["splits"]["test"][key]["accuracy"] for key in ("before", "after")]
     (line,) = [line for line in out.partition("CAN (")[2].splitlines() if "test.accuracy" in line]
     assert line.split()[1:] == [f"{value:.5f}" for value in values]

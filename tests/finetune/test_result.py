@@ -291,6 +291,7 @@ def test_warnings_of_several_seeds_name_the_seed(tmp_path: Path) -> None:
     assert combine([bad], [4])["warnings"][0].startswith("dev: all 2 predictions")
     (warning,) = combine([good, bad], [3, 4])["warnings"]
     assert warning.startswith("seed 4, dev: all 2 predictions")
+    assert combine([bad, bad], [3, 4])["warnings"] == bad.body["warnings"], "all say it: once"
 
 
 def test_numbers_alone_are_averaged() -> None:
