@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from pipeline.finetune.rescore_command import RESCORE
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
 
@@ -75,4 +76,4 @@ FINETUNE = Verb(
     "finetune fewclue-tnews data.root=data --from runs/mine --out runs/tnews --seeds 1,2,3",
     "The same command continues it.",
 )
-TASKS: tuple[Verb, ...] = (FINETUNE,)
+TASKS: tuple[Verb, ...] = (FINETUNE, RESCORE)

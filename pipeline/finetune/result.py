@@ -240,35 +240,24 @@ def _low(split: str, metric: str, score: float, least: dict[str, float]) -> str:
 def combine(
     runs: Sequence[Scored], seeds: Sequence[int], about: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body of `result.json` for the runs of some seeds, one or several.
+    """Return the body of `result.json` for runs of one seed or several on the same rows.
 
     `scores` are those of the metric on the reported rows, `dev` and `test` means over the seeds,
     `interval` is the middle 95% of bootstrap draws of rows and seeds. `about` has what predictions
     cannot tell (task, counts, prior, protocol, rows of train), which stays as it is.
-
-    Raises:
-        DataError: the runs do not have the same rows.
     """
     bodies = [run.body for run in runs]
-    sizes = [body["rows"] for body in bodies]
-    if any(each != sizes[0] for each in sizes):
-        listed = ", ".join(f"seed {seed}: {size}" for seed, size in zip(seeds, sizes, strict=True))
-        raise DataError(f"the seeds have predictions for different rows ({listed})")
     scores = [run.table.score for run in runs]
-    several, old = len(runs) > 1, dict(about or {})
+    old = dict(about or {})
     computed = {
         **averaged(bodies),
         "seeds": list(seeds),
         "scores": scores,
         "mean": fmean(scores),
-        "sd": stdev(scores) if several else 0.0,
+        "sd": stdev(scores) if len(scores) > 1 else 0.0,
         "interval": list(interval(bootstrap([run.table for run in runs]))),
-        "rows": old.pop("rows", {}) | sizes[0],
-        "warnings": [
-            f"seed {seed}, {text}" if several else text
-            for seed, body in zip(seeds, bodies, strict=True)
-            for text in body["warnings"]
-        ],
+        "rows": old.pop("rows", {}) | bodies[0]["rows"],
+        "warnings": joined(seeds, [body["warnings"] for body in bodies]),
     }
     protocol = old.pop("protocol", {}) | bodies[0]["protocol"]
     return {"task": None} | old | computed | {"protocol": protocol}
@@ -281,6 +270,17 @@ def averaged(values: Sequence[Any]) -> Any:
         return {name: averaged([each[name] for each in values]) for name in first}
     numbers = [each for each in values if isinstance(each, (int, float))]
     return fmean(numbers) if numbers and len(values) > 1 else first
+
+
+def joined(seeds: Sequence[int], warnings: Sequence[Sequence[str]]) -> list[str]:
+    """Join the warnings of the seeds: what all have stands once, the rest behind its seed."""
+    common = [text for text in warnings[0] if all(text in each for each in warnings)]
+    return common + [
+        f"seed {seed}, {text}"
+        for seed, each in zip(seeds, warnings, strict=True)
+        for text in each
+        if text not in common
+    ]
 
 
 # Folders
@@ -307,7 +307,7 @@ def read_runs(folder: Path) -> list[Run]:
         DataError: a file is missing, damaged or does not fit the others; names it.
     """
     found = [path for path in folder.glob("seed-*") if path.name[5:].isdecimal()]
-    runs = [read_run(path) for path in sorted(found, key=_seed) or [folder]]
+    runs = [_read_run(path) for path in sorted(found, key=_seed) or [folder]]
     for run in runs[1:]:
         for split, rows in run.predictions.items():
             _require_same_rows(runs[0], run, split, rows)
@@ -346,7 +346,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     return body
 
 
-def read_run(folder: Path) -> Run:
+def _read_run(folder: Path) -> Run:
     stored = read_result(folder)
     path = folder / "task.yaml"
     config = load_task(str(path))

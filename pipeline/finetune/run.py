@@ -40,9 +40,11 @@ from pipeline.finetune.model import (
 from pipeline.finetune.predict import Predictor, predictions
 from pipeline.finetune.result import (
     RESULT,
+    Prediction,
     combine,
     predictions_file,
     read_result,
+    read_runs,
     score_run,
     write_predictions,
 )
@@ -480,7 +482,7 @@ def _finish(
     model.load_state_dict(weights)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     predictor = Predictor(model.to(device, dtype).eval(), device, _pad_id(prepared))
-    found = {}
+    found: dict[str, list[Prediction]] = {}
     for split in ("dev", "test"):
         if split in prepared.rows:
             decided, _ = predictor.decide(prepared.rows[split], Share(0, 1))
@@ -546,12 +548,11 @@ def _combined(
     prepared: Prepared, seeds: Sequence[int], folders: Sequence[Path], out: Path
 ) -> dict[str, Any]:
     """Write what all seeds give together, and the first one's predictions."""
-    from pipeline.finetune.result import read_run
-
-    runs = [read_run(folder) for folder in folders]
+    (out / RESULT).unlink(missing_ok=True)  # of other seeds
+    runs = [run for run in read_runs(out) if run.seed in seeds]
     stored = runs[0].stored
-    about = {name: stored[name] for name in ("task", "rows", "counts", "prior", "protocol")
-             if name in stored}  # fmt: skip
+    kept = ("task", "rows", "counts", "prior", "protocol")
+    about: dict[str, Any] = {name: stored[name] for name in kept if name in stored}
     about["train_s"] = sum(float(run.stored["train_s"]) for run in runs)
     body = combine([run.scored for run in runs], seeds, about)
     for split in runs[0].predictions:

@@ -59,6 +59,11 @@ TORCH_FREE = {
     "pipeline.tokenizer.fast",
     "pipeline.tokenizer.wordpiece",
     "pipeline.tasks",
+    "pipeline.finetune.commands",
+    "pipeline.finetune.result",
+    "pipeline.finetune.can",
+    "pipeline.finetune.rescore_command",
+    "pipeline.finetune.submission",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},
