@@ -76,4 +76,44 @@ FINETUNE = Verb(
     "finetune fewclue-tnews data.root=data --from runs/mine --out runs/tnews --seeds 1,2,3",
     "The same command continues it.",
 )
-TASKS: tuple[Verb, ...] = (FINETUNE, RESCORE)
+
+
+def _predict_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="the --out of finetune")
+    add("--input", type=Path, required=True, metavar="FILE", help="in the format of the task")
+    add("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    add(
+        "--format",
+        choices=("jsonl", "clue"),
+        default="jsonl",
+        help="id, gold, prediction and scores a line (default); or for CLUE's and FewCLUE's sites, "
+        "where a folder as --out gets the file under its official name",
+    )
+    add("--json", action="store_true", help="one JSON object")
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from pipeline.finetune.answer import as_json, predict
+
+    answers = predict(arguments.folder, arguments.input, arguments.out, arguments.format)
+    if arguments.json:
+        print(as_json(answers))
+        return
+    print(f"{answers.path}: {answers.num_rows:,} rows")
+    for what, count in answers.counts.items():
+        print(f"{what}: {count:,}")
+    for name, score in answers.scores.items():
+        print(f"{name} {score:.4f}")
+
+
+PREDICT = Verb(
+    "predict",
+    "let a fine-tuned model answer the rows of a file",
+    _predict_arguments,
+    _predict,
+    """\
+predict runs/tnews --input test.json --out predictions.jsonl
+predict runs/tnews --input test.json --out submission/ --format clue""",
+)
+TASKS: tuple[Verb, ...] = (FINETUNE, PREDICT, RESCORE)

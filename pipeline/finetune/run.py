@@ -397,14 +397,7 @@ def _finetune_seed(prepared: Prepared, seed: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if process.is_first:
         write_atomic(folder / prepared.tokenizer_file, prepared.tokenizer)
-        task = replace(
-            prepared.config,
-            data=replace(prepared.config.data, root=str(Path(prepared.config.data.root).resolve()))
-            if prepared.config.data.root
-            else prepared.config.data,
-            train=replace(prepared.config.train, seeds=(seed,)),
-        )
-        write_atomic(folder / TASK_FILE, to_yaml(task).encode())
+        write_atomic(folder / TASK_FILE, _task_text(prepared, seed))
 
     def work(rank: Rank) -> int:
         rank.run_dir = folder
@@ -418,6 +411,14 @@ def _finetune_seed(prepared: Prepared, seed: int, folder: Path) -> None:
         )
     if process.is_first:
         _finish(prepared, config, seed, folder, protocol)
+
+
+def _task_text(prepared: Prepared, seed: int) -> bytes:
+    """Write the task with what was filled in; files are found from anywhere."""
+    task = prepared.config
+    root = str(Path(task.data.root or ".").resolve())
+    data, train = replace(task.data, root=root), replace(task.train, seeds=(seed,))
+    return to_yaml(replace(task, data=data, train=train)).encode()
 
 
 def _protocol(prepared: Prepared, config: PretrainConfig) -> dict[str, Any]:
@@ -542,6 +543,7 @@ def _write_folder(
         write_model(new, config.model, whole, {**facts, **task})
         tensors.write_file(head_weights(weights), new / HEAD_FILE)
         (new / prepared.tokenizer_file).write_bytes(prepared.tokenizer)
+        (new / TASK_FILE).write_bytes(_task_text(prepared, config.seed))
 
 
 def _combined(
