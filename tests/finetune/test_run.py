@@ -158,6 +158,23 @@ def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Pat
     assert last["protocol"]["selected_on"] == "last"
 
 
+def test_search_takes_what_is_best_on_dev(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = task_file("classify", train={"epochs": 2}, search={"lr": [1e-6, 3e-3], "batch": [8, 16]})
+    body = _run(path, tiny_model, tmp_path / "out", seeds=[1, 2])
+    assert len(body["search"]) == 4
+    best = max(body["search"], key=lambda each: each["dev"])
+    assert best["values"]["lr"] == 3e-3
+    assert body["protocol"]["lr"] == 3e-3
+    assert body["protocol"]["batch"] == best["values"]["batch"]
+    tried = json.loads((tmp_path / "out/search/lr=0.003,batch=8/result.json").read_text())
+    assert tried["seeds"] == [1]
+    for number, seed in enumerate((1, 2)):
+        own = json.loads((tmp_path / f"out/seed-{seed}/result.json").read_text())
+        assert own["scores"] == [body["scores"][number]]
+
+
 @pytest.mark.parametrize("kind", ["classify", "choice", "qa"])
 def test_an_epoch_has_every_unit_once_whatever_the_ranks(
     kind: str, task_file: Make, tiny_model: Path, tmp_path: Path
