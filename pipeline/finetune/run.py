@@ -52,7 +52,7 @@ from pipeline.model.architecture import SENTENCEPIECE_FILE, TOKENIZERS_FILE, tok
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from pipeline.runtime.rank import Rank, run_as_rank
+from pipeline.runtime.rank import Rank
 from pipeline.tasks.readers import TaskData, read_task
 from pipeline.tasks.scores import tables
 from pipeline.tasks.task import TaskConfig
@@ -429,12 +429,8 @@ def _finetune_seed(
         write_atomic(folder / prepared.tokenizer_file, prepared.tokenizer)
         write_atomic(folder / TASK_FILE, _task_text(prepared, seed))
 
-    def work(rank: Rank) -> int:
-        rank.run_dir = folder
-        return train_run(config, rank, TaskWork(prepared, config, folder))
-
     with env.restored(), own_process():
-        code = run_as_rank(work, process, env.launched_run_dir())
+        code = train_run(config, Rank(process), TaskWork(prepared, config, folder))
     if code != EXIT_FINISHED:
         raise PreemptedError(
             f"{folder} was stopped by a signal and has saved; the same command continues it"

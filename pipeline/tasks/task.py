@@ -228,6 +228,9 @@ class TaskConfig:
 
     SHIPPED: ClassVar = ("tasks",)
 
+    name: str | None = param(None, "of the task in results; null takes the file's")
+    model: str | None = param(None, "what a run starts from, where the command does not say it")
+    run_dir: str | None = param(None, "folder of the run, where the command does not say it")
     task: KindConfig = section(KindConfig, "kind and metric")
     data: TaskDataConfig = section(TaskDataConfig, "files and fields")
     input: InputConfig = section(InputConfig, "tokens")
@@ -302,10 +305,11 @@ def load_task(text: str, overrides: tuple[str, ...] = ()) -> TaskConfig:
         ConfigError: see `load`.
     """
     config = load(TaskConfig, text, overrides).config
+    file = find(text, TaskConfig.SHIPPED)
+    config = replace(config, name=config.name or file.stem)
     if config.data.root is not None:
         return config
-    folder = find(text, TaskConfig.SHIPPED).parent
-    return replace(config, data=replace(config.data, root=str(folder)))
+    return replace(config, data=replace(config.data, root=str(file.parent)))
 
 
 @dataclass(frozen=True, kw_only=True)
