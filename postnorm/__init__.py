@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.errors import PostnormError
     from pipeline.use.model import Candidate, Model, Output, load
     from pipeline.use.pretrain import PretrainResult, pretrain
+    from pipeline.use.sentences import SentenceEncoder
     from pipeline.use.train_dataset import TrainDataset
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Output",
     "PostnormError",
     "PretrainResult",
+    "SentenceEncoder",
     "TrainDataset",
     "__version__",
     "load",
@@ -45,6 +47,7 @@ _HOMES = {
     "load": "pipeline.use.model",
     "PretrainResult": "pipeline.use.pretrain",
     "pretrain": "pipeline.use.pretrain",
+    "SentenceEncoder": "pipeline.use.sentences",
     "TrainDataset": "pipeline.use.train_dataset",
 }
 
