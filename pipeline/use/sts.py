@@ -56,6 +56,8 @@ def read_pairs(source: str, split: str | None = None, overrides: Sequence[str] =
         DataError: see `read_task`; also that a gold is not a number, or all are the same.
     """
     if Path(source).suffix in _DATA_FILES:
+        if split is not None:
+            raise ConfigError(f"{source} is one file, without splits; leave out split={split}")
         columns = list(_FIELDS.values()) if Path(source).suffix in _NO_HEADER else []
         data = {"fields": _FIELDS, "columns": columns, "test": [source]}
         values = {"task": {"kind": "regress"}, "data": data}
@@ -133,7 +135,7 @@ def cosines(first: Vectors, second: Vectors) -> tuple[Floats, int]:
     one, other = first.astype(np.float64), second.astype(np.float64)
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     dots: Floats = (one * other).sum(1)
-    # Float32 vectors that are equal must not differ in the last bits: they would lose their tie.
+    # Pairs of equal texts tie at 1, which rounding would leave a bit above or below.
     cosines = np.divide(dots, norms, out=np.zeros_like(dots), where=norms > 0).round(12)
     return cosines, int((norms == 0).sum())
 

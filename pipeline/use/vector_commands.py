@@ -96,8 +96,7 @@ def _whiten(arguments: argparse.Namespace) -> None:
     whitening.save(arguments.out)
     if size and whitening.size < size:
         print(
-            f"size {size} was cut to {whitening.size}: the texts vary in no more directions; give "
-            "more texts",
+            f"size {size} was cut to {whitening.size}, the rank of these texts' vectors",
             file=sys.stderr,
         )
     print(
