@@ -4,23 +4,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
+from pipeline.model.heads import Pool
 from pipeline.use.model import load
 from pipeline.use.sentence_transformers import export_sentence_transformers
 from tests.use.test_model import BERT, TEXTS, write
 
 LONG = [*TEXTS, " ".join(TEXTS) * 9]
-CASES: dict[str, tuple[dict[str, Any], str | None, int | None, int | None]] = {
-    "own code": ({}, None, None, None),
-    "own code, whitened": ({}, "cls", 9, 4),
-    "bert": ({**BERT, "pooler": True}, "mean", 11, None),
-    "bert, pooler, whitened": ({**BERT, "pooler": True}, "pooler", 32, 5),
+CASES: dict[str, tuple[dict[str, Any], Pool, int, int | None]] = {
+    "own code, whitened": ({}, "mean", 9, 4),
+    "bert's pooler": ({**BERT, "pooler": True}, "pooler", 11, None),
 }
 """Changes of the model, pooling, length, and size of a whitening."""
 
@@ -68,65 +67,72 @@ np.save(out, x.numpy())
 """
 
 
-def _exported(case: str, dataset: DatasetIndex, path: Path) -> tuple[Path, np.ndarray]:
-    """The folder of a case, and the vectors of `Model.encode`."""
-    changes, pooling, length, size = CASES[case]
+class Exported(NamedTuple):
+    case: str
+    folder: Path
+    vectors: np.ndarray
+    """Those of `Model.encode`."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def exported(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    dataset: DatasetIndex,
+    processes: None,
+) -> Exported:
+    path = tmp_path_factory.mktemp("exported")
+    changes, pooling, length, size = CASES[request.param]
     source = write(path / "ours", dataset, **changes)
     model = load(source)
-    whitening = file = None
-    if size is not None:
-        words = " ".join(TEXTS).split()
-        whitening = model.fit_whitening(words, size, pooling, max_length=length, name="words.txt")  # type: ignore[arg-type]
-        file = path / "whitening.npz"
-        whitening.save(file)
-        # Both are in the file.
-        pooling = length = None
-    export_sentence_transformers(source, path / "st", pooling, length, file)  # type: ignore[arg-type]
-    return path / "st", model.encode(LONG, pooling, max_length=length, whitening=whitening)  # type: ignore[arg-type]
+    if size is None:
+        export_sentence_transformers(source, path / "st", pooling, length)
+        return Exported(request.param, path / "st", model.encode(LONG, pooling, max_length=length))
+    words = " ".join(TEXTS).split()
+    whitening = model.fit_whitening(words, size, pooling, max_length=length, name="words.txt")
+    whitening.save(path / "whitening.npz")
+    # Pooling and length are in the file.
+    export_sentence_transformers(source, path / "st", whitening_file=path / "whitening.npz")
+    return Exported(request.param, path / "st", model.encode(LONG, whitening=whitening))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("processes")
-def test_the_files_describe_the_models_vectors(
-    case: str, dataset: DatasetIndex, tmp_path: Path
-) -> None:
-    folder, expected = _exported(case, dataset, tmp_path)
+def test_the_files_describe_the_models_vectors(exported: Exported, tmp_path: Path) -> None:
     out = tmp_path / "vectors.npy"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", READER, str(folder), json.dumps(LONG), str(out)],
+        [sys.executable, "-c", READER, str(exported.folder), json.dumps(LONG), str(out)],
         capture_output=True, text=True, cwd=tmp_path, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(np.load(out), expected, atol=1e-4)
-    _, pooling, length, size = CASES[case]
-    card = (folder / "README.md").read_text()
+    np.testing.assert_allclose(np.load(out), exported.vectors, atol=1e-4)
+
+
+def test_the_card_names_the_setting(exported: Exported) -> None:
+    _, pooling, length, size = CASES[exported.case]
+    card = (exported.folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: sentence-transformers\n")
-    assert {
-        None: "mean of the last",
-        "mean": "mean of the last",
-        "cls": "[CLS]",
-        "pooler": "pooler",
-    }[pooling] in card
-    assert f"| {length or 512} tokens with [CLS] and [SEP]" in card
-    assert "| normalisation | none" in card
-    fit_on = f"to {size} dimensions, fit without labels on 16 texts (words.txt)"
-    assert (fit_on if size else "| whitening | none |") in card
+    meaning = {"mean": "mean of the last layer's", "pooler": "BERT's pooler"}[pooling]
+    fit_on = f"to {size} dimensions, fit without labels on 15 texts (words.txt)"
+    for row in (
+        f"| pooling | {meaning}",
+        f"| longest text | {length} tokens",
+        "| normalisation | none",
+        f"| whitening | {fit_on if size else 'none'}",
+    ):
+        assert row in card
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_sentence_transformers_computes_the_same(
-    case: str, dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sentence_transformers_computes_the_same(exported: Exported) -> None:
     library = pytest.importorskip("sentence_transformers")
-    folder, expected = _exported(case, dataset, tmp_path)
-    model = library.SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
-    np.testing.assert_allclose(model.encode(LONG), expected, atol=1e-4)
+    model = library.SentenceTransformer(str(exported.folder), trust_remote_code=True, device="cpu")
+    np.testing.assert_allclose(model.encode(LONG), exported.vectors, atol=1e-4)
 
 
 def test_what_it_cannot_express_is_refused(dataset: DatasetIndex, tmp_path: Path) -> None:
     source = write(tmp_path / "ours", dataset)
-    with pytest.raises(ConfigError, match="first_last_avg cannot be exported: .* last layer alone"):
+    with pytest.raises(
+        ConfigError, match=r"first_last_avg cannot be exported: .* last layer alone"
+    ):
         export_sentence_transformers(source, tmp_path / "st", "first_last_avg")
     with pytest.raises(ConfigError, match="this model has no pooler"):
         export_sentence_transformers(source, tmp_path / "st", "pooler")

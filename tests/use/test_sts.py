@@ -168,15 +168,15 @@ def test_the_commands_give_one_table(
     texts.write_text("\n".join([*first, "", *second]) + "\n")
     _run("whiten", folder, "--texts", texts, "--size", 99, "--out", tmp_path / "w.npz")
     printed = capsys.readouterr()
-    assert "32 to 13 dimensions, fit on 16 texts, pooling mean" in printed.out
-    assert "size 99 was cut to 13" in printed.err
+    assert "32 to 12 dimensions, fit on 16 texts, pooling mean" in printed.out
+    assert "size 99 was cut to 12" in printed.err
     _run("sts", folder, pairs, "--whiten", tmp_path / "w.npz", "--pooling", "all", "--json")
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["num_pairs"], found["notes"]) == (str(folder), 8, [])
     poolings = ["cls", "pooler", "mean", "mean", "first_last_avg"]
     assert [score["pooling"] for score in found["scores"]] == poolings
     whitened = found["scores"][3]
-    assert (whitened["whitening"], whitened["size"]) == ("texts.txt", 13)
+    assert (whitened["whitening"], whitened["size"]) == ("texts.txt", 12)
     model, whitening = load(folder), Whitening.load(tmp_path / "w.npz")
     sides = [model.encode(side, whitening=whitening) for side in (first, second)]
     expected = cosines(*sides)[0]
@@ -186,8 +186,8 @@ def test_the_commands_give_one_table(
     assert lines[0] == f"{pairs}: 8 pairs; 0 texts were cut at 64 tokens"
     assert lines[1].split() == ["pooling", "whitening", "size", "spearman", "auc"]
     assert lines[2].split()[:3] == ["mean", "-", "32"]
-    assert lines[3].split()[:4] == ["mean", "these", "pairs", "13"]
-    assert lines[4] == "mean: size 20 was cut to the rank 13"
+    assert lines[3].split()[:4] == ["mean", "these", "pairs", "12"]
+    assert lines[4] == "mean: size 20 was cut to the rank 12"
     assert "transductive" in lines[5]
     with pytest.raises(PostnormError, match="pooling=cls, but the whitening was fit with mean"):
         _run("sts", folder, pairs, "--whiten", tmp_path / "w.npz", "--pooling", "cls")
