@@ -165,22 +165,24 @@ def test_the_commands_give_one_table(
     first, second, gold = _columns(binary=True)
     rows = list(zip(first, second, map(int, gold), strict=True))
     pairs, texts = _write(tmp_path, "tsv", rows=rows), tmp_path / "texts.txt"
-    texts.write_text("\n".join([*first, "", *second]) + "\n")
+    more = [" ".join(side[at : at + 3]) for side in (first, second) for at in range(6)]
+    more += [f"{text} {n}" for n in range(3) for text in more]
+    texts.write_text("\n".join([*first, "", *second, *more]) + "\n")
     _run("whiten", folder, "--texts", texts, "--size", 99, "--out", tmp_path / "w.npz")
     printed = capsys.readouterr()
-    assert "32 to 12 dimensions, fit on 16 texts, pooling mean" in printed.out
-    assert "size 99 was cut to 12" in printed.err
+    assert "32 to 32 dimensions, fit on 64 texts, pooling mean" in printed.out
+    assert "size 99 was cut to 32" in printed.err
     _run("sts", folder, pairs, "--whiten", tmp_path / "w.npz", "--pooling", "all", "--json")
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["num_pairs"], found["notes"]) == (str(folder), 8, [])
     poolings = ["cls", "pooler", "mean", "mean", "first_last_avg"]
     assert [score["pooling"] for score in found["scores"]] == poolings
     whitened = found["scores"][3]
-    assert (whitened["whitening"], whitened["size"]) == ("texts.txt", 12)
+    assert (whitened["whitening"], whitened["size"]) == ("texts.txt", 32)
     model, whitening = load(folder), Whitening.load(tmp_path / "w.npz")
     sides = [model.encode(side, whitening=whitening) for side in (first, second)]
     expected = cosines(*sides)[0]
-    assert whitened["auc"] == pytest.approx(roc_auc_score(gold, expected.round(5)), abs=1e-9)
+    assert whitened["auc"] == pytest.approx(roc_auc_score(gold, expected.round(6)), abs=1e-9)
     _run("sts", folder, pairs, "--whiten-on-pairs", 20)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{pairs}: 8 pairs; 0 texts were cut at 64 tokens"
