@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.use.pretrain import PretrainResult, pretrain
     from pipeline.use.sentences import SentenceEncoder
     from pipeline.use.train_dataset import TrainDataset
+    from pipeline.use.whiten import Whitening
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "PretrainResult",
     "SentenceEncoder",
     "TrainDataset",
+    "Whitening",
     "__version__",
     "load",
     "pretrain",
@@ -49,6 +51,7 @@ _HOMES = {
     "pretrain": "pipeline.use.pretrain",
     "SentenceEncoder": "pipeline.use.sentences",
     "TrainDataset": "pipeline.use.train_dataset",
+    "Whitening": "pipeline.use.whiten",
 }
 
 

@@ -8,6 +8,7 @@ Shapes: N texts, D hidden size, K size of whitened vectors.
 
 import hashlib
 import io
+import os
 import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -101,14 +102,14 @@ class Whitening:
         whitened = (vectors_ND.astype(np.float64) - self.mean) @ self.weight
         return whitened.astype(np.float32)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz file, which is complete or absent."""
         buffer = io.BytesIO()
         np.savez(buffer, **asdict(self))
-        write_atomic(path, buffer.getvalue())
+        write_atomic(Path(path), buffer.getvalue())
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote (DataError: it is something else)."""
         try:
             with np.load(path, allow_pickle=False) as file:
