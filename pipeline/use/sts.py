@@ -14,10 +14,10 @@ import numpy as np
 
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.readers import Example, read_task
-from pipeline.finetune.scores import ranks, tables
-from pipeline.finetune.task import TaskConfig, load_task
 from pipeline.model.heads import Pool
+from pipeline.tasks.readers import Example, read_task
+from pipeline.tasks.scores import ranks, tables
+from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.use.model import Model
 from pipeline.use.whiten import TRANSDUCTIVE, Floats, Vectors, Whitening, fit
 
