@@ -25,8 +25,8 @@ from pipeline.finetune.model import TaskModel
 from pipeline.finetune.run import TaskWork, finetune, prepare, run_config
 from pipeline.tasks.task import KINDS, load_task
 from pipeline.use.model import load
-from tests.finetune.conftest import rows_of, write_rows
 from tests.support.processes import Processes
+from tests.support.tiny_tasks import rows_of, write_rows
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
