@@ -38,6 +38,7 @@ from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import BusyError, ConfigError
+from pipeline.finetune.task import probe_tasks
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 
@@ -92,15 +93,16 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(f"this run cannot start as configured:{lines}")
+    roots = [task.data.root or "" for task in probe_tasks(config.monitor, source.work_dir).values()]
     run_dir = Path(source.work_dir, config.run_dir)
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
-    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir])
+    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir, *roots])
     return replace(draft, config=config)
 
 
 def require_data(config: PretrainConfig, work_dir: str) -> None:
-    """Refuse a run whose dataset is missing or damaged."""
+    """Refuse a run whose dataset is missing or damaged, or whose probes cannot be read."""
     data = Path(work_dir) / config.data.dir
     if not (data / INDEX_FILE).is_file():
         raise ConfigError(
@@ -108,6 +110,7 @@ def require_data(config: PretrainConfig, work_dir: str) -> None:
             "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
         )
     read_index(data)
+    probe_tasks(config.monitor, work_dir)
 
 
 def prepare_evaluation(

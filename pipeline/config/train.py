@@ -288,6 +288,14 @@ class MonitorConfig:
         "what shows the numbers besides metrics.jsonl: tensorboard, wandb, mlflow, or the name of "
         "an entry point of the group postnorm.sinks",
     )
+    probes: tuple[str, ...] = param(
+        (),
+        "task files, or names of shipped tasks, whose classes a linear probe on the frozen model "
+        "tells at each evaluation: kinds classify, pair and coref",
+    )
+    probe_root: str | None = param(
+        None, "data.root of the probes' tasks; null leaves each task's own"
+    )
     straggler_factor: float = param(
         1.25,
         "warn of a rank whose own work took so many times as long as the other ranks' median in "

@@ -50,8 +50,17 @@ logger = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 15.0
 
 
+MakeProbes = Callable[
+    [EncoderModel, DatasetIndex, Share, torch.device], Callable[[int, Sinks | None], None]
+]
+"""Gives what `Run.probes` is. Collective."""
+
+
 def pretrain(
-    config: PretrainConfig, rank: Rank, initial: Callable[[], InitialWeights] | None = None
+    config: PretrainConfig,
+    rank: Rank,
+    initial: Callable[[], InitialWeights] | None = None,
+    make_probes: MakeProbes | None = None,
 ) -> int:
     """Run or resume a pre-training run on this rank.
 
@@ -59,6 +68,7 @@ def pretrain(
         config: of the run.
         rank: this process; its signals are looked at between steps.
         initial: gives the weights that a new run starts from; not called when a run resumes.
+        make_probes: of `monitor.probes`.
 
     Returns:
         An exit code of `pipeline.errors`.
@@ -84,7 +94,7 @@ def pretrain(
     hang_timeout_s = config.train.hang_timeout_s
     with _exclusive(run_dir, process), watchdog.watching(run_dir, process, hang_timeout_s):
         device = init_process_group(process, config.train.collective_timeout_s)
-        code = _run(config, process, index, device, requests, initial)
+        code = _run(config, process, index, device, requests, initial, make_probes)
         close_process_group()
     return code
 
@@ -136,6 +146,7 @@ def _run(
     device: torch.device,
     requests: Requests,
     initial: Callable[[], InitialWeights] | None,
+    make_probes: MakeProbes | None,
 ) -> int:
     requests.refuse_if_stopped()
     run_dir = Path(config.run_dir)
@@ -177,6 +188,7 @@ def _run(
         store=store,
         saver=saver,
         requests=requests,
+        probes=make_probes(model, index, share, device) if make_probes else None,
     )
     code = _attempt(run, resumed_from, rewound=False)
     while code is None:

@@ -1,5 +1,6 @@
 """A run as this process has opened it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.sinks.base import Sinks
 from pipeline.train.engine import Engine
 from pipeline.train.requests import Requests
 
@@ -31,6 +33,8 @@ class Run:
     store: CheckpointStore
     saver: Saver
     requests: Requests
+    probes: Callable[[int, Sinks | None], None] | None = None
+    """Called at each evaluation with its step and rank 0's sinks; must change nothing."""
 
     @property
     def folder(self) -> RunFolder:

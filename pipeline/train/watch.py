@@ -118,6 +118,8 @@ class Watch:
         logger.info("step %d  held-out %s  (%s)", state.step, scores, counts)
         statistics = self._observer.attention()
         examples = self._observer.examples()
+        if run.probes:
+            run.probes(state.step, self._sinks)
         if not self._sinks:
             return
         entropy = statistics.entropy.cpu().numpy()

@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FINISHED, ConfigError, missing_extra
+from pipeline.finetune.task import probe_tasks
 from pipeline.runtime import env, log, stop
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.rank import Rank, run_as_rank
@@ -100,12 +101,15 @@ def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Ra
     config = load(PretrainConfig, path, overrides).config
     rank.run_dir = Path(config.run_dir)
     folders.append(rank.run_dir)
+    tasks = probe_tasks(config.monitor)
     # Importing torch takes seconds.
+    from pipeline.finetune.probe import Probes
     from pipeline.train.build import pretrain
     from pipeline.use.folder import initial_weights
 
     source = config.init_from
-    return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)
+    initial = partial(initial_weights, Path(source)) if source else None
+    return pretrain(config, rank, initial, partial(Probes, config, tasks) if tasks else None)
 
 
 def _words(overrides: Overrides) -> list[str]:
