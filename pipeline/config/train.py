@@ -290,8 +290,8 @@ class MonitorConfig:
     )
     probes: tuple[str, ...] = param(
         (),
-        "task files, or names of shipped tasks, whose classes a linear probe on the frozen model "
-        "tells at each evaluation: kinds classify, pair and coref",
+        "task files, or names of shipped tasks, of kind classify, pair or coref; each evaluation "
+        "scores a linear probe on the frozen vectors",
     )
     probe_root: str | None = param(
         None, "data.root of the probes' tasks; null leaves each task's own"

@@ -294,7 +294,10 @@ def probe_tasks(monitor: MonitorConfig, work_dir: str = "") -> dict[str, TaskCon
     )
     for text in monitor.probes:
         beside, name = Path(work_dir, text), Path(text).stem
-        config = load_task(str(beside) if beside.is_file() else text, overrides)
+        try:
+            config = load_task(str(beside) if beside.is_file() else text, overrides)
+        except ConfigError as error:
+            raise ConfigError(f"monitor.probes: {error}") from None
         data, kind = config.data, config.task.kind
         if name in tasks:
             raise ConfigError(
