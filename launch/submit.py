@@ -38,9 +38,9 @@ from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import BusyError, ConfigError
-from pipeline.finetune.task import probe_tasks
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.tasks.task import probe_tasks
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FINISHED, ConfigError, missing_extra
-from pipeline.finetune.task import probe_tasks
 from pipeline.runtime import env, log, stop
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.rank import Rank, run_as_rank
@@ -65,7 +64,7 @@ def pretrain(config: str | os.PathLike[str], overrides: Overrides = ()) -> Pretr
         PostnormError: of the data, a checkpoint, storage or the training itself.
     """
     words = _words(overrides)
-    with env.restored(), _own_process():
+    with env.restored(), own_process():
         try:
             code, run_dir = train_as_rank(str(config), words)
         except ModuleNotFoundError as error:
@@ -101,15 +100,12 @@ def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Ra
     config = load(PretrainConfig, path, overrides).config
     rank.run_dir = Path(config.run_dir)
     folders.append(rank.run_dir)
-    tasks = probe_tasks(config.monitor)
     # Importing torch takes seconds.
-    from pipeline.finetune.probe import Probes
-    from pipeline.train.build import pretrain
+    from pipeline.train.pretraining import pretrain
     from pipeline.use.folder import initial_weights
 
     source = config.init_from
-    initial = partial(initial_weights, Path(source)) if source else None
-    return pretrain(config, rank, initial, partial(Probes, config, tasks) if tasks else None)
+    return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)
 
 
 def _words(overrides: Overrides) -> list[str]:
@@ -135,7 +131,7 @@ def _text(value: Any) -> str:
 
 
 @contextmanager
-def _own_process() -> Iterator[None]:
+def own_process() -> Iterator[None]:
     """Give a run the signals, the root logger and the process group, and take them back."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(

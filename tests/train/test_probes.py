@@ -10,8 +10,8 @@ from sklearn.linear_model import Ridge
 
 from pipeline.config.train import MonitorConfig
 from pipeline.errors import ConfigError
-from pipeline.finetune.probe import fit_ridge, passes_of
-from pipeline.finetune.task import TaskConfig, probe_tasks
+from pipeline.tasks.task import TaskConfig, probe_tasks
+from pipeline.train.probes import fit_ridge, passes_of
 
 NUM_CLASSES = 3
 

@@ -24,15 +24,14 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.run_order import Share
 from pipeline.errors import DataError
-from pipeline.finetune.encode import encode
-from pipeline.finetune.readers import limited, read_task
-from pipeline.finetune.scores import chance, majority
-from pipeline.finetune.task import TaskConfig
 from pipeline.model.encoder import EncoderModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import packed
 from pipeline.runtime import dist, watchdog
-from pipeline.sinks.base import Sinks
+from pipeline.tasks.encode import encode
+from pipeline.tasks.readers import limited, read_task
+from pipeline.tasks.scores import chance, majority
+from pipeline.tasks.task import TaskConfig
 from pipeline.tokenizer.wordpiece import DatasetTokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -112,8 +111,8 @@ class Probes:
         self._last: tuple[int, float] | None = None
         self._has_warned = False
 
-    def __call__(self, step: int, sinks: Sinks | None) -> None:
-        """Probe the model at its alpha, and show the accuracies. Collective."""
+    def __call__(self, step: int) -> dict[str, float]:
+        """Probe the model at its alpha and return accuracies and baselines by name. Collective."""
         began_s = time.perf_counter()
         values: dict[str, float] = {}
         texts = []
@@ -130,8 +129,7 @@ class Probes:
         if self._last is not None and step - self._last[0] == self._every_steps:
             self._warn(values["probe_s"], began_s - self._last[1])
         self._last = step, ended_s
-        if sinks:
-            sinks.write(step, "probe", values)
+        return values
 
     def _warn(self, probe_s: float, training_s: float) -> None:
         if self._has_warned or probe_s <= _MOST_TIME * training_s:

@@ -4,9 +4,11 @@
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.named import find
@@ -182,6 +184,12 @@ class TaskTrainConfig:
     class_weights: Literal["none", "balanced"] = param(
         "none", "weights of the classes in the loss: equal, or rows / (classes x rows of the class)"
     )
+    dropout: float | None = param(
+        None, "of hidden states and attention in the encoder; null keeps the model's", ge=0, lt=1
+    )
+    precision: Literal["auto", "bf16", "fp32"] = param(
+        "auto", "of forward and backward; auto is bf16 on a GPU and fp32 on a CPU"
+    )
     keep: Literal["best", "last"] = param("best", "the epoch reported: best on dev, or the last")
     seeds: tuple[int, ...] = param((1,), "of head, order and dropout; a run each")
 
@@ -205,6 +213,18 @@ class SearchConfig:
     batch: tuple[int, ...] = param((), "values of train.batch")
     epochs: tuple[float, ...] = param((), "values of train.epochs")
     dropout: tuple[float, ...] = param((), "values of head.dropout")
+
+    @property
+    def points(self) -> list[dict[str, float]]:
+        """Every combination of the values; none without values."""
+        given = {
+            field.name: values for field in fields(self) if (values := getattr(self, field.name))
+        }
+        return (
+            [dict(zip(given, point, strict=True)) for point in product(*given.values())]
+            if given
+            else []
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +271,17 @@ class TaskConfig:
                 f"input.stride={self.input.stride} must be below input.max_length="
                 f"{self.input.max_length}: windows would leave out parts of a passage"
             )
+
+    def at(self, point: Mapping[str, float]) -> "TaskConfig":
+        """Return the task with the values of a point of `search`, and without a search."""
+        head: dict[str, Any] = {n: value for n, value in point.items() if n == "dropout"}
+        train: dict[str, Any] = {n: value for n, value in point.items() if n != "dropout"}
+        return replace(
+            self,
+            head=replace(self.head, **head),
+            train=replace(self.train, **train),
+            search=SearchConfig(),
+        )
 
     @property
     def kind(self) -> Kind:
