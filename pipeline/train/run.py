@@ -56,6 +56,7 @@ class Evaluated:
     images: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[str, float] = field(default_factory=dict)
+    """As `pipeline.train.probes.Probes` returns; a record of its own."""
 
 
 class Evaluation(Protocol):
