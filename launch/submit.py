@@ -42,7 +42,7 @@ from pipeline.errors import BusyError, ConfigError
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.readers import read_task
-from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.task import TaskConfig, probe_tasks
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,11 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(f"this run cannot start as configured:{lines}")
+    roots = [task.data.root or "" for task in probe_tasks(config.monitor, source.work_dir).values()]
     run_dir = Path(source.work_dir, config.run_dir)
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
-    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir])
+    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir, *roots])
     return replace(draft, config=config)
 
 
@@ -124,7 +125,7 @@ def require_task(config: TaskConfig, work_dir: str) -> None:
 
 
 def require_data(config: PretrainConfig, work_dir: str) -> None:
-    """Refuse a run whose dataset is missing or damaged."""
+    """Refuse a run whose dataset is missing or damaged, or whose probes cannot be read."""
     data = Path(work_dir) / config.data.dir
     if not (data / INDEX_FILE).is_file():
         raise ConfigError(
@@ -132,6 +133,7 @@ def require_data(config: PretrainConfig, work_dir: str) -> None:
             "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
         )
     read_index(data)
+    probe_tasks(config.monitor, work_dir)
 
 
 def prepare_evaluation(
