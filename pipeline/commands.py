@@ -15,6 +15,7 @@ from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, DataError
+from pipeline.finetune.benchmark_command import BENCHMARK
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
@@ -152,6 +153,7 @@ def _grow(arguments: argparse.Namespace) -> None:
 
 USE: tuple[Verb, ...] = (
     EVALUATE,
+    BENCHMARK,
     Verb(
         "fill-mask",
         "most likely tokens at each [MASK] of a text",

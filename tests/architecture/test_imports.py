@@ -62,6 +62,10 @@ TORCH_FREE = {
     "pipeline.finetune.readers",
     "pipeline.finetune.encode",
     "pipeline.finetune.scores",
+    "pipeline.finetune.baselines",
+    "pipeline.finetune.benchmark",
+    "pipeline.finetune.benchmark_command",
+    "pipeline.finetune.benchmark_text",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},
@@ -78,6 +82,8 @@ DOORS = {
     "tokenizers": {"pipeline.tokenizer.fast"},
     "transformers": {"pipeline.use.hf_wrapper"},
     "google_crc32c": {"pipeline.use.tf_checkpoint"},
+    "sklearn": {"pipeline.finetune.baselines"},
+    "scipy": {"pipeline.finetune.baselines"},
     "backports.zstd": {"data_prep.readers.text", "data_prep.pieces"},
     "pyarrow": {"data_prep.readers.parquet"},
     "warcio": {"data_prep.readers.wet"},
