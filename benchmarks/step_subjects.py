@@ -36,8 +36,9 @@ from pipeline.data.run_order import Share
 from pipeline.kernels.choose import choose
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, env
-from pipeline.train.build import make_model, with_vocabulary
+from pipeline.train.build import make_model
 from pipeline.train.engine import Engine, init_process_group
+from pipeline.train.pretraining import with_vocabulary
 
 ROOT = Path(__file__).parents[1]
 LR = 1e-4

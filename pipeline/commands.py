@@ -15,7 +15,7 @@ from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, DataError
-from pipeline.finetune.benchmark_command import BENCHMARK
+from pipeline.finetune.commands import TASKS
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
@@ -153,7 +153,6 @@ def _grow(arguments: argparse.Namespace) -> None:
 
 USE: tuple[Verb, ...] = (
     EVALUATE,
-    BENCHMARK,
     Verb(
         "fill-mask",
         "most likely tokens at each [MASK] of a text",
@@ -483,5 +482,5 @@ torchrun --standalone --nproc-per-node 2 -m postnorm pretrain configs/demo.yaml"
 TRAIN = (
     CONFIG, MODEL, COVERAGE, PRETRAIN, STATUS, INSPECT, COMPARE, CHECKPOINT, PROFILE, BANDWIDTH
 )  # fmt: skip
-GROUPS: dict[str, tuple[Verb, ...]] = {"train": TRAIN, "use": USE}
-VERBS: tuple[Verb, ...] = TRAIN + USE
+GROUPS: dict[str, tuple[Verb, ...]] = {"train": TRAIN, "tasks": TASKS, "use": USE}
+VERBS: tuple[Verb, ...] = TRAIN + TASKS + USE

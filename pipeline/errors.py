@@ -50,6 +50,12 @@ class TrainingError(PostnormError):
     """Training cannot go on, such as too many skipped steps in a row."""
 
 
+class PreemptedError(PostnormError):
+    """A signal ended the work after it saved: the same command goes on."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 class StoppedError(PostnormError):
     """A person wants the run to stand still."""
 

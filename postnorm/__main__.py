@@ -36,6 +36,7 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     return {
         "prepare": (family("prep", "raw text to a tokenised dataset", prep.VERBS),),
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
+        "tasks": GROUPS["tasks"],
         "use": (*GROUPS["use"], completion),
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
     }

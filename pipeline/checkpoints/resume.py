@@ -23,7 +23,7 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.state import HasState, LossHistory, SavedState, TrainState, state_paths
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DatasetIndex
+from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
 from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.errors import CheckpointError
 from pipeline.runtime import dist
@@ -196,7 +196,7 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
 class CheckpointStore:
     """Find and restore the checkpoints of one run. Methods are collective."""
 
-    def __init__(self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo) -> None:
+    def __init__(self, config: PretrainConfig, index: DataIdentity, process: ProcessInfo) -> None:
         self.folder = Path(config.run_dir) / FOLDER
         self._config = config
         self._index = index

@@ -35,7 +35,7 @@ from pipeline.checkpoints.state import HasState, TrainState, expected_files
 from pipeline.config.load import digest, provenance
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha
-from pipeline.data.format import INDEX_FILE, DatasetIndex
+from pipeline.data.format import INDEX_FILE, DataIdentity
 from pipeline.errors import CheckpointError, DataError, PostnormError, RejectedError
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
@@ -74,7 +74,7 @@ class Saver:
     """Save the checkpoints of one run, at most one at a time. Methods are collective."""
 
     def __init__(
-        self, config: PretrainConfig, index: DatasetIndex, process: ProcessInfo, num_parameters: int
+        self, config: PretrainConfig, index: DataIdentity, process: ProcessInfo, num_parameters: int
     ) -> None:
         """Make the folder and remove what killed processes left behind.
 
@@ -344,7 +344,7 @@ def _require_files(unfinished: Path, manifest: Manifest) -> None:
         )
 
 
-def _read_tokenizer(index: DatasetIndex) -> bytes:
+def _read_tokenizer(index: DataIdentity) -> bytes:
     """Read the tokenizer's file of a dataset (DataError: it is missing or damaged)."""
     path = index.folder / index.tokenizer_file
     data = path.read_bytes() if path.is_file() else b""

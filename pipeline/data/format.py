@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -142,6 +142,30 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self.shard)
+
+
+class DataIdentity(Protocol):
+    """What a checkpoint keeps of its run's data, and what a resumed run is held to."""
+
+    @property
+    def folder(self) -> Path:
+        """Holds the data."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that makes batches."""
+
+    @property
+    def content(self) -> bytes:
+        """JSON that says what the data is, for a message about what changed."""
+
+    @property
+    def tokenizer_file(self) -> str:
+        """Name in the folder."""
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """Hash of that file."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config.data import EvalDataConfig, TrainDataConfig
+from pipeline.config.data import BatchPlace, EvalDataConfig, TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex
@@ -115,6 +115,22 @@ class TrainLoader:
             self._start_workers = partial(
                 Workers, config.data.workers, index, config, inputs, share, counts
             )
+
+    @property
+    def description(self) -> str:
+        """Its size in words."""
+        seq_len = self.steps.plan.seq_lens[-1]
+        num_sequences = self.steps.split.counts[seq_len].sum()
+        return f"{num_sequences:,} sequences of {seq_len} an epoch"
+
+    def samples(self, place: BatchPlace) -> list[list[int]]:
+        """Return [epoch, sample id] of each sequence of a batch, over all ranks."""
+        found = self.steps.order.segment(place.cursor).locate(place.cursor, place.size)
+        return [list(map(int, pair)) for pair in zip(found.epochs, found.sample_ids, strict=True)]
+
+    def epochs(self, cursor: int) -> dict[str, float]:
+        """Return how often each group of sources was seen before a cursor."""
+        return self.steps.order.epochs(cursor)
 
     def step_batches(self, cursor: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the step that starts at `cursor` sequences."""

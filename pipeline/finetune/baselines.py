@@ -13,6 +13,8 @@ The folder has the form of a finished fine-tuning, so that whatever reads one re
 
 import hashlib
 import json
+import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,12 +24,23 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.load import resolved_text
-from pipeline.finetune import scores
-from pipeline.finetune.readers import Example, TaskData, read_task
-from pipeline.finetune.scores import Floats, Span
-from pipeline.finetune.task import TaskConfig
-from pipeline.runtime.files import sha256_file, write_atomic, write_json_atomic
+from pipeline.config.load import to_yaml
+from pipeline.finetune.result import (
+    RESULT,
+    SPLITS,
+    Prediction,
+    combine,
+    predictions_file,
+    read_result,
+    score_run,
+    write_predictions,
+)
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.tasks.readers import Example, TaskData, read_task
+from pipeline.tasks.scores import Floats, Span
+from pipeline.tasks.task import TaskConfig
+
+logger = logging.getLogger(__name__)
 
 NAME = "ngrams"
 _C, _RIDGE = 10.0, 1.0
@@ -41,90 +54,58 @@ Predicted = list[tuple[Any, list[float | None] | None]]
 def run_baseline(config: TaskConfig, *, name: str, out: Path) -> dict[str, Any] | None:
     """Fit on train, predict dev and test, and write the folder; None for a kind without baseline.
 
+    A folder of the same rows and settings is not made again.
+
     Raises:
         DataError: see `read_task`.
     """
     if config.task.kind == "qa":
         return None
+    started_s = time.monotonic()
     data = read_task(config)
+    labelled = replace(config, data=replace(config.data, labels=data.labels or "auto"))
+    protocol = {
+        "model": NAME,
+        "data_sha256": _hash(data),
+        "selected_on": "last",
+        "metric": config.metric,
+        "regularisation": [_C, _RIDGE],
+        "features": _MOST_FEATURES,
+        "scikit-learn": metadata.version("scikit-learn"),
+    }
+    if (out / RESULT).is_file():
+        stored = read_result(out)
+        if protocol.items() <= stored["protocol"].items():
+            logger.info("%s is finished", out)
+            return stored
+        (out / RESULT).unlink()
     predict = _Dictionary(data) if config.kind.gold == "spans" else _Ngrams(config, data)
-    found: dict[str, dict[str, float] | None] = {"dev": None, "test": None}
+    found = {}
     out.mkdir(parents=True, exist_ok=True)
-    for split in found:
+    for split in SPLITS:
         rows = data.splits[split]
         if rows:
-            found[split] = _write_predictions(config, data, split, predict(rows), out)
-    scored_on = "test" if found["test"] else "dev"
-    gold = [row for row in data.splits[scored_on] if row.gold is not None]
-    labels, golds = data.labels, [plain(row.gold) for row in gold]
-    kind, scorer, metric = config.task.kind, config.task.scorer, config.metric
-    chance = scores.chance(
-        kind, golds, labels=labels, num_choices=[sum(row.distinct) for row in gold]
-    )
-    score = (found[scored_on] or {})[metric]
-    labelled = replace(config.data, labels=labels) if labels else config.data
-    write_atomic(out / "task.yaml", resolved_text(replace(config, data=labelled)).encode())
-    result = {
+            found[split] = [
+                Prediction(row.id, row.gold, *made)
+                for row, made in zip(rows, predict(rows), strict=True)
+            ]
+            write_predictions(predictions_file(out, split), found[split])
+    write_atomic(out / "task.yaml", to_yaml(labelled).encode())
+    about = {
         "task": name,
-        "kind": kind,
-        "metric": metric,
-        **found,
-        "majority": scores.majority(kind, golds, labels=labels, scorer=scorer)[metric],
-        "chance": chance[metric],
-        "seeds": [0],
-        "scores": [score],
-        "mean": score,
-        "sd": 0.0,
-        "rows": {split: len(rows) for split, rows in data.splits.items()},
+        "rows": {"train": len(data.splits["train"])},
         "counts": data.counts,
-        "warnings": [],
-        "protocol": {
-            "model": NAME,
-            "data_sha256": data_sha256(config),
-            "selected_on": "last",
-            "scored_on": scored_on,
-            "scikit-learn": metadata.version("scikit-learn"),
-        },
+        "train_s": time.monotonic() - started_s,
+        "protocol": protocol,
     }
-    write_json_atomic(out / "result.json", result)
+    result = combine([score_run(config, data.labels, found)], [0], about)
+    write_json_atomic(out / RESULT, result)
     return result
 
 
-def plain(gold: Any) -> Any:
-    """Return a gold as `predictions-*.jsonl` has it."""
-    return (
-        [list(item) if isinstance(item, Span) else item for item in gold]
-        if isinstance(gold, tuple)
-        else gold
-    )
-
-
-def data_sha256(config: TaskConfig) -> str:
-    """Hash the files of a task, in order."""
-    root = Path(config.data.root or ".")
-    names = [file for files, _ in config.data.splits.values() for file in files]
-    return hashlib.sha256("".join(sha256_file(root / name) for name in names).encode()).hexdigest()
-
-
-def _write_predictions(
-    config: TaskConfig, data: TaskData, split: str, predicted: Predicted, out: Path
-) -> dict[str, float] | None:
-    """Write a split's predictions; return its scores, None where the file has no gold."""
-    rows = data.splits[split]
-    lines, golds, right = [], [], []
-    for row, (prediction, values) in zip(rows, predicted, strict=True):
-        line = {"id": row.id, "gold": plain(row.gold), "prediction": prediction}
-        if values is not None:
-            line["scores"] = values
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-        if row.gold is not None:
-            golds.append(plain(row.gold))
-            right.append(prediction)
-    write_atomic(out / f"predictions-{split}.jsonl", "".join(lines).encode())
-    if not golds:
-        return None
-    tables = scores.tables(config.task.kind, golds, right, labels=data.labels)
-    return {name: table.score for name, table in tables.items()}
+def _hash(data: TaskData) -> str:
+    rows = [[split, row.id, row.texts, row.gold] for split, of in data.splits.items() for row in of]
+    return hashlib.sha256(json.dumps([data.labels, rows]).encode()).hexdigest()
 
 
 class _Dictionary:

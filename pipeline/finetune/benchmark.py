@@ -10,7 +10,7 @@ Intervals are bootstrapped over rows and seeds; a difference is drawn with the s
 import json
 import logging
 import re
-import time
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -26,17 +26,21 @@ from pipeline.errors import (
     ConfigError,
     DataError,
     PostnormError,
-    RunFolderError,
+    PreemptedError,
     StoppedError,
 )
-from pipeline.finetune import baselines, scores
-from pipeline.finetune.scores import Floats
-from pipeline.finetune.task import PublishedConfig, SuiteConfig, TaskConfig, load_task
-from pipeline.runtime.files import write_json_atomic
+from pipeline.finetune import baselines
+from pipeline.finetune.result import read_runs
+from pipeline.runtime.env import module_command
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.tasks.readers import read_task
+from pipeline.tasks.scores import Floats, Table, bootstrap, interval
+from pipeline.tasks.task import PublishedConfig, SuiteConfig, TaskConfig, load_task
 
 logger = logging.getLogger(__name__)
 
 TABLE_FILE = "table.json"
+_ROWS_FILE, _OVERLAP_FILE = "overlap-rows.jsonl", "overlap.json"
 RANDOM = "random:"
 """Before a model: its architecture and tokenizer with fresh weights."""
 LEFT_OUT = "left out by the limit of rows"
@@ -76,7 +80,7 @@ class Cell(NamedTuple):
     """A finished folder."""
 
     result: dict[str, Any]
-    rows: list[Any]
+    rows: list[tuple[str, Any]]
     """Id and gold of each scored row."""
     scores: list[float]
     """One a seed."""
@@ -110,6 +114,8 @@ def read_plan(
         if seeds:
             task = replace(task, train=replace(task.train, seeds=seeds))
         tasks[name] = task
+    if not tasks:
+        raise ConfigError(f"{suite} names no task; list task files in `tasks`")
     names = dict.fromkeys(models)
     plan = Plan(
         name=Path(suite).stem, tasks=tasks, models=tuple(names), out=out,
@@ -121,86 +127,83 @@ def read_plan(
     return plan
 
 
+def count_overlap(plan: Plan, corpus: list[str]) -> dict[str, Any]:
+    """Let data preparation count the rows that share text with a corpus.
+
+    An earlier count of the same rows and the same names of files is taken.
+
+    Raises:
+        DataError: the count failed.
+    """
+    lines = []
+    for name, config in plan.tasks.items():
+        try:
+            splits = read_task(config).splits
+        except DataError:
+            continue  # its line of the table will say so
+        rows = [row for row in splits["test"] if row.gold is not None] or splits["dev"]
+        # One of several choices that occurs in the corpus says nothing about its row.
+        texts = [[row.text, row.text_b] if row.text else [*row.choices] for row in rows]
+        lines += [json.dumps({"set": name, "texts": each}) + "\n" for each in texts]
+    rows_file, found_file = plan.out / _ROWS_FILE, plan.out / _OVERLAP_FILE
+    written = "".join(lines).encode()
+    if found_file.is_file() and rows_file.read_bytes() == written:
+        found: dict[str, Any] = json.loads(found_file.read_bytes())
+        if found["corpus"] == corpus:
+            return found
+    plan.out.mkdir(parents=True, exist_ok=True)
+    write_atomic(rows_file, written)
+    found_file.unlink(missing_ok=True)  # of other rows
+    words = ["overlap", str(rows_file), *corpus, "--out", str(found_file)]
+    if subprocess.run([*module_command("data_prep"), *words], check=False).returncode:
+        raise DataError(
+            f"--overlap {' '.join(corpus)}: the count failed, see above; correct the path, or "
+            "leave the option out"
+        )
+    return dict(json.loads(found_file.read_bytes()))
+
+
 def run(
     plan: Plan,
     finetune: Callable[..., Any],
     written: Callable[[Body], object],
     overlap: dict[str, Any] | None = None,
 ) -> tuple[Body, int]:
-    """Run what is missing, a folder after the other; return the table and an exit code.
+    """Run all folders, one after the other; return the table and an exit code.
 
     Args:
         plan: tasks and models.
-        finetune: as `pipeline.finetune.run.finetune`.
+        finetune: as `pipeline.finetune.run.finetune`, which takes a finished folder as it is if
+            data, weights and settings are the same.
         written: called with the table each time it is written.
         overlap: what `data_prep.decontaminate.overlap` found, with the tasks as its sets.
+
+    Raises:
+        PreemptedError, StoppedError: the same call continues.
     """
-    before = _earlier(plan.out / TABLE_FILE)
-    table = _Table(plan, before, overlap)
-    missing = [each for each in table.places() if not table.take_finished(*each)]
-    for number, (task, column) in enumerate(missing):
-        written(table.write(partial=True))
-        logger.info("%d of %d: %s, %s", number + 1, len(missing), task, column)
+    table = _Growing(plan, overlap)
+    places = [(task, column) for task in plan.tasks for column in plan.columns]
+    for number, (task, column) in enumerate(places, start=1):
+        logger.info("%d of %d: %s, %s", number, len(places), task, column)
         table.run(task, column, finetune)
-    body = table.write(partial=False)
-    written(body)
+        body = table.write(partial=number < len(places))
+        written(body)
     return body, max(table.exit_codes, default=0)
 
 
-def _earlier(path: Path) -> dict[str, Any]:
-    """Read the tasks of an earlier table, by name."""
-    if not path.is_file():
-        return {}
-    try:
-        return {line["task"]: line for line in json.loads(path.read_bytes())["tasks"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error!r}); remove it, which loses no score") from None
-
-
-class _Table:
+class _Growing:
     """The table while it grows."""
 
-    def __init__(self, plan: Plan, before: dict[str, Any], overlap: dict[str, Any] | None) -> None:
+    def __init__(self, plan: Plan, overlap: dict[str, Any] | None) -> None:
         self.exit_codes: list[int] = []
-        self._plan, self._before, self._overlap = plan, before, overlap
+        self._plan, self._overlap = plan, overlap
         self._cells: dict[tuple[str, str], Cell | str | None] = {}
         """What is finished, why it failed, or None: there is no such baseline."""
-        self._minutes: dict[tuple[str, str], float | None] = {}
-        self._data: dict[str, str] = {}
         self._provenance = provenance()
-
-    def places(self) -> Iterator[tuple[str, str]]:
-        """Yield all (task, column), task by task."""
-        for task in self._plan.tasks:
-            for column in self._plan.columns:
-                yield task, column
-
-    def take_finished(self, task: str, column: str) -> bool:
-        """Take a folder that is finished, or cannot be used; say whether it is."""
-        config = self._plan.tasks[task]
-        earlier = self._before.get(task, {})
-        try:
-            if task not in self._data:
-                self._data[task] = baselines.data_sha256(config)
-            folder = self._plan.folder(task, column)
-            result = finished(folder, config, column)
-            if result is None:
-                return False
-            if earlier.get("data_sha256", self._data[task]) != self._data[task]:
-                raise RunFolderError(
-                    f"{folder} was made of other data: files of {task} have changed since; remove "
-                    "the folder, or choose another --out"
-                )
-            self._cells[task, column] = read_cell(folder, config, result)
-        except (PostnormError, OSError) as error:
-            self._fail(task, column, error)
-        self._minutes[task, column] = earlier.get("columns", {}).get(column, {}).get("minutes")
-        return True
 
     def run(self, task: str, column: str, finetune: Callable[..., Any]) -> None:
         """Run one folder; a failure is noted."""
         config, folder = self._plan.tasks[task], self._plan.folder(task, column)
-        started_s = time.monotonic()
         try:
             if column == baselines.NAME:
                 result = baselines.run_baseline(config, name=task, out=folder)
@@ -213,18 +216,14 @@ class _Table:
                     seeds=config.train.seeds,
                     tokens=self._plan.out / "tokens",
                 )
-            self._cells[task, column] = read_cell(folder, config, result) if result else None
-        except StoppedError:
+            self._cells[task, column] = read_cell(folder, result) if result else None
+        except (StoppedError, PreemptedError):
             raise
         # Torch says with a RuntimeError that memory is used up.
         except (PostnormError, OSError, RuntimeError) as error:
-            self._fail(task, column, error)
-        self._minutes[task, column] = (time.monotonic() - started_s) / 60
-
-    def _fail(self, task: str, column: str, error: Exception) -> None:
-        logger.error("%s, %s: %s", task, column, error)
-        self._cells[task, column] = str(error) or type(error).__name__
-        self.exit_codes.append(getattr(error, "exit_code", EXIT_FAILED_RETRY))
+            logger.error("%s, %s: %s", task, column, error)
+            self._cells[task, column] = str(error) or type(error).__name__
+            self.exit_codes.append(getattr(error, "exit_code", EXIT_FAILED_RETRY))
 
     def write(self, *, partial: bool) -> Body:
         """Write `table.json`."""
@@ -272,17 +271,15 @@ class _Table:
             "chance": result.get("chance"),
             "majority": result.get("majority"),
             "overlap": (self._overlap or {}).get("sets", {}).get(task),
-            "data_sha256": self._data.get(task),
             "columns": shown,
             "differences": list(self._differences(cells)),
         }
 
     def _shown(self, task: str, column: str, cell: Cell | str) -> dict[str, Any]:
-        minutes = self._minutes.get((task, column))
         if isinstance(cell, str):
-            return {"failed": cell, "minutes": minutes}
+            return {"failed": cell}
         num = len(cell.scores)
-        low, high = scores.interval(cell.draws)
+        low, high = interval(cell.draws)
         mean = float(np.mean(cell.scores))
         warnings = list(cell.result["warnings"])
         if abs(mean - cell.result["mean"]) > 1e-6:
@@ -297,7 +294,7 @@ class _Table:
             "high": high,
             "scores": cell.scores,
             "seeds": cell.result["seeds"],
-            "minutes": minutes,
+            "minutes": cell.result["train_s"] / 60,
             "warnings": warnings,
             "protocol": cell.result["protocol"],
             "folder": str(self._plan.folder(task, column).relative_to(self._plan.out)),
@@ -348,90 +345,22 @@ def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: Plan) -> s
     return f"protocol: {', '.join(others)}" if others else ""
 
 
-def finished(folder: Path, config: TaskConfig, source: str) -> dict[str, Any] | None:
-    """Read the result of a folder; None if there is none yet, or seeds are missing.
-
-    Raises:
-        RunFolderError: the folder holds a result of another model or of other settings.
-        DataError: the result cannot be read.
-    """
-    if not (folder / "result.json").is_file():
-        return None
-    try:
-        result: dict[str, Any] = json.loads((folder / "result.json").read_bytes())
-        there, model = load_task(str(folder / "task.yaml")), result["protocol"]["model"]
-        seeds = result["seeds"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder}/result.json is damaged ({error!r}); remove the folder") from None
-    one, other = (_flat(asdict(each)) for each in (_comparable(there), _comparable(config)))
-    others = [
-        f"{name} is {one[name]!r} there, {value!r} here"
-        for name, value in other.items()
-        if one[name] != value and not (name == "data.labels" and value == "auto")
-    ]
-    if model != source:
-        others.insert(0, f"model is {model!r} there, {source!r} here")
-    if others:
-        raise RunFolderError(
-            f"{folder} holds a result of other settings: {'; '.join(others)}; remove the folder, "
-            "or choose another --out"
-        )
-    is_whole = source == baselines.NAME or list(seeds) == list(config.train.seeds)
-    return result if is_whole else None
-
-
-def _comparable(config: TaskConfig) -> TaskConfig:
-    """Drop the seeds, which may grow, and where relative paths start."""
-    root = str(Path(config.data.root or ".").resolve())
-    train = replace(config.train, seeds=(1,))
-    return replace(config, train=train, data=replace(config.data, root=root))
-
-
-def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{path}{name}.") if isinstance(value, dict) else {path + name: value}
-    return flat
-
-
-def read_cell(folder: Path, config: TaskConfig, result: dict[str, Any]) -> Cell:
+def read_cell(folder: Path, result: dict[str, Any]) -> Cell:
     """Score the predictions of a folder again.
 
     Raises:
         DataError: predictions are missing, damaged, or of other rows from seed to seed.
     """
-    labels = load_task(str(folder / "task.yaml")).data.labels
-    split, seeds = result["protocol"]["scored_on"], result["seeds"]
-    parts = [folder / f"seed-{seed}" for seed in seeds] if len(seeds) > 1 else [folder]
-    rows: list[Any] = []
-    tables = []
-    for part in parts:
-        path = part / f"predictions-{split}.jsonl"
-        try:
-            # Of bytes: texts may hold characters that would end a line of text.
-            lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-            lines = [line for line in lines if line["gold"] is not None]
-            here = [[line["id"], line["gold"]] for line in lines]
-            predictions = [line["prediction"] for line in lines]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is damaged ({error!r}); remove {folder}") from None
-        if rows and rows != here:
-            raise DataError(f"{part} scores other rows than {parts[0]}; remove {folder}")
-        rows = here
-        every = scores.tables(
-            config.task.kind,
-            [gold for _, gold in rows],
-            predictions,
-            labels=() if labels == "auto" else labels,
-            scorer=config.task.scorer,
-        )
-        tables.append(every[config.metric])
-    return Cell(result, rows, [table.score for table in tables], scores.bootstrap(tables))
+    runs = read_runs(folder)
+    predictions = runs[0].predictions[runs[0].scored.body["protocol"]["scored_on"]]
+    rows = [(row.id, row.gold) for row in predictions if row.gold is not None]
+    tables: list[Table] = [run.scored.table for run in runs]
+    return Cell(result, rows, [table.score for table in tables], bootstrap(tables))
 
 
 def difference(one: Cell, other: Cell) -> dict[str, float | None]:
     """Return mean, low and high of a paired difference; None where the rows are not the same."""
     if one.rows != other.rows:
         return {"mean": None, "low": None, "high": None}
-    low, high = scores.interval(one.draws - other.draws)
+    low, high = interval(one.draws - other.draws)
     return {"mean": float(np.mean(one.scores) - np.mean(other.scores)), "low": low, "high": high}

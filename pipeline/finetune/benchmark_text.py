@@ -98,7 +98,7 @@ def _rows(body: Body) -> tuple[Rows, list[str]]:
         row += [_percent(line["chance"]), _percent(line["majority"])]
         row += [_score(line, column, shown[column], notes) for column in body["columns"]]
         row += [_difference(line, *pair) for pair in pairs]
-        minutes = [cell["minutes"] or 0 for cell in line["columns"].values()]
+        minutes = [cell.get("minutes", 0.0) for cell in line["columns"].values()]
         rows.append([*row, _share(line["overlap"]), f"{sum(minutes):.1f}" if any(minutes) else "-"])
     means = ["chance", "majority", *body["columns"]]
     last = ["mean", "", "", f"{len(body['mean']['tasks'])} tasks"]

@@ -1,4 +1,4 @@
-"""What every objective of pre-training offers; the trainer knows no objective by its name."""
+"""What every objective offers; the trainer knows no objective by its name."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -48,17 +48,21 @@ class Objective(Protocol):
     def make_model(self, config: ModelConfig) -> EncoderModel:
         """Return the model that the objective trains, initialised from torch's random state."""
 
-    def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
-        """Make the inputs of training batches."""
-
-    def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
-        """Make the inputs of held-out batches, the same for every run."""
-
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
         """Run the model on a micro-batch that lies on its device.
 
         The weights of `losses` are those of `MicroBatch.weights`.
         """
+
+
+class TextObjective(Objective, Protocol):
+    """An objective on packed text, which it corrupts."""
+
+    def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
+        """Make the inputs of training batches."""
+
+    def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
+        """Make the inputs of held-out batches, the same for every run."""
 
 
 def add_up(parts: list[Sums]) -> Sums:

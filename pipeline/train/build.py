@@ -1,12 +1,11 @@
-"""`python -m pipeline pretrain`: puts a run together from its config and starts the loop."""
+"""Puts a run together from its config and its work, and starts the loop."""
 
 import fcntl
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -18,16 +17,14 @@ from pipeline.checkpoints.state import TrainState
 from pipeline.config.load import provenance, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha, is_over
-from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Rewind, read_ledger
 from pipeline.data.record import read_batches
 from pipeline.data.run_order import Share
-from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, ConfigError, DataError
+from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, BusyError, DataError
 from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective
-from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime import dist, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -35,14 +32,12 @@ from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.sinks.base import Sinks, Start, find_sinks
 from pipeline.train.batch_log import BatchLog
-from pipeline.train.data import open_data
 from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
-from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.loop import Attempt, train
 from pipeline.train.requests import Requests
-from pipeline.train.run import Run
+from pipeline.train.run import Run, Work
 from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -50,15 +45,13 @@ logger = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 15.0
 
 
-def pretrain(
-    config: PretrainConfig, rank: Rank, initial: Callable[[], InitialWeights] | None = None
-) -> int:
-    """Run or resume a pre-training run on this rank.
+def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
+    """Run or resume a run on this rank, whatever its work is.
 
     Args:
-        config: of the run.
+        config: of the run, with the size of the vocabulary.
         rank: this process; its signals are looked at between steps.
-        initial: gives the weights that a new run starts from; not called when a run resumes.
+        work: what is trained.
 
     Returns:
         An exit code of `pipeline.errors`.
@@ -67,12 +60,6 @@ def pretrain(
         PostnormError: the user can fix it.
     """
     run_dir, process = Path(config.run_dir), rank.process
-    config.batches.require_split(process.world_size)
-    # What is missing is found before anything is made.
-    deepspeed_config(config.train)
-    find_sinks(config.monitor.sinks)
-    index = read_index(config.data.dir)
-    config = with_vocabulary(config, index)
     run_dir.mkdir(parents=True, exist_ok=True)
     log.to_run(run_dir, process.rank)
     rank.if_lost = (
@@ -84,24 +71,9 @@ def pretrain(
     hang_timeout_s = config.train.hang_timeout_s
     with _exclusive(run_dir, process), watchdog.watching(run_dir, process, hang_timeout_s):
         device = init_process_group(process, config.train.collective_timeout_s)
-        code = _run(config, process, index, device, requests, initial)
+        code = _run(config, process, work, device, requests)
         close_process_group()
     return code
-
-
-def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConfig:
-    """Fill in or check `model.vocab_size`.
-
-    Raises:
-        ConfigError: the model's vocabulary is smaller than the tokenizer's.
-    """
-    size = config.model.vocab_size or index.vocab_size
-    if size < index.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={size} is below the {index.vocab_size} tokens of {index.folder}; "
-            "raise it, or leave it out"
-        )
-    return replace(config, model=replace(config.model, vocab_size=size))
 
 
 def make_model(config: PretrainConfig, objective: Objective, device: torch.device) -> EncoderModel:
@@ -132,48 +104,43 @@ def make_model(config: PretrainConfig, objective: Objective, device: torch.devic
 def _run(
     config: PretrainConfig,
     process: ProcessInfo,
-    index: DatasetIndex,
+    work: Work,
     device: torch.device,
     requests: Requests,
-    initial: Callable[[], InitialWeights] | None,
 ) -> int:
     requests.refuse_if_stopped()
     run_dir = Path(config.run_dir)
-    objective = MaskedLanguageModeling()
-    model = make_model(config, objective, device)
+    model = make_model(config, work.objective, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    store = CheckpointStore(config, index, process)
+    store = CheckpointStore(config, work.index, process)
     # Before the data is opened, which may take minutes: it may be another run's.
     resumed_from = store.newest()
     if requests.ends_before_training():
         return EXIT_PREEMPTED
-    saver = Saver(config, index, process, num_parameters)
-    share = Share(process.rank, process.world_size)
-    train_loader, eval_loader = open_data(config, index, objective, share)
+    saver = Saver(config, work.index, process, num_parameters)
+    data = work.open(config, Share(process.rank, process.world_size))
     if requests.ends_before_training():
         return EXIT_PREEMPTED
-    if initial is not None and resumed_from is None:
-        start_from(model, initial(), config, index)
-    num_sequences = train_loader.steps.split.counts[config.data.seq_len].sum()
+    if resumed_from is None:
+        work.start(model)
     logger.info(
-        "%s: %s parameters, %d ranks on %s, %s sequences of %d an epoch",
+        "%s: %s parameters, %d ranks on %s, %s",
         run_dir,
         f"{num_parameters:,}",
         process.world_size,
         device.type,
-        f"{num_sequences:,}",
-        config.data.seq_len,
+        data.description,
     )
     watchdog.beat("making the engine")
+    engine = Engine(model, config.train, process, device, work.lr_scale)
     run = Run(
         config=config,
         process=process,
-        index=index,
+        work=work,
         model=model,
-        engine=Engine(model, config.train, process, device),
-        objective=objective,
-        train_loader=train_loader,
-        eval_loader=eval_loader,
+        engine=engine,
+        data=data,
+        evaluation=work.evaluation(model, engine),
         store=store,
         saver=saver,
         requests=requests,
@@ -215,7 +182,7 @@ def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | Non
         batch_log=batch_log,
         watch=watch,
         left_out=LeftOut(config, rewinds),
-        rescue=Rescue(config, run.train_loader.steps.order, batch_log, run.saver, watch),
+        rescue=Rescue(config, run.data, batch_log, run.saver, watch),
     )
     try:
         code = train(attempt, state)
@@ -287,7 +254,7 @@ def _record_attempt(run: Run, resumed_step: int | None, *, rewound: bool) -> int
         "rewound": rewound,
         "unix_s": time.time(),
         "world_size": process.world_size,
-        "fingerprint": run.index.fingerprint,
+        "fingerprint": run.work.index.fingerprint,
         "host": process.host,
         "job": process.job,
         **provenance(),

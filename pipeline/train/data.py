@@ -7,12 +7,12 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.reader import refuse_unlisted
 from pipeline.data.run_order import Share
 from pipeline.data.staging import stage
-from pipeline.objectives.base import Objective
+from pipeline.objectives.base import TextObjective
 from pipeline.runtime import dist, env, watchdog
 
 
 def open_data(
-    config: PretrainConfig, index: DatasetIndex, objective: Objective, share: Share
+    config: PretrainConfig, index: DatasetIndex, objective: TextObjective, share: Share
 ) -> tuple[TrainLoader, EvalLoader]:
     """Open and check the dataset. Collective.
 

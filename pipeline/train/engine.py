@@ -10,7 +10,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -109,9 +109,17 @@ class Engine:
     """A model under ZeRO with fp32 master weights, fp32 accumulation and its optimizer."""
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, process: ProcessInfo, device: torch.device
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        process: ProcessInfo,
+        device: torch.device,
+        lr_scale: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
-        """Wrap a model; every rank must pass the same weights (rank 0's are sent to all)."""
+        """Wrap a model; every rank must pass the same weights (rank 0's are sent to all).
+
+        `lr_scale` gives the learning rate of a parameter, by its name, as a share of the run's.
+        """
         self.device = device
         self.world_size = process.world_size
         self.own_time = OwnTime(device)
@@ -121,7 +129,7 @@ class Engine:
         self._shapes = {
             name: tuple(parameter.shape) for name, parameter in model.named_parameters()
         }
-        self._optimizer = make_optimizer(model, config)
+        self._optimizer = make_optimizer(model, config, lr_scale)
         self._engine: Any
         if config.zero_stage == 0:
             self._engine = Replicated(model, self._optimizer, config, self.world_size, device)
@@ -177,7 +185,7 @@ class Engine:
         """
         assert batches, "a step needs at least one micro-batch on every rank"
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         self._engine.train()
         names = list(objective.losses)
         weights = [sum(batch.weights[name] for batch in batches) for name in names]

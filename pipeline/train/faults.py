@@ -17,12 +17,12 @@ from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord
-from pipeline.data.run_order import RunOrder
 from pipeline.errors import CheckpointError, StorageError, TrainingError
 from pipeline.runtime import dist
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.metrics import Interval
+from pipeline.train.run import TrainingData
 from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ class Rescue:
     def __init__(
         self,
         config: PretrainConfig,
-        order: RunOrder,
+        data: TrainingData,
         batch_log: BatchLog,
         saver: Saver,
         watch: Watch,
     ) -> None:
         self._config = config
         self._run_dir = Path(config.run_dir)
-        self._order = order
+        self._data = data
         self._batch_log = batch_log
         self._saver = saver
         self._watch = watch
@@ -72,8 +72,6 @@ class Rescue:
             state.cursor - 1,
         )
         self._watch.skipped(state)
-        places = self._order.segment(place.cursor).locate(place.cursor, place.size)
-        samples = zip(places.epochs, places.sample_ids, strict=True)
         self._record(
             NonFinite(
                 batch=place.number,
@@ -81,7 +79,7 @@ class Rescue:
                 step=state.step + 1,
                 grad_norm=str(result.grad_norm),
                 ranks=ranks,
-                samples=[[int(epoch), int(sample)] for epoch, sample in samples],
+                samples=self._data.samples(place),
                 unix_s=time.time(),
             )
         )

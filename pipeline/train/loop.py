@@ -54,7 +54,7 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
     if state.step == 0:
         _set_alpha(attempt, state)
         attempt.watch.evaluate(state)
-    steps = run.train_loader.steps_from(state.cursor)
+    steps = run.data.steps_from(state.cursor)
     while not schedule.is_over(state.step, config, state.elapsed_s):
         place = run.config.batches.at(state.cursor)
         if place.number in attempt.left_out:

@@ -164,9 +164,11 @@ class Lamb(torch.optim.Optimizer):
         return ratios.float()
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, config: TrainConfig, lr_scale: Callable[[str], float] = lambda _: 1.0
+) -> torch.optim.Optimizer:
     """Make the optimizer of all parameters, in the groups of `decay_groups`; log their sizes."""
-    groups = decay_groups(model, config.weight_decay)
+    groups = decay_groups(model, config.weight_decay, lr_scale)
     for group in groups:
         size = sum(parameter.numel() for parameter in group["params"])
         logger.info(
@@ -239,14 +241,24 @@ def is_matrix(parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    model: nn.Module, weight_decay: float, lr_scale: Callable[[str], float] = lambda _: 1.0
+) -> list[dict[str, Any]]:
     """Group the parameters: matrices decay; biases and the gains and shifts of norms do not.
+
+    Parameters of a rate of their own are groups of their own, with `lr_scale`.
 
     Source: google-research/bert `optimization.py`, exclude_from_weight_decay.
     """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [each for each in parameters if is_matrix(each)], "weight_decay": weight_decay},
-        {"params": [each for each in parameters if not is_matrix(each)], "weight_decay": 0.0},
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for scale in sorted({lr_scale(name) for name, _ in model.named_parameters()}, reverse=True):
+        for decays in (True, False):
+            groups[scale, decays] = []
+    for name, parameter in model.named_parameters():
+        groups[lr_scale(name), is_matrix(parameter)].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        | ({"lr_scale": scale} if scale != 1.0 else {})
+        for (scale, decays), parameters in groups.items()
+        if parameters
     ]
-    return [group for group in groups if group["params"]]

@@ -1,13 +1,20 @@
-"""A run as this process has opened it."""
+"""A run as this process has opened it, and what differs between kinds of runs: their work."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
+from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import DatasetIndex
-from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.format import DataIdentity
+from pipeline.data.loader import MicroBatch
+from pipeline.data.run_order import Share
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective
 from pipeline.runtime.env import ProcessInfo
@@ -16,21 +23,105 @@ from pipeline.train.engine import Engine
 from pipeline.train.requests import Requests
 
 
+class TrainingData(Protocol):
+    """Training batches of one rank; which ones follows from the cursor alone."""
+
+    def steps_from(self, cursor: int) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of endless steps, the first of which begins at a cursor.
+
+        Raises:
+            PostnormError: a step cannot be made; those before it were given.
+        """
+
+    def samples(self, place: BatchPlace) -> list[list[int]]:
+        """Return [epoch, sample] of each sequence of a batch, over all ranks."""
+
+    def epochs(self, cursor: int) -> dict[str, float]:
+        """Return how often each group of the data was seen before a cursor."""
+
+    @property
+    def description(self) -> str:
+        """Its size in words."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation found; the same on all ranks but for pictures and texts."""
+
+    loss: float
+    """What `checkpoint.keep_best` compares, the lower the better."""
+    text: str
+    """For the console."""
+    values: Mapping[str, float]
+    images: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Evaluation(Protocol):
+    """Scores the model on data that it is not trained on."""
+
+    def __call__(self, step: int, *, shows: bool) -> Evaluated | None:
+        """Evaluate at the model's alpha; None if there is nothing to say at this step. Collective.
+
+        `shows`: whether this rank's pictures and texts are looked at.
+        """
+
+
+class Work(Protocol):
+    """What a run trains and on what; the loop, checkpoints, faults and figures know no more."""
+
+    @property
+    def index(self) -> DataIdentity:
+        """The data."""
+
+    @property
+    def objective(self) -> Objective:
+        """What is minimised."""
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Nats; where it is known, a loss that stays there is told as a plateau."""
+
+    def open(self, config: PretrainConfig, share: Share) -> TrainingData:
+        """Open and check the data. Collective.
+
+        Raises:
+            PostnormError: on all ranks, if one finds damage.
+        """
+
+    def start(self, model: EncoderModel) -> None:
+        """Load the weights that a new run starts from, if they are not random ones.
+
+        Raises:
+            PostnormError: they do not fit.
+        """
+
+    def lr_scale(self, parameter: str) -> float:
+        """Return the learning rate of a parameter as a share of the run's."""
+
+    def evaluation(self, model: EncoderModel, engine: Engine) -> Evaluation:
+        """Make what scores the model; `open` was called. Collective."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that lasts as long as the process; an attempt at training uses it."""
 
     config: PretrainConfig
     process: ProcessInfo
-    index: DatasetIndex
+    work: Work
     model: EncoderModel
     engine: Engine
-    objective: Objective
-    train_loader: TrainLoader
-    eval_loader: EvalLoader
+    data: TrainingData
+    evaluation: Evaluation
     store: CheckpointStore
     saver: Saver
     requests: Requests
+
+    @property
+    def objective(self) -> Objective:
+        """What is minimised."""
+        return self.work.objective
 
     @property
     def folder(self) -> RunFolder:

@@ -6,7 +6,6 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.checkpoints.save import SaveNumbers
 from pipeline.checkpoints.state import TrainState
@@ -17,11 +16,8 @@ from pipeline.model.cost import flops_per_token, limits
 from pipeline.runtime import dist
 from pipeline.runtime.summary import duration
 from pipeline.sinks.base import Sinks
-from pipeline.train.evaluate import evaluate
-from pipeline.train.figures import heat_map
 from pipeline.train.health import LastStep, PlateauDoctor, Stragglers
 from pipeline.train.metrics import Interval
-from pipeline.train.observe import Observer, examples_text
 from pipeline.train.run import Run
 from pipeline.train.timing import device_name
 
@@ -42,11 +38,11 @@ class Watch:
     """Watches one attempt. Rank 0 has sinks to write to."""
 
     def __init__(self, run: Run, sinks: Sinks | None) -> None:
-        """Take fixed sequences to look at. Collective."""
+        """Find out who the ranks are. Collective."""
         config, device = run.config, run.engine.device
         self._run, self._config, self._sinks = run, config, sinks
-        self._observer = Observer(run.model, run.eval_loader, run.index, device)
-        self._doctor = PlateauDoctor(config, run.index.unigram_entropy_nats)
+        entropy = run.work.unigram_entropy
+        self._doctor = None if entropy is None else PlateauDoctor(config, entropy)
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
@@ -76,9 +72,8 @@ class Watch:
         logger.info("%s", console_line(state.step, num_steps, interval.means, values, left_s))
         self._tell_stragglers(state, interval)
         tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
-        advice = self._doctor.look(
-            interval.loss, LastStep(state.step, *step, interval.layers, tokens_per_step)
-        )
+        last = LastStep(state.step, *step, interval.layers, tokens_per_step)
+        advice = self._doctor.look(interval.loss, last) if self._doctor else None
         if advice:
             logger.warning("plateau: %s", advice)
             if self._sinks:
@@ -105,34 +100,22 @@ class Watch:
                 self._sinks.write(numbers.step, "save", numbers.values)
 
     def evaluate(self, state: TrainState) -> None:
-        """Evaluate held-out text at the model's alpha. Collective.
+        """Evaluate at the model's alpha. Collective.
 
         The loss goes into `state` too, for checkpoints.
         """
-        run = self._run
-        result = evaluate(run.engine.model, run.engine.device, run.objective, run.eval_loader)
-        total = result.total
-        state.held_out_loss, state.held_out_step = total.loss, state.step
-        counts = ", ".join(f"{count:,} {name}" for name, count in total.counts.items())
-        scores = means_text(total.loss, total.means)
-        logger.info("step %d  held-out %s  (%s)", state.step, scores, counts)
-        statistics = self._observer.attention()
-        examples = self._observer.examples()
+        found = self._run.evaluation(state.step, shows=self._sinks is not None)
+        if found is None:
+            return
+        state.held_out_loss, state.held_out_step = found.loss, state.step
+        logger.info("step %d  %s", state.step, found.text)
         if not self._sinks:
             return
-        entropy = statistics.entropy.cpu().numpy()
-        layers = {
-            f"attention_entropy_layer_{number:02d}": float(of_heads.mean())
-            for number, of_heads in enumerate(entropy)
-        }
-        perplexity = {"perplexity": total.perplexity}
-        entropy_of_data = {"unigram_entropy": run.index.unigram_entropy_nats}
-        values = result.values() | perplexity | entropy_of_data | layers
-        self._sinks.write(state.step, "eval", values)
-        longest = max(self._config.batches.seq_lens)
-        figure = _entropy_map(entropy, state.step, longest)
-        self._sinks.write_image(state.step, "layers/attention_entropy", figure)
-        self._sinks.write_text(state.step, "fill_mask", examples_text(examples))
+        self._sinks.write(state.step, "eval", dict(found.values))
+        for name, image in found.images.items():
+            self._sinks.write_image(state.step, name, image)
+        for name, text in found.texts.items():
+            self._sinks.write_text(state.step, name, text)
 
     def _values(
         self, state: TrainState, place: BatchPlace, interval: Interval, step: StepNumbers
@@ -165,7 +148,7 @@ class Watch:
 
     def _epochs(self, state: TrainState) -> dict[str, float]:
         """Return how often the training text was seen, by source where sources have weights."""
-        epochs = self._run.train_loader.steps.order.epochs(state.cursor)
+        epochs = self._run.data.epochs(state.cursor)
         if len(epochs) == 1:
             return {"epoch": next(iter(epochs.values()))}
         return {f"epoch_{name}": value for name, value in epochs.items()}
@@ -204,26 +187,6 @@ def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> f
         interval.squared_lengths / interval.num_tokens,
     )
     return each.total * interval.num_tokens
-
-
-def _entropy_map(
-    entropy: npt.NDArray[np.float32], step: int, longest: int
-) -> npt.NDArray[np.uint8]:
-    """Draw the heads side by side, the first layer on top, on a scale that fits all steps."""
-    high = float(np.log(longest))
-    return heat_map(
-        entropy,
-        0.0,
-        high,
-        title=(
-            f"Attention entropy at step {step:,}",
-            "0: attention to one token",
-            f"{high:.2f}: equal attention to all {longest:,}",
-        ),
-        row_name="layer",
-        column_name="head",
-        unit="nats",
-    )
 
 
 def console_line(

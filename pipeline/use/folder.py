@@ -190,6 +190,7 @@ def load_trained(source: Path, step: int | None = None) -> TrainedModel:
         RunFolderError: this is neither a run, nor its copy, nor a model folder.
         CheckpointError: there is no good checkpoint, or the model folder is damaged.
     """
+    source = fine_tuned(source)
     if is_model_folder(source):
         if step is not None:
             raise CheckpointError(f"{source} is a model folder, without steps; leave out the step")
@@ -205,6 +206,12 @@ def load_trained(source: Path, step: int | None = None) -> TrainedModel:
         "trained_with": manifest.provenance,
     }
     return TrainedModel(model, read_tokenizer(path), facts)
+
+
+def fine_tuned(source: Path) -> Path:
+    """Return the model's folder of a finished fine-tuning, and any other folder as it is."""
+    folders = (source / "model", *sorted(source.glob("seed-*/model"))[:1])
+    return next((folder for folder in folders if is_model_folder(folder)), source)
 
 
 def require_full_alpha(trained: TrainedModel, source: Path, why: str) -> None:
@@ -244,6 +251,7 @@ def initial_weights(source: Path) -> InitialWeights:
 
 def tokenizer_folder(source: Path) -> Path:
     """Find the folder that holds the tokenizer of a run or model folder."""
+    source = fine_tuned(source)
     return source if is_model_folder(source) else _newest(source)[0]
 
 
@@ -258,7 +266,8 @@ def _scores(run_dir: Path, step: int) -> dict[str, float]:
     """Find the last held-out evaluation up to a step; empty if there was none."""
     records = read_json_lines(RunFolder(run_dir).metrics)
     found = [record for record in records if record["kind"] == "eval" and record["step"] <= step]
-    return {name: found[-1][name] for name in ("step", "loss", "accuracy")} if found else {}
+    names = ("step", "loss", "accuracy")
+    return {name: found[-1][name] for name in names if name in found[-1]} if found else {}
 
 
 LARGEST_DIFFERENCE = 1e-3

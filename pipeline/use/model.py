@@ -99,14 +99,20 @@ def load(
         CheckpointError: the checkpoint or folder is damaged, or there is none of that step.
         ConfigError: `device` or `dtype` is not one.
     """
-    source = Path(path)
+    return Model(read_model(Path(path), step), _device(device), _dtype(dtype))
+
+
+def read_model(source: Path, step: int | None = None) -> TrainedModel:
+    """Read a model of any form, as `load` does, in fp32 on the CPU.
+
+    Raises:
+        PostnormError: as `load`.
+    """
     if is_model_folder(source) or not (source / CONFIG_FILE).is_file():
-        trained = load_trained(source, step)
-    elif step is not None:
+        return load_trained(source, step)
+    if step is not None:
         raise CheckpointError(f"{source} is not a run, so it has no step {step}; leave out step")
-    else:
-        trained = load_own_hf(source) if is_own_hf(source) else load_foreign(source)
-    return Model(trained, _device(device), _dtype(dtype))
+    return load_own_hf(source) if is_own_hf(source) else load_foreign(source)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

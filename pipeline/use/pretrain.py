@@ -64,7 +64,7 @@ def pretrain(config: str | os.PathLike[str], overrides: Overrides = ()) -> Pretr
         PostnormError: of the data, a checkpoint, storage or the training itself.
     """
     words = _words(overrides)
-    with env.restored(), _own_process():
+    with env.restored(), own_process():
         try:
             code, run_dir = train_as_rank(str(config), words)
         except ModuleNotFoundError as error:
@@ -101,7 +101,7 @@ def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Ra
     rank.run_dir = Path(config.run_dir)
     folders.append(rank.run_dir)
     # Importing torch takes seconds.
-    from pipeline.train.build import pretrain
+    from pipeline.train.pretraining import pretrain
     from pipeline.use.folder import initial_weights
 
     source = config.init_from
@@ -131,7 +131,7 @@ def _text(value: Any) -> str:
 
 
 @contextmanager
-def _own_process() -> Iterator[None]:
+def own_process() -> Iterator[None]:
     """Give a run the signals, the root logger and the process group, and take them back."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(

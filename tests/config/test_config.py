@@ -16,7 +16,7 @@ from pipeline.config import strict_yaml
 from pipeline.config.load import explain, load, resolved_text
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import ConfigError
-from pipeline.finetune.task import SuiteConfig, TaskConfig
+from pipeline.tasks.task import SuiteConfig, TaskConfig
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = "run_dir: r\ndata: {dir: d}\n"

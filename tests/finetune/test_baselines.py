@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.finetune.baselines import run_baseline
-from pipeline.finetune.task import TaskConfig, load_task
+from pipeline.tasks.task import TaskConfig, load_task
 
 SPLITS = ("train", "dev", "test")
 

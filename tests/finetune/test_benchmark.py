@@ -10,14 +10,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.config.load import to_yaml
-from pipeline.errors import ConfigError, DataError, StoppedError
-from pipeline.finetune import benchmark_text, scores
-from pipeline.finetune.baselines import plain
-from pipeline.finetune.benchmark import Plan, read_plan, run
-from pipeline.finetune.readers import Example, read_task
-from pipeline.finetune.task import TaskConfig
+from pipeline.config.model import ModelConfig
+from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
+from pipeline.finetune import benchmark_text
+from pipeline.finetune.benchmark import Plan, difference, read_cell, read_plan, run
+from pipeline.finetune.result import (
+    RESULT,
+    Prediction,
+    combine,
+    predictions_file,
+    score_run,
+    write_predictions,
+)
+from pipeline.finetune.run import finetune
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime.files import write_json_atomic
+from pipeline.tasks.readers import Example, read_task
+from pipeline.tasks.task import TaskConfig
+from pipeline.tokenizer.fast import BertOptions
+from pipeline.tokenizer.wordpiece import build
+from pipeline.use.folder import write_model
+from tests.support import bert_vocabulary
 
 ROOT = Path(__file__).parents[2]
 ROWS = 400
@@ -59,10 +75,6 @@ def _row(name: str, split: str, number: int) -> dict[str, Any]:
     return {"c": [f"yes {number}", "no", "no"]} | ({"label": 0} if split != "test" else {})
 
 
-def _wrong(config: TaskConfig, row: Example) -> Any:
-    return {"classify": "c", "spans": [], "choice": 1}[config.task.kind]
-
-
 Judge = Callable[[str, int, int], bool]
 """Whether a model (source, seed) is right about the row of a number."""
 
@@ -76,46 +88,61 @@ class Finetune:
         self._is_right = is_right
 
     def __call__(
-        self, config: TaskConfig, *, name: str, source: str, out: Path,
-        seeds: Sequence[int] | None = None, tokens: Path | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        config: TaskConfig,
+        *,
+        name: str,
+        source: str,
+        out: Path,
+        seeds: Sequence[int] | None = None,
+        tokens: Path | None = None,
+    ) -> dict[str, Any]:
         self.calls.append((name, source))
         if (name, source) in self.fails:
             raise self.fails[name, source]
         assert seeds is not None
         assert tokens is not None
         data = read_task(config)
-        scored_on = "test" if data.splits["test"][0].gold is not None else "dev"
-        rows = data.splits[scored_on]
-        found = []
+        config = replace(config, data=replace(config.data, labels=data.labels or "auto"))
+        about = {
+            "task": name,
+            "rows": {"train": len(data.splits["train"])},
+            "counts": data.counts,
+            "train_s": 30.0,
+            "protocol": {
+                "model": source,
+                "weights_sha256": f"sha of {source}",
+                "selected_on": "dev",
+                "lr": 1e-5,
+            },
+        }
+        scored = []
         for seed in seeds:
             part = out / f"seed-{seed}" if len(seeds) > 1 else out
             part.mkdir(parents=True, exist_ok=True)
-            predictions = [
-                plain(row.gold) if self._is_right(source, seed, i) else _wrong(config, row)
-                for i, row in enumerate(rows)
-            ]
-            lines = [
-                {"id": row.id, "gold": plain(row.gold), "prediction": prediction}
-                for row, prediction in zip(rows, predictions, strict=True)
-            ]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (part / f"predictions-{scored_on}.jsonl").write_text(text)
-            golds = [plain(row.gold) for row in rows]
-            tables = scores.tables(config.task.kind, golds, predictions, labels=data.labels)
-            found.append(tables[config.metric].score)
-        labelled = replace(config.data, labels=data.labels or "auto")
-        (out / "task.yaml").write_text(to_yaml(replace(config, data=labelled)))
-        result = {
-            "task": name, "kind": config.task.kind, "metric": config.metric, "majority": 0.25,
-            "chance": 0.5, "seeds": list(seeds), "scores": found, "mean": float(np.mean(found)),
-            "rows": {split: len(of) for split, of in data.splits.items()}, "counts": data.counts,
-            "warnings": ["all predictions are one class"] if source.startswith("random") else [],
-            "protocol": {"model": source, "weights_sha256": f"sha of {source}",
-                         "selected_on": "dev", "scored_on": scored_on, "lr": 1e-5},
-        }  # fmt: skip
-        (out / "result.json").write_text(json.dumps(result))
+            found = {}
+            for split in ("dev", "test"):
+                found[split] = [
+                    self._answer(config, source, seed, i, row)
+                    for i, row in enumerate(data.splits[split])
+                ]
+                write_predictions(predictions_file(part, split), found[split])
+            (part / "task.yaml").write_text(to_yaml(config))
+            scored.append(score_run(config, data.labels, found))
+            write_json_atomic(part / RESULT, combine(scored[-1:], [seed], about))
+        result = combine(scored, seeds, {**about, "train_s": 30.0 * len(seeds)})
+        write_json_atomic(out / RESULT, result)
         return result
+
+    def _answer(
+        self, config: TaskConfig, source: str, seed: int, number: int, row: Example
+    ) -> Prediction:
+        wrong: dict[str, Any] = {"classify": "a" if row.gold == "b" else "b", "spans": []}
+        is_right = self._is_right(source, seed, number)
+        if config.task.kind == "choice":
+            index = int(not is_right)
+            return Prediction(row.id, row.gold, index, [1.0 - index, float(index), None])
+        return Prediction(row.id, row.gold, row.gold if is_right else wrong[config.task.kind])
 
 
 def _plan(
@@ -155,7 +182,8 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
     assert found["low"] == pytest.approx(0.5 - 1.96 * spread, abs=0.006)
     assert found["high"] == pytest.approx(0.5 + 1.96 * spread, abs=0.006)
     assert body["mean"] == {
-        "tasks": ["topic", "names", "which"], "chance": 0.5, "majority": 0.25,
+        "tasks": ["topic", "names", "which"], "chance": pytest.approx((0.5 + 0 + 0.5) / 3),
+        "majority": pytest.approx((0.75 + 0 + 1) / 3),
         "runs/a": pytest.approx((0.75 + 6 / 7 + 0.75) / 3),
         "random:runs/a": pytest.approx((0.25 + 0.4 + 0.25) / 3),
     }  # fmt: skip
@@ -184,16 +212,16 @@ def test_markdown(tmp_path: Path) -> None:
     assert code == 2
     [topic] = [line for line in text.splitlines() if line.startswith("| topic")]
     cells = [cell.strip() for cell in topic.strip("|").split("|")]
-    assert cells[:6] == ["topic", "classify", "accuracy", "10 sampled / 400 / 400", "50.0", "25.0"]
-    assert cells[6:12] == ["100.0", "100.0 [1]", "50.0", "50.0 [2]", "+0.0 [+0.0, +0.0]",
-                           "+0.0 [+0.0, +0.0]"]  # fmt: skip
+    assert cells[:6] == ["topic", "classify", "accuracy", "10 sampled / 400 / 400", "50.0", "75.0"]
+    same = "+0.0 [+0.0, +0.0]"
+    assert cells[6:12] == ["100.0", "100.0", "50.0 [1]", "50.0 [2]", same, same]
     assert cells[12].startswith("+50.0 [+45.")
     assert cells[13] == "not counted"
-    assert "[1] topic, random a: all predictions are one class" in text
+    assert "[1] topic, b: test: accuracy 0.5000 is not above majority, 0.7500" in text
     assert "failed: row 7 has no text" in text
     assert "The mean is plain, over what all columns have: topic, which." in text
     [which] = [line for line in text.splitlines() if line.startswith("| which")]
-    assert "| 100.0* |" in which, "dev chose the epoch and is reported"
+    assert "| 100.0* [" in which, "dev chose the epoch and is reported"
     assert "- runs/a: weights sha of runs/a" in text
     assert "lr 1e-05" in text
     card = benchmark_text.card(body, "runs/b")
@@ -217,62 +245,32 @@ def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
     assert sampled["published"][0]["left_out"]["topic"] == "here train is a sample"
 
 
-def test_an_interrupted_benchmark_runs_only_what_is_missing(tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_has_a_partial_table(tmp_path: Path) -> None:
     plan, seen = _plan(tmp_path), []
     first = Finetune(_half_better)
-    first.fails["names", "random:runs/a"] = KeyboardInterrupt()  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
+    first.fails["names", "random:runs/a"] = PreemptedError("stopped by SIGTERM")
+    with pytest.raises(PreemptedError):
         run(plan, first, seen.append)
     partial = json.loads((tmp_path / "out/table.json").read_text())
+    assert partial == seen[-1]
     assert partial["partial"]
     assert [len(line["columns"]) for line in partial["tasks"]] == [2, 1, 0]
-    assert ", partial: 3 scores of 3 tasks" in benchmark_text.markdown(partial)
-    second = Finetune(_half_better)
-    body, code = run(plan, second, seen.append)
-    places = [("names", "random:runs/a"), ("which", "runs/a"), ("which", "random:runs/a")]
-    assert (second.calls, code, body["partial"]) == (places, 0, False)
-    assert body["tasks"][0]["columns"]["runs/a"]["minutes"] == pytest.approx(
-        partial["tasks"][0]["columns"]["runs/a"]["minutes"]
-    )
-    third = Finetune(_half_better)
-    again, _ = run(plan, third, seen.append)
-    assert third.calls == []
-    assert again == body
-    more = Finetune(_half_better)
-    run(_plan(tmp_path, seeds=(1, 2)), more, seen.append)
-    assert len(more.calls) == 6, "every folder lacks a seed"
-
-
-def test_a_folder_of_other_settings_is_not_taken(tmp_path: Path) -> None:
-    run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
-    finetune = Finetune(_half_better)
-    body, code = run(_plan(tmp_path, "train.lr=1e-3"), finetune, lambda body: None)
-    assert (finetune.calls, code) == ([], 2)
-    failed = body["tasks"][0]["columns"]["runs/a"]["failed"]
-    assert "train.lr is 2e-05 there, 0.001 here; remove the folder" in failed
-
-
-def test_changed_data_is_noticed(tmp_path: Path) -> None:
-    run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
-    with (tmp_path / "names.dev.jsonl").open("a") as file:
-        file.write(json.dumps(_row("names", "dev", 1)) + "\n")
-    body, code = run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
-    assert code == 2
-    assert "files of names have changed" in body["tasks"][1]["columns"]["runs/a"]["failed"]
-    assert body["tasks"][0]["columns"]["runs/a"]["mean"] == 0.75
+    text = benchmark_text.markdown(partial)
+    assert ", partial: 3 scores of 3 tasks, 0 failed" in text
+    assert "over what all columns have: topic." in text
+    body, code = run(plan, Finetune(_half_better), seen.append)
+    assert (len(seen), code, body["partial"]) == (9, 0, False)
 
 
 def test_other_rows_give_no_difference(tmp_path: Path) -> None:
-    run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
-    path = tmp_path / "out/random-runs-a/topic/predictions-test.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-8]))
-    body, _ = run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
-    assert body["tasks"][0]["differences"][0]["mean"] is None
-    assert "other rows" in benchmark_text.markdown(body)
-    path.write_text("no json\n")
-    body, code = run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
-    assert code == 2
-    assert "is damaged" in body["tasks"][0]["columns"]["random:runs/a"]["failed"]
+    plan = _plan(tmp_path)
+    one = run(plan, Finetune(_half_better), lambda body: None)[0]["tasks"][0]
+    assert one["differences"][0]["mean"] == 0.5
+    folder = tmp_path / "out/runs-a/topic"
+    cell = read_cell(folder, one)
+    other = cell._replace(rows=cell.rows[::-1])
+    assert difference(cell, other) == {"mean": None, "low": None, "high": None}
+    assert difference(cell, cell) == {"mean": 0.0, "low": 0.0, "high": 0.0}
 
 
 def test_a_missing_file_fails_its_task_only(tmp_path: Path) -> None:
@@ -296,23 +294,67 @@ def test_models_that_would_share_a_folder(tmp_path: Path) -> None:
         _plan(tmp_path, models=("runs/a", "runs-a"))
 
 
+def _tiny_model(folder: Path) -> Path:
+    """A model folder: one layer of 16, random weights."""
+    folder.mkdir()
+    pieces = bert_vocabulary.rows(["about row of yes no Ann 0 1 2 3 4 5 6 7 8 9 " * 3])
+    (folder / "tokenizer.json").write_text(build(pieces, BertOptions(), folder))
+    config = ModelConfig(
+        vocab_size=len(pieces), num_layers=1, hidden_size=16, num_heads=1, ffn_size=16
+    )
+    torch.manual_seed(3)
+    write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})
+    return folder
+
+
 @pytest.mark.usefixtures("processes")
-def test_the_command(tmp_path: Path) -> None:
-    """Finished folders, n-grams and the overlap by the real command; it trains nothing."""
-    out = tmp_path / "out"
-    run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
+def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
+    """The real fine-tuning, n-grams and overlap; a last time as a command that trains nothing."""
+    model = str(_tiny_model(tmp_path / "tiny"))
+    limits = ["data.test_rows=24", "data.dev_rows=24", "train.epochs=1", "input.max_length=24"]
+    plan = replace(_plan(tmp_path, *limits, models=(model,), seeds=(1, 2)), with_ngrams=True)
+    calls = 0
+
+    def interrupted(config: TaskConfig, **options: Any) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise PreemptedError("stopped")
+        return finetune(config, **options)
+
+    with pytest.raises(PreemptedError):
+        run(plan, interrupted, lambda body: None)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("result.json")}
+    assert len(before) == 2 + 3 * 3, "n-grams of two tasks; two seeds and both, three times"
+    body, code = run(plan, finetune, lambda body: None)
+    assert (code, len(list((tmp_path / "out").rglob("result.json")))) == (0, 3 + 6 * 3)
+    of_seeds = {path: time for path, time in before.items() if path.parent.name.startswith("seed")}
+    assert of_seeds.items() <= {path: path.stat().st_mtime_ns for path in of_seeds}.items()
+    assert body["mean"]["tasks"] == ["topic", "names", "which"]
+    assert len({cell["mean"] for cell in body["tasks"][1]["columns"].values()}) > 1
+    weights = [body["tasks"][0]["columns"][name]["protocol"]["weights_sha256"]
+               for name in (model, f"random:{model}")]  # fmt: skip
+    assert weights[0] != weights[1]
+
     corpus = tmp_path / "corpus.jsonl"
-    documents = ["nothing in common", f"We met Ann of row 17, and {'Ann of row 5 ' * 3}"]
+    documents = ["nothing in common", "so I wrote about 6, Ann of row 17 and others"]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    command = [sys.executable, "-m", "pipeline", "benchmark", str(tmp_path / "mine.yaml"),
-               "--from", "runs/a", "--out", str(out), "--overlap", str(corpus)]  # fmt: skip
+    command = [sys.executable, "-m", "pipeline", "benchmark", str(tmp_path / "mine.yaml")]
+    command += [*limits, "--from", model, "--out", str(plan.out), "--seeds", "1,2"]
+    command += ["--overlap", str(corpus)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "runs/a" not in done.stdout.splitlines()[1], "short names in the header"
-    body = json.loads((out / "table.json").read_text())
-    assert body["tasks"][1]["columns"]["ngrams"]["mean"] == 1.0, "one name, always the same"
-    assert body["tasks"][1]["overlap"]["rows"] == ROWS
-    assert (out / "runs-a/card.md").read_text().startswith("## Evaluation\n")
-    assert (out / "ngrams/topic/predictions-test.jsonl").is_file()
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert again.stdout == done.stdout
+    assert "step 1/" not in done.stderr
+    assert model not in done.stdout.splitlines()[1], "a short name in the header"
+    again = json.loads((plan.out / "table.json").read_text())
+    assert [line["columns"] for line in again["tasks"]] == [
+        line["columns"] for line in body["tasks"]
+    ]
+    # The texts are shorter than what is searched for.
+    assert again["tasks"][0]["overlap"] == {"rows": 24, "shared": 0, "too_short": 24}
+    assert plan.folder("card.md", model).read_text().startswith("## Evaluation\n")
+    (tmp_path / "names.dev.jsonl").write_text(json.dumps(_row("names", "dev", 1)))
+    changed, code = run(plan, finetune, lambda body: None)
+    assert code == 2
+    assert "data_sha256" in changed["tasks"][1]["columns"][model]["failed"]
+    assert changed["tasks"][0] == {**again["tasks"][0], "overlap": None}

@@ -76,7 +76,9 @@ def test_verbs_of_a_family_show_an_example(capsys: pytest.CaptureFixture[str]) -
 
 def test_help_lists_every_verb_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
     text = _help(PARSERS["postnorm"], [], capsys)
-    headings = [text.index(f"\n{heading}:\n") for heading in ("prepare", "train", "use", "in jobs")]
+    headings = [
+        text.index(f"\n{heading}:\n") for heading in ("prepare", "train", "tasks", "use", "in jobs")
+    ]
     assert headings == sorted(headings)
     assert headings[1] < text.index("\n  pretrain ") < headings[2] < text.index("\n  evaluate ")
     for verb in PARSERS["postnorm"].verbs:

@@ -7,10 +7,10 @@ import pytest
 
 from pipeline.config.load import build as build_config
 from pipeline.errors import ConfigError
-from pipeline.finetune.encode import TokenRow, TokenSpan, encode, text_spans
-from pipeline.finetune.readers import Answer, Example
-from pipeline.finetune.scores import Span
-from pipeline.finetune.task import TaskConfig
+from pipeline.tasks.encode import TokenRow, TokenSpan, encode, text_spans
+from pipeline.tasks.readers import Answer, Example
+from pipeline.tasks.scores import Span
+from pipeline.tasks.task import TaskConfig
 from pipeline.tokenizer.fast import BertOptions
 from pipeline.tokenizer.sentencepiece import Tokenizer, train
 from pipeline.tokenizer.wordpiece import WordPieceTokenizer, build

@@ -177,6 +177,12 @@ class TaskTrainConfig:
     class_weights: Literal["none", "balanced"] = param(
         "none", "weights of the classes in the loss: equal, or rows / (classes x rows of the class)"
     )
+    dropout: float | None = param(
+        None, "of hidden states and attention in the encoder; null keeps the model's", ge=0, lt=1
+    )
+    precision: Literal["auto", "bf16", "fp32"] = param(
+        "auto", "of forward and backward; auto is bf16 on a GPU and fp32 on a CPU"
+    )
     keep: Literal["best", "last"] = param("best", "the epoch reported: best on dev, or the last")
     seeds: tuple[int, ...] = param((1,), "of head, order and dropout; a run each")
 

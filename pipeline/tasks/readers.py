@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.formats import TABLES, Row, Source, detect, read_rows
-from pipeline.finetune.scores import Span
-from pipeline.finetune.task import FIXED_FORMATS, TaskConfig, missing_fields
+from pipeline.tasks.formats import TABLES, Row, Source, detect, read_rows
+from pipeline.tasks.scores import Span
+from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, missing_fields
 
 _LIST_JOINER, _LABEL_JOINER = "；", ","
 _STEPS_BACK = 3  # characters that CMRC's reference code steps back for an answer to match

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config.load import load, to_yaml
 from pipeline.errors import ConfigError
-from pipeline.finetune.task import KINDS, SuiteConfig, TaskConfig, load_task
+from pipeline.tasks.task import KINDS, SuiteConfig, TaskConfig, load_task
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TASKS = sorted(path.stem for path in (CONFIGS / "tasks").glob("*.yaml"))

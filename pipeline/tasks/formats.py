@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import DataError
-from pipeline.finetune.scores import Span, decode_tags, split_tag
-from pipeline.finetune.task import FIXED_FORMATS, TaskConfig, TaskDataConfig
+from pipeline.tasks.scores import Span, decode_tags, split_tag
+from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, TaskDataConfig
 
 _CONLL_SUFFIXES = (".conll", ".bio", ".bmes", ".bioes", ".iob", ".iob2", ".txt")
 _TURN_JOINER = "||"

@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
-from pipeline.finetune.readers import Answer, Example, TaskData, read_file, read_task
-from pipeline.finetune.scores import Span
-from pipeline.finetune.task import TaskConfig, load_task
+from pipeline.tasks.readers import Answer, Example, TaskData, read_file, read_task
+from pipeline.tasks.scores import Span
+from pipeline.tasks.task import TaskConfig, load_task
 
 
 class Folder:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import ConfigError
-from pipeline.finetune.readers import Example
-from pipeline.finetune.scores import Span
-from pipeline.finetune.task import InputConfig, TaskConfig
+from pipeline.tasks.readers import Example
+from pipeline.tasks.scores import Span
+from pipeline.tasks.task import InputConfig, TaskConfig
 
 _OTHER_BLANK = "[MASK]" * 4  # an idiom has four characters
 _MARKS = {"span1": ("_", "_"), "span2": ("[", "]")}  # as CLUE's own baseline marks WSC

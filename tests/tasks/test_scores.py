@@ -10,7 +10,7 @@ import scipy.stats
 import sklearn.metrics
 
 from pipeline.errors import DataError
-from pipeline.finetune.scores import (
+from pipeline.tasks.scores import (
     Span,
     assign,
     bootstrap,

@@ -1,0 +1,358 @@
+"""Batches of a task: which examples a step takes, and rows of tokens as arrays.
+
+A run reads its examples in the order of a stream: epoch after epoch, each shuffled by (seed,
+epoch). Examples of similar length lie side by side, so that little padding is computed. Which ones
+a step takes is a pure function of seed and cursor; ranks and restarts change nothing.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pipeline.config.data import BatchPlace, BatchPlan
+from pipeline.data.dataset import Batch
+from pipeline.data.loader import MicroBatch
+from pipeline.data.run_order import Share
+from pipeline.errors import DataError
+from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec
+from pipeline.model.heads import IGNORED
+from pipeline.runtime.files import temporary_beside
+from pipeline.tasks.encode import Codec, TokenRow, TokenSpan, encode
+from pipeline.tasks.readers import Example
+from pipeline.tasks.scores import Span, encode_tags
+from pipeline.tasks.task import TaskConfig
+
+_WINDOW_BATCHES = 32
+"""Batches whose examples are sorted by length together."""
+_VERSION = 1
+"""Of files of tokens; another one is tokenised again."""
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """Examples and their rows of tokens."""
+
+    examples: Sequence[Example]
+    rows: Sequence[TokenRow]
+    counts: dict[str, int] = field(default_factory=dict)
+    """What tokens cannot express, in words."""
+
+    def units(self, kind: str) -> list[list[int]]:
+        """Return the rows that are scored together: those of an example's choices, or one."""
+        if kind not in CHOOSES:
+            return [[row] for row in range(len(self.rows))]
+        found: dict[int, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            found.setdefault(row.example, []).append(number)
+        return list(found.values())
+
+    @property
+    def digest(self) -> str:
+        """Hash of all that a model is trained on."""
+        total = hashlib.sha256()
+        for row in self.rows:
+            total.update(row.ids.tobytes())
+            total.update(repr((row.example, row.part, row.spans)).encode())
+        for example in self.examples:
+            total.update(repr(example.gold).encode())
+        return total.hexdigest()
+
+
+def tokenised(
+    config: TaskConfig,
+    tokenizer: Codec,
+    tokenizer_sha256: str,
+    examples: Sequence[Example],
+    folder: Path | None,
+) -> TaskRows:
+    """Encode examples, or read them from a folder where they were encoded before.
+
+    Files are named by a hash of texts, gold, settings and tokenizer, so runs may share a folder.
+
+    Raises:
+        ConfigError: see `encode`.
+    """
+    settings = (_VERSION, config.task.kind, config.input, tokenizer_sha256)
+    key = hashlib.sha256(repr(settings).encode())
+    for example in examples:
+        key.update(repr((example.texts, example.gold, example.marks, example.words)).encode())
+    path = None if folder is None else folder / f"{key.hexdigest()[:32]}.npz"
+    if path is not None and path.is_file():
+        return TaskRows(examples, *_read(path))
+    rows, counts = encode(config, tokenizer, examples)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, rows, counts)
+    return TaskRows(examples, rows, counts)
+
+
+def _write(path: Path, rows: Sequence[TokenRow], counts: dict[str, int]) -> None:
+    unfinished = temporary_beside(path)
+    try:
+        with unfinished.open("wb") as file:
+            np.savez(
+                file,
+                lengths=np.array([len(row.ids) for row in rows]),
+                places=np.array([(row.example, row.part) for row in rows]),
+                ids=np.concatenate([row.ids for row in rows]),
+                offsets=np.concatenate([row.offsets for row in rows]),
+                spans=np.array(json.dumps([row.spans for row in rows])),
+                counts=np.array(json.dumps(counts)),
+            )
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[list[TokenRow], dict[str, int]]:
+    with np.load(path) as file:
+        parts = {name: file[name] for name in file.files}
+    ends = np.cumsum(parts["lengths"]).tolist()
+    spans = json.loads(str(parts["spans"]))
+    rows = [
+        TokenRow(
+            example,
+            part,
+            parts["ids"][start:end],
+            parts["offsets"][start:end],
+            tuple(TokenSpan(*each) for each in spans[number]),
+        )
+        for number, ((example, part), start, end) in enumerate(
+            zip(parts["places"].tolist(), [0, *ends], ends, strict=False)
+        )
+    ]
+    return rows, json.loads(str(parts["counts"]))
+
+
+def collate(
+    spec: HeadSpec,
+    data: TaskRows,
+    units: Sequence[Sequence[int]],
+    *,
+    pad_id: int,
+    with_gold: bool,
+    row_weights: dict[str, float] | None = None,
+) -> Batch:
+    """Make a batch of one row a document, padded at the end.
+
+    `inputs` have `mask` (B, S) bool; for kinds with places also `text` (B, S) bool, the slots that
+    may be labelled; and with gold what the loss of the kind needs.
+    """
+    rows = [data.rows[row] for unit in units for row in unit]
+    shape = len(rows), max(len(row.ids) for row in rows)
+    input_ids = np.full(shape, pad_id, np.int64)
+    mask = np.zeros(shape, np.bool_)
+    for number, row in enumerate(rows):
+        input_ids[number, : len(row.ids)] = row.ids
+        mask[number, : len(row.ids)] = True
+    inputs: dict[str, npt.NDArray[Any]] = {"mask": mask}
+    if spec.kind in CHOOSES:
+        inputs["choices"] = np.zeros(
+            (len(units), max(len(data.examples[data.rows[u[0]].example].choices) for u in units)),
+            np.bool_,
+        )
+        for number, unit in enumerate(units):
+            inputs["choices"][number, [data.rows[row].part for row in unit]] = True
+    if spec.kind in ("tag", "spans", "qa"):
+        inputs["text"] = np.zeros(shape, np.bool_)
+        for number, row in enumerate(rows):
+            inputs["text"][number, labelled(row, data.examples[row.example])] = True
+    if with_gold:
+        inputs |= _gold(spec, data, rows, [data.rows[unit[0]] for unit in units], shape)
+        if row_weights is not None:
+            golds = [data.examples[row.example].gold for row in rows]
+            inputs["row_weights"] = np.array([row_weights[str(gold)] for gold in golds], np.float32)
+    weight = float(inputs["row_weights"].sum()) if "row_weights" in inputs else float(len(units))
+    whole = hashlib.blake2b(input_ids.tobytes(), digest_size=8)
+    for name in sorted(inputs):
+        whole.update(inputs[name].tobytes())
+    return Batch(
+        input_ids=input_ids,
+        documents=mask.astype(np.int32),
+        positions=np.where(mask, np.arange(shape[1]), 0),
+        segments=None,
+        inputs=inputs,
+        weights={"loss": weight},
+        counts={},
+        num_tokens=int(mask.sum()),
+        hash=int.from_bytes(whole.digest(), "little"),
+    )
+
+
+def labelled(row: TokenRow, example: Example) -> npt.NDArray[np.int64]:
+    """Return the slots of a row that a label may stand at.
+
+    Those are the tokens of the text; where it is given in words, the first token of each word.
+    """
+    slots = np.flatnonzero(row.offsets[:, 0] >= 0)
+    if not example.words:
+        return slots
+    firsts = {start for start, _ in example.words}
+    return np.array([slot for slot in slots if int(row.offsets[slot, 0]) in firsts], np.int64)
+
+
+def _gold(
+    spec: HeadSpec,
+    data: TaskRows,
+    rows: Sequence[TokenRow],
+    firsts: Sequence[TokenRow],
+    shape: tuple[int, int],
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the targets of rows, or of the units that begin with the rows `firsts`."""
+    golds: list[Any] = [data.examples[row.example].gold for row in firsts]
+    place = {label: number for number, label in enumerate(spec.labels)}
+    if spec.kind in NAMES:
+        return {"labels": np.array([place[gold] for gold in golds], np.int64)}
+    if spec.kind in CHOOSES:
+        return {"labels": np.array(golds, np.int64)}
+    if spec.kind == "regress":
+        return {"labels": np.array(golds, np.float32)}
+    if spec.kind == "multilabel":
+        chosen = np.zeros((len(rows), len(place)), np.bool_)
+        for number, gold in enumerate(golds):
+            chosen[number, [place[name] for name in gold]] = True
+        return {"labels": chosen}
+    if spec.kind == "spans":
+        spans = [
+            (number, place[span.type], span.start, span.end - 1)
+            for number, row in enumerate(rows)
+            for span in row.spans
+        ]
+        return {"spans": np.array(spans, np.int64).reshape(-1, 4)}
+    if spec.kind == "qa":
+        bounds = [row.spans[0][1:] if row.spans else (0, 1) for row in rows]
+        start, end = np.array(bounds, np.int64).T
+        return {"start": start, "last": end - 1}
+    tags = np.full(shape, IGNORED, np.int64)
+    number_of = {tag: number for number, tag in enumerate(spec.tags)}
+    for number, row in enumerate(rows):
+        slots = labelled(row, data.examples[row.example])
+        # From slots of the row to places among those that have a label.
+        spans_here = [
+            Span(span.type, *np.searchsorted(slots, (span.start, span.end)).tolist())
+            for span in row.spans
+        ]
+        names = encode_tags([span for span in spans_here if span.start < span.end], len(slots),
+                            spec.scheme)  # fmt: skip
+        assert names is not None, "encode keeps no overlapping spans"
+        tags[number, slots] = [number_of[name] for name in names]
+    return {"tags": tags}
+
+
+def class_weights(examples: Sequence[Example], labels: Sequence[str]) -> dict[str, float]:
+    """Return rows / (classes x rows of the class) by class, as scikit-learn's "balanced"."""
+    counts = Counter(str(example.gold) for example in examples)
+    present = [label for label in labels if counts[label]]
+    return {label: len(examples) / (len(present) * counts[label]) for label in present}
+
+
+class TaskStream:
+    """Training batches of one rank, as `pipeline.train.run.TrainingData`; a unit is a sequence."""
+
+    def __init__(
+        self,
+        spec: HeadSpec,
+        data: TaskRows,
+        plan: BatchPlan,
+        share: Share,
+        *,
+        seed: int,
+        pad_id: int,
+        row_weights: dict[str, float] | None,
+    ) -> None:
+        """Take the examples.
+
+        Raises:
+            DataError: there is none.
+        """
+        self._spec, self._data, self._plan, self._share = spec, data, plan, share
+        self._seed, self._pad_id, self._row_weights = seed, pad_id, row_weights
+        self._units = data.units(spec.kind)
+        if not self._units:
+            raise DataError("train has no rows; see data.train of the task")
+        lengths = [max(len(data.rows[row].ids) for row in unit) for unit in self._units]
+        self._lengths = np.array(lengths)
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    @property
+    def num_units(self) -> int:
+        """Units of an epoch."""
+        return len(self._units)
+
+    @property
+    def description(self) -> str:
+        """Its size in words."""
+        return f"{len(self._data.examples):,} examples an epoch in {len(self._data.rows):,} rows"
+
+    def steps_from(self, cursor: int) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of endless steps."""
+        # Made by the training thread: it takes a thousandth of the step that follows.
+        pin = torch.cuda.is_available()
+        for place in self._plan.batches_from(cursor):
+            size = place.size // self._share.world_size
+            first = place.cursor + self._share.rank * size
+            taken = [self._units[unit] for _, unit in self._located(first, size)]
+            yield [
+                MicroBatch.of(self._batch(taken[at : at + place.micro_batch]), pin=pin)
+                for at in range(0, size, place.micro_batch)
+            ]
+
+    def samples(self, place: BatchPlace) -> list[list[int]]:
+        """Return [epoch, unit] of each unit of a batch."""
+        return [list(pair) for pair in self._located(place.cursor, place.size)]
+
+    def epochs(self, cursor: int) -> dict[str, float]:
+        """Return how often the examples were seen before a cursor."""
+        return {"train": cursor / len(self._units)}
+
+    def _batch(self, units: Sequence[Sequence[int]]) -> Batch:
+        return collate(
+            self._spec,
+            self._data,
+            units,
+            pad_id=self._pad_id,
+            with_gold=True,
+            row_weights=self._row_weights,
+        )
+
+    def _located(self, first: int, size: int) -> list[tuple[int, int]]:
+        """Return (epoch, unit) of some places of the stream."""
+        pairs = (divmod(place, len(self._units)) for place in range(first, first + size))
+        return [(epoch, int(self._order(epoch)[place])) for epoch, place in pairs]
+
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Shuffle units, sort them by length within windows, and shuffle the batches of windows."""
+        random = np.random.default_rng((self._seed, epoch))
+        order = random.permutation(len(self._units))
+        batch = self._plan.at(0).size
+        window = _WINDOW_BATCHES * batch
+        parts = []
+        for at in range(0, len(order), window):
+            part = order[at : at + window]
+            part = part[np.argsort(self._lengths[part], kind="stable")]
+            whole = len(part) // batch * batch
+            batches = part[:whole].reshape(-1, batch)
+            # What is left over comes last, so that batches begin where the stream's do.
+            parts += [random.permutation(batches).reshape(-1), part[whole:]]
+        return np.concatenate(parts)
+
+
+def by_length(data: TaskRows, kind: str, most: int) -> list[list[list[int]]]:
+    """Return all units in batches of at most `most` rows, the longest first."""
+    units = sorted(data.units(kind), key=lambda unit: -max(len(data.rows[r].ids) for r in unit))
+    batches: list[list[list[int]]] = []
+    for unit in units:
+        if not batches or sum(map(len, batches[-1])) + len(unit) > most:
+            batches.append([])
+        batches[-1].append(unit)
+    return batches

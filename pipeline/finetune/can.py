@@ -1,0 +1,179 @@
+"""CAN: uncertain class probabilities, corrected by the class frequencies of the training rows.
+
+Each uncertain row is stacked alone under the confident rows; columns are normalised, weighted with
+the prior, and rows are normalised, once. Source: kexue.fm/archives/8728 and arXiv 2109.13449. It
+assumes that the rows are distributed over the classes as the training rows are, so that is checked.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.finetune.result import CLASS_KINDS, RESULT, Prediction, Run, averaged, joined
+from pipeline.tasks.scores import Floats, tables
+
+_SHIFT = 0.1
+
+
+@dataclass(frozen=True)
+class CanConfig:
+    """What CAN takes as uncertain, and how it corrects."""
+
+    top: int = 3
+    """Largest probabilities whose entropy is the uncertainty; no more than there are classes."""
+    tau: float = 0.9
+    """Share of the largest entropy from which a row is uncertain."""
+    alpha: float = 1.0
+    """Power of the probabilities before their columns are normalised."""
+
+    def __post_init__(self) -> None:
+        if self.top < 2 or not 0 <= self.tau <= 1 or not self.alpha > 0:
+            raise ConfigError(
+                f"top={self.top}, tau={self.tau}, alpha={self.alpha}: expected 2 or more, a share "
+                "from 0 to 1, and a power above 0"
+            )
+
+
+def softmax(scores: Floats) -> Floats:
+    """Return probabilities of scores, [rows, classes]."""
+    powers = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities: Floats = powers / powers.sum(1, keepdims=True)
+    return probabilities
+
+
+def uncertainty(probabilities: Floats, top: int) -> Floats:
+    """Return the entropy of the renormalised `top` largest, over its maximum: 0 to 1, [rows]."""
+    top = min(top, probabilities.shape[1])
+    if top < 2:
+        return np.zeros(len(probabilities))
+    best = np.sort(probabilities, axis=1)[:, -top:]
+    best = best / best.sum(1, keepdims=True)
+    logs = np.log(best, out=np.zeros_like(best), where=best > 0)
+    entropy: Floats = -(best * logs).sum(1) / np.log(top)
+    return entropy
+
+
+def adjust(
+    probabilities: Floats, prior: Floats, config: CanConfig
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return corrected probabilities [rows, classes], and which rows were uncertain [rows].
+
+    A stack differs from another in its last row only, so the column sums of the confident rows
+    serve all: O(classes) a row. Without a confident row nothing is changed (the method would give
+    every row the prior), nor where a row has no mass on a class that the prior has.
+    """
+    uncertain = uncertainty(probabilities, config.top) >= config.tau
+    if uncertain.all():
+        return probabilities, uncertain
+    powered = probabilities**config.alpha
+    last = powered[uncertain]
+    sums = powered[~uncertain].sum(0) + last
+    weighted = np.divide(last, sums, out=np.zeros_like(last), where=sums > 0) * prior
+    totals = weighted.sum(1, keepdims=True)
+    adjusted = probabilities.copy()
+    adjusted[uncertain] = np.divide(weighted, totals, out=adjusted[uncertain], where=totals > 0)
+    return adjusted, uncertain
+
+
+def shift(one: Floats, other: Floats) -> float:
+    """Return the total variation distance of two distributions, 0 to 1."""
+    return float(np.abs(one - other).sum() / 2)
+
+
+def can_result(runs: Sequence[Run], config: CanConfig) -> dict[str, Any]:
+    """Return the key `can` of `result.json`: scores before and after, means over the seeds.
+
+    Raises:
+        DataError: the kind of task has no classes, or the prior or the scores were not stored.
+    """
+    each = [_one_run(run, config) for run in runs]
+    warnings = joined([run.seed for run in runs], [texts for _, texts in each])
+    splits = averaged([splits for splits, _ in each])
+    return {"settings": asdict(config), "splits": splits, "warnings": warnings}
+
+
+def _one_run(run: Run, config: CanConfig) -> tuple[dict[str, Any], list[str]]:
+    if run.config.task.kind not in CLASS_KINDS:
+        raise DataError(
+            f"{run.folder}: --can corrects probabilities of classes; task.kind="
+            f"{run.config.task.kind} has none (expected {', '.join(CLASS_KINDS)})"
+        )
+    prior, splits, warnings = _prior(run), {}, []
+    for split, rows in run.predictions.items():
+        splits[split], texts = _one_split(run, split, rows, prior, config)
+        warnings += [f"{split}: {text}" for text in texts]
+    return splits, warnings
+
+
+def _prior(run: Run) -> Floats:
+    counts = run.stored.get("prior")
+    if not counts or set(counts) - set(run.labels) or not sum(counts.values()) > 0:
+        raise DataError(
+            f"{run.folder / RESULT}: prior is {counts!r}; expected how many rows of train have "
+            f"each label ({', '.join(run.labels[:20])}), which --can needs"
+        )
+    rows = np.array([counts.get(label, 0) for label in run.labels], dtype=np.float64)
+    prior: Floats = rows / rows.sum()
+    return prior
+
+
+def _one_split(
+    run: Run, split: str, rows: list[Prediction], prior: Floats, config: CanConfig
+) -> tuple[dict[str, Any], list[str]]:
+    if any(row.scores is None for row in rows):
+        raise DataError(f"{run.folder}: predictions of {split} have no scores, which --can needs")
+    scores = np.array([row.scores for row in rows], dtype=np.float64)
+    adjusted, uncertain = adjust(softmax(scores), prior, config)
+    before = [row.prediction for row in rows]
+    best = [run.labels[i] for i in adjusted.argmax(1)]
+    is_corrected = uncertain & ~uncertain.all()
+    after = [
+        new if is_new else old for old, new, is_new in zip(before, best, is_corrected, strict=True)
+    ]
+    confident = [name for name, is_no in zip(before, uncertain, strict=True) if not is_no]
+    golds = [row.gold for row in rows if row.gold is not None]
+    body: dict[str, Any] = {
+        "uncertain": int(uncertain.sum()),
+        "changed": sum(old != new for old, new in zip(before, after, strict=True)),
+        "before": run.scored.body[split],
+        "after": None,
+    }
+    if golds:
+        kept = [new for row, new in zip(rows, after, strict=True) if row.gold is not None]
+        every = tables(run.config.task.kind, golds, kept, labels=run.labels)
+        body["after"] = {name: table.score for name, table in every.items()}
+    warnings = []
+    if not uncertain.any() or uncertain.all():
+        which = "all rows are" if uncertain.any() else "no row is"
+        warnings.append(f"{which} uncertain at tau={config.tau}: CAN changes nothing")
+    for name, classes in (("confident predictions", confident), ("gold", golds)):
+        key = f"shift_{name.split()[0]}"
+        body[key] = None
+        if classes:
+            body[key], text = _check(name, classes, run.labels, prior)
+            warnings += text
+    return body, warnings
+
+
+def _check(
+    name: str, classes: Sequence[str], labels: Sequence[str], prior: Floats
+) -> tuple[float, list[str]]:
+    """Return how far classes are distributed from the prior, and a warning if that is far.
+
+    Drawn from the prior itself, they would be 1/2 sum sqrt(2 p (1 - p) / (pi n)) away on average.
+    """
+    found = Counter(classes)
+    counts = np.array([found[label] for label in labels], dtype=np.float64)
+    far = shift(counts / counts.sum(), prior)
+    by_chance = float(np.sqrt(2 * prior * (1 - prior) / (np.pi * len(classes))).sum() / 2)
+    if far <= by_chance + _SHIFT:
+        return far, []
+    return far, [
+        f"{name} and training rows are distributed {far:.2f} apart (total variation; "
+        f"{by_chance:.2f} by chance, warned from {_SHIFT} more): CAN assumes that they are alike"
+    ]

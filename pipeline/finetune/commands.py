@@ -1,0 +1,194 @@
+"""The verbs of tasks: fine-tune a model, and let it answer. Nothing here imports torch early."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.finetune.rescore_command import RESCORE
+from pipeline.runtime import cli
+from pipeline.runtime.cli import Verb
+from pipeline.runtime.files import write_atomic
+
+
+def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("task", help="task file, or the name of a shipped one")
+    add(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="MODEL",
+        help="run, model folder, Hugging Face folder; random:MODEL takes fresh weights",
+    )
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
+    add("--seeds", type=_seeds, help="such as 1,2,3; default: the task's")
+    add("--tokens", type=Path, metavar="DIR", help="folder of tokenised rows that runs share")
+    cli.add_overrides(parser, "such as train.lr=5e-5 data.root=clue")
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        seeds = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        seeds = ()
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of different whole numbers from 0, such as 1,2,3"
+        )
+    return seeds
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    from pipeline.finetune.run import finetune
+    from pipeline.tasks.task import load_task
+
+    config = load_task(arguments.task, tuple(arguments.overrides))
+    name = Path(arguments.task).stem
+    body = finetune(
+        config,
+        name=name,
+        source=arguments.source,
+        out=arguments.out,
+        seeds=arguments.seeds,
+        tokens=arguments.tokens,
+    )
+    if body:
+        print(result_line(body))
+        for text in body["warnings"]:
+            print(f"warning: {text}")
+    return 0
+
+
+def result_line(body: dict[str, object]) -> str:
+    """Say in a line how a task went."""
+    spread = f" ± {body['sd']:.4f}" if len(body["seeds"]) > 1 else ""  # type: ignore[arg-type]
+    on = body["protocol"]["scored_on"]  # type: ignore[index]
+    return (
+        f"{body['task']}: {body['metric']} {body['mean']:.4f}{spread} on {on} "
+        f"(majority {body['majority']:.4f}, chance {body['chance']:.4f}, "
+        f"seeds {', '.join(map(str, body['seeds']))})"  # type: ignore[call-overload]
+    )
+
+
+FINETUNE = Verb(
+    "finetune",
+    "train a model on a task, choose on dev, report on test",
+    _finetune_arguments,
+    _finetune,
+    "finetune fewclue-tnews data.root=data --from runs/mine --out runs/tnews --seeds 1,2,3",
+    "The same command continues it.",
+)
+
+
+_BENCHMARK = """\
+Fine-tune each model on each task of a suite and write DIR/table.md, DIR/table.json and a section
+for the card of each model. Beside a score stand majority, chance, random initialisation and a bag
+of character n-grams, and the paired differences with intervals. What is finished in DIR is not run
+again; a task that fails is shown as failed, and the others go on."""
+
+
+def _benchmark_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _BENCHMARK
+    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+    add("suite", metavar="SUITE", help="YAML file, or the name of a shipped suite")
+    add(
+        "--from",
+        action="append",
+        required=True,
+        dest="models",
+        metavar="MODEL",
+        help="as of finetune; once for each model",
+    )
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of all results")
+    add("--seeds", type=_seeds, default=(), help="such as 1,2,3; default: the tasks'")
+    add("--random", action=switch, default=True, help="each model with fresh weights beside it")
+    add("--baselines", action=switch, default=True, help="the bag of character n-grams")
+    add(
+        "--overlap",
+        action="append",
+        default=[],
+        metavar="TEXTS",
+        help="count the rows that share text with this corpus: a dataset's folder, or text as a "
+        "source of `prep` takes it; may be repeated",
+    )
+    cli.add_overrides(parser, "of every task, such as data.root=data train.epochs=1")
+
+
+def _benchmark(arguments: argparse.Namespace) -> int:
+    from pipeline.finetune import benchmark, benchmark_text
+    from pipeline.finetune.run import finetune
+
+    out: Path = arguments.out
+    plan = benchmark.read_plan(
+        arguments.suite,
+        arguments.models,
+        out,
+        arguments.seeds,
+        arguments.overrides,
+        with_random=arguments.random,
+        with_ngrams=arguments.baselines,
+    )
+    overlap = benchmark.count_overlap(plan, arguments.overlap) if arguments.overlap else None
+
+    def written(body: benchmark.Body) -> None:
+        write_atomic(out / "table.md", benchmark_text.markdown(body).encode())
+        for model in plan.models:
+            card = plan.folder("card.md", model)
+            card.parent.mkdir(exist_ok=True)
+            write_atomic(card, benchmark_text.card(body, model).encode())
+
+    body, code = benchmark.run(plan, finetune, written, overlap)
+    print(benchmark_text.terminal(body, str(out)))
+    return code
+
+
+BENCHMARK = Verb(
+    "benchmark",
+    "fine-tune models on a suite of tasks and make their table",
+    _benchmark_arguments,
+    _benchmark,
+    """\
+benchmark small data.root=data --from runs/mine --from models/bert --out runs/table --seeds 1,2,3
+benchmark clue data.root=data --from runs/mine --out runs/clue --overlap data/corpus.jsonl.gz""",
+    "The same command continues it.",
+)
+
+
+def _predict_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="the --out of finetune")
+    add("--input", type=Path, required=True, metavar="FILE", help="in the format of the task")
+    add("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    add(
+        "--format",
+        choices=("jsonl", "clue"),
+        default="jsonl",
+        help="id, gold, prediction and scores a line (default); or for CLUE's and FewCLUE's sites, "
+        "where a folder as --out gets the file under its official name",
+    )
+    add("--json", action="store_true", help="one JSON object")
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from pipeline.finetune.answer import as_json, predict
+
+    answers = predict(arguments.folder, arguments.input, arguments.out, arguments.format)
+    if arguments.json:
+        print(as_json(answers))
+        return
+    print(f"{answers.path}: {answers.num_rows:,} rows")
+    for what, count in answers.counts.items():
+        print(f"{what}: {count:,}")
+    for name, score in answers.scores.items():
+        print(f"{name} {score:.4f}")
+
+
+PREDICT = Verb(
+    "predict",
+    "let a fine-tuned model answer the rows of a file",
+    _predict_arguments,
+    _predict,
+    """\
+predict runs/tnews --input test.json --out predictions.jsonl
+predict runs/tnews --input test.json --out submission/ --format clue""",
+)
+TASKS: tuple[Verb, ...] = (FINETUNE, BENCHMARK, PREDICT, RESCORE)

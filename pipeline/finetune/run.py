@@ -1,0 +1,563 @@
+"""`postnorm finetune`: a task as a run of the trainer's, and what is left of it.
+
+The run of a seed has checkpoints, logs and figures as any other; the checkpoint that is best on
+dev becomes the model. DIR/result.json is written last: a folder that has it is finished.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
+from pipeline.checkpoints.state import read_weights
+from pipeline.config.data import DataConfig
+from pipeline.config.load import to_yaml
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
+from pipeline.data.format import FORMAT_VERSION
+from pipeline.data.run_order import Share
+from pipeline.errors import EXIT_FINISHED, ConfigError, DataError, PreemptedError
+from pipeline.finetune.batches import TaskRows, TaskStream, class_weights, tokenised
+from pipeline.finetune.model import (
+    NAMES,
+    HeadSpec,
+    TaskModel,
+    TaskObjective,
+    head_weights,
+)
+from pipeline.finetune.predict import Predictor, predictions
+from pipeline.finetune.result import (
+    RESULT,
+    Prediction,
+    combine,
+    predictions_file,
+    read_result,
+    read_runs,
+    score_run,
+    write_predictions,
+)
+from pipeline.model.architecture import SENTENCEPIECE_FILE, TOKENIZERS_FILE, tokenizer_path
+from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
+from pipeline.runtime import dist, env, tensors
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.rank import Rank, run_as_rank
+from pipeline.tasks.readers import TaskData, read_task
+from pipeline.tasks.scores import tables
+from pipeline.tasks.task import TaskConfig
+from pipeline.train.build import train_run
+from pipeline.train.engine import Engine
+from pipeline.train.run import Evaluated
+from pipeline.use.folder import TrainedModel, publishing, require_full_alpha, write_model
+from pipeline.use.model import read_model
+from pipeline.use.pretrain import own_process
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model"
+HEAD_FILE = "head.safetensors"
+TASK_FILE = "task.yaml"
+_RANDOM = "random:"
+_LINES_AN_EPOCH = 5
+
+
+@dataclass(frozen=True)
+class TaskIdentity:
+    """The data of a run, as `pipeline.data.format.DataIdentity`."""
+
+    folder: Path
+    fingerprint: str
+    content: bytes
+    tokenizer_file: str
+    tokenizer_sha256: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task's data and the model that it starts from, shared by the runs of all seeds."""
+
+    name: str
+    config: TaskConfig
+    """With the labels that were found."""
+    source: str
+    trained: TrainedModel
+    data: TaskData
+    rows: dict[str, TaskRows]
+    tokenizer_file: str
+    tokenizer: bytes
+
+    @property
+    def is_random(self) -> bool:
+        """Whether only the architecture and the tokenizer are the source's."""
+        return self.source.startswith(_RANDOM)
+
+    @cached_property
+    def spec(self) -> HeadSpec:
+        """The head."""
+        spec = HeadSpec.of(self.name, self.config, self.data.labels)
+        has_none = any(example.gold == () for example in self.data.splits.get("train", ()))
+        # Where every question has an answer, none may stay without.
+        return spec if has_none else replace(spec, null_threshold=None)
+
+    @cached_property
+    def data_sha256(self) -> str:
+        """Hash of all rows of all splits."""
+        return _hash({name: rows.digest for name, rows in self.rows.items()})
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Hash of the encoder's weights that a run starts from; of random ones, of nothing."""
+        total = hashlib.sha256()
+        if not self.is_random:
+            for name, tensor in sorted(self.trained.model.encoder.state_dict().items()):
+                total.update(name.encode())
+                total.update(tensor.contiguous().numpy().tobytes())
+        return total.hexdigest()
+
+
+def finetune(
+    config: TaskConfig,
+    *,
+    name: str,
+    source: str,
+    out: Path,
+    seeds: Sequence[int] | None = None,
+    tokens: Path | None = None,
+) -> dict[str, Any]:
+    """Train a model on a task, once a seed, choose on dev, and predict dev and test.
+
+    What is finished is not done again; a run that was stopped continues.
+
+    Args:
+        config: the task's.
+        name: of the task.
+        source: a run, a model folder, an exported or foreign one, or `random:` and one of these.
+        out: folder of the run, or with several seeds of their folders.
+        seeds: in place of the task's.
+        tokens: folder that shares tokenised rows with other runs; None: `out/tokens`.
+
+    Returns:
+        The body of `out/result.json`.
+
+    Raises:
+        PreemptedError: a signal stopped it, it saved, and the same call continues it.
+        PostnormError: the user can fix it.
+    """
+    given = tuple(config.train.seeds if seeds is None else seeds)
+    config = replace(config, train=replace(config.train, seeds=given))
+    prepared = prepare(config, name, source, out / "tokens" if tokens is None else tokens)
+    folders = [out] if len(given) == 1 else [out / f"seed-{seed}" for seed in given]
+    for seed, folder in zip(given, folders, strict=True):
+        _finetune_seed(prepared, seed, folder)
+    if not env.process_info_or_alone().is_first:
+        return {}
+    if len(given) == 1:
+        return read_result(out)
+    return _combined(prepared, given, folders, out)
+
+
+def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> Prepared:
+    """Read a task's data and the model.
+
+    Raises:
+        DataError: the data does not fit the task.
+        ConfigError: the model cannot take the task's rows.
+        PostnormError: the model cannot be read.
+    """
+    data = read_task(config)
+    if config.task.kind in NAMES and len(data.labels) < 2:
+        raise DataError(
+            f"the rows of data.train have {len(data.labels)} classes ({', '.join(data.labels)}); "
+            "a model cannot learn to tell fewer than two apart"
+        )
+    if data.labels:
+        config = replace(config, data=replace(config.data, labels=data.labels))
+    folder = Path(source.removeprefix(_RANDOM))
+    trained = read_model(folder)
+    require_full_alpha(trained, folder, "fine-tuning starts at alpha 1")
+    limit = trained.model.config.longest_document
+    if limit is not None and config.input.max_length > limit:
+        raise ConfigError(
+            f"input.max_length={config.input.max_length} is above the {limit} positions of "
+            f"{folder}; lower it"
+        )
+    if config.head.pool == "pooler" and not trained.model.config.pooler:
+        raise ConfigError(f"head.pool=pooler, but {folder} has no pooler; take cls or mean")
+    tokenizer: Any = trained.require_tokenizer()
+    file, content = _tokenizer_of(folder, tokenizer)
+    sha256 = hashlib.sha256(content).hexdigest()
+    rows = {}
+    for split, examples in data.splits.items():
+        if examples:
+            rows[split] = tokenised(config, tokenizer, sha256, examples, tokens)
+            for what, count in rows[split].counts.items():
+                logger.info("%s: %s: %d", split, what, count)
+    return Prepared(name, config, source, trained, data, rows, file, content)
+
+
+def _tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
+    """Return the file's name and content, which foreign folders do not have in our form."""
+    path = tokenizer_path(folder)
+    if path is not None:
+        return path.name, path.read_bytes()
+    if hasattr(tokenizer, "to_json"):
+        return TOKENIZERS_FILE, tokenizer.to_json().encode()
+    return SENTENCEPIECE_FILE, tokenizer.definition.model
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+# A run as the trainer sees it
+
+
+def run_config(prepared: Prepared, seed: int, folder: Path, world_size: int) -> PretrainConfig:
+    """Say in the trainer's terms what a task file asks for.
+
+    Raises:
+        ConfigError: the batch does not split over the ranks.
+    """
+    task, train = prepared.config, prepared.config.train
+    num_units = len(prepared.rows["train"].units(task.task.kind))
+    epoch = math.ceil(num_units / train.batch)
+    steps = train.steps or max(1, math.ceil(train.epochs * num_units / train.batch))
+    model = prepared.trained.model.config
+    if train.dropout is not None:
+        model = replace(model, dropout=train.dropout, attention_dropout=train.dropout)
+    parts = train.accumulate * world_size
+    if train.batch % parts:
+        raise ConfigError(
+            f"train.batch={train.batch} must be a multiple of train.accumulate="
+            f"{train.accumulate} times {world_size} ranks; change one of them"
+        )
+    precision = train.precision
+    if precision == "auto":
+        precision = "bf16" if torch.cuda.is_available() else "fp32"
+    return PretrainConfig(
+        run_dir=str(folder),
+        seed=seed,
+        init_from=prepared.source,
+        model=model,
+        data=DataConfig(dir=str(folder), seq_len=max(8, task.input.max_length)),
+        train=TrainConfig(
+            num_steps=steps,
+            global_batch=train.batch,
+            micro_batch=train.batch // parts,
+            lr=train.lr,
+            warmup_steps=min(steps - 1, round(train.warmup * steps)),
+            min_lr_ratio=1.0 if train.decay == "none" else 0.0,
+            weight_decay=train.weight_decay,
+            grad_clip=train.clip,
+            precision=precision,
+            zero_stage=0,
+        ),
+        spikes=SpikeConfig(rewind=False),
+        checkpoint=CheckpointConfig(every_steps=epoch, keep=1, keep_best=1),
+        monitor=MonitorConfig(
+            log_every_steps=max(1, min(50, epoch // _LINES_AN_EPOCH)), eval_every_steps=epoch
+        ),
+    )
+
+
+class TaskWork:
+    """As `pipeline.train.run.Work`."""
+
+    unigram_entropy = None
+
+    def __init__(self, prepared: Prepared, config: PretrainConfig, folder: Path) -> None:
+        self.objective = TaskObjective(prepared.spec)
+        content = {
+            "format_version": FORMAT_VERSION,
+            "tokenizer_file": prepared.tokenizer_file,
+            "tokenizer_sha256": hashlib.sha256(prepared.tokenizer).hexdigest(),
+            "vocab_size": config.model.vocab_size,
+            "task": prepared.name,
+            "rows_sha256": {name: rows.digest for name, rows in prepared.rows.items()},
+        }
+        self.index = TaskIdentity(
+            folder,
+            _hash(content),
+            json.dumps(content).encode(),
+            prepared.tokenizer_file,
+            content["tokenizer_sha256"],  # type: ignore[arg-type]
+        )
+        self._prepared, self._config = prepared, config
+        self._pad_id = _pad_id(prepared)
+
+    def open(self, config: PretrainConfig, share: Share) -> TaskStream:
+        """Take the rows of train."""
+        prepared, weights = self._prepared, None
+        if prepared.config.train.class_weights == "balanced":
+            weights = class_weights(prepared.data.splits["train"], prepared.data.labels)
+        return TaskStream(
+            prepared.spec,
+            prepared.rows["train"],
+            config.batches,
+            share,
+            seed=config.seed,
+            pad_id=self._pad_id,
+            row_weights=weights,
+        )
+
+    def start(self, model: EncoderModel) -> None:
+        """Load the encoder, every tensor of it, and name what is new."""
+        own = model.encoder.state_dict()
+        new = sorted(name for name in model.state_dict() if not name.startswith("encoder."))
+        if self._prepared.is_random:
+            logger.info("random weights in the architecture of %s", self._prepared.source)
+            return
+        model.encoder.load_state_dict(self._prepared.trained.model.encoder.state_dict())
+        text = "all %d tensors of the encoder are those of %s; new: %s"
+        logger.info(text, len(own), self._prepared.source, ", ".join(new))
+
+    def lr_scale(self, parameter: str) -> float:
+        """Lower the rate from the head down, layer by layer, and give the head its own.
+
+        Source: google-research/electra `model/optimization.py`, but the top layer has one factor
+        below the head, the embeddings one below the first layer.
+        """
+        train, layers = self._prepared.config.train, self._config.model.num_layers
+        if not parameter.startswith("encoder."):
+            return (train.head_lr or train.lr) / train.lr
+        if self._config.model.share_layers:
+            return train.layer_decay
+        parts = parameter.split(".")
+        if parts[1] == "layers":
+            return float(train.layer_decay ** (layers - int(parts[2])))
+        if parts[1] in ("final_norm", "pooler"):
+            return train.layer_decay
+        return float(train.layer_decay ** (layers + 1))
+
+    def evaluation(self, model: EncoderModel, engine: Engine) -> "DevScores":
+        """Score dev."""
+        assert isinstance(model, TaskModel)
+        predictor = Predictor(model, engine.device, self._pad_id, engine.model)
+        return DevScores(self._prepared, predictor)
+
+
+def _pad_id(prepared: Prepared) -> int:
+    return int(prepared.trained.require_tokenizer().pad_id)
+
+
+class DevScores:
+    """Scores dev after each epoch; one minus the metric is what checkpoints are compared by."""
+
+    def __init__(self, prepared: Prepared, predictor: Predictor) -> None:
+        self._prepared, self._predictor = prepared, predictor
+
+    def __call__(self, step: int, *, shows: bool) -> Evaluated | None:
+        """Score; None before the first step, and without rows of dev. Collective."""
+        prepared = self._prepared
+        dev = prepared.rows.get("dev")
+        if step == 0 or dev is None:
+            return None
+        process = env.process_info_or_alone()
+        share = Share(process.rank, process.world_size)
+        gathered = dist.gather(self._predictor.decide(dev, share))
+        decided = {row: each for part, _ in gathered for row, each in part.items()}
+        loss = sum(total for _, total in gathered) / len(decided)
+        made = predictions(prepared.spec, dev, decided)
+        every = tables(
+            prepared.config.task.kind,
+            [row.gold for row in made],
+            [row.prediction for row in made],
+            labels=prepared.data.labels,
+            scorer=prepared.config.task.scorer,
+        )
+        scores = {name: table.score for name, table in every.items()}
+        text = "  ".join(f"{name} {score:.4f}" for name, score in scores.items())
+        chosen_by = 1.0 - scores[prepared.config.metric]
+        return Evaluated(chosen_by, f"dev  loss {loss:.4f}  {text}", {"loss": loss, **scores})
+
+
+# One seed
+
+
+def _finetune_seed(prepared: Prepared, seed: int, folder: Path) -> None:
+    """Train and predict, unless the folder is finished."""
+    process = env.process_info_or_alone()
+    config = run_config(prepared, seed, folder, process.world_size)
+    protocol = _protocol(prepared, config)
+    if (folder / RESULT).is_file():
+        _require_same(read_result(folder)["protocol"], protocol, folder)
+        logger.info("%s is finished", folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if process.is_first:
+        write_atomic(folder / prepared.tokenizer_file, prepared.tokenizer)
+        write_atomic(folder / TASK_FILE, _task_text(prepared, seed))
+
+    def work(rank: Rank) -> int:
+        rank.run_dir = folder
+        return train_run(config, rank, TaskWork(prepared, config, folder))
+
+    with env.restored(), own_process():
+        code = run_as_rank(work, process, env.launched_run_dir())
+    if code != EXIT_FINISHED:
+        raise PreemptedError(
+            f"{folder} was stopped by a signal and has saved; the same command continues it"
+        )
+    if process.is_first:
+        _finish(prepared, config, seed, folder, protocol)
+
+
+def _task_text(prepared: Prepared, seed: int) -> bytes:
+    """Write the task with what was filled in; files are found from anywhere."""
+    task = prepared.config
+    root = str(Path(task.data.root or ".").resolve())
+    data, train = replace(task.data, root=root), replace(task.train, seeds=(seed,))
+    return to_yaml(replace(task, data=data, train=train)).encode()
+
+
+def _protocol(prepared: Prepared, config: PretrainConfig) -> dict[str, Any]:
+    task, train = prepared.config, prepared.config.train
+    chosen = "dev" if train.keep == "best" and "dev" in prepared.rows else "last"
+    return {
+        "model": prepared.source,
+        "weights_sha256": prepared.weights_sha256,
+        "data_sha256": prepared.data_sha256,
+        "selected_on": chosen,
+        **asdict(task.input),
+        **asdict(task.head),
+        **{
+            name: value
+            for name, value in asdict(train).items()
+            if name not in ("seeds", "precision", "steps")
+        },
+        "steps": config.train.num_steps,
+        "precision": config.train.precision,
+        "encoder_dropout": config.model.dropout,
+        "postnorm": metadata.version("postnorm") if _is_installed() else "checkout",
+    }
+
+
+def _is_installed() -> bool:
+    try:
+        metadata.version("postnorm")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to take a finished result for one with other settings."""
+    plain = json.loads(json.dumps(new))
+    differing = [
+        f"{name}: {old.get(name)!r} there, {value!r} now"
+        for name, value in plain.items()
+        if name not in ("postnorm", "scored_on") and old.get(name) != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"{folder} holds a finished result with other settings ({'; '.join(differing)}); "
+            "choose another --out, or remove the folder"
+        )
+
+
+def _finish(
+    prepared: Prepared,
+    config: PretrainConfig,
+    seed: int,
+    folder: Path,
+    protocol: Mapping[str, Any],
+) -> None:
+    """Write the model, its predictions, and at last the result; then drop the checkpoints."""
+    path = _chosen(folder, on_dev=protocol["selected_on"] == "dev")
+    manifest = read_manifest(path)
+    weights = read_weights(path)
+    _write_folder(prepared, config, weights, folder, {"step": manifest.step})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = TaskModel(config.model, prepared.spec)
+    model.load_state_dict(weights)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    predictor = Predictor(model.to(device, dtype).eval(), device, _pad_id(prepared))
+    found: dict[str, list[Prediction]] = {}
+    for split in ("dev", "test"):
+        if split in prepared.rows:
+            decided, _ = predictor.decide(prepared.rows[split], Share(0, 1))
+            found[split] = predictions(prepared.spec, prepared.rows[split], decided)
+            write_predictions(predictions_file(folder, split), found[split])
+    scored = score_run(prepared.config, prepared.data.labels, found)
+    golds = [example.gold for example in prepared.data.splits["train"]]
+    about: dict[str, Any] = {
+        "task": prepared.name,
+        "rows": {"train": len(golds)},
+        "counts": {
+            split: prepared.data.counts.get(split, {}) | rows.counts
+            for split, rows in prepared.rows.items()
+        },
+        "step": manifest.step,
+        "train_s": manifest.elapsed_s,
+        "protocol": dict(protocol),
+    }
+    if prepared.config.task.kind in NAMES:
+        about["prior"] = dict(Counter(map(str, golds)))
+    write_json_atomic(folder / RESULT, combine([scored], [seed], about))
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+def _chosen(folder: Path, *, on_dev: bool) -> Path:
+    """Return the checkpoint that becomes the model."""
+    paths = published(folder / FOLDER)
+    losses = {path: read_manifest(path).own_held_out_loss for path in paths}
+    best = paths[0]
+    if on_dev:
+        scored = [(loss, -place, path) for place, path in enumerate(paths)
+                  if (loss := losses[path]) is not None]  # fmt: skip
+        best = min(scored, key=lambda each: (each[0], -each[1]))[2] if scored else best
+    verify(best)
+    return best
+
+
+def _write_folder(
+    prepared: Prepared,
+    config: PretrainConfig,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    facts: dict[str, Any],
+) -> None:
+    """Write the encoder with the MLM head that it had, and the task's head beside it."""
+    if prepared.is_random:
+        torch.manual_seed(config.seed)
+        mlm: EncoderModel = MaskedLanguageModel(config.model)
+    else:
+        mlm = prepared.trained.model
+    whole = {name: weights.get(name, tensor) for name, tensor in mlm.state_dict().items()}
+    out = folder / MODEL
+    if out.exists():  # of an attempt that was killed before it had a result
+        shutil.rmtree(out)
+    with publishing(out) as new:
+        task = {"task": prepared.spec.plain(), "from": prepared.source}
+        write_model(new, config.model, whole, {**facts, **task})
+        tensors.write_file(head_weights(weights), new / HEAD_FILE)
+        (new / prepared.tokenizer_file).write_bytes(prepared.tokenizer)
+        (new / TASK_FILE).write_bytes(_task_text(prepared, config.seed))
+
+
+def _combined(
+    prepared: Prepared, seeds: Sequence[int], folders: Sequence[Path], out: Path
+) -> dict[str, Any]:
+    """Write what all seeds give together, and the first one's predictions."""
+    (out / RESULT).unlink(missing_ok=True)  # of other seeds
+    runs = [run for run in read_runs(out) if run.seed in seeds]
+    stored = runs[0].stored
+    kept = ("task", "rows", "counts", "prior", "protocol")
+    about: dict[str, Any] = {name: stored[name] for name in kept if name in stored}
+    about["train_s"] = sum(float(run.stored["train_s"]) for run in runs)
+    body = combine([run.scored for run in runs], seeds, about)
+    for split in runs[0].predictions:
+        shutil.copyfile(predictions_file(folders[0], split), predictions_file(out, split))
+    write_json_atomic(out / RESULT, body)
+    return body

@@ -1,0 +1,163 @@
+"""The work of a pre-training run: packed text, held-out text, and a look into the model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.run_order import Share
+from pipeline.errors import ConfigError
+from pipeline.model.encoder import EncoderModel
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime.rank import Rank
+from pipeline.sinks.base import find_sinks
+from pipeline.train.build import train_run
+from pipeline.train.data import open_data
+from pipeline.train.deepspeed import deepspeed_config
+from pipeline.train.engine import Engine
+from pipeline.train.evaluate import evaluate
+from pipeline.train.figures import heat_map
+from pipeline.train.initial import InitialWeights, start_from
+from pipeline.train.observe import Observer, examples_text
+from pipeline.train.run import Evaluated
+from pipeline.train.watch import means_text
+
+
+def pretrain(
+    config: PretrainConfig, rank: Rank, initial: Callable[[], InitialWeights] | None = None
+) -> int:
+    """Run or resume a pre-training run on this rank.
+
+    Args:
+        config: of the run.
+        rank: this process; its signals are looked at between steps.
+        initial: gives the weights that a new run starts from; not called when a run resumes.
+
+    Returns:
+        An exit code of `pipeline.errors`.
+
+    Raises:
+        PostnormError: the user can fix it.
+    """
+    config.batches.require_split(rank.process.world_size)
+    # What is missing is found before anything is made.
+    deepspeed_config(config.train)
+    find_sinks(config.monitor.sinks)
+    index = read_index(config.data.dir)
+    config = with_vocabulary(config, index)
+    return train_run(config, rank, Pretraining(config, index, initial))
+
+
+def with_vocabulary(config: PretrainConfig, index: DatasetIndex) -> PretrainConfig:
+    """Fill in or check `model.vocab_size`.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    size = config.model.vocab_size or index.vocab_size
+    if size < index.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={size} is below the {index.vocab_size} tokens of {index.folder}; "
+            "raise it, or leave it out"
+        )
+    return replace(config, model=replace(config.model, vocab_size=size))
+
+
+class Pretraining:
+    """As `pipeline.train.run.Work`."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        index: DatasetIndex,
+        initial: Callable[[], InitialWeights] | None,
+    ) -> None:
+        self.index = index
+        self.objective = MaskedLanguageModeling()
+        self.unigram_entropy: float | None = index.unigram_entropy_nats
+        self._config = config
+        self._initial = initial
+        self._held_out: EvalLoader
+
+    def open(self, config: PretrainConfig, share: Share) -> TrainLoader:
+        """Open the dataset."""
+        loader, self._held_out = open_data(config, self.index, self.objective, share)
+        return loader
+
+    def start(self, model: EncoderModel) -> None:
+        """Load the weights of `init_from`."""
+        if self._initial is not None:
+            start_from(model, self._initial(), self._config, self.index)
+
+    def lr_scale(self, parameter: str) -> float:
+        """Return 1: all parameters have the run's rate."""
+        return 1.0
+
+    def evaluation(self, model: EncoderModel, engine: Engine) -> "HeldOut":
+        """Take fixed sequences to look at."""
+        observer = Observer(model, self._held_out, self.index, engine.device)
+        return HeldOut(self._config, engine, self, self._held_out, observer)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Evaluates held-out text: its loss, the model's attention, and words that it fills in."""
+
+    config: PretrainConfig
+    engine: Engine
+    work: Pretraining
+    loader: EvalLoader
+    observer: Observer
+
+    def __call__(self, step: int, *, shows: bool) -> Evaluated:
+        """Evaluate. Collective."""
+        objective = self.work.objective
+        result = evaluate(self.engine.model, self.engine.device, objective, self.loader)
+        total = result.total
+        counts = ", ".join(f"{count:,} {name}" for name, count in total.counts.items())
+        text = f"held-out {means_text(total.loss, total.means)}  ({counts})"
+        statistics = self.observer.attention()
+        examples = self.observer.examples()
+        if not shows:
+            return Evaluated(total.loss, text, {})
+        entropy = statistics.entropy.cpu().numpy()
+        layers = {
+            f"attention_entropy_layer_{number:02d}": float(of_heads.mean())
+            for number, of_heads in enumerate(entropy)
+        }
+        more = {
+            "perplexity": total.perplexity,
+            "unigram_entropy": self.work.index.unigram_entropy_nats,
+        }
+        longest = max(self.config.batches.seq_lens)
+        return Evaluated(
+            total.loss,
+            text,
+            result.values() | more | layers,
+            {"layers/attention_entropy": _entropy_map(entropy, step, longest)},
+            {"fill_mask": examples_text(examples)},
+        )
+
+
+def _entropy_map(
+    entropy: npt.NDArray[np.float32], step: int, longest: int
+) -> npt.NDArray[np.uint8]:
+    """Draw the heads side by side, the first layer on top, on a scale that fits all steps."""
+    high = float(np.log(longest))
+    return heat_map(
+        entropy,
+        0.0,
+        high,
+        title=(
+            f"Attention entropy at step {step:,}",
+            "0: attention to one token",
+            f"{high:.2f}: equal attention to all {longest:,}",
+        ),
+        row_name="layer",
+        column_name="head",
+        unit="nats",
+    )

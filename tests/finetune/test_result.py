@@ -1,0 +1,368 @@
+"""Stored predictions: rows there and back, what is refused, scores, warnings, several seeds."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sklearn.metrics
+
+from pipeline.errors import DataError
+from pipeline.finetune.result import (
+    Prediction,
+    Scored,
+    averaged,
+    combine,
+    read_predictions,
+    read_runs,
+    score_run,
+    write_predictions,
+)
+from pipeline.tasks.readers import Span
+from pipeline.tasks.task import TaskConfig, load_task
+from tests.finetune.result_folders import LABELS, class_rows, write_run, write_seeds
+
+_FIELDS = "{text: t, text_b: u, choices: c, target: g}"
+
+
+def _config(tmp_path: Path, kind: str, **task: str) -> TaskConfig:
+    words = "".join(f", {name}: {value}" for name, value in task.items())
+    text = f"task: {{kind: {kind}{words}}}\ndata: {{train: [a], fields: {_FIELDS}}}\n"
+    text += "input: {max_length: 256}\n"
+    (tmp_path / f"{kind}.yaml").write_text(text)
+    return load_task(str(tmp_path / f"{kind}.yaml"))
+
+
+def _score(
+    config: TaskConfig, pairs: list[tuple[Any, Any]], labels: tuple[str, ...] = (), **options: Any
+) -> Scored:
+    rows = [Prediction(str(i), *pair, **options) for i, pair in enumerate(pairs)]
+    return score_run(config, labels, {"dev": rows})
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "rows"),
+    [
+        ("classify", ("否", "是"), [Prediction("1", "是", "否", [0.25, -1.5])]),
+        ("multilabel", ("a", "b"), [Prediction("1", ["a", "b"], [], [-1.0, -2.0])]),
+        ("regress", (), [Prediction("x", 2.5, 3)]),
+        ("spans", ("ORG",), [Prediction("1", [], [["ORG", 0, 2]])]),
+        ("qa", (), [Prediction("Q\u2028", ["二\u2028", "2"], 'a "b"\n')]),
+        ("choice", (), [Prediction("1", 2, 0, [0.5, None, 1.0])]),
+        ("cloze", (), [Prediction("#idiom1#", None, 1, [0.5, 2.0])]),
+    ],
+)
+def test_rows_are_read_as_they_were_written(
+    tmp_path: Path, kind: str, labels: tuple[str, ...], rows: list[Prediction]
+) -> None:
+    path = tmp_path / "predictions-dev.jsonl"
+    write_predictions(path, rows)
+    assert read_predictions(path, kind, labels) == rows
+
+
+def test_spans_are_written_as_lists(tmp_path: Path) -> None:
+    path = tmp_path / "predictions-dev.jsonl"
+    write_predictions(path, [Prediction("1", (Span("ORG", 0, 2),), [Span("ORG", 3, 4)])])
+    assert json.loads(path.read_text()) == {
+        "id": "1",
+        "gold": [["ORG", 0, 2]],
+        "prediction": [["ORG", 3, 4]],
+    }
+
+
+def test_scores_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "predictions-dev.jsonl"
+    write_predictions(path, [Prediction("1", "a", "a")])
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=r"row '7' is not finite .*lower train\.lr"):
+        write_predictions(path, [Prediction("7", "a", "a", [math.nan, 0.0])])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "message"),
+    [
+        ("classify", '{"id": "2", "gold": "a", ', "expected a JSON object with id, gold and"),
+        ("classify", "", "expected a JSON object with id, gold and"),
+        ("classify", "[1]", "expected a JSON object with id, gold and"),
+        ("classify", '{"id": "2", "prediction": "a"}', "expected a JSON object with id, gold"),
+        ("classify", '{"id": 2, "gold": "a", "prediction": "c"}', "label 'c' of prediction is not"),
+        ("classify", '{"id": 2, "gold": "c", "prediction": "a"}', "label 'c' of gold is not one"),
+        ("classify", '{"id": 2, "gold": "a", "prediction": null}', "'None' does not fit"),
+        ("classify", '{"id": 2, "gold": "a", "prediction": 1}', "does not fit task.kind=classify"),
+        (
+            "classify",
+            '{"id": 2, "gold": "a", "prediction": "a", "scores": [1.0]}',
+            "1 scores, expected one for each of 2 labels",
+        ),
+        (
+            "classify",
+            '{"id": 2, "gold": "a", "prediction": "a", "scores": [1.0, NaN]}',
+            "are not finite numbers",
+        ),
+        (
+            "classify",
+            '{"id": 2, "gold": "a", "prediction": "a", "scores": [1.0, null]}',
+            "are not finite numbers",
+        ),
+        ("classify", '{"id": 2, "gold": "a", "prediction": "a", "scores": 1}', "are not finite"),
+        ("spans", '{"id": 2, "gold": [], "prediction": [["c", 0, 1]]}', "label 'c' of prediction"),
+        ("spans", '{"id": 2, "gold": [], "prediction": [["a", 0]]}', '[["type", 0, 1]]'),
+        ("qa", '{"id": 2, "gold": "x", "prediction": "x"}', 'such as ["answer"]'),
+        ("regress", '{"id": 2, "gold": 1, "prediction": Infinity}', "does not fit task.kind"),
+        ("choice", '{"id": 2, "gold": 0, "prediction": 0}', "scores are missing"),
+        (
+            "choice",
+            '{"id": 2, "gold": 0, "prediction": 1, "scores": [0.5, null]}',
+            "prediction 1 has no score",
+        ),
+        (
+            "choice",
+            '{"id": 2, "gold": 0, "prediction": -1, "scores": [0.5, 0.5]}',
+            "prediction -1 has no score",
+        ),
+    ],
+)
+def test_a_bad_row_is_told_with_its_line(
+    tmp_path: Path, kind: str, line: str, message: str
+) -> None:
+    good = {
+        "classify": Prediction("1", "a", "b"),
+        "spans": Prediction("1", [], []),
+        "qa": Prediction("1", [], ""),
+        "regress": Prediction("1", 0.5, 0.5),
+        "choice": Prediction("1", 0, 0, [1.0, None]),
+    }[kind]
+    path = tmp_path / "predictions-dev.jsonl"
+    write_predictions(path, [good])
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(DataError) as caught:
+        read_predictions(path, kind, ("a", "b"))
+    assert f"{path}:2: " in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_files_that_are_missing_or_empty(tmp_path: Path) -> None:
+    path = tmp_path / "predictions-dev.jsonl"
+    with pytest.raises(DataError, match=r"predictions-dev\.jsonl does not exist"):
+        read_predictions(path, "qa", ())
+    path.touch()
+    with pytest.raises(DataError, match=r"predictions-dev\.jsonl is empty"):
+        read_predictions(path, "qa", ())
+
+
+def test_scores_agree_with_scikit_learn(tmp_path: Path) -> None:
+    dev, test = class_rows(1, 50), class_rows(2, 80)
+    scored = score_run(_config(tmp_path, "classify"), LABELS, {"dev": dev, "test": test})
+    for split, rows in (("dev", dev), ("test", test)):
+        sides = [row.gold for row in rows], [row.prediction for row in rows]
+        body = scored.body[split]
+        assert body["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(*sides))
+        macro = sklearn.metrics.f1_score(*sides, average="macro")
+        assert body["macro_f1"] == pytest.approx(macro)
+    golds = [row.gold for row in test]
+    assert scored.body["protocol"] == {"scored_on": "test"}
+    assert scored.body["majority"] == max(map(golds.count, LABELS)) / 80
+    assert scored.body["chance"] == pytest.approx(1 / 3)
+    assert scored.body["rows"] == {"dev": 50, "test": 80}
+    assert scored.table.score == scored.body["test"]["accuracy"]
+    assert scored.body["warnings"] == []
+
+
+def test_dev_is_reported_where_test_has_no_gold(tmp_path: Path) -> None:
+    test = [row._replace(gold=None) for row in class_rows(2, 80)]
+    splits = {"dev": class_rows(1, 50), "test": test}
+    body = score_run(_config(tmp_path, "classify"), LABELS, splits).body
+    assert body["test"] is None
+    assert body["protocol"] == {"scored_on": "dev"}
+    assert body["rows"] == {"dev": 50, "test": 80}
+    with pytest.raises(DataError, match="neither dev nor test has a row with gold"):
+        score_run(_config(tmp_path, "classify"), LABELS, {"test": test})
+
+
+def test_rows_without_gold_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = class_rows(1, 50)
+    whole = score_run(_config(tmp_path, "classify"), LABELS, {"dev": rows[10:]}).body["dev"]
+    rows[:10] = [row._replace(gold=None) for row in rows[:10]]
+    body = score_run(_config(tmp_path, "classify"), LABELS, {"dev": rows}).body
+    assert body["dev"] == whole
+    assert body["warnings"] == ["dev: 10 of 50 rows have no gold"]
+
+
+def test_chance_counts_the_choices_that_are_there(tmp_path: Path) -> None:
+    rows = [
+        Prediction("1", 0, 0, [0.5, 0.1, None, None]),
+        Prediction("2", 1, 1, [0.5, 0.7, 0.1, 0.1]),
+    ]
+    body = score_run(_config(tmp_path, "choice"), (), {"dev": rows}).body
+    assert body["chance"] == pytest.approx((1 / 2 + 1 / 4) / 2)
+    assert body["dev"] == {"accuracy": 1.0}
+
+
+def test_the_scorer_and_metric_are_the_tasks(tmp_path: Path) -> None:
+    # CMRC compares characters, SQuAD words: "中国。" and "中国" are equal for the first alone.
+    pairs: list[tuple[Any, Any]] = [(["中国。"], "中国"), (["b"], "b")]
+    cmrc = _score(_config(tmp_path, "qa", scorer="cmrc", metric="em"), pairs)
+    assert (cmrc.body["metric"], cmrc.table.score) == ("em", 1.0)
+    squad = _score(_config(tmp_path, "qa"), pairs)
+    assert (squad.body["metric"], squad.body["dev"]["em"]) == ("f1", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "pairs", "warning"),
+    [
+        (
+            "pair",
+            ("0", "1"),
+            [("0", "0"), ("0", "0"), ("1", "0")],
+            'dev: all 3 predictions are "0": accuracy 0.6667 is not above majority, 0.6667',
+        ),
+        (
+            "pair",
+            ("0", "1"),
+            [("0", "1"), ("0", "0"), ("1", "0")],
+            "dev: accuracy 0.3333 is not above majority, 0.6667",
+        ),
+        (
+            "spans",
+            ("A",),
+            [([["A", 0, 1]], []), ([["A", 2, 3]], [])],
+            "dev: all 2 predictions are []: f1 0.0000 is not above majority, 0.0000",
+        ),
+        ("qa", (), [([], ""), ([], "")], 'dev: all 2 predictions are "": f1 1.0000 is not above'),
+    ],
+)
+def test_scores_that_need_no_model_are_warned_of(
+    tmp_path: Path, kind: str, labels: tuple[str, ...], pairs: list[Any], warning: str
+) -> None:
+    (found,) = _score(_config(tmp_path, kind), pairs, labels).body["warnings"]
+    assert found.startswith(warning)
+
+
+def test_a_class_that_is_never_predicted_is_not_a_warning(tmp_path: Path) -> None:
+    pairs = [("a", "a"), ("b", "b"), ("b", "b"), ("c", "b")]
+    assert _score(_config(tmp_path, "pair"), pairs, ("a", "b", "c")).body["warnings"] == []
+
+
+def test_constant_predictions_of_an_unlabelled_test_are_warned_of(tmp_path: Path) -> None:
+    test = [Prediction(str(i), None, "news") for i in range(5)]
+    splits = {"dev": class_rows(1, 50), "test": test}
+    body = score_run(_config(tmp_path, "classify"), LABELS, splits).body
+    assert body["warnings"] == ['test: all 5 predictions are "news"']
+
+
+def test_seeds_are_combined(tmp_path: Path) -> None:
+    config = _config(tmp_path, "classify")
+    runs = [
+        score_run(config, LABELS, {"dev": class_rows(seed, 400, skill=0.8)}) for seed in (1, 2, 3)
+    ]
+    about = {"task": "t", "rows": {"train": 7}, "protocol": {"model": "m"}, "counts": {"x": 1}}
+    body = combine(runs, [1, 2, 3], about)
+    scores = [run.table.score for run in runs]
+    assert body["scores"] == scores
+    assert (body["mean"], body["sd"]) == (statistics.mean(scores), statistics.stdev(scores))
+    assert body["dev"]["macro_f1"] == pytest.approx(
+        statistics.mean(run.body["dev"]["macro_f1"] for run in runs)
+    )
+    assert body["rows"] == {"train": 7, "dev": 400, "test": 0}
+    assert body["protocol"] == {"model": "m", "scored_on": "dev"}
+    assert (body["task"], body["counts"], body["test"]) == ("t", {"x": 1}, None)
+    json.dumps(body, allow_nan=False)
+
+
+def test_the_interval_of_one_seed_is_that_of_a_share_of_rows(tmp_path: Path) -> None:
+    # Drawing rows alone, accuracy has the variance p (1 - p) / n.
+    run = score_run(_config(tmp_path, "classify"), LABELS, {"dev": class_rows(5, 400, skill=0.8)})
+    body = combine([run], [5])
+    share = body["mean"]
+    half = 1.96 * math.sqrt(share * (1 - share) / 400)
+    assert body["interval"] == pytest.approx([share - half, share + half], abs=0.008)
+    assert body["sd"] == 0.0
+    assert body["dev"] == run.body["dev"], "of one seed nothing is averaged"
+
+
+def test_warnings_of_several_seeds_name_the_seed(tmp_path: Path) -> None:
+    config = _config(tmp_path, "pair")
+    good = _score(config, [("a", "a"), ("b", "b")], ("a", "b"))
+    bad = _score(config, [("a", "b"), ("b", "b")], ("a", "b"))
+    assert combine([bad], [4])["warnings"][0].startswith("dev: all 2 predictions")
+    (warning,) = combine([good, bad], [3, 4])["warnings"]
+    assert warning.startswith("seed 4, dev: all 2 predictions")
+    assert combine([bad, bad], [3, 4])["warnings"] == bad.body["warnings"], "all say it: once"
+
+
+def test_numbers_alone_are_averaged() -> None:
+    one = {"a": 1, "b": {"c": 2.0, "d": None}, "e": "x"}
+    other = {"a": 2, "b": {"c": 4.0, "d": 5.0}, "e": "x"}
+    assert averaged([one, other]) == {"a": 1.5, "b": {"c": 3.0, "d": 5.0}, "e": "x"}
+    assert averaged([one]) == one
+
+
+def test_folders_of_seeds_are_read_by_their_number(tmp_path: Path) -> None:
+    write_seeds(tmp_path, [10, 2])
+    (tmp_path / "seed-notes").mkdir()
+    runs = read_runs(tmp_path)
+    assert [run.seed for run in runs] == [2, 10]
+    assert runs[1].predictions["dev"] == class_rows(10, 40)
+    assert runs[1].scored.body["dev"] == runs[1].stored["dev"]
+    assert [run.seed for run in read_runs(tmp_path / "seed-10")] == [10]
+
+
+def test_seeds_of_different_rows_are_refused(tmp_path: Path) -> None:
+    write_seeds(tmp_path, [1])
+    write_run(tmp_path / "seed-2", 2, {"dev": class_rows(2, 40), "test": class_rows(2, 59)})
+    with pytest.raises(DataError, match=r"seed-2/predictions-test\.jsonl has 59 rows, .*has 60"):
+        read_runs(tmp_path)
+
+
+def test_seeds_with_rows_of_other_files_are_refused(tmp_path: Path) -> None:
+    write_seeds(tmp_path, [1])
+    dev = class_rows(2, 40)
+    dev[5] = dev[5]._replace(id="other")
+    write_run(tmp_path / "seed-2", 2, {"dev": dev, "test": class_rows(2, 60)})
+    with pytest.raises(DataError, match=r"predictions-dev\.jsonl:6: row 'other'.*has '5'"):
+        read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda path: (path / "result.json").unlink(), "not a finished folder of `finetune`"),
+        (lambda path: (path / "result.json").write_text("{"), "result.json is not valid JSON"),
+        (lambda path: (path / "result.json").write_text("[]"), "expected a JSON object"),
+        (
+            lambda path: (path / "predictions-test.jsonl").unlink(),
+            "predictions-test.jsonl does not exist",
+        ),
+        (
+            lambda path: (path / "predictions-dev.jsonl").write_text(
+                "".join((path / "predictions-dev.jsonl").read_text().splitlines(True)[:-1])
+            ),
+            "predictions-dev.jsonl has 39 rows, result.json beside it says 40",
+        ),
+        (
+            lambda path: (path / "task.yaml").write_text(
+                (path / "task.yaml").read_text().replace("[news, sport, tech]", "auto")
+            ),
+            "data.labels is auto; expected the labels of the model",
+        ),
+        (
+            lambda path: (path / "task.yaml").write_text(
+                (path / "task.yaml").read_text().replace("tech", "art")
+            ),
+            "label 'tech' of",
+        ),
+    ],
+)
+def test_folders_that_are_not_whole_are_refused(
+    tmp_path: Path, break_it: Any, message: str
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, 1, {"dev": class_rows(1, 40), "test": class_rows(2, 60)})
+    break_it(folder)
+    with pytest.raises(DataError) as caught:
+        read_runs(folder)
+    assert message in str(caught.value)

@@ -1,0 +1,145 @@
+"""Submission files: the name and the lines of each task of CLUE and FewCLUE."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.errors import ConfigError, DataError
+from pipeline.finetune.result import Prediction
+from pipeline.finetune.submission import official_name, submission_text, write_submission
+from pipeline.tasks.task import SuiteConfig, TaskConfig, load_task
+
+_NAMES = {
+    "afqmc": "afqmc_predict.json",
+    "iflytek": "iflytek_predict.json",
+    "tnews": "tnews11_predict.json",
+    "cmnli": "cmnli_predict.json",
+    "ocnli": "ocnli_50k_predict.json",
+    "cluewsc": "cluewsc11_predict.json",
+    "csl": "csl_predict.json",
+    "cmrc2018": "cmrc2018_predict.json",
+    "chid": "chid11_predict.json",
+    "c3": "c311_predict.json",
+    "cluener": "cluener_predict.json",
+    "fewclue-bustm": "bustm_predict.json",
+    "fewclue-eprstmt": "eprstmt_predict.json",
+    "fewclue-csldcp": "csldcp_predict.json",
+    "fewclue-chid": "chidf_predict.json",
+    "fewclue-cluewsc": "cluewscf_predict.json",
+    "fewclue-csl": "cslf_predict.json",
+    "fewclue-iflytek": "iflytekf_predict.json",
+    "fewclue-ocnli": "ocnlif_predict.json",
+    "fewclue-tnews": "tnewsf_predict.json",
+}
+
+
+def _lines(task: str, rows: list[Prediction], texts: tuple[str, ...] = ()) -> list[str]:
+    return submission_text(load_task(task), task, rows, texts).splitlines()
+
+
+def _predicted(*pairs: tuple[str, Any]) -> list[Prediction]:
+    return [Prediction(id_, None, prediction) for id_, prediction in pairs]
+
+
+@pytest.mark.parametrize("suite", ["clue", "fewclue"])
+def test_every_task_of_the_suites_has_its_name(suite: str) -> None:
+    for task in load(SuiteConfig, suite).config.tasks:
+        test = load_task(task).data.test[0]
+        assert official_name(task, test) == _NAMES[task]
+
+
+@pytest.mark.parametrize("task", ["tnews", "cluewsc", "chid", "c3"])
+def test_the_older_test_files_have_names_of_their_own(task: str) -> None:
+    assert official_name(task, f"data/{task}/test1.0.json") == f"{task}10_predict.json"
+    assert official_name(task, f"data1.0/{task}/test1.1.json") == f"{task}11_predict.json"
+
+
+def test_a_task_of_another_suite_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'sst2' has no submission file; expected one of afqmc"):
+        official_name("sst2", "test.tsv")
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "lines"),
+    [
+        (
+            "tnews",
+            [("0", "108"), ("1", "104")],
+            ['{"id": "0", "label": "108"}', '{"id": "1", "label": "104"}'],
+        ),
+        ("afqmc", [("0", "0")], ['{"id": "0", "label": "0"}']),
+        ("ocnli", [("7", "neutral")], ['{"id": "7", "label": "neutral"}']),
+        ("cluewsc", [("3", "true")], ['{"id": "3", "label": "true"}']),
+        (
+            "c3",
+            [("12", 3), ("13", 0)],
+            ['{"id": "12", "label": "3"}', '{"id": "13", "label": "0"}'],
+        ),
+        ("fewclue-bustm", [("3000", "1")], ['{"id": 3000, "label": "1"}']),
+        ("fewclue-csldcp", [("0", "力学")], ['{"id": 0, "label": "力学"}']),
+        ("fewclue-iflytek", [("0", "99")], ['{"id": 0, "label": "99"}']),
+        ("fewclue-tnews", [("0", "101")], ['{"id": "0", "label": "101"}']),
+        ("fewclue-chid", [("3000", 0)], ['{"id": 3000, "answer": 0}']),
+    ],
+)
+def test_lines_of_labels(task: str, rows: list[Any], lines: list[str]) -> None:
+    assert _lines(task, _predicted(*rows)) == lines
+
+
+def test_answers_and_idioms_are_one_object() -> None:
+    rows = _predicted(("TEST_0_QUERY_0", "第二艘"), ("TEST_0_QUERY_1", ""))
+    found = json.loads("\n".join(_lines("cmrc2018", rows)))
+    assert found == {"TEST_0_QUERY_0": "第二艘", "TEST_0_QUERY_1": ""}
+    rows = _predicted(("#idiom000378#", 3), ("#idiom000379#", 9))
+    found = json.loads("\n".join(_lines("chid", rows)))
+    assert found == {"#idiom000378#": 3, "#idiom000379#": 9}
+    with pytest.raises(DataError, match="1 of 2 rows have an id that stands before"):
+        _lines("chid", _predicted(("#idiom1#", 3), ("#idiom1#", 4)))
+
+
+def test_entities_have_inclusive_ends() -> None:
+    text = "浙商银行和浙商银行"
+    spans = [["company", 0, 4], ["company", 5, 9], ["address", 0, 1]]
+    rows = _predicted(("0", spans), ("1", []))
+    one, other = map(json.loads, _lines("cluener", rows, (text, "无")))
+    company = {"浙商银行": [[0, 3], [5, 8]]}
+    assert one == {
+        "id": 0, "text": text, "label": {"company": company, "address": {"浙": [[0, 0]]}},
+    }  # fmt: skip
+    assert other == {"id": 1, "text": "无", "label": {}}
+
+
+def test_ids_that_should_be_numbers() -> None:
+    with pytest.raises(DataError, match="id 'x' is not a number, as fewclue-csl has them"):
+        _lines("fewclue-csl", _predicted(("x", "0")))
+
+
+def _write(out: Path, task: str = "tnews", source: str = "test.json") -> Path:
+    config: TaskConfig = load_task(task)
+    return write_submission(out, config, task, _predicted(("0", "108")), source=source)
+
+
+def test_a_folder_gets_the_official_name(tmp_path: Path) -> None:
+    assert _write(tmp_path) == tmp_path / "tnews11_predict.json"
+    assert _write(tmp_path / "new", source="test1.0.json") == tmp_path / "new/tnews10_predict.json"
+    assert _write(tmp_path / "tnews11_predict.json").read_text() == '{"id": "0", "label": "108"}\n'
+
+
+def test_other_names_are_refused(tmp_path: Path) -> None:
+    for name in ("tnews_predict.json", "tnews10_predict.json", "tnews11_predict.txt"):
+        with pytest.raises(ConfigError, match=r"as tnews11_predict\.json and scores another name"):
+            _write(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"write to .*ocnli_50k_predict\.json"):
+        _write(tmp_path / "ocnli_predict.json", "ocnli")
+    assert not list(tmp_path.iterdir())
+
+
+def test_fewclue_of_several_splits(tmp_path: Path) -> None:
+    for name in ("tnewsf_predict.json", "tnewsf_predict_3.json", "tnews_predict_all.json"):
+        assert _write(tmp_path / name, "fewclue-tnews") == tmp_path / name
+    for name in ("tnews_predict.json", "tnewsf_predict_5.json", "tnewsf_predict_few_all.json"):
+        with pytest.raises(ConfigError, match=r"as tnewsf_predict\.json"):
+            _write(tmp_path / name, "fewclue-tnews")
