@@ -17,8 +17,7 @@ Rows = list[list[str]]
 
 def markdown(body: Body) -> str:
     """Write `table.md`."""
-    state = f", partial: {_progress(body)}" if body["partial"] else ""
-    return f"# {body['suite']}{state}\n\n{_section(body)}"
+    return f"# {body['suite']}: {_progress(body)}\n\n{_section(body)}"
 
 
 def card(body: Body, model: str) -> str:
@@ -49,7 +48,7 @@ def _progress(body: Body) -> str:
     cells = [cell for line in body["tasks"] for cell in line["columns"].values()]
     failed = sum("failed" in cell for cell in cells)
     state = f"{len(cells) - failed} scores of {len(body['tasks'])} tasks, {failed} failed"
-    return f"{state}, not complete" if body["partial"] else state
+    return f"partial, {state}" if body["partial"] else state
 
 
 def _section(body: Body) -> str:
@@ -136,16 +135,16 @@ def _score(line: dict[str, Any], column: str, shown: str, notes: list[str]) -> s
     failed = "failed" in cell
     where = f"{line['task']}, {shown}"
     texts = [f"failed: {cell['failed']}"] if failed else cell["warnings"]
-    marks = ""
-    for text in texts:
-        notes.append(f"{where}: {text}")
-        marks += f" [{len(notes)}]"
+    mark = ""
+    if texts:
+        notes.append(f"{where}: {'; '.join(texts)}")
+        mark = f" [{len(notes)}]"
     if failed:
-        return f"failed{marks}"
+        return f"failed{mark}"
     protocol = cell["protocol"]
     star = "*" if protocol["selected_on"] == protocol["scored_on"] == "dev" else ""
     spread = f" ± {_percent(cell['sd'])} ({cell['n']})" if cell["n"] > 1 else ""
-    return f"{_percent(cell['mean'])}{spread}{star}{marks}"
+    return f"{_percent(cell['mean'])}{spread}{star}{mark}"
 
 
 def _difference(line: dict[str, Any], model: str, against: str) -> str:

@@ -217,7 +217,7 @@ def test_markdown(tmp_path: Path) -> None:
     assert cells[6:12] == ["100.0", "100.0", "50.0 [1]", "50.0 [2]", same, same]
     assert cells[12].startswith("+50.0 [+45.")
     assert cells[13] == "not counted"
-    assert "[1] topic, b: test: accuracy 0.5000 is not above majority, 0.7500" in text
+    assert "; test: accuracy 0.5000 is not above majority, 0.7500" in text
     assert "failed: row 7 has no text" in text
     assert "The mean is plain, over what all columns have: topic, which." in text
     [which] = [line for line in text.splitlines() if line.startswith("| which")]
@@ -256,7 +256,7 @@ def test_an_interrupted_benchmark_has_a_partial_table(tmp_path: Path) -> None:
     assert partial["partial"]
     assert [len(line["columns"]) for line in partial["tasks"]] == [2, 1, 0]
     text = benchmark_text.markdown(partial)
-    assert ", partial: 3 scores of 3 tasks, 0 failed" in text
+    assert "# mine: partial, 3 scores of 3 tasks, 0 failed" in text
     assert "over what all columns have: topic." in text
     body, code = run(plan, Finetune(_half_better), seen.append)
     assert (len(seen), code, body["partial"]) == (9, 0, False)
