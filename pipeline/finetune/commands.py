@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.finetune.rescore_command import RESCORE
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
@@ -15,11 +16,11 @@ def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--from",
         dest="source",
-        required=True,
         metavar="MODEL",
-        help="run, model folder, Hugging Face folder; random:MODEL takes fresh weights",
+        help="run, model folder, Hugging Face folder; random:MODEL takes fresh weights; default: "
+        "the task's `model`",
     )
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
+    add("--out", metavar="DIR", help="folder of the results; default: the task's `run_dir`")
     add("--seeds", type=_seeds, help="such as 1,2,3; default: the task's")
     add("--tokens", type=Path, metavar="DIR", help="folder of tokenised rows that runs share")
     cli.add_overrides(parser, "such as train.lr=5e-5 data.root=clue")
@@ -38,24 +39,37 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    from pipeline.finetune.run import finetune
+    from pipeline.runtime import env
+    from pipeline.runtime.rank import Rank, run_as_rank
     from pipeline.tasks.task import load_task
 
-    config = load_task(arguments.task, tuple(arguments.overrides))
-    name = Path(arguments.task).stem
-    body = finetune(
-        config,
-        name=name,
-        source=arguments.source,
-        out=arguments.out,
-        seeds=arguments.seeds,
-        tokens=arguments.tokens,
-    )
-    if body:
-        print(result_line(body))
-        for text in body["warnings"]:
-            print(f"warning: {text}")
-    return 0
+    def work(rank: Rank) -> int:
+        config = load_task(arguments.task, tuple(arguments.overrides))
+        source: str = arguments.source or config.model or ""
+        out: str = arguments.out or config.run_dir or ""
+        for value, option, key in ((source, "--from", "model"), (out, "--out", "run_dir")):
+            if not value:
+                raise ConfigError(f"{option} is missing, and {arguments.task} has no `{key}`")
+        if rank.run_dir is None:
+            rank.run_dir = Path(out)
+        from pipeline.finetune.run import finetune
+
+        body = finetune(
+            config,
+            name=str(config.name),
+            source=source,
+            out=Path(out),
+            seeds=arguments.seeds,
+            tokens=arguments.tokens,
+        )
+        if body:
+            print(result_line(body))
+            for text in body["warnings"]:
+                print(f"warning: {text}")
+        return EXIT_FINISHED
+
+    # What launched this rank knows the folder, also where the task cannot be read.
+    return run_as_rank(work, env.process_info_or_alone(), env.launched_run_dir())
 
 
 def result_line(body: dict[str, object]) -> str:

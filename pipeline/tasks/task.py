@@ -3,8 +3,10 @@
 `KINDS` is the table of kinds: the fields that each takes from a row, its metrics and its default.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.named import find
@@ -207,6 +209,18 @@ class SearchConfig:
     epochs: tuple[float, ...] = param((), "values of train.epochs")
     dropout: tuple[float, ...] = param((), "values of head.dropout")
 
+    @property
+    def points(self) -> list[dict[str, float]]:
+        """Every combination of the values; none without values."""
+        given = {
+            field.name: values for field in fields(self) if (values := getattr(self, field.name))
+        }
+        return (
+            [dict(zip(given, point, strict=True)) for point in product(*given.values())]
+            if given
+            else []
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
@@ -214,6 +228,9 @@ class TaskConfig:
 
     SHIPPED: ClassVar = ("tasks",)
 
+    name: str | None = param(None, "of the task in results; null takes the file's")
+    model: str | None = param(None, "what a run starts from, where the command does not say it")
+    run_dir: str | None = param(None, "folder of the run, where the command does not say it")
     task: KindConfig = section(KindConfig, "kind and metric")
     data: TaskDataConfig = section(TaskDataConfig, "files and fields")
     input: InputConfig = section(InputConfig, "tokens")
@@ -253,6 +270,17 @@ class TaskConfig:
                 f"{self.input.max_length}: windows would leave out parts of a passage"
             )
 
+    def at(self, point: Mapping[str, float]) -> "TaskConfig":
+        """Return the task with the values of a point of `search`, and without a search."""
+        head: dict[str, Any] = {n: value for n, value in point.items() if n == "dropout"}
+        train: dict[str, Any] = {n: value for n, value in point.items() if n != "dropout"}
+        return replace(
+            self,
+            head=replace(self.head, **head),
+            train=replace(self.train, **train),
+            search=SearchConfig(),
+        )
+
     @property
     def kind(self) -> Kind:
         """The kind's row of `KINDS`."""
@@ -277,10 +305,11 @@ def load_task(text: str, overrides: tuple[str, ...] = ()) -> TaskConfig:
         ConfigError: see `load`.
     """
     config = load(TaskConfig, text, overrides).config
+    file = find(text, TaskConfig.SHIPPED)
+    config = replace(config, name=config.name or file.stem)
     if config.data.root is not None:
         return config
-    folder = find(text, TaskConfig.SHIPPED).parent
-    return replace(config, data=replace(config.data, root=str(folder)))
+    return replace(config, data=replace(config.data, root=str(file.parent)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ from pipeline.use.folder import (
 )
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
 
+_METADATA = "library_name: transformers\npipeline_tag: fill-mask\ntags: [postnorm, encoder]"
 _NATIVE_LOADING = """\
 ```python
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
@@ -61,8 +62,18 @@ tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 """
 
 
-def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_diff: float) -> str:
-    """Write the Markdown with the metadata block that model hubs read."""
+def model_card(
+    name: str,
+    trained: TrainedModel,
+    max_abs_diff: float,
+    *,
+    metadata: str = _METADATA,
+    first: str = "",
+) -> str:
+    """Write the Markdown with the metadata block that model hubs read.
+
+    `first` is a section that stands before the others.
+    """
     config, facts = trained.model.config, trained.facts
     num_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
     scores = facts.get("scores") or {}
@@ -76,11 +87,11 @@ def model_card(name: str, trained: TrainedModel, family: str | None, max_abs_dif
         "logits against the trainer's model": f"at most {max_abs_diff:.2e} apart",
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    loading = (_NATIVE_LOADING if family else _OWN_LOADING).format(name=name)
+    loading = (_NATIVE_LOADING if native_family(config) else _OWN_LOADING).format(name=name)
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: fill-mask\ntags: [postnorm, encoder]\n---\n"
+        f"---\n{metadata}\n---\n"
         f"# {name}\n\nA bidirectional encoder, pre-trained with masked language modelling.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Loading\n\n{loading}\n## Architecture\n\n```json\n"
+        f"{first}| | |\n|---|---|\n{table}\n\n## Loading\n\n{loading}\n## Architecture\n\n```json\n"
         f"{json.dumps(asdict(config), indent=1)}\n```\n"
     )
 
@@ -134,29 +145,44 @@ def export_hf(source: Path, out: Path) -> ExportReport:
         CheckpointError: there is nothing good to export, or what transformers computes from the
             folder differs; nothing is left behind then.
     """
+    trained = load_for_hf(source)
+    with publishing(out) as folder:
+        report = write_hf(trained, folder)
+        card = model_card(out.name, trained, report.max_abs_diff)
+        write_atomic(folder / "README.md", card.encode())
+    return report
+
+
+def load_for_hf(source: Path) -> TrainedModel:
+    """Load what can be exported for transformers, with the errors of `export_hf`."""
     if importlib.util.find_spec("transformers") is None:
         # It is imported by other processes, which compare what was written.
         raise ModuleNotFoundError("no module named 'transformers'", name="transformers")
     trained = load_trained(source)
     require_full_alpha(trained, source, "an exported model has alpha 1")
+    return trained
+
+
+def write_hf(trained: TrainedModel, folder: Path) -> ExportReport:
+    """Write all but the card to a folder, and compare what transformers computes from it.
+
+    Raises:
+        CheckpointError: it differs.
+    """
     config = trained.model.config
     family = native_family(config)
-    with publishing(out) as folder:
-        if family:
-            weights = native_tensors(dict(trained.model.state_dict()), family)
-            tensors.write_file(weights, folder / "model.safetensors")
-            write_json_atomic(folder / "config.json", native_config(trained, family))
-        else:
-            _write_own(folder, trained)
-        if trained.tokenizer is not None:
-            limit = config.longest_document or NO_MAX_LENGTH
-            write_hf_tokenizer(
-                trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
-            )
-        report = compare(trained.model, lambda *batch: _transformers_logits(folder, *batch))
-        card = model_card(out.name, trained, family, report.max_abs_diff)
-        write_atomic(folder / "README.md", card.encode())
-    return report
+    if family:
+        weights = native_tensors(dict(trained.model.state_dict()), family)
+        tensors.write_file(weights, folder / "model.safetensors")
+        write_json_atomic(folder / "config.json", native_config(trained, family))
+    else:
+        _write_own(folder, trained)
+    if trained.tokenizer is not None:
+        limit = config.longest_document or NO_MAX_LENGTH
+        write_hf_tokenizer(
+            trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
+        )
+    return compare(trained.model, lambda *batch: _transformers_logits(folder, *batch))
 
 
 def native_family(config: ModelConfig) -> names.Style | None:
