@@ -338,9 +338,7 @@ def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: Plan) -> s
     search = plan.tasks[line["task"]].search
     best = {"dev": "best epoch on dev", "last": "last epoch"}[protocols[0]["selected_on"]]
     # A mean of several runs estimates the same as one run.
-    ours = {"one run", best} | (
-        {"best of a grid on dev"} if any(asdict(search).values()) else set()
-    )
+    ours = {"one run", best} | ({"best of a grid on dev"} if search.points else set())
     others = sorted(set(row.protocol.split(", ")) - ours)
     return f"protocol: {', '.join(others)}" if others else ""
 

@@ -1,13 +1,18 @@
 """The verbs of tasks: fine-tune a model, and let it answer. Nothing here imports torch early."""
 
 import argparse
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.finetune.rescore_command import RESCORE
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
+
+if TYPE_CHECKING:
+    from pipeline.runtime.rank import Rank
 
 
 def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,9 +133,21 @@ def _benchmark_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
+    from pipeline.runtime import env
+    from pipeline.runtime.rank import run_as_rank
+
+    return run_as_rank(partial(_benchmark_on, arguments), env.process_info_or_alone())
+
+
+def _benchmark_on(arguments: argparse.Namespace, rank: "Rank") -> int:
     from pipeline.finetune import benchmark, benchmark_text
     from pipeline.finetune.run import finetune
 
+    if rank.process.world_size > 1:
+        raise ConfigError(
+            f"benchmark runs in one process, not in {rank.process.world_size}; fine-tune on "
+            "several ranks first, into the folders DIR/MODEL/TASK: what is finished is taken"
+        )
     out: Path = arguments.out
     plan = benchmark.read_plan(
         arguments.suite,

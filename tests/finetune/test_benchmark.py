@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pipeline.config.load import to_yaml
-from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
 from pipeline.finetune import benchmark_text
 from pipeline.finetune.benchmark import Plan, difference, read_cell, read_plan, run
@@ -26,14 +24,10 @@ from pipeline.finetune.result import (
     write_predictions,
 )
 from pipeline.finetune.run import finetune
-from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime.files import write_json_atomic
 from pipeline.tasks.readers import Example, read_task
 from pipeline.tasks.task import TaskConfig
-from pipeline.tokenizer.fast import BertOptions
-from pipeline.tokenizer.wordpiece import build
-from pipeline.use.folder import write_model
-from tests.support import bert_vocabulary
+from tests.support.tiny_tasks import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 ROWS = 400
@@ -294,23 +288,10 @@ def test_models_that_would_share_a_folder(tmp_path: Path) -> None:
         _plan(tmp_path, models=("runs/a", "runs-a"))
 
 
-def _tiny_model(folder: Path) -> Path:
-    """A model folder: one layer of 16, random weights."""
-    folder.mkdir()
-    pieces = bert_vocabulary.rows(["about row of yes no Ann 0 1 2 3 4 5 6 7 8 9 " * 3])
-    (folder / "tokenizer.json").write_text(build(pieces, BertOptions(), folder))
-    config = ModelConfig(
-        vocab_size=len(pieces), num_layers=1, hidden_size=16, num_heads=1, ffn_size=16
-    )
-    torch.manual_seed(3)
-    write_model(folder, config, dict(MaskedLanguageModel(config).state_dict()), {})
-    return folder
-
-
 @pytest.mark.usefixtures("processes")
 def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
     """The real fine-tuning, n-grams and overlap; a last time as a command that trains nothing."""
-    model = str(_tiny_model(tmp_path / "tiny"))
+    model = str(write_tiny_model(tmp_path / "tiny"))
     limits = ["data.test_rows=24", "data.dev_rows=24", "train.epochs=1", "input.max_length=24"]
     plan = replace(_plan(tmp_path, *limits, models=(model,), seeds=(1, 2)), with_ngrams=True)
     calls = 0
