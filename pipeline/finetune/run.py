@@ -430,8 +430,11 @@ def _finetune_seed(
         write_atomic(folder / TASK_FILE, _task_text(prepared, seed))
 
     with env.restored(), own_process():
-        code = train_run(config, Rank(process), TaskWork(prepared, config, folder))
-    if code != EXIT_FINISHED:
+        rank = Rank(process)
+        code = train_run(config, rank, TaskWork(prepared, config, folder))
+        # One that came after the last step: leaving would forget it.
+        is_asked_to_stop = rank.stop.requested
+    if code != EXIT_FINISHED or is_asked_to_stop:
         raise PreemptedError(
             f"{folder} was stopped by a signal and has saved; the same command continues it"
         )
@@ -461,7 +464,7 @@ def _protocol(prepared: Prepared, config: PretrainConfig) -> dict[str, Any]:
         **{
             name: value
             for name, value in asdict(train).items()
-            if name not in ("seeds", "precision", "steps")
+            if name not in ("seeds", "precision", "steps", "dropout")
         },
         "steps": config.train.num_steps,
         "precision": config.train.precision,
