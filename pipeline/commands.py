@@ -86,14 +86,16 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from pipeline.finetune.export import export_hf
     from pipeline.use.folder import export
-    from pipeline.use.hf import export_hf
 
     report = (export_hf if arguments.format == "hf" else export)(arguments.source, arguments.out)
     print(
         f"{arguments.out}: largest difference of logits {report.max_abs_diff:.2e} over "
         f"{report.num_logits:,}"
     )
+    if report.note:
+        print(report.note)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +121,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: {report.family}, {report.num_parameters:,} parameters")
     if report.left_out:
         print(f"left out: {', '.join(report.left_out)}")
+    if report.made_new:
+        print(f"made new, so that fill-mask needs training first: {', '.join(report.made_new)}")
     if report.no_tokenizer:
         print(f"no tokenizer, so the model reads no text: {report.no_tokenizer}")
 

@@ -48,7 +48,13 @@ from pipeline.finetune.result import (
     score_run,
     write_predictions,
 )
-from pipeline.model.architecture import SENTENCEPIECE_FILE, TOKENIZERS_FILE, tokenizer_path
+from pipeline.model.architecture import (
+    HEAD_FILE,
+    SENTENCEPIECE_FILE,
+    TASK_FILE,
+    TOKENIZERS_FILE,
+    tokenizer_path,
+)
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -66,8 +72,6 @@ from pipeline.use.pretrain import own_process
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
-HEAD_FILE = "head.safetensors"
-TASK_FILE = "task.yaml"
 _RANDOM = "random:"
 _LINES_AN_EPOCH = 5
 
