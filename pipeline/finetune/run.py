@@ -160,15 +160,43 @@ def finetune(
     """
     given = tuple(config.train.seeds if seeds is None else seeds)
     config = replace(config, train=replace(config.train, seeds=given))
-    prepared = prepare(config, name, source, out / "tokens" if tokens is None else tokens)
+    tokens = out / "tokens" if tokens is None else tokens
+    prepared = prepare(config, name, source, tokens)
+    found: list[dict[str, Any]] = []
+    if config.search.points:
+        prepared, found = _searched(prepared, given[0], out)
     folders = [out] if len(given) == 1 else [out / f"seed-{seed}" for seed in given]
     for seed, folder in zip(given, folders, strict=True):
-        _finetune_seed(prepared, seed, folder)
+        _finetune_seed(prepared, seed, folder, found)
     if not env.process_info_or_alone().is_first:
         return {}
     if len(given) == 1:
         return read_result(out)
-    return _combined(prepared, given, folders, out)
+    return _combined(given, folders, out)
+
+
+def _searched(prepared: Prepared, seed: int, out: Path) -> tuple[Prepared, list[dict[str, Any]]]:
+    """Try every point of the grid with one seed, and take the best on dev.
+
+    Returns:
+        The task with the best values, and {values, dev} of each point.
+
+    Raises:
+        ConfigError: there is no dev to choose on.
+    """
+    metric = prepared.config.metric
+    if "dev" not in prepared.rows:
+        raise ConfigError("search chooses on dev, and data.dev names no file; see data.hold_out")
+    tried = []
+    for point in prepared.config.search.points:
+        name = ",".join(f"{field}={value:g}" for field, value in point.items())
+        trial = replace(prepared, config=prepared.config.at(point))
+        folder = out / "search" / name
+        _finetune_seed(trial, seed, folder, [])
+        tried.append((trial, {"values": point, "dev": read_result(folder)["dev"][metric]}))
+    best, chosen = max(tried, key=lambda each: each[1]["dev"])
+    logger.info("best of %d on dev: %s", len(tried), chosen)
+    return best, [found for _, found in tried]
 
 
 def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> Prepared:
@@ -389,7 +417,9 @@ class DevScores:
 # One seed
 
 
-def _finetune_seed(prepared: Prepared, seed: int, folder: Path) -> None:
+def _finetune_seed(
+    prepared: Prepared, seed: int, folder: Path, searched: list[dict[str, Any]]
+) -> None:
     """Train and predict, unless the folder is finished."""
     process = env.process_info_or_alone()
     config = run_config(prepared, seed, folder, process.world_size)
@@ -414,7 +444,8 @@ def _finetune_seed(prepared: Prepared, seed: int, folder: Path) -> None:
             f"{folder} was stopped by a signal and has saved; the same command continues it"
         )
     if process.is_first:
-        _finish(prepared, config, seed, folder, protocol)
+        about = {"search": searched} if searched else {}
+        _finish(prepared, config, seed, folder, protocol, about)
 
 
 def _task_text(prepared: Prepared, seed: int) -> bytes:
@@ -476,6 +507,7 @@ def _finish(
     seed: int,
     folder: Path,
     protocol: Mapping[str, Any],
+    more: Mapping[str, Any],
 ) -> None:
     """Write the model, its predictions, and at last the result; then drop the checkpoints."""
     path = _chosen(folder, on_dev=protocol["selected_on"] == "dev")
@@ -505,6 +537,7 @@ def _finish(
         "step": manifest.step,
         "train_s": manifest.elapsed_s,
         "protocol": dict(protocol),
+        **more,
     }
     if prepared.config.task.kind in NAMES:
         about["prior"] = dict(Counter(map(str, golds)))
@@ -550,14 +583,12 @@ def _write_folder(
         (new / TASK_FILE).write_bytes(_task_text(prepared, config.seed))
 
 
-def _combined(
-    prepared: Prepared, seeds: Sequence[int], folders: Sequence[Path], out: Path
-) -> dict[str, Any]:
+def _combined(seeds: Sequence[int], folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """Write what all seeds give together, and the first one's predictions."""
     (out / RESULT).unlink(missing_ok=True)  # of other seeds
     runs = [run for run in read_runs(out) if run.seed in seeds]
     stored = runs[0].stored
-    kept = ("task", "rows", "counts", "prior", "protocol")
+    kept = ("task", "rows", "counts", "prior", "search", "protocol")
     about: dict[str, Any] = {name: stored[name] for name in kept if name in stored}
     about["train_s"] = sum(float(run.stored["train_s"]) for run in runs)
     body = combine([run.scored for run in runs], seeds, about)

@@ -3,8 +3,10 @@
 `KINDS` is the table of kinds: the fields that each takes from a row, its metrics and its default.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.named import find
@@ -207,6 +209,18 @@ class SearchConfig:
     epochs: tuple[float, ...] = param((), "values of train.epochs")
     dropout: tuple[float, ...] = param((), "values of head.dropout")
 
+    @property
+    def points(self) -> list[dict[str, float]]:
+        """Every combination of the values; none without values."""
+        given = {
+            field.name: values for field in fields(self) if (values := getattr(self, field.name))
+        }
+        return (
+            [dict(zip(given, point, strict=True)) for point in product(*given.values())]
+            if given
+            else []
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
@@ -252,6 +266,17 @@ class TaskConfig:
                 f"input.stride={self.input.stride} must be below input.max_length="
                 f"{self.input.max_length}: windows would leave out parts of a passage"
             )
+
+    def at(self, point: Mapping[str, float]) -> "TaskConfig":
+        """Return the task with the values of a point of `search`, and without a search."""
+        head: dict[str, Any] = {n: value for n, value in point.items() if n == "dropout"}
+        train: dict[str, Any] = {n: value for n, value in point.items() if n != "dropout"}
+        return replace(
+            self,
+            head=replace(self.head, **head),
+            train=replace(self.train, **train),
+            search=SearchConfig(),
+        )
 
     @property
     def kind(self) -> Kind:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.processes import Processes
+from tests.support.processes import processes as processes
 from tests.support.slurm import SlurmCluster, why_not
 
 SETTINGS = {"MaxArraySize": 4}
@@ -19,14 +19,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         pytest.skip(missing)
     with SlurmCluster(tmp_path_factory.mktemp("slurm"), settings=SETTINGS) as started:
         yield started
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Starts processes that end with the test."""
-    started = Processes()
-    yield started
-    started.end()
 
 
 @pytest.fixture(autouse=True)

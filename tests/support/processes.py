@@ -1,7 +1,10 @@
 """Processes that a test starts and that end with it, however it ends."""
 
 import subprocess
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 
 class Processes:
@@ -23,3 +26,11 @@ class Processes:
             if process.poll() is None:
                 process.kill()
             process.communicate()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Start processes that end with the test; conftest.py of a folder imports it."""
+    started = Processes()
+    yield started
+    started.end()

@@ -1,0 +1,276 @@
+"""Fine-tuning: every kind learns, runs continue and repeat, results say what they come from."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.checkpoints.manifest import published
+from pipeline.config.data import BatchPlan
+from pipeline.data.run_order import Share
+from pipeline.errors import ConfigError, DataError
+from pipeline.finetune.answer import predict
+from pipeline.finetune.batches import TaskStream, class_weights, tokenised
+from pipeline.finetune.model import TaskModel
+from pipeline.finetune.run import TaskWork, finetune, prepare, run_config
+from pipeline.tasks.task import KINDS, load_task
+from pipeline.use.model import load
+from tests.finetune.conftest import rows_of, write_rows
+from tests.support.processes import Processes
+
+Make = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(path: Path, model: Path | str, out: Path, **options: Any) -> dict[str, Any]:
+    overrides = tuple(options.pop("overrides", ()))
+    return finetune(
+        load_task(str(path), overrides), name=path.stem, source=str(model), out=out, **options
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "tag with crf", "tag with bioes"])
+def test_every_kind_learns_64_rows(
+    kind: str, task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    kind, _, more = kind.partition(" with ")
+    head = {"crf": {"decoder": "crf"}, "bioes": {"scheme": "bioes"}}.get(more, {})
+    path = task_file(kind, head={"dropout": 0.0, **head})
+    body = _run(path, tiny_model, tmp_path / "out")
+    least = 0.9 if kind == "regress" else 1.0
+    assert body["test"][body["metric"]] >= least, body["test"]
+    assert body["majority"] < 0.9
+    assert body["protocol"]["scored_on"] == "test"
+    rows = _lines(tmp_path / "out/predictions-test.jsonl")
+    assert [row["id"] for row in rows] == [row["id"] for row in rows_of(kind)]
+    # The model in the folder gives the same answers, from another file than the run's.
+    other = write_rows(tmp_path / "other.jsonl", rows_of(kind)[5:9])
+    answers = predict(tmp_path / "out", other, tmp_path / "answers.jsonl")
+    assert answers.num_rows == 4
+    for mine, theirs in zip(_lines(tmp_path / "answers.jsonl"), rows[5:9], strict=True):
+        assert mine["id"] == theirs["id"]
+        if kind == "regress":
+            assert mine["prediction"] == pytest.approx(theirs["prediction"], abs=1e-4)
+        else:
+            assert mine["prediction"] == theirs["prediction"]
+
+
+def test_folder_is_a_run_and_a_model(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    path = task_file("classify", train={"epochs": 2, "batch": 8, "lr": 1e-3})
+    body = _run(path, tiny_model, out, seeds=[1, 2])
+    assert body["seeds"] == [1, 2]
+    assert body["mean"] == pytest.approx(np.mean(body["scores"]))
+    assert body["sd"] == pytest.approx(np.std(body["scores"], ddof=1))
+    assert body["rows"] == {"train": 64, "dev": 64, "test": 64}
+    assert body["prior"] == Counter(row["label"] for row in rows_of("classify"))
+    assert json.loads((out / "result.json").read_text()) == body
+    run = out / "seed-1"
+    assert not published(run / "checkpoints"), "what the model was made of is gone"
+    kinds = Counter(json.loads(line)["kind"] for line in (run / "metrics.jsonl").open())
+    assert kinds["eval"] == 2
+    assert kinds["train"] > 2
+    # All of the encoder and the old MLM head are there; other parts of the project read it.
+    model = load(run)
+    assert model.encode(["张伟去了北京"]).shape == (1, 32)
+    before = load(tiny_model)
+    weights = model.module.encoder.layers[0].attention.qkv.weight
+    assert not torch.equal(weights, before.module.encoder.layers[0].attention.qkv.weight)
+    # Another task starts from it.
+    again = _run(task_file("pair", train={"epochs": 1}), run, tmp_path / "next")
+    assert again["protocol"]["model"] == str(run)
+
+
+def test_finished_result_is_kept(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
+    path, out = task_file("classify", train={"epochs": 1}), tmp_path / "out"
+    first = _run(path, tiny_model, out)
+    stamp = (out / "model/model.safetensors").stat().st_mtime_ns
+    assert _run(path, tiny_model, out) == first
+    assert (out / "model/model.safetensors").stat().st_mtime_ns == stamp
+    with pytest.raises(ConfigError, match=r"other settings \(lr: 0.003 there, 0.001 now\)"):
+        _run(path, tiny_model, out, overrides=["train.lr=1e-3"])
+    with pytest.raises(ConfigError, match=r"model: .* there, 'random:"):
+        _run(path, f"random:{tiny_model}", out)
+
+
+def test_same_seed_same_result_and_seeds_differ(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = task_file("classify", train={"epochs": 1}, head={"dropout": 0.1})
+    for name, seed, source in (
+        ("a", 1, tiny_model), ("b", 1, tiny_model), ("c", 2, tiny_model),
+        ("d", 1, f"random:{tiny_model}"),
+    ):  # fmt: skip
+        _run(path, source, tmp_path / name, seeds=[seed])
+    a, b, c, d = ((tmp_path / name / "predictions-dev.jsonl").read_bytes() for name in "abcd")
+    assert a == b
+    assert len({a, c, d}) == 3
+
+
+def test_killed_run_continues_to_the_same_answers(
+    task_file: Make, tiny_model: Path, tmp_path: Path, processes: Processes
+) -> None:
+    path = task_file("classify", train={"epochs": 30}, head={"dropout": 0.1})
+    command = [sys.executable, "-m", "postnorm", "finetune", str(path), "--from", str(tiny_model)]
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    subprocess.run([*command, "--out", str(straight)], cwd=ROOT, check=True)
+    process = processes.start([*command, "--out", str(out)], cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while not published(out / "checkpoints"):
+        assert process.poll() is None, "it ended before it had a checkpoint"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "result.json").exists(), "it was not fast enough to finish"
+    again = subprocess.run(
+        [*command, "--out", str(out)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "resumed from" in again.stdout
+    for name in ("predictions-dev.jsonl", "predictions-test.jsonl"):
+        assert (out / name).read_bytes() == (straight / name).read_bytes()
+
+
+def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
+    # A rate that destroys what was learnt: the first epochs are the better ones.
+    train = {"epochs": 4, "lr": 3e-3, "decay": "none", "warmup": 0.0}
+    body = _run(task_file("classify", train=train), tiny_model, tmp_path / "out")
+    records = _lines(tmp_path / "out/metrics.jsonl")
+    scores = {each["step"]: each["accuracy"] for each in records if each["kind"] == "eval"}
+    assert body["dev"]["accuracy"] == pytest.approx(max(scores.values()))
+    assert scores[body["step"]] == max(scores.values())
+    last = _run(task_file("classify", train={**train, "keep": "last"}), tiny_model, tmp_path / "l")
+    assert last["step"] == max(scores)
+    assert last["protocol"]["selected_on"] == "last"
+
+
+def test_search_takes_what_is_best_on_dev(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = task_file("classify", train={"epochs": 2}, search={"lr": [1e-6, 3e-3], "batch": [8, 16]})
+    body = _run(path, tiny_model, tmp_path / "out", seeds=[1, 2])
+    assert len(body["search"]) == 4
+    best = max(body["search"], key=lambda each: each["dev"])
+    assert best["values"]["lr"] == 3e-3
+    assert body["protocol"]["lr"] == 3e-3
+    assert body["protocol"]["batch"] == best["values"]["batch"]
+    tried = json.loads((tmp_path / "out/search/lr=0.003,batch=8/result.json").read_text())
+    assert tried["seeds"] == [1]
+    for number, seed in enumerate((1, 2)):
+        own = json.loads((tmp_path / f"out/seed-{seed}/result.json").read_text())
+        assert own["scores"] == [body["scores"][number]]
+
+
+@pytest.mark.parametrize("kind", ["classify", "choice", "qa"])
+def test_an_epoch_has_every_unit_once_whatever_the_ranks(
+    kind: str, task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = load_task(str(task_file(kind)))
+    prepared = prepare(config, "t", str(tiny_model), None)
+    plan = BatchPlan((), seq_len=32, global_batch=12, micro_batch=2)
+
+    def stream(share: Share) -> TaskStream:
+        return TaskStream(
+            prepared.spec, prepared.rows["train"], plan, share, seed=5, pad_id=0, row_weights=None
+        )
+
+    whole = stream(Share(0, 1))
+    units = [unit for number in range(16) for _, unit in whole.samples(plan.number(number))]
+    epoch = whole.num_units
+    assert sorted(units[:epoch]) == list(range(epoch))
+    assert units[:epoch] != units[epoch : 2 * epoch]
+    ranks = [stream(Share(rank, 3)).steps_from(24) for rank in range(3)]
+    alone = stream(Share(0, 1)).steps_from(24)
+    for _ in range(4):
+        together = [batch for rank in ranks for batch in next(rank)]
+        assert [batch.hash for batch in together] == [batch.hash for batch in next(alone)]
+
+
+def test_tokens_are_shared_by_content(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
+    config = load_task(str(task_file("spans")))
+    tokens = tmp_path / "tokens"
+    first = prepare(config, "t", str(tiny_model), tokens)
+    [file] = tokens.iterdir()  # train, dev and test are one file, so they have one content
+    again = prepare(config, "t", str(tiny_model), tokens)
+    assert again.data_sha256 == first.data_sha256
+    assert file.stat().st_size > 0
+    for one, other in zip(first.rows["dev"].rows, again.rows["dev"].rows, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.offsets.tolist() == other.offsets.tolist()
+        assert one.spans == other.spans
+    shorter = load_task(str(task_file("spans")), ("input.max_length=20",))
+    assert prepare(shorter, "t", str(tiny_model), tokens).rows["dev"].rows
+    assert len(list(tokens.iterdir())) == 2
+    fresh = tokenised(
+        config, load_fine_tuned_tokenizer(tiny_model), "x", first.data.splits["dev"], None
+    )
+    assert [row.ids.tolist() for row in fresh.rows] == [
+        row.ids.tolist() for row in first.rows["dev"].rows
+    ]
+
+
+def load_fine_tuned_tokenizer(folder: Path) -> Any:
+    return load(folder).tokenizer
+
+
+def test_class_weights_are_scikit_learns(task_file: Make, tiny_model: Path) -> None:
+    compute = pytest.importorskip("sklearn.utils.class_weight").compute_class_weight
+    prepared = prepare(load_task(str(task_file("classify"))), "t", str(tiny_model), None)
+    examples, labels = prepared.data.splits["train"], prepared.data.labels
+    golds = [str(example.gold) for example in examples]
+    theirs = compute("balanced", classes=np.array(labels), y=np.array(golds))
+    assert class_weights(examples, labels) == pytest.approx(dict(zip(labels, theirs, strict=True)))
+
+
+def test_rates_fall_from_the_head_down(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
+    train = {"lr": 1e-3, "head_lr": 4e-3, "layer_decay": 0.5}
+    prepared = prepare(load_task(str(task_file("classify", train=train))), "t",
+                       str(tiny_model), None)  # fmt: skip
+    config = run_config(prepared, 1, tmp_path, 1)
+    work = TaskWork(prepared, config, tmp_path)
+    found = {
+        name: work.lr_scale(name)
+        for name, _ in TaskModel(config.model, prepared.spec).named_parameters()
+    }
+    assert {found[name] for name in found if name.startswith("linear.")} == {4.0}
+    assert {found[name] for name in found if ".layers.1." in name} == {0.5}
+    assert {found[name] for name in found if ".layers.0." in name} == {0.25}
+    assert found["encoder.token_embedding.weight"] == 0.125
+
+
+def test_what_cannot_be_trained_is_refused(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    one = write_rows(tmp_path / "one.jsonl", [{"text": "张伟", "label": "a"}] * 3)
+    path = task_file("classify", data={"train": [one.name], "dev": [one.name], "test": []})
+    with pytest.raises(DataError, match="fewer than two"):
+        _run(path, tiny_model, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"head\.pool=pooler, but .* has no pooler"):
+        _run(task_file("classify", head={"pool": "pooler"}), tiny_model, tmp_path / "out")
+    with pytest.raises(
+        ConfigError, match=r"train\.batch=8 must be a multiple of train\.accumulate=3"
+    ):
+        _run(task_file("classify", train={"accumulate": 3}), tiny_model, tmp_path / "out")
+    assert not (tmp_path / "out/result.json").exists()
+
+
+def test_file_of_another_task_is_refused(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
+    _run(task_file("classify", train={"epochs": 1}), tiny_model, tmp_path / "out")
+    other = write_rows(tmp_path / "other.jsonl", rows_of("coref"))
+    with pytest.raises(DataError, match=r"other.jsonl:1: label 'false' is not one of the 4"):
+        predict(tmp_path / "out", other, tmp_path / "answers.jsonl")
+    assert not (tmp_path / "answers.jsonl").exists()
