@@ -65,7 +65,13 @@ from pipeline.tasks.task import TaskConfig
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
 from pipeline.train.run import Evaluated
-from pipeline.use.folder import TrainedModel, publishing, require_full_alpha, write_model
+from pipeline.use.folder import (
+    MADE_NEW,
+    TrainedModel,
+    publishing,
+    require_full_alpha,
+    write_model,
+)
 from pipeline.use.model import read_model
 from pipeline.use.pretrain import own_process
 
@@ -577,6 +583,8 @@ def _write_folder(
         shutil.rmtree(out)
     with publishing(out) as new:
         task = {"task": prepared.spec.plain(), "from": prepared.source}
+        if MADE_NEW in prepared.trained.facts:
+            task[MADE_NEW] = prepared.trained.facts[MADE_NEW]
         write_model(new, config.model, whole, {**facts, **task})
         tensors.write_file(head_weights(weights), new / HEAD_FILE)
         (new / prepared.tokenizer_file).write_bytes(prepared.tokenizer)
