@@ -22,9 +22,12 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.tasks.scores import decode_tags
 from pipeline.tasks.task import load_task
 from pipeline.use import hf
+from pipeline.use.convert import convert
 from pipeline.use.folder import copy_tokenizer, export, load_model, write_model
 from pipeline.use.model import load, read_model
 from tests.finetune.conftest import rows_of, write_rows
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 BERT = {
     "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
@@ -165,7 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(folder: Path, tiny_model: Path, processes: Any) -> dict[str, Any]:
+def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
     """What transformers makes of each kind."""
     cases = {}
     for kind, (name, pool, auto, is_native) in CASES.items():
@@ -278,7 +281,14 @@ def test_this_project_reads_it_back(
     )
 
 
-def test_model_without_its_mlm_head_says_so(exported: dict[str, Any], folder: Path) -> None:
+def test_model_without_its_mlm_head_says_so(
+    exported: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    report = convert(folder / "qa", tmp_path / "converted", family=None, overrides=())
+    assert report.left_out == ["qa_outputs.bias", "qa_outputs.weight"]
+    assert report.made_new[0] == "head_bias"
+    with pytest.raises(CheckpointError, match="without a head for masked tokens"):
+        load(tmp_path / "converted").fill_mask("张[MASK]")
     model = load(folder / "qa")
     assert model.encode(["张伟"]).shape == (1, 32)
     with pytest.raises(CheckpointError, match=r"without a head for masked tokens \(head_bias, "):
