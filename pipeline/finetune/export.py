@@ -7,6 +7,7 @@ Shapes: U examples of at most C choices (1 where the task has none), S slots, X 
 hidden size, K outputs.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ _TAGS = {
 }
 _PROBE_ROWS = 16
 _PROBE_LENGTH = 32
-_PROTOCOL = ("model", "max_length", "truncate", "epochs", "batch", "lr", "head_lr", "selected_on")
+_PROTOCOL = ("model", "max_length", "truncate", "steps", "batch", "lr", "head_lr", "selected_on")
 
 
 def export_hf(source: Path, out: Path) -> ExportReport:
@@ -227,9 +228,10 @@ def _card(tuned: FineTuned, auto: str, folder: str, result: dict[str, Any]) -> h
     if result:
         rows |= {split: _scores(result[split]) for split in ("dev", "test") if result.get(split)}
         majority = f"{result['majority']:.4f} by majority, {result['chance']:.4f} by chance"
-        rows["without a model"] = f"{result['metric']} {majority}"
-        protocol = result["protocol"]
-        values = (f"{name} {protocol[name]}" for name in _PROTOCOL if name in protocol)
+        protocol = dict(result["protocol"])
+        rows["without a model"] = f"{result['metric']} {majority}, on {protocol['scored_on']}"
+        protocol["model"] = re.sub("[^:]*/", "", protocol["model"])  # not the whole path
+        values = (f"{name} {protocol[name]}" for name in _PROTOCOL if protocol.get(name))
         seeds = ", ".join(map(str, result["seeds"]))
         rows["protocol"] = "; ".join((*values, f"seed {seeds}"))
     batch = _BATCHES.get(spec.kind, _ONE.format('"a text"')).replace("[SEP]", sep)
