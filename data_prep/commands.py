@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import PrepConfig
-from pipeline.config.load import load
+from data_prep.config import DecontaminateConfig, PrepConfig
+from pipeline.config.load import build, load
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
@@ -123,6 +123,23 @@ def _datasheet(arguments: argparse.Namespace) -> None:
         print(path)
 
 
+def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("rows", type=Path, help='lines of {"set": name, "texts": [...]}')
+    add("corpus", nargs="+", help="text as a source takes it, or folders of datasets")
+    add("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
+    add("--ngram", type=int, default=60, help="letters in a row (default 60, 13 English words)")
+    add("--ngram-cjk", type=int, default=13, help="the same in Chinese, Japanese, Korean (13)")
+
+
+def _overlap(arguments: argparse.Namespace) -> None:
+    from data_prep.decontaminate.overlap import write_overlap
+
+    lengths = {"ngram": arguments.ngram, "ngram_cjk": arguments.ngram_cjk}
+    config = build(DecontaminateConfig, lengths, "the command line")
+    write_overlap(arguments.rows, arguments.corpus, config, arguments.out)
+
+
 VERBS = (
     Verb(
         "run",
@@ -171,5 +188,12 @@ VERBS = (
         _folder_argument,
         _datasheet,
         "datasheet runs/mine/data",
+    ),
+    Verb(
+        "overlap",
+        "count the rows of evaluation sets that share text with a corpus",
+        _overlap_arguments,
+        _overlap,
+        "overlap rows.jsonl corpus.jsonl.gz --out overlap.json",
     ),
 )

@@ -239,7 +239,7 @@ def _submit_prep(arguments: argparse.Namespace) -> int:
 def _submit_sweep(arguments: argparse.Namespace) -> int:
     work_dir = os.getcwd()
     config, runs = sweep.read_sweep(arguments.config, arguments.overrides, work_dir)
-    what, jobs = sweep.todo(runs), arguments.jobs or config.jobs
+    what, jobs = sweep.todo(runs, config.kind), arguments.jobs or config.jobs
     said: dict[str, Any] = {
         "dir": str(Path(work_dir, config.dir)),
         "runs": [run.name for run in what.runs],

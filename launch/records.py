@@ -15,6 +15,7 @@ from pipeline.runtime.files import AppendedFile, read_json_lines, write_atomic
 from pipeline.runtime.run_folder import RunFolder
 
 PRETRAIN, EVALUATE, PROGRAM = "pretrain", "evaluate", "program"
+FINETUNE = "finetune"
 """Kinds of jobs: two commands of `python -m pipeline`, and the user's own programs."""
 FOLDER = "launch"
 """In a run's folder: one folder for each submission, and the files below."""

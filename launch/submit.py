@@ -22,6 +22,7 @@ from launch.records import (
     CODE_FOLDER,
     CONFIG_FILE,
     EVALUATE,
+    FINETUNE,
     FOLDER,
     PRETRAIN,
     PROGRAM,
@@ -40,6 +41,8 @@ from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import BusyError, ConfigError
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.tasks.readers import read_task
+from pipeline.tasks.task import TaskConfig, probe_tasks
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,37 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(f"this run cannot start as configured:{lines}")
+    roots = [task.data.root or "" for task in probe_tasks(config.monitor, source.work_dir).values()]
     run_dir = Path(source.work_dir, config.run_dir)
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
-    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir])
+    draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir, *roots])
     return replace(draft, config=config)
 
 
+def prepare_finetuning(config: TaskConfig, cluster: ClusterConfig, source: Source) -> Draft:
+    """Draft a fine-tuning whose config names its model and folder; change nothing."""
+    require_task(config, source.work_dir)
+    run_dir = Path(source.work_dir, str(config.run_dir))
+    file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
+    words = ("pipeline", FINETUNE, str(file))
+    inputs = [str(config.model).removeprefix("random:"), str(config.data.root)]
+    return _draft(FINETUNE, run_dir, words, cluster, source, inputs)
+
+
+def require_task(config: TaskConfig, work_dir: str) -> None:
+    """Refuse a fine-tuning without a model, or whose files are missing or do not fit."""
+    if config.model is None:
+        raise ConfigError("model is not set: say what the run starts from, a run or model folder")
+    model = Path(work_dir, config.model.removeprefix("random:"))
+    if not model.is_dir():
+        raise ConfigError(f"model={config.model}: {model} does not exist; correct the path")
+    root = Path(work_dir, config.data.root or ".")
+    read_task(replace(config, data=replace(config.data, root=str(root))))
+
+
 def require_data(config: PretrainConfig, work_dir: str) -> None:
-    """Refuse a run whose dataset is missing or damaged."""
+    """Refuse a run whose dataset is missing or damaged, or whose probes cannot be read."""
     data = Path(work_dir) / config.data.dir
     if not (data / INDEX_FILE).is_file():
         raise ConfigError(
@@ -108,6 +133,7 @@ def require_data(config: PretrainConfig, work_dir: str) -> None:
             "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
         )
     read_index(data)
+    probe_tasks(config.monitor, work_dir)
 
 
 def prepare_evaluation(

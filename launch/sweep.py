@@ -25,6 +25,7 @@ from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
     CONFIG_FILE,
+    FINETUNE,
     FOLDER,
     PRETRAIN,
     SCRIPT_FILE,
@@ -42,9 +43,11 @@ from launch.submit import (
     Draft,
     Source,
     mounts_of,
+    prepare_finetuning,
     prepare_training,
     record_of,
     require_data,
+    require_task,
 )
 from pipeline.config import schema
 from pipeline.config.load import digest, load, resolved_text, to_yaml
@@ -66,8 +69,10 @@ from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import Summary, number, table
+from pipeline.tasks.task import TaskConfig, load_task
 
 RECORD_FILE = "sweep.json"
+_RESULT = "result.json"
 _HOME = "sweep"
 _LONGEST_NAME = 100
 _DIFFERENCES = 3
@@ -88,11 +93,39 @@ class Kind:
     """Drafts the job of a run; refuses one that cannot start."""
     check_here: Callable[[Any, int, str], None]
     """Refuses a run that cannot start with so many ranks of this machine in a folder."""
+    load: Callable[[Path, Sequence[str]], Any]
+    """Reads the config of a run, with overrides."""
+    value: Callable[[Path, RunReport, str], float | None]
+    """Reads a metric of a run; None: not yet."""
+    finished: str = "done.json"
+    """The file that a finished run has."""
 
 
 def _check_training_here(config: PretrainConfig, ranks: int, work_dir: str) -> None:
     config.batches.require_split(ranks)
     require_data(config, work_dir)
+
+
+def _value_of_training(folder: Path, report: RunReport, metric: str) -> float | None:
+    return getattr(report.run, metric, None)
+
+
+def _check_task_here(config: TaskConfig, ranks: int, work_dir: str) -> None:
+    require_task(config, work_dir)
+    if config.train.batch % (config.train.accumulate * ranks):
+        raise ConfigError(
+            f"train.batch={config.train.batch} must be a multiple of train.accumulate="
+            f"{config.train.accumulate} times {ranks} ranks; change one of them"
+        )
+
+
+def _score(folder: Path, report: RunReport, metric: str) -> float | None:
+    try:
+        body = json.loads((folder / _RESULT).read_bytes())
+    except (OSError, ValueError):
+        return None
+    found = body["mean"] if metric == "score" else (body["dev"] or {}).get(body["metric"])
+    return None if found is None else float(found)
 
 
 KINDS: dict[str, Kind] = {
@@ -102,6 +135,18 @@ KINDS: dict[str, Kind] = {
         metrics=("held_out_loss", "loss", "tokens", "tokens_per_s"),
         prepare=prepare_training,
         check_here=_check_training_here,
+        load=lambda path, words: load(PretrainConfig, path, words).config,
+        value=_value_of_training,
+    ),
+    FINETUNE: Kind(
+        config=TaskConfig,
+        folder="run_dir",
+        metrics=("score", "dev"),
+        prepare=prepare_finetuning,
+        check_here=_check_task_here,
+        load=lambda path, words: load_task(str(path), tuple(words)),
+        value=_score,
+        finished=_RESULT,
     ),
 }
 
@@ -220,7 +265,7 @@ def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[Swee
         values = {**point, kind.folder: f"{sweep.dir}/{name}"}
         words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         try:
-            config = load(kind.config, base, words).config
+            config = kind.load(base, words)
         except ConfigError as error:
             mistakes.append(f"{name}: {error}")
             continue
@@ -249,7 +294,7 @@ def _changes(run: Run, kind: Kind) -> list[str]:
             ]
         return []
     try:
-        before = load(kind.config, run.config_file).config
+        before = kind.load(run.config_file, ())
     except ConfigError as error:
         return [f"{run.config_file} cannot be read any more: {error}"]
     old = {path: value for path, _, value in schema.walk(before) if path != kind.folder}
@@ -279,7 +324,7 @@ class Todo:
     """Elements of earlier arrays that wait or run."""
 
 
-def todo(runs: Sequence[Run]) -> Todo:
+def todo(runs: Sequence[Run], kind: Kind) -> Todo:
     """Look at the folders of the runs, and at the queue if some were submitted before."""
     queued = {run.name: _queued(run.folder) for run in runs}
     facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
@@ -287,7 +332,7 @@ def todo(runs: Sequence[Run]) -> Todo:
     alive: list[JobFacts] = []
     for run in runs:
         folder, job = RunFolder(run.folder), facts.get(queued[run.name])
-        if folder.done.exists():
+        if (run.folder / kind.finished).exists():
             left[run.name] = "finished"
         elif job is not None and job.is_alive and _is_of(job, run.folder):
             left[run.name] = f"in the queue as job {job.job}"
@@ -588,7 +633,9 @@ def sweep_report(folder: Path) -> SweepReport:
         if job is None or not _is_of(job, folder / name):
             job = JobFacts(jobs[name], jobs[name].partition("_")[0], UNKNOWN, "")
         report = report_of(folder / name, [job] if jobs[name] else [], "")
-        value = getattr(report.run, metric["name"], None) if metric["name"] else None
+        value = None
+        if metric["name"]:
+            value = KINDS[found["verb"]].value(folder / name, report, metric["name"])
         runs.append(
             {
                 "name": name,

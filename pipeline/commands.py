@@ -6,7 +6,6 @@ at once.
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from pipeline.checkpoints.commands import CHECKPOINT
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, DataError
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
@@ -22,6 +21,7 @@ from pipeline.runtime.files import write_atomic
 from pipeline.runtime.rank import Rank, run_as_rank
 from pipeline.use.evaluate_command import EVALUATE
 from pipeline.use.pretrain import train_as_rank
+from pipeline.use.vector_commands import ENCODE, STS, WHITEN, add_vector_options
 
 
 def _fill_mask_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,56 +40,36 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
             print(f"[MASK] {number}: {shown}")
 
 
-def _encode_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="MODEL", help="run folder, or model folder")
-    parser.add_argument(
-        "--pooling", choices=("cls", "mean", "first_last_avg"), default="mean", help="default mean"
-    )
-    parser.add_argument("--out", type=Path, help=".npy file; default: a JSON list a line")
-    parser.add_argument("--batch-size", type=int, default=32, help="texts at once (default 32)")
-    parser.add_argument("--max-length", type=int, help="tokens of a text; longer ones are cut")
-
-
-def _encode(arguments: argparse.Namespace) -> None:
-    from pipeline.use.model import load as load_model
-
-    model = load_model(arguments.source)
-    # An empty line is a text too, so that line N has vector N.
-    texts = (line.rstrip("\r\n") for line in sys.stdin)
-    chosen = arguments.pooling, arguments.batch_size, arguments.max_length
-    if arguments.out is not None:
-        count = model.encode_to(arguments.out, texts, *chosen)
-    else:
-        count = 0
-        for vectors in model.iter_encode(texts, *chosen):
-            count += len(vectors)
-            for vector in vectors.tolist():
-                print(json.dumps([float(f"{value:.6g}") for value in vector]))
-        if not count:
-            raise DataError("no text to encode; give one a line on standard input")
-    print(
-        f"{count:,} texts, vectors of {model.config.hidden_size}; {model.num_cut:,} were cut at "
-        f"{model.longest(arguments.max_length)} tokens",
-        file=sys.stderr,
-    )
-
-
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="RUN", help="run folder, or model folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", type=Path, metavar="RUN", help="run folder, or model folder")
+    add("out", type=Path, metavar="OUT", help="folder to write")
+    add(
         "--format",
-        choices=("postnorm", "hf"),
+        choices=("postnorm", "hf", "sentence-transformers"),
         default="postnorm",
-        help="for this project (default), or for transformers",
+        help="for this project (default), for transformers, or for sentence-transformers, which "
+        "alone takes the options below",
     )
+    add_vector_options(parser)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from pipeline.finetune.export import export_hf
     from pipeline.use.folder import export
+    from pipeline.use.sentence_transformers import export_sentence_transformers
 
-    report = (export_hf if arguments.format == "hf" else export)(arguments.source, arguments.out)
+    chosen = arguments.pooling, arguments.max_length, arguments.whiten
+    if arguments.format == "sentence-transformers":
+        report = export_sentence_transformers(arguments.source, arguments.out, *chosen)
+    elif any(chosen):
+        raise ConfigError(
+            "--pooling, --max-length and --whiten are of --format sentence-transformers; leave "
+            f"them out of --format {arguments.format}"
+        )
+    else:
+        write = export_hf if arguments.format == "hf" else export
+        report = write(arguments.source, arguments.out)
     print(
         f"{arguments.out}: largest difference of logits {report.max_abs_diff:.2e} over "
         f"{report.num_logits:,}"
@@ -164,13 +144,9 @@ USE: tuple[Verb, ...] = (
         _fill_mask,
         'fill-mask runs/demo/train "The function returns a [MASK] of strings."',
     ),
-    Verb(
-        "encode",
-        "vectors of texts on standard input, one a line",
-        _encode_arguments,
-        _encode,
-        "encode models/bert --pooling mean --out vectors.npy < texts.txt",
-    ),
+    ENCODE,
+    WHITEN,
+    STS,
     Verb(
         "export",
         "write a run's model as a folder",

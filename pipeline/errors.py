@@ -93,6 +93,8 @@ _EXTRAS = {
     "PIL": "train",
     "safetensors": "train",
     "google_crc32c": "train",
+    "sklearn": "train",
+    "scipy": "train",
     "transformers": "hf",
 }
 """By module that is not among the base dependencies: what installs it."""

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pipeline.errors import PostnormError
     from pipeline.use.model import Candidate, Model, Output, load
     from pipeline.use.pretrain import PretrainResult, pretrain
+    from pipeline.use.sentences import SentenceEncoder
     from pipeline.use.train_dataset import TrainDataset
+    from pipeline.use.whiten import Whitening
 
 __version__ = "0.1.0"
 
@@ -31,7 +33,9 @@ __all__ = [
     "Output",
     "PostnormError",
     "PretrainResult",
+    "SentenceEncoder",
     "TrainDataset",
+    "Whitening",
     "__version__",
     "load",
     "pretrain",
@@ -45,7 +49,9 @@ _HOMES = {
     "load": "pipeline.use.model",
     "PretrainResult": "pipeline.use.pretrain",
     "pretrain": "pipeline.use.pretrain",
+    "SentenceEncoder": "pipeline.use.sentences",
     "TrainDataset": "pipeline.use.train_dataset",
+    "Whitening": "pipeline.use.whiten",
 }
 
 

@@ -288,6 +288,14 @@ class MonitorConfig:
         "what shows the numbers besides metrics.jsonl: tensorboard, wandb, mlflow, or the name of "
         "an entry point of the group postnorm.sinks",
     )
+    probes: tuple[str, ...] = param(
+        (),
+        "task files, or names of shipped tasks, of kind classify, pair or coref; each evaluation "
+        "scores a linear probe on the frozen vectors",
+    )
+    probe_root: str | None = param(
+        None, "data.root of the probes' tasks; null leaves each task's own"
+    )
     straggler_factor: float = param(
         1.25,
         "warn of a rank whose own work took so many times as long as the other ranks' median in "

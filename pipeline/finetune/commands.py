@@ -1,11 +1,18 @@
 """The verbs of tasks: fine-tune a model, and let it answer. Nothing here imports torch early."""
 
 import argparse
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.finetune.rescore_command import RESCORE
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
+from pipeline.runtime.files import write_atomic
+
+if TYPE_CHECKING:
+    from pipeline.runtime.rank import Rank
 
 
 def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,11 +21,11 @@ def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--from",
         dest="source",
-        required=True,
         metavar="MODEL",
-        help="run, model folder, Hugging Face folder; random:MODEL takes fresh weights",
+        help="run, model folder, Hugging Face folder; random:MODEL takes fresh weights; default: "
+        "the task's `model`",
     )
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
+    add("--out", metavar="DIR", help="folder of the results; default: the task's `run_dir`")
     add("--seeds", type=_seeds, help="such as 1,2,3; default: the task's")
     add("--tokens", type=Path, metavar="DIR", help="folder of tokenised rows that runs share")
     cli.add_overrides(parser, "such as train.lr=5e-5 data.root=clue")
@@ -37,24 +44,37 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    from pipeline.finetune.run import finetune
+    from pipeline.runtime import env
+    from pipeline.runtime.rank import Rank, run_as_rank
     from pipeline.tasks.task import load_task
 
-    config = load_task(arguments.task, tuple(arguments.overrides))
-    name = Path(arguments.task).stem
-    body = finetune(
-        config,
-        name=name,
-        source=arguments.source,
-        out=arguments.out,
-        seeds=arguments.seeds,
-        tokens=arguments.tokens,
-    )
-    if body:
-        print(result_line(body))
-        for text in body["warnings"]:
-            print(f"warning: {text}")
-    return 0
+    def work(rank: Rank) -> int:
+        config = load_task(arguments.task, tuple(arguments.overrides))
+        source: str = arguments.source or config.model or ""
+        out: str = arguments.out or config.run_dir or ""
+        for value, option, key in ((source, "--from", "model"), (out, "--out", "run_dir")):
+            if not value:
+                raise ConfigError(f"{option} is missing, and {arguments.task} has no `{key}`")
+        if rank.run_dir is None:
+            rank.run_dir = Path(out)
+        from pipeline.finetune.run import finetune
+
+        body = finetune(
+            config,
+            name=str(config.name),
+            source=source,
+            out=Path(out),
+            seeds=arguments.seeds,
+            tokens=arguments.tokens,
+        )
+        if body:
+            print(result_line(body))
+            for text in body["warnings"]:
+                print(f"warning: {text}")
+        return EXIT_FINISHED
+
+    # What launched this rank knows the folder, also where the task cannot be read.
+    return run_as_rank(work, env.process_info_or_alone(), env.launched_run_dir())
 
 
 def result_line(body: dict[str, object]) -> str:
@@ -74,6 +94,92 @@ FINETUNE = Verb(
     _finetune_arguments,
     _finetune,
     "finetune fewclue-tnews data.root=data --from runs/mine --out runs/tnews --seeds 1,2,3",
+    "The same command continues it.",
+)
+
+
+_BENCHMARK = """\
+Fine-tune each model on each task of a suite and write DIR/table.md, DIR/table.json and a section
+for the card of each model. Beside a score stand majority, chance, random initialisation and a bag
+of character n-grams, and the paired differences with intervals. What is finished in DIR is not run
+again; a task that fails is shown as failed, and the others go on."""
+
+
+def _benchmark_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _BENCHMARK
+    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+    add("suite", metavar="SUITE", help="YAML file, or the name of a shipped suite")
+    add(
+        "--from",
+        action="append",
+        required=True,
+        dest="models",
+        metavar="MODEL",
+        help="as of finetune; once for each model",
+    )
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of all results")
+    add("--seeds", type=_seeds, default=(), help="such as 1,2,3; default: the tasks'")
+    add("--random", action=switch, default=True, help="each model with fresh weights beside it")
+    add("--baselines", action=switch, default=True, help="the bag of character n-grams")
+    add(
+        "--overlap",
+        action="append",
+        default=[],
+        metavar="TEXTS",
+        help="count the rows that share text with this corpus: a dataset's folder, or text as a "
+        "source of `prep` takes it; may be repeated",
+    )
+    cli.add_overrides(parser, "of every task, such as data.root=data train.epochs=1")
+
+
+def _benchmark(arguments: argparse.Namespace) -> int:
+    from pipeline.runtime import env
+    from pipeline.runtime.rank import run_as_rank
+
+    return run_as_rank(partial(_benchmark_on, arguments), env.process_info_or_alone())
+
+
+def _benchmark_on(arguments: argparse.Namespace, rank: "Rank") -> int:
+    from pipeline.finetune import benchmark, benchmark_text
+    from pipeline.finetune.run import finetune
+
+    if rank.process.world_size > 1:
+        raise ConfigError(
+            f"benchmark runs in one process, not in {rank.process.world_size}; fine-tune on "
+            "several ranks first, into the folders DIR/MODEL/TASK: what is finished is taken"
+        )
+    out: Path = arguments.out
+    plan = benchmark.read_plan(
+        arguments.suite,
+        arguments.models,
+        out,
+        arguments.seeds,
+        arguments.overrides,
+        with_random=arguments.random,
+        with_ngrams=arguments.baselines,
+    )
+    overlap = benchmark.count_overlap(plan, arguments.overlap) if arguments.overlap else None
+
+    def written(body: benchmark.Body) -> None:
+        write_atomic(out / "table.md", benchmark_text.markdown(body).encode())
+        for model in plan.models:
+            card = plan.folder("card.md", model)
+            card.parent.mkdir(exist_ok=True)
+            write_atomic(card, benchmark_text.card(body, model).encode())
+
+    body, code = benchmark.run(plan, finetune, written, overlap)
+    print(benchmark_text.terminal(body, str(out)))
+    return code
+
+
+BENCHMARK = Verb(
+    "benchmark",
+    "fine-tune models on a suite of tasks and make their table",
+    _benchmark_arguments,
+    _benchmark,
+    """\
+benchmark small data.root=data --from runs/mine --from models/bert --out runs/table --seeds 1,2,3
+benchmark clue data.root=data --from runs/mine --out runs/clue --overlap data/corpus.jsonl.gz""",
     "The same command continues it.",
 )
 
@@ -116,4 +222,4 @@ PREDICT = Verb(
 predict runs/tnews --input test.json --out predictions.jsonl
 predict runs/tnews --input test.json --out submission/ --format clue""",
 )
-TASKS: tuple[Verb, ...] = (FINETUNE, PREDICT, RESCORE)
+TASKS: tuple[Verb, ...] = (FINETUNE, BENCHMARK, PREDICT, RESCORE)

@@ -76,7 +76,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     with publishing(out) as unfinished:
         weights = tuned.model.state_dict()
         encoder = {name: each for name, each in weights.items() if name.startswith("encoder.")}
-        hf.write_hf(unfinished, trained, encoder, family, _head(tuned, auto))
+        hf.write_files(unfinished, trained, encoder, family, _head(tuned, auto))
         write_hf_tokenizer(
             tuned.tokenizer,
             unfinished,
@@ -238,7 +238,7 @@ def _card(tuned: FineTuned, auto: str, folder: str, result: dict[str, Any]) -> h
     answer = _ANSWERS.get(spec.kind, _CLASS)
     usage = _USAGE.format(folder=folder, auto=auto, batch=batch, answer=answer)
     text = f"A bidirectional encoder, fine-tuned on {spec.name}."
-    return hf.Card(_TAGS[auto], text, rows, usage)
+    return hf.Card(hf.METADATA.format(_TAGS[auto]), text, rows, usage)
 
 
 def _result(model: Path) -> dict[str, Any]:

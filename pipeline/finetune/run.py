@@ -58,7 +58,7 @@ from pipeline.model.architecture import (
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from pipeline.runtime.rank import Rank, run_as_rank
+from pipeline.runtime.rank import Rank
 from pipeline.tasks.readers import TaskData, read_task
 from pipeline.tasks.scores import tables
 from pipeline.tasks.task import TaskConfig
@@ -439,13 +439,12 @@ def _finetune_seed(
         write_atomic(folder / prepared.tokenizer_file, prepared.tokenizer)
         write_atomic(folder / TASK_FILE, _task_text(prepared, seed))
 
-    def work(rank: Rank) -> int:
-        rank.run_dir = folder
-        return train_run(config, rank, TaskWork(prepared, config, folder))
-
     with env.restored(), own_process():
-        code = run_as_rank(work, process, env.launched_run_dir())
-    if code != EXIT_FINISHED:
+        rank = Rank(process)
+        code = train_run(config, rank, TaskWork(prepared, config, folder))
+        # One that came after the last step: leaving would forget it.
+        is_asked_to_stop = rank.stop.requested
+    if code != EXIT_FINISHED or is_asked_to_stop:
         raise PreemptedError(
             f"{folder} was stopped by a signal and has saved; the same command continues it"
         )
@@ -475,7 +474,7 @@ def _protocol(prepared: Prepared, config: PretrainConfig) -> dict[str, Any]:
         **{
             name: value
             for name, value in asdict(train).items()
-            if name not in ("seeds", "precision", "steps")
+            if name not in ("seeds", "precision", "steps", "dropout")
         },
         "steps": config.train.num_steps,
         "precision": config.train.precision,

@@ -61,6 +61,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """The newest accuracy of a linear probe; None: its vectors were not finite."""
+
+    accuracy: float | None
+    majority: float
+    step: int
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """How a run is doing; None: not known, or not yet."""
 
@@ -81,6 +90,8 @@ class RunStatus:
     checkpoint: Checkpoint | None
     starts: list[Start]
     warnings: list[str]
+    probes: dict[str, Probe]
+    """By name of the task."""
 
 
 def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
@@ -130,6 +141,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         checkpoint=Checkpoint(manifest.step, now_s - manifest.created_unix_s) if manifest else None,
         starts=starts,
         warnings=warnings,
+        probes=_probes(lines),
     )
 
 
@@ -145,6 +157,16 @@ def valid_lines(run: RunFolder, attempts: list[dict[str, Any]]) -> list[dict[str
             kept = [old for old in kept if from_step is not None and old["step"] <= from_step]
         kept.append(line)
     return kept
+
+
+def _probes(lines: list[dict[str, Any]]) -> dict[str, Probe]:
+    newest: dict[str, Any] = next((line for line in reversed(lines) if line["kind"] == "probe"), {})
+    before = "accuracy_"
+    return {
+        (name := key.removeprefix(before)): Probe(value, newest[f"majority_{name}"], newest["step"])
+        for key, value in newest.items()
+        if key.startswith(before)
+    }
 
 
 def _tokens(train: list[dict[str, Any]]) -> int | None:
@@ -304,6 +326,10 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
     if status.held_out_loss is not None:
         held_out = f"   held-out {status.held_out_loss:.4f} at step {status.held_out_step:,}"
     yield "loss", f"{number(status.loss, '.4f')}{held_out}"
+    for name, probe in status.probes.items():
+        accuracy = number(probe.accuracy, ".3f")
+        at = f"majority {probe.majority:.3f}   at step {probe.step:,}"
+        yield f"probe {name}", f"accuracy {accuracy}   {at}"
     speed = number(status.tokens_per_s, ",.0f")
     yield "tokens", f"{number(status.tokens, ',')} seen, {speed}/s"
     if status.state != FINISHED:

@@ -142,8 +142,8 @@ class Sinks:
     def write(self, step: int, kind: str, values: dict[str, float]) -> None:
         """Record named numbers of a step.
 
-        The kind is `train`, `eval`, `skip`, `save` or `straggler`. NaN, which JSON lacks, is
-        written as null.
+        The kind is `train`, `eval`, `probe`, `skip`, `save` or `straggler`. NaN, which JSON lacks,
+        is written as null.
         """
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": step, "kind": kind, "attempt": self._attempt, "unix_s": time.time()}
@@ -179,13 +179,15 @@ _LAYERS = re.compile(r"(grad_norm|update_ratio|attention_entropy)_.+")
 def tag_of(kind: str, name: str) -> str:
     """Return the section and name under which sinks show a number of metrics.jsonl.
 
-    Sections are quality/, speed/, health/, data/ and layers/. Means that an objective names itself
-    are quality.
+    Sections are quality/, speed/, health/, data/, layers/ and probes/. Means that an objective
+    names itself are quality.
     """
     if kind in ("skip", "straggler"):
         return f"health/{kind}_{name}"
     if kind == "save":
         return f"speed/{name}"
+    if kind == "probe":
+        return f"speed/{name}" if name == "probe_s" else f"probes/{name.removeprefix('accuracy_')}"
     if _LAYERS.fullmatch(name):
         return f"layers/{name}"
     if kind == "eval":

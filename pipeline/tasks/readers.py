@@ -96,7 +96,7 @@ def read_task(config: TaskConfig, splits: Iterable[str] = ("train", "dev", "test
     if config.data.hold_out and "dev" in read and "train" in read:
         read["train"], read["dev"] = _held_out(read["train"], config.data.hold_out)
     for name, examples in read.items():
-        read[name] = _limited(examples, config.data.splits[name][1], counts[name])
+        read[name] = limited(examples, config.data.splits[name][1], counts[name])
         counts[name]["rows"] = len(read[name])
     labels = _labels(config, read)
     data = TaskData({name: tuple(rows) for name, rows in read.items()}, labels, {})
@@ -154,12 +154,15 @@ def _held_out(train: list[Example], share: float) -> tuple[list[Example], list[E
     )
 
 
-def _limited(examples: list[Example], most: int | None, counts: Counter[str]) -> list[Example]:
+def limited(
+    examples: list[Example], most: int | None, counts: Counter[str] | None = None
+) -> list[Example]:
     """Take a sample in the order of the file; a smaller one is part of every larger one."""
     if most is None or len(examples) <= most:
         return examples
     order = sorted(range(len(examples)), key=lambda i: (_digest(examples[i].group or str(i)), i))
-    counts["left out by the limit of rows"] += len(examples) - most
+    if counts is not None:
+        counts["left out by the limit of rows"] += len(examples) - most
     return [examples[i] for i in sorted(order[:most])]
 
 

@@ -3,14 +3,17 @@
 `KINDS` is the table of kinds: the fields that each takes from a row, its metrics and its default.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.named import find
 from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.train import MonitorConfig
 from pipeline.errors import ConfigError
 
 KindName = Literal[
@@ -46,6 +49,8 @@ KINDS = {
     "cloze": Kind(("text", "choices"), ("accuracy",)),
     "coref": Kind(("text", "target"), _CLASSES),
 }
+PROBED_KINDS = ("classify", "pair", "coref")
+"""Kinds with one class a row, which `monitor.probes` takes."""
 FIXED_FORMATS = {
     "conll": ("tag", "spans"),
     "squad": ("qa",),
@@ -228,6 +233,9 @@ class TaskConfig:
 
     SHIPPED: ClassVar = ("tasks",)
 
+    name: str | None = param(None, "of the task in results; null takes the file's")
+    model: str | None = param(None, "what a run starts from, where the command does not say it")
+    run_dir: str | None = param(None, "folder of the run, where the command does not say it")
     task: KindConfig = section(KindConfig, "kind and metric")
     data: TaskDataConfig = section(TaskDataConfig, "files and fields")
     input: InputConfig = section(InputConfig, "tokens")
@@ -302,10 +310,52 @@ def load_task(text: str, overrides: tuple[str, ...] = ()) -> TaskConfig:
         ConfigError: see `load`.
     """
     config = load(TaskConfig, text, overrides).config
+    file = find(text, TaskConfig.SHIPPED)
+    config = replace(config, name=config.name or file.stem)
     if config.data.root is not None:
         return config
-    folder = find(text, TaskConfig.SHIPPED).parent
-    return replace(config, data=replace(config.data, root=str(folder)))
+    return replace(config, data=replace(config.data, root=str(file.parent)))
+
+
+def probe_tasks(monitor: MonitorConfig, work_dir: str = "") -> dict[str, TaskConfig]:
+    """Read the task files of `monitor.probes`, by name; relative paths start at `work_dir`.
+
+    Raises:
+        ConfigError: see `load`; also that a task has no classes or no dev, or lacks a file.
+    """
+    tasks: dict[str, TaskConfig] = {}
+    overrides = (
+        () if monitor.probe_root is None else (f"data.root={json.dumps(monitor.probe_root)}",)
+    )
+    for text in monitor.probes:
+        beside, name = Path(work_dir, text), Path(text).stem
+        try:
+            config = load_task(str(beside) if beside.is_file() else text, overrides)
+        except ConfigError as error:
+            raise ConfigError(f"monitor.probes: {error}") from None
+        data, kind = config.data, config.task.kind
+        if name in tasks:
+            raise ConfigError(
+                f"monitor.probes: {text} is the second task named {name}; rename one of the files"
+            )
+        if kind not in PROBED_KINDS:
+            raise ConfigError(
+                f"monitor.probes: {text} has task.kind={kind}, expected one of "
+                f"{', '.join(PROBED_KINDS)}, which have classes; take it out"
+            )
+        if not data.train or not (data.dev or data.hold_out):
+            raise ConfigError(
+                f"monitor.probes: {text} needs rows to learn from and others to score; name "
+                "data.train, and data.dev or data.hold_out"
+            )
+        for path in (Path(work_dir, data.root or "", file) for file in (*data.train, *data.dev)):
+            if not path.is_file():
+                raise ConfigError(
+                    f"monitor.probes: {text} reads {path}, which does not exist; set "
+                    "monitor.probe_root, or data.root of the task, to the folder of its files"
+                )
+        tasks[name] = config
+    return tasks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.rank import Rank
 from pipeline.sinks.base import find_sinks
+from pipeline.tasks.task import probe_tasks
 from pipeline.train.build import train_run
 from pipeline.train.data import open_data
 from pipeline.train.deepspeed import deepspeed_config
@@ -23,6 +24,7 @@ from pipeline.train.evaluate import evaluate
 from pipeline.train.figures import heat_map
 from pipeline.train.initial import InitialWeights, start_from
 from pipeline.train.observe import Observer, examples_text
+from pipeline.train.probes import Probes
 from pipeline.train.run import Evaluated
 from pipeline.train.watch import means_text
 
@@ -81,10 +83,13 @@ class Pretraining:
         self.unigram_entropy: float | None = index.unigram_entropy_nats
         self._config = config
         self._initial = initial
+        self._probed = probe_tasks(config.monitor)
         self._held_out: EvalLoader
+        self._share: Share
 
     def open(self, config: PretrainConfig, share: Share) -> TrainLoader:
         """Open the dataset."""
+        self._share = share
         loader, self._held_out = open_data(config, self.index, self.objective, share)
         return loader
 
@@ -98,9 +103,11 @@ class Pretraining:
         return 1.0
 
     def evaluation(self, model: EncoderModel, engine: Engine) -> "HeldOut":
-        """Take fixed sequences to look at."""
+        """Take fixed sequences to look at, and the rows of probes."""
         observer = Observer(model, self._held_out, self.index, engine.device)
-        return HeldOut(self._config, engine, self, self._held_out, observer)
+        given = self._config, self._probed, model, self.index, self._share, engine.device
+        probes = Probes(*given) if self._probed else None
+        return HeldOut(self._config, engine, self, self._held_out, observer, probes)
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ class HeldOut:
     work: Pretraining
     loader: EvalLoader
     observer: Observer
+    probes: Probes | None
 
     def __call__(self, step: int, *, shows: bool) -> Evaluated:
         """Evaluate. Collective."""
@@ -122,6 +130,7 @@ class HeldOut:
         text = f"held-out {means_text(total.loss, total.means)}  ({counts})"
         statistics = self.observer.attention()
         examples = self.observer.examples()
+        probes = self.probes(step) if self.probes else {}
         if not shows:
             return Evaluated(total.loss, text, {})
         entropy = statistics.entropy.cpu().numpy()
@@ -140,6 +149,7 @@ class HeldOut:
             result.values() | more | layers,
             {"layers/attention_entropy": _entropy_map(entropy, step, longest)},
             {"fill_mask": examples_text(examples)},
+            probes,
         )
 
 

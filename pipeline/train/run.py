@@ -55,6 +55,8 @@ class Evaluated:
     values: Mapping[str, float]
     images: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    probes: Mapping[str, float] = field(default_factory=dict)
+    """As `pipeline.train.probes.Probes` returns; a record of its own."""
 
 
 class Evaluation(Protocol):

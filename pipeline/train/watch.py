@@ -112,6 +112,8 @@ class Watch:
         if not self._sinks:
             return
         self._sinks.write(state.step, "eval", dict(found.values))
+        if found.probes:
+            self._sinks.write(state.step, "probe", dict(found.probes))
         for name, image in found.images.items():
             self._sinks.write_image(state.step, name, image)
         for name, text in found.texts.items():

@@ -49,6 +49,7 @@ from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
 
 logger = logging.getLogger(__name__)
 
+METADATA = "library_name: transformers\npipeline_tag: {}\ntags: [postnorm, encoder]"
 _LOADING = """\
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 model = AutoModelForMaskedLM.from_pretrained({0})
@@ -73,8 +74,8 @@ class TaskHead:
 class Card:
     """A model card's own part."""
 
-    tag: str
-    """The pipeline of transformers."""
+    metadata: str
+    """For model hubs."""
     text: str
     rows: dict[str, Any]
     """Of the table, below the number of parameters."""
@@ -87,9 +88,9 @@ def loading(name: str, family: str | None) -> str:
     return f'"{name}"' if family else f'"{name}", trust_remote_code=True'
 
 
-def masked_card(trained: TrainedModel, name: str, family: str | None) -> Card:
+def masked_card(trained: TrainedModel, name: str) -> Card:
     """Say what a pre-trained model is."""
-    facts = trained.facts
+    facts, family = trained.facts, native_family(trained.model.config)
     scores = facts.get("scores") or {}
     rows = {
         "optimizer steps": facts.get("step", "unknown"),
@@ -99,7 +100,7 @@ def masked_card(trained: TrainedModel, name: str, family: str | None) -> Card:
         "converted from": facts.get("converted_from", {}).get("path", "no other format"),
     }
     text = "A bidirectional encoder, pre-trained with masked language modelling."
-    return Card("fill-mask", text, rows, _LOADING.format(loading(name, family)))
+    return Card(METADATA.format("fill-mask"), text, rows, _LOADING.format(loading(name, family)))
 
 
 def model_card(
@@ -114,8 +115,7 @@ def model_card(
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: {card.tag}\n"
-        "tags: [postnorm, encoder]\n---\n"
+        f"---\n{card.metadata}\n---\n"
         f"# {name}\n\n{card.text}\n\n| | |\n|---|---|\n{table}\n\n"
         f"## Loading\n\n{'' if family else _OWN}```python\n{card.usage}```\n\n"
         "## Architecture\n\n```json\n"
@@ -187,24 +187,38 @@ def export_hf(source: Path, out: Path) -> ExportReport:
         CheckpointError: there is nothing good to export, or what transformers computes from the
             folder differs; nothing is left behind then.
     """
-    require_transformers()
-    trained = load_trained(source)
-    require_full_alpha(trained, source, "an exported model has alpha 1")
-    config = trained.model.config
-    family = native_family(config)
+    trained = load_for_hf(source)
     with publishing(out) as folder:
-        head = TaskHead("MaskedLM", {}, {})
-        write_hf(folder, trained, dict(trained.model.state_dict()), family, head)
-        if trained.tokenizer is not None:
-            limit = config.longest_document or NO_MAX_LENGTH
-            write_hf_tokenizer(
-                trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
-            )
-        report = compare(trained.model, lambda *batch: _masked_logits(folder, *batch))
-        card = masked_card(trained, out.name, family)
+        report = write_hf(trained, folder)
+        family, card = native_family(trained.model.config), masked_card(trained, out.name)
         text = model_card(out.name, trained, family, report.max_abs_diff, card)
         write_atomic(folder / "README.md", text.encode())
     return report
+
+
+def load_for_hf(source: Path) -> TrainedModel:
+    """Load what can be exported for transformers, with the errors of `export_hf`."""
+    require_transformers()
+    trained = load_trained(source)
+    require_full_alpha(trained, source, "an exported model has alpha 1")
+    return trained
+
+
+def write_hf(trained: TrainedModel, folder: Path) -> ExportReport:
+    """Write all but the card to a folder, and compare what transformers computes from it.
+
+    Raises:
+        CheckpointError: it differs.
+    """
+    config = trained.model.config
+    head, weights = TaskHead("MaskedLM", {}, {}), dict(trained.model.state_dict())
+    write_files(folder, trained, weights, native_family(config), head)
+    if trained.tokenizer is not None:
+        limit = config.longest_document or NO_MAX_LENGTH
+        write_hf_tokenizer(
+            trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
+        )
+    return compare(trained.model, lambda *batch: _masked_logits(folder, *batch))
 
 
 def require_transformers() -> None:
@@ -214,7 +228,7 @@ def require_transformers() -> None:
         raise ModuleNotFoundError("no module named 'transformers'", name="transformers")
 
 
-def write_hf(
+def write_files(
     folder: Path,
     trained: TrainedModel,
     weights: dict[str, Tensor],

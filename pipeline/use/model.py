@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.architecture import CONFIG_FILE, is_model_folder
-from pipeline.model.heads import packed_documents, pool
+from pipeline.model.heads import Pool, packed_documents, pool
 from pipeline.model.layers import Trace
 from pipeline.model.layout import masked, packed
 from pipeline.runtime.files import temporary_beside
@@ -28,9 +28,7 @@ from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.convert import load_foreign
 from pipeline.use.folder import MADE_NEW, TrainedModel, load_trained
 from pipeline.use.hf import is_own_hf, load_own_hf
-
-Pooling = Literal["cls", "mean", "first_last_avg"]
-Vectors = npt.NDArray[np.float32]
+from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
 
 _DEFAULT_LENGTH = 512
 _WINDOW_BATCHES = 32
@@ -220,9 +218,10 @@ class Model:
     def encode(
         self,
         texts: Iterable[str],
-        pooling: Pooling = "mean",
+        pooling: Pool | None = None,
         batch_size: int = 32,
         max_length: int | None = None,
+        whitening: Whitening | None = None,
     ) -> Vectors:
         """Compute a vector of each text, in the order of the texts.
 
@@ -232,22 +231,25 @@ class Model:
 
         Args:
             texts: strings; of an iterator some hundreds are held at a time.
-            pooling: the mean of the last layer's tokens, [CLS] of the last layer, or the mean of
-                the average of first and last layer (Su 2021, kexue.fm/archives/8069).
+            pooling: "mean" of the last layer's tokens, [CLS] and [SEP] included (the default),
+                "cls" of the last layer, that through BERT's "pooler", or "first_last_avg", the
+                mean over the first and last layer (Su 2021, kexue.fm/archives/8069).
             batch_size: texts of a forward pass. Texts of similar length go together, and no
                 padding is computed; rounding apart the batches do not change a vector.
             max_length: tokens of a text with [CLS] and [SEP]; of longer texts the beginning is
                 taken, and `num_cut` counts them. None: the model's positions, or 512.
+            whitening: applied to the vectors; it has their pooling and length, too.
 
         Returns:
-            (N, D) float32.
+            (N, D) float32, (N, K) with a whitening.
 
         Raises:
             DataError: there is no text, or one is not a string.
-            ConfigError: another argument is out of range.
+            ConfigError: another argument is out of range, the model has no pooler, or the
+                whitening is of another model, pooling or length.
             CheckpointError: the model came without a tokenizer.
         """
-        blocks = list(self.iter_encode(texts, pooling, batch_size, max_length))
+        blocks = list(self.iter_encode(texts, pooling, batch_size, max_length, whitening))
         if not blocks:
             raise DataError("no text to encode; give at least one")
         return np.concatenate(blocks)
@@ -255,27 +257,92 @@ class Model:
     def iter_encode(
         self,
         texts: Iterable[str],
-        pooling: Pooling = "mean",
+        pooling: Pool | None = None,
         batch_size: int = 32,
         max_length: int | None = None,
+        whitening: Whitening | None = None,
     ) -> Iterator[Vectors]:
         """Compute what `encode` does, some hundreds of texts at a time, for texts without end.
 
         Returns:
-            (at most 32 * batch_size, D) float32 of consecutive texts.
+            (at most 32 * batch_size, D or K) float32 of consecutive texts.
 
         Raises:
             PostnormError: as `encode`, but no text gives no vectors.
         """
         if isinstance(texts, str):
             raise DataError("a text was given in place of a list of texts; write [text]")
-        if pooling not in get_args(Pooling):
-            known = ", ".join(get_args(Pooling))
-            raise ConfigError(f"pooling={pooling!r} is not known; expected one of {known}")
+        pooling, max_length = self.setting(pooling, max_length, whitening)
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self._trained.require_tokenizer()
-        return self._windows(iter(texts), pooling, batch_size, self.longest(max_length))
+        blocks = self._windows(iter(texts), pooling, batch_size, max_length)
+        return blocks if whitening is None else map(whitening, blocks)
+
+    def setting(
+        self, pooling: Pool | None, max_length: int | None, whitening: Whitening | None = None
+    ) -> tuple[Pool, int]:
+        """Fill in the pooling and the length that are None, as `encode` does, and check them.
+
+        Raises:
+            ConfigError: as `encode`.
+        """
+        if whitening is not None:
+            if whitening.fingerprint != self.fingerprint:
+                raise ConfigError(
+                    f"the whitening was fit on vectors of another model ({whitening.texts}); fit "
+                    "one on this model's"
+                )
+            given = {"pooling": pooling, "max_length": max_length}
+            for name, value in given.items():
+                if value not in (None, getattr(whitening, name)):
+                    raise ConfigError(
+                        f"{name}={value}, but the whitening was fit with "
+                        f"{getattr(whitening, name)}; leave {name} out, or fit it again"
+                    )
+            pooling, max_length = whitening.pooling, whitening.max_length
+        pooling = pooling or "mean"
+        if pooling not in get_args(Pool):
+            known = ", ".join(get_args(Pool))
+            raise ConfigError(f"pooling={pooling!r} is not known; expected one of {known}")
+        if pooling == "pooler" and not self.config.pooler:
+            raise ConfigError(
+                "pooling=pooler: this model has no pooler (model.pooler is false); take cls, mean "
+                "or first_last_avg"
+            )
+        return pooling, self.longest(max_length)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the encoder, by which a whitening knows its model."""
+        return fingerprint(self.module.encoder)
+
+    def fit_whitening(
+        self,
+        texts: Iterable[str],
+        size: int | None = None,
+        pooling: Pool | None = None,
+        batch_size: int = 32,
+        max_length: int | None = None,
+        name: str = "texts",
+    ) -> Whitening:
+        """Fit a whitening on the vectors of texts, which are not held.
+
+        Args:
+            texts: as in `encode`.
+            size: of whitened vectors; None, or more than the texts vary in, takes as many.
+            pooling: as in `encode`.
+            batch_size: as in `encode`.
+            max_length: as in `encode`.
+            name: what the texts are, for messages and model cards.
+
+        Raises:
+            PostnormError: as `encode`, or `pipeline.use.whiten.fit`.
+        """
+        pooling, max_length = self.setting(pooling, max_length)
+        blocks = self.iter_encode(texts, pooling, batch_size, max_length)
+        about = {"texts": name, "fingerprint": self.fingerprint}
+        return fit(blocks, size, pooling=pooling, max_length=max_length, **about)
 
     def longest(self, max_length: int | None = None) -> int:
         """Return how many tokens of a text `encode` takes (ConfigError: it is out of range)."""
@@ -292,20 +359,22 @@ class Model:
         self,
         out: str | os.PathLike[str],
         texts: Iterable[str],
-        pooling: Pooling = "mean",
+        pooling: Pool | None = None,
         batch_size: int = 32,
         max_length: int | None = None,
+        whitening: Whitening | None = None,
     ) -> int:
         """Write what `encode` computes to an .npy file, which is complete or absent.
 
         Neither texts nor vectors are held; `np.load(out, mmap_mode="r")` reads it in parts.
 
         Args:
-            out: file of (N, D) float32; its name stays as it is.
+            out: file of (N, D or K) float32; its name stays as it is.
             texts: as in `encode`, like the arguments that follow.
             pooling: as in `encode`.
             batch_size: as in `encode`.
             max_length: as in `encode`.
+            whitening: as in `encode`.
 
         Returns:
             Number of texts.
@@ -315,28 +384,23 @@ class Model:
             OSError: the file cannot be written.
         """
         path, count = Path(out), 0
-        blocks = self.iter_encode(texts, pooling, batch_size, max_length)
+        width = self.config.hidden_size if whitening is None else whitening.size
+        blocks = self.iter_encode(texts, pooling, batch_size, max_length, whitening)
         unfinished = temporary_beside(path)
         try:
             with unfinished.open("wb") as file:
-                self._write_header(file, 0)
+                _write_header(file, 0, width)
                 for block in blocks:
                     block.tofile(file)
                     count += len(block)
                 if not count:
                     raise DataError("no text to encode; give at least one")
                 file.seek(0)
-                self._write_header(file, count)
+                _write_header(file, count, width)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
         return count
-
-    def _write_header(self, file: Any, count: int) -> None:
-        # numpy leaves room for the first axis to grow: the header keeps its length.
-        shape = (count, self.config.hidden_size)
-        header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
 
     def fill_mask(self, text: str, top: int = 5) -> list[list[Candidate]]:
         """Predict each `[MASK]` of a text; each stands for one token.
@@ -418,7 +482,7 @@ class Model:
             )
 
     def _windows(
-        self, texts: Iterator[str], pooling: Pooling, batch_size: int, max_length: int
+        self, texts: Iterator[str], pooling: Pool, batch_size: int, max_length: int
     ) -> Iterator[Vectors]:
         number = 0
         while window := list(islice(texts, _WINDOW_BATCHES * batch_size)):
@@ -439,7 +503,7 @@ class Model:
         self.num_cut += 1
         return [*document[: max_length - 1], document[-1]]
 
-    def _pool(self, documents: list[list[int]], pooling: Pooling) -> Tensor:
+    def _pool(self, documents: list[list[int]], pooling: Pool) -> Tensor:
         """Compute (B, D) fp32 vectors of documents that lie end to end, without padding."""
         lengths = torch.tensor([len(ids) for ids in documents])
         ends = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(self.device)
@@ -447,9 +511,18 @@ class Model:
         layout = packed(ends, int(lengths.max()), len(ids))
         trace = Trace(keep_probabilities=False) if pooling == "first_last_avg" else None
         with torch.no_grad():
-            x_TD: Tensor = self.module.encoder(ids.to(self.device), layout, trace=trace).float()
-        hidden = [x_TD] if trace is None else [x_TD, trace.hidden[1].float(), x_TD]
-        return pool(pooling, hidden, packed_documents(ends, len(ids)))
+            encoder = self.module.encoder
+            x_TD: Tensor = encoder(ids.to(self.device), layout, trace=trace)
+            hidden = [x_TD] if trace is None else [x_TD, trace.hidden[1], x_TD]
+            if pooling != "pooler":  # whose weights are in the model's dtype
+                hidden = [each.float() for each in hidden]
+            return pool(pooling, hidden, packed_documents(ends, len(ids)), encoder).float()
+
+
+def _write_header(file: Any, count: int, width: int) -> None:
+    # numpy leaves room for the first axis to grow: the header keeps its length.
+    header = {"descr": "<f4", "fortran_order": False, "shape": (count, width)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _whole_numbers(name: str, values: Any, like: Tensor | None) -> Tensor:

@@ -174,6 +174,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Path:
     for name, text in topics:
         (folder / "texts" / f"{name}.txt").write_text(text, encoding="utf-8")
     (folder / "texts.txt").write_text("a text\nanother\n")
+    (folder / "pairs.tsv").write_text("a text\tanother\t0\na text\ta text\t1\n")
     prep, train = (block.text for block in blocks(ROOT / "README.md") if block.kind == "yaml")
     for long, short in _SMALLER.items():
         assert (long in prep) + (long in train) == 1, long

@@ -25,7 +25,7 @@ from pipeline.use import hf
 from pipeline.use.convert import convert
 from pipeline.use.folder import copy_tokenizer, export, load_model, write_model
 from pipeline.use.model import load, read_model
-from tests.finetune.conftest import rows_of, write_rows
+from tests.support.tiny_tasks import rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("processes")
 

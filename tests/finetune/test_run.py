@@ -18,15 +18,15 @@ import torch
 from pipeline.checkpoints.manifest import published
 from pipeline.config.data import BatchPlan
 from pipeline.data.run_order import Share
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, PreemptedError
 from pipeline.finetune.answer import predict
 from pipeline.finetune.batches import TaskStream, class_weights, tokenised
 from pipeline.finetune.model import TaskModel
-from pipeline.finetune.run import TaskWork, finetune, prepare, run_config
+from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_config
 from pipeline.tasks.task import KINDS, load_task
 from pipeline.use.model import load
-from tests.finetune.conftest import rows_of, write_rows
 from tests.support.processes import Processes
+from tests.support.tiny_tasks import rows_of, write_rows
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +103,8 @@ def test_finished_result_is_kept(task_file: Make, tiny_model: Path, tmp_path: Pa
     assert (out / "model/model.safetensors").stat().st_mtime_ns == stamp
     with pytest.raises(ConfigError, match=r"other settings \(lr: 0.003 there, 0.001 now\)"):
         _run(path, tiny_model, out, overrides=["train.lr=1e-3"])
+    with pytest.raises(ConfigError, match=r"dropout: 0.0 there, 0.2 now"):
+        _run(path, tiny_model, out, overrides=["head.dropout=0.2"])
     with pytest.raises(ConfigError, match=r"model: .* there, 'random:"):
         _run(path, f"random:{tiny_model}", out)
 
@@ -143,6 +145,27 @@ def test_killed_run_continues_to_the_same_answers(
     assert "resumed from" in again.stdout
     for name in ("predictions-dev.jsonl", "predictions-test.jsonl"):
         assert (out / name).read_bytes() == (straight / name).read_bytes()
+
+
+def test_signal_after_the_last_step_is_not_forgotten(
+    task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, path, out = DevScores.__call__, task_file("classify"), tmp_path / "out"
+
+    def ask_to_stop(self: DevScores, step: int, *, shows: bool) -> Any:
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, step, shows=shows)
+
+    overrides = ["train.epochs=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(DevScores, "__call__", ask_to_stop)
+        with pytest.raises(PreemptedError, match="the same command continues it"):
+            _run(path, tiny_model, out, overrides=overrides, seeds=[1, 2])
+    assert not (out / "seed-2").exists()
+    assert not (out / "seed-1/result.json").exists()
+    assert _run(path, tiny_model, out, overrides=overrides, seeds=[1, 2])["seeds"] == [1, 2]
+    assert len((out / "seed-1/attempts.jsonl").read_text().splitlines()) == 2
 
 
 def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:

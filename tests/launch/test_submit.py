@@ -121,6 +121,7 @@ def test_refused_by_sbatch_leaves_nothing_that_looks_submitted(place: Place) -> 
         (["train.micro_batch=4"], "train.micro_batch=4 x 4 ranks"),
         (["train.mycro_batch=3"], "did you mean 'micro_batch'"),
         (["data.seq_len=no"], "data.seq_len"),
+        (["monitor.probes=[gone.yaml]"], "monitor.probes: config file gone.yaml does not"),
     ],
 )
 def test_what_cannot_run_is_refused_before_sbatch(

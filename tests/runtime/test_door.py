@@ -199,7 +199,7 @@ def test_every_verb_can_be_quiet_or_verbose() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("postnorm pre", {"prep", "pretrain", "preflight"}),
+        ("postnorm pre", {"prep", "pretrain", "predict", "preflight"}),
         ("postnorm prep ve", {"verify"}),
         ("postnorm checkpoint ", {"verify", "list", "prune", "diff"}),
         ("postnorm prep run --re", {"--replace"}),

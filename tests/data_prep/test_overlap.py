@@ -1,0 +1,109 @@
+"""Rows of evaluation sets that a corpus has, too: counted exactly as a search by strings finds."""
+
+import gzip
+import json
+import random
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.config import CleanConfig, DecontaminateConfig, PrepConfig, SourceConfig
+from data_prep.decontaminate.overlap import write_overlap
+from pipeline.config.load import resolved_text
+from pipeline.errors import DataError
+
+CONFIG = DecontaminateConfig(ngram_cjk=13)
+
+
+def _count(folder: Path, rows: list[tuple[str, list[str]]], corpus: list[str]) -> dict[str, Any]:
+    path = folder / "rows.jsonl"
+    lines = [json.dumps({"set": name, "texts": texts}) for name, texts in rows]
+    path.write_text("\n".join(lines))
+    write_overlap(path, corpus, CONFIG, folder / "overlap.json")
+    found: dict[str, Any] = json.loads((folder / "overlap.json").read_text())
+    return found
+
+
+def _corpus(path: Path, texts: list[str]) -> str:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text}) + "\n")
+    return str(path)
+
+
+def test_a_made_up_corpus(tmp_path: Path) -> None:
+    near, far = "春眠不觉晓处处闻啼鸟夜来风雨声", "花落知多少白日依山尽黄河入海流"
+    words = "the quick brown fox jumps over the lazy dog and then it runs away from all the hounds"
+    letters = words.replace(" ", "")
+    corpus = _corpus(tmp_path / "c.jsonl.gz", [f"前文{near}后文", f"So {words.upper()}, they say."])
+    rows = [
+        ("zh", [f"别的{near[:13]}话"]),
+        ("zh", [f"别的{near[:12]}话别的别的"]),  # one letter short of an n-gram
+        ("zh", [far]),
+        ("zh", ["、".join(near[2:15])]),  # signs do not count
+        ("zh", ["短"]),
+        ("en", [letters[3:63] + " cut off"]),
+        ("en", [letters[3:62] + " cut off"]),  # one letter short
+        ("en", ["no common text", far + near]),  # the second text is enough
+        ("en", ["Brown fox jumps over the lazy dog, and then?"]),  # a short text as a whole
+        ("en", ["Brown fox jumps over the lazy dog, and thus?"]),
+        ("en", ["the lazy dog"]),
+        ("en", [letters[3:63] + " cut off"]),  # a repeat counts again
+    ]
+    found = _count(tmp_path, rows, [corpus])
+    assert found["sets"] == {
+        "zh": {"rows": 5, "shared": 2, "too_short": 1},
+        "en": {"rows": 7, "shared": 4, "too_short": 1},
+    }
+    assert (found["documents"], found["ngram"], found["ngram_cjk"]) == (2, 60, 13)
+
+
+def _letters(text: str) -> str:
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(char for char in plain if unicodedata.category(char)[0] in "LMN")
+
+
+def _chinese(draw: random.Random, length: int) -> str:
+    return "".join(draw.choices("一二三四五六七八九十百千万亿，。", k=length))
+
+
+def test_as_a_search_by_strings(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    documents = [_chinese(draw, 400) for _ in range(40)]
+    rows = []
+    for _ in range(200):
+        document, start = draw.choice(documents), draw.randrange(300)
+        part = document[start : start + draw.randrange(8, 24)]
+        rows.append(("a", [_chinese(draw, 20) + part + _chinese(draw, 9)]))
+    corpus = [_letters(document) for document in documents]
+    shared = 0
+    for _, [text] in rows:
+        row = _letters(text)
+        parts = [row[i : i + 13] for i in range(len(row) - 12)]
+        shared += any(part in document for part in parts for document in corpus)
+    path = _corpus(tmp_path / "c.jsonl.gz", documents)
+    assert 20 < shared < 180
+    assert _count(tmp_path, rows, [path])["sets"]["a"]["shared"] == shared
+
+
+def test_a_dataset_stands_for_its_inputs(tmp_path: Path) -> None:
+    text = "漢字文化圈的歷史非常悠久而且豐富多彩"
+    source = SourceConfig(name="s", inputs=(_corpus(tmp_path / "c.jsonl.gz", [text]),))
+    prep = PrepConfig(output_dir=str(tmp_path / "data"), sources=(source,),
+                      clean=CleanConfig(simplified=True))  # fmt: skip
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/resolved.yaml").write_text(resolved_text(prep))
+    rows = [("a", ["汉字文化圈的历史非常悠久而且丰富多彩"])]  # simplified, as the dataset is
+    assert _count(tmp_path, rows, [str(tmp_path / "data")])["sets"]["a"]["shared"] == 1
+    assert _count(tmp_path, rows, list(source.inputs))["sets"]["a"]["shared"] == 0
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    corpus = _corpus(tmp_path / "c.jsonl.gz", [])
+    with pytest.raises(DataError, match="no document was found"):
+        _count(tmp_path, [("a", ["text"])], [corpus])
+    (tmp_path / "rows.jsonl").write_text('{"set": "a"}')
+    with pytest.raises(DataError, match=r"rows\.jsonl: KeyError: 'texts'; expected lines of"):
+        write_overlap(tmp_path / "rows.jsonl", [corpus], CONFIG, tmp_path / "o.json")

@@ -1,0 +1,341 @@
+"""Benchmarks over folders written by hand, whose scores, differences and intervals are known."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config.load import to_yaml
+from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
+from pipeline.finetune import benchmark_text
+from pipeline.finetune.benchmark import Plan, difference, read_cell, read_plan, run
+from pipeline.finetune.result import (
+    RESULT,
+    Prediction,
+    combine,
+    predictions_file,
+    score_run,
+    write_predictions,
+)
+from pipeline.finetune.run import finetune
+from pipeline.runtime.files import write_json_atomic
+from pipeline.tasks.readers import Example, read_task
+from pipeline.tasks.task import TaskConfig
+from tests.support.tiny_tasks import write_tiny_model
+
+ROOT = Path(__file__).parents[2]
+ROWS = 400
+SUITE = """\
+tasks: [topic.yaml, names.yaml, which.yaml]
+published:
+  - {model: P, split: test, protocol: "one run, best epoch on dev", source: s,
+     scores: [61.5, 50, null]}
+  - {model: Q, split: dev, protocol: one run, source: s, scores: [61.5, 50, 40]}
+  - {model: R, split: test, protocol: median of many seeds, source: s,
+     scores: [61.5, null, null]}
+"""
+FILES = "data: {train: [T.train.jsonl], dev: [T.dev.jsonl], test: [T.test.jsonl], fields: {F}}\n"
+
+
+def _suite(folder: Path) -> Path:
+    """Three kinds of task: classes, entities, and a choice whose test file has no gold."""
+    fields = {
+        "topic": ("classify", "text: t"),
+        "names": ("spans", "text: t"),
+        "which": ("choice", "choices: c"),
+    }
+    for name, (kind, of) in fields.items():
+        files = FILES.replace("T.", f"{name}.").replace("F", of)
+        (folder / f"{name}.yaml").write_text(f"task: {{kind: {kind}}}\n{files}")
+        for split, num in (("train", 20), ("dev", ROWS), ("test", ROWS)):
+            rows = [_row(name, split, i) for i in range(num)]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.{split}.jsonl").write_text(text)
+    (folder / "mine.yaml").write_text(SUITE)
+    return folder / "mine.yaml"
+
+
+def _row(name: str, split: str, number: int) -> dict[str, Any]:
+    if name == "topic":
+        return {"t": f"about {number}", "label": "ab"[number % 4 == 0]}
+    if name == "names":
+        return {"t": f"Ann of row {number}", "label": [["person", 0, 3]]}
+    return {"c": [f"yes {number}", "no", "no"]} | ({"label": 0} if split != "test" else {})
+
+
+Judge = Callable[[str, int, int], bool]
+"""Whether a model (source, seed) is right about the row of a number."""
+
+
+class Finetune:
+    """Writes what `finetune` writes, and notes its calls."""
+
+    def __init__(self, is_right: Judge) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.fails: dict[tuple[str, str], Exception] = {}
+        self._is_right = is_right
+
+    def __call__(
+        self,
+        config: TaskConfig,
+        *,
+        name: str,
+        source: str,
+        out: Path,
+        seeds: Sequence[int] | None = None,
+        tokens: Path | None = None,
+    ) -> dict[str, Any]:
+        self.calls.append((name, source))
+        if (name, source) in self.fails:
+            raise self.fails[name, source]
+        assert seeds is not None
+        assert tokens is not None
+        data = read_task(config)
+        config = replace(config, data=replace(config.data, labels=data.labels or "auto"))
+        about = {
+            "task": name,
+            "rows": {"train": len(data.splits["train"])},
+            "counts": data.counts,
+            "train_s": 30.0,
+            "protocol": {
+                "model": source,
+                "weights_sha256": f"sha of {source}",
+                "selected_on": "dev",
+                "lr": 1e-5,
+            },
+        }
+        scored = []
+        for seed in seeds:
+            part = out / f"seed-{seed}" if len(seeds) > 1 else out
+            part.mkdir(parents=True, exist_ok=True)
+            found = {}
+            for split in ("dev", "test"):
+                found[split] = [
+                    self._answer(config, source, seed, i, row)
+                    for i, row in enumerate(data.splits[split])
+                ]
+                write_predictions(predictions_file(part, split), found[split])
+            (part / "task.yaml").write_text(to_yaml(config))
+            scored.append(score_run(config, data.labels, found))
+            write_json_atomic(part / RESULT, combine(scored[-1:], [seed], about))
+        result = combine(scored, seeds, {**about, "train_s": 30.0 * len(seeds)})
+        write_json_atomic(out / RESULT, result)
+        return result
+
+    def _answer(
+        self, config: TaskConfig, source: str, seed: int, number: int, row: Example
+    ) -> Prediction:
+        wrong: dict[str, Any] = {"classify": "a" if row.gold == "b" else "b", "spans": []}
+        is_right = self._is_right(source, seed, number)
+        if config.task.kind == "choice":
+            index = int(not is_right)
+            return Prediction(row.id, row.gold, index, [1.0 - index, float(index), None])
+        return Prediction(row.id, row.gold, row.gold if is_right else wrong[config.task.kind])
+
+
+def _plan(
+    folder: Path,
+    *overrides: str,
+    models: Sequence[str] = ("runs/a",),
+    seeds: tuple[int, ...] = (1,),
+) -> Plan:
+    suite = folder / "mine.yaml"
+    if not suite.exists():
+        _suite(folder)
+    return read_plan(
+        str(suite), [*models], folder / "out", seeds, [*overrides], with_random=True,
+        with_ngrams=False,
+    )  # fmt: skip
+
+
+def _half_better(source: str, seed: int, number: int) -> bool:
+    """A model is right about 3 of 4 rows, its random twin about 1 of 4, of which it shares half."""
+    return number % 8 in ((0, 1) if source.startswith("random") else (1, 2, 3, 4, 5, 6))
+
+
+def test_numbers_of_the_table(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    body, code = run(plan, Finetune(_half_better), lambda body: None)
+    assert code == 0
+    topic, names, which = body["tasks"]
+    assert topic["columns"]["runs/a"]["mean"] == 0.75
+    assert topic["columns"]["random:runs/a"]["mean"] == 0.25
+    # Micro F1 of 300 right entities of 400 with no wrong ones: 2 * 300 / (300 + 400).
+    assert names["columns"]["runs/a"]["mean"] == pytest.approx(6 / 7)
+    assert which["scored_on"] == "dev"
+    # Of 8 rows the model alone is right about 5, its twin about 1: the moments of the difference.
+    spread = np.sqrt(6 / 8 - (4 / 8) ** 2) / np.sqrt(ROWS)
+    [found] = topic["differences"]
+    assert found["mean"] == pytest.approx(0.5)
+    assert found["low"] == pytest.approx(0.5 - 1.96 * spread, abs=0.006)
+    assert found["high"] == pytest.approx(0.5 + 1.96 * spread, abs=0.006)
+    assert body["mean"] == {
+        "tasks": ["topic", "names", "which"], "chance": pytest.approx((0.5 + 0 + 0.5) / 3),
+        "majority": pytest.approx((0.75 + 0 + 1) / 3),
+        "runs/a": pytest.approx((0.75 + 6 / 7 + 0.75) / 3),
+        "random:runs/a": pytest.approx((0.25 + 0.4 + 0.25) / 3),
+    }  # fmt: skip
+    assert body == json.loads((tmp_path / "out/table.json").read_text())
+
+
+def test_seeds_widen_the_interval(tmp_path: Path) -> None:
+    # Seed 1 is right about 7 of 8 rows, seed 2 about 5: means differ more than rows explain.
+    judge: Judge = lambda source, seed, i: i % 8 < (7 if seed == 1 else 5)  # noqa: E731
+    body, _ = run(_plan(tmp_path, seeds=(1, 2)), Finetune(judge), lambda body: None)
+    cell = body["tasks"][0]["columns"]["runs/a"]
+    assert (cell["scores"], cell["n"]) == ([7 / 8, 5 / 8], 2)
+    assert cell["sd"] == pytest.approx(np.sqrt(2) / 8)
+    # A draw takes seed 1 twice, or seed 2 twice, in a quarter of the cases each.
+    assert cell["low"] == pytest.approx(5 / 8, abs=0.06)
+    assert cell["high"] == pytest.approx(7 / 8, abs=0.06)
+    assert "75.0 ± 17.7 (2)" in benchmark_text.markdown(body)
+
+
+def test_markdown(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "data.train_rows=10", models=("runs/a", "runs/b"))
+    finetune = Finetune(lambda source, seed, i: source.endswith("a") or i % 2 == 0)
+    finetune.fails["names", "runs/b"] = DataError("row 7 has no text")
+    body, code = run(plan, finetune, lambda body: None)
+    text = benchmark_text.markdown(body)
+    assert code == 2
+    [topic] = [line for line in text.splitlines() if line.startswith("| topic")]
+    cells = [cell.strip() for cell in topic.strip("|").split("|")]
+    assert cells[:6] == ["topic", "classify", "accuracy", "10 sampled / 400 / 400", "50.0", "75.0"]
+    same = "+0.0 [+0.0, +0.0]"
+    assert cells[6:12] == ["100.0", "100.0", "50.0 [1]", "50.0 [2]", same, same]
+    assert cells[12].startswith("+50.0 [+45.")
+    assert cells[13] == "not counted"
+    assert "; test: accuracy 0.5000 is not above majority, 0.7500" in text
+    assert "failed: row 7 has no text" in text
+    assert "The mean is plain, over what all columns have: topic, which." in text
+    [which] = [line for line in text.splitlines() if line.startswith("| which")]
+    assert "| 100.0* [" in which, "dev chose the epoch and is reported"
+    assert "- runs/a: weights sha of runs/a" in text
+    assert "lr 1e-05" in text
+    card = benchmark_text.card(body, "runs/b")
+    assert "| b |" in card and "| a |" not in card  # noqa: PT018
+    assert "failed: row 7 has no text" in card
+
+
+def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
+    body, _ = run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
+    one, other, third = body["published"]
+    assert (one["scores"], one["left_out"]) == ({"topic": 0.615, "names": 0.5}, {})
+    assert other["scores"] == {"which": 0.4}
+    assert other["left_out"] == {"topic": "of dev, here test", "names": "of dev, here test"}
+    assert third["left_out"] == {"topic": "protocol: median of many seeds"}
+    text = benchmark_text.markdown(body)
+    assert "- P (test, one run, best epoch on dev; s): topic 61.50, names 50.00" in text
+    sampled, _ = run(
+        replace(_plan(tmp_path, "data.train_rows=10"), out=tmp_path / "other"),
+        Finetune(_half_better), lambda body: None,
+    )  # fmt: skip
+    assert sampled["published"][0]["left_out"]["topic"] == "here train is a sample"
+
+
+def test_an_interrupted_benchmark_has_a_partial_table(tmp_path: Path) -> None:
+    plan, seen = _plan(tmp_path), []
+    first = Finetune(_half_better)
+    first.fails["names", "random:runs/a"] = PreemptedError("stopped by SIGTERM")
+    with pytest.raises(PreemptedError):
+        run(plan, first, seen.append)
+    partial = json.loads((tmp_path / "out/table.json").read_text())
+    assert partial == seen[-1]
+    assert partial["partial"]
+    assert [len(line["columns"]) for line in partial["tasks"]] == [2, 1, 0]
+    text = benchmark_text.markdown(partial)
+    assert "# mine: partial, 3 scores of 3 tasks, 0 failed" in text
+    assert "over what all columns have: topic." in text
+    body, code = run(plan, Finetune(_half_better), seen.append)
+    assert (len(seen), code, body["partial"]) == (9, 0, False)
+
+
+def test_other_rows_give_no_difference(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    one = run(plan, Finetune(_half_better), lambda body: None)[0]["tasks"][0]
+    assert one["differences"][0]["mean"] == 0.5
+    folder = tmp_path / "out/runs-a/topic"
+    cell = read_cell(folder, one)
+    other = cell._replace(rows=cell.rows[::-1])
+    assert difference(cell, other) == {"mean": None, "low": None, "high": None}
+    assert difference(cell, cell) == {"mean": 0.0, "low": 0.0, "high": 0.0}
+
+
+def test_a_missing_file_fails_its_task_only(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    (tmp_path / "names.dev.jsonl").unlink()
+    body, code = run(plan, Finetune(_half_better), lambda body: None)
+    assert code != 0
+    assert "names.dev.jsonl" in body["tasks"][1]["columns"]["runs/a"]["failed"]
+    assert body["mean"]["tasks"] == ["topic", "which"]
+
+
+def test_a_person_stops_it(tmp_path: Path) -> None:
+    finetune = Finetune(_half_better)
+    finetune.fails["names", "runs/a"] = StoppedError("STOP")
+    with pytest.raises(StoppedError):
+        run(_plan(tmp_path), finetune, lambda body: None)
+
+
+def test_models_that_would_share_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="share a folder"):
+        _plan(tmp_path, models=("runs/a", "runs-a"))
+
+
+@pytest.mark.usefixtures("processes")
+def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
+    """The real fine-tuning, n-grams and overlap; a last time as a command that trains nothing."""
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    limits = ["data.test_rows=24", "data.dev_rows=24", "train.epochs=1", "input.max_length=24"]
+    plan = replace(_plan(tmp_path, *limits, models=(model,), seeds=(1, 2)), with_ngrams=True)
+    calls = 0
+
+    def interrupted(config: TaskConfig, **options: Any) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise PreemptedError("stopped")
+        return finetune(config, **options)
+
+    with pytest.raises(PreemptedError):
+        run(plan, interrupted, lambda body: None)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("result.json")}
+    assert len(before) == 2 + 3 * 3, "n-grams of two tasks; two seeds and both, three times"
+    body, code = run(plan, finetune, lambda body: None)
+    assert (code, len(list((tmp_path / "out").rglob("result.json")))) == (0, 3 + 6 * 3)
+    of_seeds = {path: time for path, time in before.items() if path.parent.name.startswith("seed")}
+    assert of_seeds.items() <= {path: path.stat().st_mtime_ns for path in of_seeds}.items()
+    assert body["mean"]["tasks"] == ["topic", "names", "which"]
+    assert len({cell["mean"] for cell in body["tasks"][1]["columns"].values()}) > 1
+    weights = [body["tasks"][0]["columns"][name]["protocol"]["weights_sha256"]
+               for name in (model, f"random:{model}")]  # fmt: skip
+    assert weights[0] != weights[1]
+
+    corpus = tmp_path / "corpus.jsonl"
+    documents = ["nothing in common", "so I wrote about 6, Ann of row 17 and others"]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    command = [sys.executable, "-m", "pipeline", "benchmark", str(tmp_path / "mine.yaml")]
+    command += [*limits, "--from", model, "--out", str(plan.out), "--seeds", "1,2"]
+    command += ["--overlap", str(corpus)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 1/" not in done.stderr
+    assert model not in done.stdout.splitlines()[1], "a short name in the header"
+    again = json.loads((plan.out / "table.json").read_text())
+    assert [line["columns"] for line in again["tasks"]] == [
+        line["columns"] for line in body["tasks"]
+    ]
+    # The texts are shorter than what is searched for.
+    assert again["tasks"][0]["overlap"] == {"rows": 24, "shared": 0, "too_short": 24}
+    assert plan.folder("card.md", model).read_text().startswith("## Evaluation\n")
+    (tmp_path / "names.dev.jsonl").write_text(json.dumps(_row("names", "dev", 1)))
+    changed, code = run(plan, finetune, lambda body: None)
+    assert code == 2
+    assert "data_sha256" in changed["tasks"][1]["columns"][model]["failed"]
+    assert changed["tasks"][0] == {**again["tasks"][0], "overlap": None}
