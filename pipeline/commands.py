@@ -55,8 +55,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from pipeline.finetune.export import export_hf
     from pipeline.use.folder import export
-    from pipeline.use.hf import export_hf
     from pipeline.use.sentence_transformers import export_sentence_transformers
 
     chosen = arguments.pooling, arguments.max_length, arguments.whiten
@@ -74,6 +74,8 @@ def _export(arguments: argparse.Namespace) -> None:
         f"{arguments.out}: largest difference of logits {report.max_abs_diff:.2e} over "
         f"{report.num_logits:,}"
     )
+    if report.note:
+        print(report.note)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +101,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: {report.family}, {report.num_parameters:,} parameters")
     if report.left_out:
         print(f"left out: {', '.join(report.left_out)}")
+    if report.made_new:
+        print(f"made new, so that fill-mask needs training first: {', '.join(report.made_new)}")
     if report.no_tokenizer:
         print(f"no tokenizer, so the model reads no text: {report.no_tokenizer}")
 

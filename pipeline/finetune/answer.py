@@ -13,9 +13,8 @@ from pipeline.finetune.batches import TaskRows
 from pipeline.finetune.model import HeadSpec, TaskModel, from_head_weights
 from pipeline.finetune.predict import Predictor, predictions
 from pipeline.finetune.result import Prediction, write_predictions
-from pipeline.finetune.run import HEAD_FILE, TASK_FILE
 from pipeline.finetune.submission import write_submission
-from pipeline.model.architecture import WEIGHTS_FILE, read_architecture
+from pipeline.model.architecture import HEAD_FILE, TASK_FILE, WEIGHTS_FILE, read_architecture
 from pipeline.runtime import tensors
 from pipeline.tasks.encode import encode
 from pipeline.tasks.readers import read_file

@@ -48,7 +48,13 @@ from pipeline.finetune.result import (
     score_run,
     write_predictions,
 )
-from pipeline.model.architecture import SENTENCEPIECE_FILE, TOKENIZERS_FILE, tokenizer_path
+from pipeline.model.architecture import (
+    HEAD_FILE,
+    SENTENCEPIECE_FILE,
+    TASK_FILE,
+    TOKENIZERS_FILE,
+    tokenizer_path,
+)
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
@@ -59,15 +65,19 @@ from pipeline.tasks.task import TaskConfig
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
 from pipeline.train.run import Evaluated
-from pipeline.use.folder import TrainedModel, publishing, require_full_alpha, write_model
+from pipeline.use.folder import (
+    MADE_NEW,
+    TrainedModel,
+    publishing,
+    require_full_alpha,
+    write_model,
+)
 from pipeline.use.model import read_model
 from pipeline.use.pretrain import own_process
 
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
-HEAD_FILE = "head.safetensors"
-TASK_FILE = "task.yaml"
 _RANDOM = "random:"
 _LINES_AN_EPOCH = 5
 
@@ -572,6 +582,8 @@ def _write_folder(
         shutil.rmtree(out)
     with publishing(out) as new:
         task = {"task": prepared.spec.plain(), "from": prepared.source}
+        if MADE_NEW in prepared.trained.facts:
+            task[MADE_NEW] = prepared.trained.facts[MADE_NEW]
         write_model(new, config.model, whole, {**facts, **task})
         tensors.write_file(head_weights(weights), new / HEAD_FILE)
         (new / prepared.tokenizer_file).write_bytes(prepared.tokenizer)

@@ -3,6 +3,11 @@
 model.safetensors   fp32 weights by parameter name; the tied MLM matrix is the embedding
 config.json         architecture, where the weights come from, versions
 tokenizer.model     sentencepiece, or tokenizer.json of BERT's or a converted model, or neither
+
+A fine-tuned model also has:
+
+head.safetensors    parameters of the task's head; what it is stands in config.json under `task`
+task.yaml           the task with all values
 """
 
 import json
@@ -17,6 +22,8 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 TOKENIZERS_FILE = "tokenizer.json"
+HEAD_FILE = "head.safetensors"
+TASK_FILE = "task.yaml"
 FORMAT = "postnorm-encoder"
 FORMAT_VERSION = 1
 

@@ -382,3 +382,13 @@ def without_storage(config: ModelConfig) -> EncoderModel:
     """Make a model that has names and shapes but no weights yet, as model folders hold it."""
     with torch.device("meta"):
         return MaskedLanguageModel(config)
+
+
+def fresh_head(config: ModelConfig) -> dict[str, Tensor]:
+    """Initialise the parameters of an MLM head alone, each time the same."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        head = without_storage(config)
+        assert isinstance(head, MaskedHead)
+        head.make_head()
+    return {name: each for name, each in head.state_dict().items() if not each.is_meta}

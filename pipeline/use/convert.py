@@ -2,10 +2,12 @@
 
 Read are Hugging Face BERT, RoBERTa and RoFormer, RoFormerV2 as JunnYu/RoFormer_pytorch names it,
 and TensorFlow 1 checkpoints of BERT, RealFormer, RoFormer and RoFormerV2. What does not fit is
-refused by name; the report lists what is left out (next-sentence head, optimizer state).
+refused by name; the report lists what is left out (heads of other tasks, optimizer state). Where
+there is no MLM head, as in a fine-tuned model, one is made new.
 """
 
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,8 +27,17 @@ from pipeline.runtime import tensors
 from pipeline.runtime.files import sha256_file, write_atomic
 from pipeline.tokenizer.fast import FastTokenizer, ForeignSplitterError, build_tokenizer_json
 from pipeline.use import names
-from pipeline.use.folder import TrainedModel, build_model, publishing, write_model
+from pipeline.use.folder import (
+    MADE_NEW,
+    TrainedModel,
+    build_model,
+    only_encoder,
+    publishing,
+    write_model,
+)
 from pipeline.use.tf_checkpoint import TfCheckpoint
+
+logger = logging.getLogger(__name__)
 
 Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]
 _CONFIG_FILES = ("config.json", "bert_config.json")
@@ -92,6 +103,8 @@ class ConvertReport:
     num_parameters: int
     left_out: list[str]
     """Names of tensors that this project's models do not have."""
+    made_new: list[str]
+    """Names of our parameters that the checkpoint lacks: those of the MLM head, or none."""
     no_tokenizer: str
     """Why the model has no tokenizer; empty if it has one."""
 
@@ -113,9 +126,16 @@ class _Converted:
     family: Family
     model: EncoderModel
     origin: dict[str, Any]
+    made_new: list[str]
     tokenizer: str | None
     """Content of tokenizer.json."""
     no_tokenizer: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What config.json says of it."""
+        new = {MADE_NEW: self.made_new} if self.made_new else {}
+        return {"converted_from": self.origin, **new}
 
 
 def convert(
@@ -135,11 +155,13 @@ def convert(
     read = _convert(source, family, overrides)
     with publishing(out) as unfinished:
         weights = dict(read.model.state_dict())
-        write_model(unfinished, read.model.config, weights, {"converted_from": read.origin})
+        write_model(unfinished, read.model.config, weights, read.facts)
         if read.tokenizer is not None:
             write_atomic(unfinished / TOKENIZERS_FILE, read.tokenizer.encode())
     num_parameters = sum(parameter.numel() for parameter in read.model.parameters())
-    return ConvertReport(read.family, num_parameters, read.origin["left_out"], read.no_tokenizer)
+    return ConvertReport(
+        read.family, num_parameters, read.origin["left_out"], read.made_new, read.no_tokenizer
+    )
 
 
 def load_foreign(source: Path) -> TrainedModel:
@@ -149,12 +171,14 @@ def load_foreign(source: Path) -> TrainedModel:
         CheckpointError: as `convert`.
     """
     read, tokenizer = _convert(source, None, ()), None
+    if read.origin["left_out"]:
+        logger.info("%s: left out %s", source, ", ".join(read.origin["left_out"]))
     if read.tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, TOKENIZERS_FILE)
             path.write_text(read.tokenizer, encoding="utf-8")
             tokenizer = FastTokenizer(path)
-    return TrainedModel(read.model, tokenizer, {"converted_from": read.origin})
+    return TrainedModel(read.model, tokenizer, read.facts)
 
 
 def _convert(source: Path, family: Family | None, overrides: Sequence[str]) -> _Converted:
@@ -164,7 +188,10 @@ def _convert(source: Path, family: Family | None, overrides: Sequence[str]) -> _
     given, left_out = _own_part(_strip(read, style), read.is_tensorflow)
     pooler = any(".pooler." in name or "/pooler/" in name for name in given)
     config = _model_config(read, family, overrides, pooler=pooler)
-    model = build_model(config, _weights(config, given, style, read, source), str(source))
+    weights, made_new = only_encoder(
+        config, _weights(config, given, style, read, source), str(source)
+    )
+    model = build_model(config, weights, str(source))
     tokenizer, no_tokenizer = _tokenizer(source if source.is_dir() else source.parent, family)
     origin = {
         "path": source.name,
@@ -172,7 +199,7 @@ def _convert(source: Path, family: Family | None, overrides: Sequence[str]) -> _
         "left_out": left_out,
         "config_sha256": sha256_file(read.config_path),
     }
-    return _Converted(family, model, origin, tokenizer, no_tokenizer)
+    return _Converted(family, model, origin, made_new, tokenizer, no_tokenizer)
 
 
 def _tokenizer(folder: Path, family: Family) -> tuple[str | None, str]:
@@ -263,11 +290,11 @@ def _strip(read: _Source, style: names.Style) -> dict[str, Tensor]:
 
 def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, Tensor], list[str]]:
     """Drop tensors that our models do not have, with their names, and copies of tied tensors."""
-    left_out = sorted(name for name in given if names.is_sentence_head(name))
+    left_out = sorted(name for name in given if names.is_other_head(name))
     kept = {
         name: tensor
         for name, tensor in given.items()
-        if not names.is_ignored(name) and not names.is_sentence_head(name)
+        if not names.is_ignored(name) and not names.is_other_head(name)
     }
     for copy, original in () if is_tensorflow else names.TIED.items():
         if copy not in kept:
@@ -324,7 +351,7 @@ def _model_config(
 def _weights(
     config: ModelConfig, given: dict[str, Tensor], style: names.Style, read: _Source, source: Path
 ) -> dict[str, Tensor]:
-    """Put our parameters together from theirs."""
+    """Put our parameters together from theirs; without an MLM head where they have none."""
     model = without_storage(config)
     translate: Callable[[str], tuple[str, ...]] = (
         names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)
@@ -332,6 +359,10 @@ def _weights(
     wanted = {name: translate(name) for name in model.state_dict()}
     nameless = [name for name, theirs in wanted.items() if not theirs]
     expected = {name for theirs in wanted.values() for name in theirs}
+    of_head = {name for name in wanted if not name.startswith("encoder.")}
+    if expected - given.keys() == {part for name in of_head for part in wanted[name]}:
+        wanted = {name: theirs for name, theirs in wanted.items() if name not in of_head}
+        expected &= given.keys()
     problems = [
         f"{label} {', '.join(sorted(listed)[:5])}"
         + (f" and {len(listed) - 5} more" * (len(listed) > 5))

@@ -4,6 +4,7 @@ A trained model is a run's newest good checkpoint, or such a folder. Before an e
 appears under its name, it is read back and its logits are compared with the trainer's.
 """
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ from pipeline.model.architecture import (
     CONFIG_FILE,
     FORMAT,
     FORMAT_VERSION,
+    HEAD_FILE,
     SENTENCEPIECE_FILE,
+    TASK_FILE,
     TOKENIZERS_FILE,
     WEIGHTS_FILE,
     is_model_folder,
@@ -40,7 +43,7 @@ from pipeline.model.architecture import (
     read_config,
     tokenizer_path,
 )
-from pipeline.model.encoder import EncoderModel, without_storage
+from pipeline.model.encoder import EncoderModel, fresh_head, without_storage
 from pipeline.model.layout import Layout, rows
 from pipeline.runtime import tensors
 from pipeline.runtime.files import read_json_lines, write_json_atomic
@@ -48,6 +51,8 @@ from pipeline.runtime.run_folder import RunFolder
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.train.initial import InitialWeights
+
+logger = logging.getLogger(__name__)
 
 _LISTED = 5
 
@@ -150,6 +155,21 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: str) ->
     require_fit(dict(model.state_dict()), weights, origin)
     model.load_state_dict({name: weights[name].float() for name in model.state_dict()}, assign=True)
     return model.eval()
+
+
+MADE_NEW = "made_new"
+"""The fact that names parameters of the MLM head that came with no file: logits mean nothing."""
+
+
+def only_encoder(
+    config: ModelConfig, weights: dict[str, Tensor], origin: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Add an MLM head to weights that have nothing of one; also the names of what was added."""
+    head = fresh_head(config)
+    if not head or any(name in weights for name in head):
+        return weights, []
+    logger.info("%s has no MLM head; made new: %s", origin, ", ".join(head))
+    return {**weights, **head}, sorted(head)
 
 
 def require_fit(wanted: dict[str, Tensor], found: dict[str, Tensor], origin: str) -> None:
@@ -282,6 +302,8 @@ class ExportReport:
 
     max_abs_diff: float
     num_logits: int
+    note: str = ""
+    """What the user should know of the form."""
 
 
 def export(source: Path, out: Path) -> ExportReport:
@@ -297,7 +319,11 @@ def export(source: Path, out: Path) -> ExportReport:
     weights = dict(trained.model.state_dict())
     with publishing(out) as folder:
         write_model(folder, trained.model.config, weights, trained.facts)
-        copy_tokenizer(tokenizer_folder(source), folder)
+        whole = tokenizer_folder(source)
+        copy_tokenizer(whole, folder)
+        for name in (HEAD_FILE, TASK_FILE):
+            if (whole / name).is_file():
+                shutil.copyfile(whole / name, folder / name)
         exported = load_model(folder).model
         report = compare(trained.model, exported)
         facts = {**trained.facts, "max_abs_diff": report.max_abs_diff}
@@ -326,6 +352,15 @@ def compare(
     with torch.no_grad():
         expected = trained(ids, layout, every)
         found = exported(ids, layout, every)
+    return require_equal(expected, found)
+
+
+def require_equal(expected: Tensor, found: Tensor) -> ExportReport:
+    """Compare logits of the same shape.
+
+    Raises:
+        CheckpointError: they differ by more than `LARGEST_DIFFERENCE`.
+    """
     difference = float((expected - found).abs().max())
     if not difference <= LARGEST_DIFFERENCE:
         raise CheckpointError(

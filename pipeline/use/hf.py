@@ -11,10 +11,11 @@ import ast
 import importlib.util
 import inspect
 import json
+import logging
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,73 +27,99 @@ from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.kernels import attention
 from pipeline.model import encoder, heads, layers, layout
-from pipeline.model.architecture import read_config
+from pipeline.model.architecture import CONFIG_FILE, WEIGHTS_FILE, read_config
 from pipeline.model.layout import Layout
 from pipeline.runtime import tensors
 from pipeline.runtime.env import child_environment
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use import names
 from pipeline.use.folder import (
+    MADE_NEW,
     ExportReport,
     TrainedModel,
     build_model,
     compare,
     load_trained,
+    only_encoder,
     publishing,
     read_tokenizer,
     require_full_alpha,
 )
 from pipeline.use.hf_tokenizer import NO_MAX_LENGTH, write_hf_tokenizer
 
-_METADATA = "library_name: transformers\npipeline_tag: fill-mask\ntags: [postnorm, encoder]"
-_NATIVE_LOADING = """\
-```python
+logger = logging.getLogger(__name__)
+
+METADATA = "library_name: transformers\npipeline_tag: {}\ntags: [postnorm, encoder]"
+_LOADING = """\
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
-model = AutoModelForMaskedLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
+model = AutoModelForMaskedLM.from_pretrained({0})
+tokenizer = AutoTokenizer.from_pretrained({0})
 """
-_OWN_LOADING = """\
-The architecture is in `modeling_postnorm.py`, which needs torch and transformers only.
-```python
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
-model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-```
-"""
+_OWN = "The architecture is in `modeling_postnorm.py`, which needs torch and transformers only.\n"
 
 
-def model_card(
-    name: str,
-    trained: TrainedModel,
-    max_abs_diff: float,
-    *,
-    metadata: str = _METADATA,
-    first: str = "",
-) -> str:
-    """Write the Markdown with the metadata block that model hubs read.
+@dataclass(frozen=True)
+class TaskHead:
+    """A head of a task, in the terms of transformers."""
 
-    `first` is a section that stands before the others.
-    """
-    config, facts = trained.model.config, trained.facts
-    num_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
+    auto: str
+    """One of `HEADS`."""
+    weights: dict[str, Tensor]
+    """Under the names that our class and transformers' own ones have for them."""
+    settings: dict[str, Any]
+    """Of config.json."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model card's own part."""
+
+    metadata: str
+    """For model hubs."""
+    text: str
+    rows: dict[str, Any]
+    """Of the table, below the number of parameters."""
+    usage: str
+    """Python."""
+
+
+def loading(name: str, family: str | None) -> str:
+    """Write the arguments of `from_pretrained`."""
+    return f'"{name}"' if family else f'"{name}", trust_remote_code=True'
+
+
+def masked_card(trained: TrainedModel, name: str) -> Card:
+    """Say what a pre-trained model is."""
+    facts, family = trained.facts, native_family(trained.model.config)
     scores = facts.get("scores") or {}
     rows = {
-        "parameters": f"{num_parameters:,}",
         "optimizer steps": facts.get("step", "unknown"),
         "data fingerprint": facts.get("data_fingerprint", "unknown"),
         "held-out loss": f"{scores['loss']:.4f} nats a masked token" if scores else "unknown",
         "held-out accuracy": f"{scores['accuracy']:.4f}" if scores else "unknown",
         "converted from": facts.get("converted_from", {}).get("path", "no other format"),
+    }
+    text = "A bidirectional encoder, pre-trained with masked language modelling."
+    return Card(METADATA.format("fill-mask"), text, rows, _LOADING.format(loading(name, family)))
+
+
+def model_card(
+    name: str, trained: TrainedModel, family: str | None, max_abs_diff: float, card: Card
+) -> str:
+    """Write the Markdown with the metadata block that model hubs read."""
+    num_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
+    rows = {
+        "parameters": f"{num_parameters:,}",
+        **card.rows,
         "logits against the trainer's model": f"at most {max_abs_diff:.2e} apart",
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    loading = (_NATIVE_LOADING if native_family(config) else _OWN_LOADING).format(name=name)
     return (
-        f"---\n{metadata}\n---\n"
-        f"# {name}\n\nA bidirectional encoder, pre-trained with masked language modelling.\n\n"
-        f"{first}| | |\n|---|---|\n{table}\n\n## Loading\n\n{loading}\n## Architecture\n\n```json\n"
-        f"{json.dumps(asdict(config), indent=1)}\n```\n"
+        f"---\n{card.metadata}\n---\n"
+        f"# {name}\n\n{card.text}\n\n| | |\n|---|---|\n{table}\n\n"
+        f"## Loading\n\n{'' if family else _OWN}```python\n{card.usage}```\n\n"
+        "## Architecture\n\n```json\n"
+        f"{json.dumps(asdict(trained.model.config), indent=1)}\n```\n"
     )
 
 
@@ -125,15 +152,30 @@ _NATIVE: dict[str, Any] = {
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 _CLASSES = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}
 
+_NATIVE_HEADS = {
+    "MaskedLM": ("bert", "roberta", "roformer"),
+    "TokenClassification": ("bert", "roberta", "roformer"),
+    "QuestionAnswering": ("bert", "roberta", "roformer"),
+    "SequenceClassification": ("bert",),
+    "MultipleChoice": ("bert", "roberta"),
+}
+"""By head: the families whose own class has nothing of its own before the last matrix.
+
+The last two have BERT's pooler there, others another layer.
+"""
+
 _PROBE = """\
-import sys, torch
-from transformers import AutoModel, AutoModelForMaskedLM
-folder, probe, out = sys.argv[1:]
+import sys, torch, transformers
+folder, auto, probe, out = sys.argv[1:]
+load = getattr(transformers, "AutoModelFor" + auto).from_pretrained
 ids, mask = torch.load(probe)
-model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
-AutoModel.from_pretrained(folder, trust_remote_code=True)
+model = load(folder, trust_remote_code=True).eval()
+transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
 with torch.no_grad():
-    torch.save(model(input_ids=ids, attention_mask=mask).logits, out)
+    found = model(input_ids=ids, attention_mask=mask)
+if auto == "QuestionAnswering":
+    found.logits = torch.stack((found.start_logits, found.end_logits), -1)
+torch.save(found.logits, out)
 """
 
 
@@ -148,16 +190,15 @@ def export_hf(source: Path, out: Path) -> ExportReport:
     trained = load_for_hf(source)
     with publishing(out) as folder:
         report = write_hf(trained, folder)
-        card = model_card(out.name, trained, report.max_abs_diff)
-        write_atomic(folder / "README.md", card.encode())
+        family, card = native_family(trained.model.config), masked_card(trained, out.name)
+        text = model_card(out.name, trained, family, report.max_abs_diff, card)
+        write_atomic(folder / "README.md", text.encode())
     return report
 
 
 def load_for_hf(source: Path) -> TrainedModel:
     """Load what can be exported for transformers, with the errors of `export_hf`."""
-    if importlib.util.find_spec("transformers") is None:
-        # It is imported by other processes, which compare what was written.
-        raise ModuleNotFoundError("no module named 'transformers'", name="transformers")
+    require_transformers()
     trained = load_trained(source)
     require_full_alpha(trained, source, "an exported model has alpha 1")
     return trained
@@ -170,19 +211,50 @@ def write_hf(trained: TrainedModel, folder: Path) -> ExportReport:
         CheckpointError: it differs.
     """
     config = trained.model.config
-    family = native_family(config)
-    if family:
-        weights = native_tensors(dict(trained.model.state_dict()), family)
-        tensors.write_file(weights, folder / "model.safetensors")
-        write_json_atomic(folder / "config.json", native_config(trained, family))
-    else:
-        _write_own(folder, trained)
+    head, weights = TaskHead("MaskedLM", {}, {}), dict(trained.model.state_dict())
+    write_files(folder, trained, weights, native_family(config), head)
     if trained.tokenizer is not None:
         limit = config.longest_document or NO_MAX_LENGTH
         write_hf_tokenizer(
             trained.tokenizer, folder, max_length=limit, token_types=config.type_vocab_size > 1
         )
-    return compare(trained.model, lambda *batch: _transformers_logits(folder, *batch))
+    return compare(trained.model, lambda *batch: _masked_logits(folder, *batch))
+
+
+def require_transformers() -> None:
+    """Check that transformers is there (ModuleNotFoundError: it is not)."""
+    if importlib.util.find_spec("transformers") is None:
+        # It is imported by other processes, which compare what was written.
+        raise ModuleNotFoundError("no module named 'transformers'", name="transformers")
+
+
+def write_files(
+    folder: Path,
+    trained: TrainedModel,
+    weights: dict[str, Tensor],
+    family: names.Style | None,
+    head: TaskHead,
+) -> None:
+    """Write weights and config.json for transformers.
+
+    Args:
+        folder: to write to.
+        trained: the model.
+        weights: of it, those of the encoder and perhaps of the MLM head.
+        family: whose class transformers loads; None: our own, which is written, too.
+        head: the one that the folder is for.
+    """
+    if family:
+        renamed = native_tensors(weights, family)
+        body = native_config(trained, family, head.auto)
+    else:
+        renamed = {
+            name.replace("encoder.", _ENCODER_PREFIX, 1): each for name, each in weights.items()
+        }
+        body = _own_config(trained, head.auto)
+        write_atomic(folder / MODELING_FILE, modeling_source().encode())
+    tensors.write_file({**renamed, **head.weights}, folder / WEIGHTS_FILE)
+    write_json_atomic(folder / CONFIG_FILE, {**body, **head.settings})
 
 
 def native_family(config: ModelConfig) -> names.Style | None:
@@ -203,12 +275,23 @@ def native_family(config: ModelConfig) -> names.Style | None:
     return "roberta" if config.activation == "gelu" else None
 
 
-def native_config(trained: TrainedModel, family: names.Style) -> dict[str, Any]:
+def native_head(family: names.Style, auto: str, pool: str) -> bool:
+    """Say whether a family's own class computes what our head does."""
+    pools = auto in ("SequenceClassification", "MultipleChoice")
+    return family in _NATIVE_HEADS[auto] and (pool == "pooler" or not pools)
+
+
+def native_class(family: names.Style, auto: str) -> str:
+    """Name the class."""
+    return f"{_CLASSES[family]}For{auto}"
+
+
+def native_config(trained: TrainedModel, family: names.Style, auto: str) -> dict[str, Any]:
     """Write config.json of transformers' own class as plain values."""
     config, tokenizer = trained.model.config, trained.tokenizer
     body = {
         "model_type": family,
-        "architectures": [f"{_CLASSES[family]}ForMaskedLM"],
+        "architectures": [native_class(family, auto)],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -269,13 +352,7 @@ def modeling_source() -> str:
     return head + "\n".join(sorted(imports)) + "\n\n\n" + "\n\n\n".join(bodies) + "\n"
 
 
-def _write_own(folder: Path, trained: TrainedModel) -> None:
-    weights = trained.model.state_dict()
-    tensors.write_file(
-        {name.replace("encoder.", _ENCODER_PREFIX, 1): tensor for name, tensor in weights.items()},
-        folder / "model.safetensors",
-    )
-    write_atomic(folder / MODELING_FILE, modeling_source().encode())
+def _own_config(trained: TrainedModel, auto: str) -> dict[str, Any]:
     module = Path(MODELING_FILE).stem
     classes = {
         "AutoConfig": "PostnormConfig",
@@ -283,14 +360,14 @@ def _write_own(folder: Path, trained: TrainedModel) -> None:
     } | {f"AutoModelFor{head}": f"PostnormFor{head}" for head in HEADS}
     body = {
         "model_type": _OWN_TYPE,
-        "architectures": ["PostnormForMaskedLM"],
-        "auto_map": {auto: f"{module}.{name}" for auto, name in classes.items()},
+        "architectures": [f"PostnormFor{auto}"],
+        "auto_map": {base: f"{module}.{name}" for base, name in classes.items()},
         **asdict(trained.model.config),
         "dtype": "float32",
     }
     if trained.tokenizer is not None:
         body["pad_token_id"] = trained.tokenizer.pad_id
-    write_json_atomic(folder / "config.json", body)
+    return body
 
 
 def is_own_hf(folder: Path) -> bool:
@@ -305,6 +382,8 @@ def is_own_hf(folder: Path) -> bool:
 def load_own_hf(folder: Path) -> TrainedModel:
     """Read a folder that was exported with our own class, without transformers.
 
+    Heads of tasks are left out, and named.
+
     Raises:
         CheckpointError: a file is missing or damaged.
     """
@@ -317,17 +396,42 @@ def load_own_hf(folder: Path) -> TrainedModel:
     weights = tensors.read_file(folder / "model.safetensors")
     # Earlier exports have the prefix of the encoder on the head, too.
     own = {name.removeprefix("postnorm."): tensor for name, tensor in weights.items()}
-    return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), {})
+    left_out = sorted(name for name in own if names.is_other_head(name))
+    own = {name: tensor for name, tensor in own.items() if name not in left_out}
+    if left_out:
+        logger.info("%s: left out %s", folder, ", ".join(left_out))
+    own, made_new = only_encoder(config, own, str(folder))
+    facts = {MADE_NEW: made_new} if made_new else {}
+    return TrainedModel(build_model(config, own, str(folder)), read_tokenizer(folder), facts)
 
 
-def _transformers_logits(folder: Path, ids: Tensor, layout: Layout, every: Tensor) -> Tensor:
-    """Compute (M, V) logits with transformers in another process, one document a row."""
+def _masked_logits(folder: Path, ids: Tensor, layout: Layout, every: Tensor) -> Tensor:
+    """Compute (M, V) logits with transformers."""
+    # It packs no documents: each goes into a row of its own.
+    halves = ids.view(2 * len(ids), -1)
+    logits = transformers_logits(folder, "MaskedLM", halves, torch.ones_like(halves))
+    return logits.flatten(0, 1)[every]
+
+
+def transformers_logits(folder: Path, auto: str, ids: Tensor, mask: Tensor) -> Tensor:
+    """Compute logits with transformers in another process.
+
+    Args:
+        folder: exported one.
+        auto: one of `HEADS`.
+        ids: (B, S) int64; for choices (B, C, S).
+        mask: of the same shape, 0 at padding.
+
+    Returns:
+        The logits; for answers (B, S, 2) of start and end.
+
+    Raises:
+        CheckpointError: transformers cannot load the folder.
+    """
     with tempfile.TemporaryDirectory() as name:
         probe, out = Path(name, "probe.pt"), Path(name, "logits.pt")
-        # transformers packs no documents: each goes into a row of its own.
-        halves = ids.view(2 * len(ids), -1)
-        torch.save((halves, torch.ones_like(halves)), probe)
-        command = [sys.executable, "-c", _PROBE, str(folder.resolve()), str(probe), str(out)]
+        torch.save((ids, mask.long()), probe)
+        command = [sys.executable, "-c", _PROBE, str(folder.resolve()), auto, str(probe), str(out)]
         environment = child_environment(HF_HUB_OFFLINE="1", HF_MODULES_CACHE=name)
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=name, env=environment, check=False
@@ -337,4 +441,4 @@ def _transformers_logits(folder: Path, ids: Tensor, layout: Layout, every: Tenso
                 f"transformers cannot load what was written: {done.stderr.strip()[-2000:]}"
             )
         logits: Tensor = torch.load(out)
-    return logits.flatten(0, 1)[every]
+    return logits

@@ -11,12 +11,13 @@ tokenizers 0.23.3 do:
                     there splits them like sentencepiece, if their letters are pieces)
 """
 
+import json
 import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,10 +55,19 @@ def write_hf_tokenizer(
     *,
     max_length: int = NO_MAX_LENGTH,
     token_types: bool = True,
+    one_segment: bool = False,
+    cut: Literal["right", "left"] = "right",
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json (special_tokens_map.json is history).
 
-    `max_length` counts specials.
+    Args:
+        tokenizer: ours.
+        folder: to write to.
+        max_length: of rows, specials included.
+        token_types: whether rows have segments.
+        one_segment: make rows as this project's tasks have them, [CLS] a [SEP] b [SEP], all in
+            segment 0; else as the model's own tokenizer does.
+        cut: side on which longer rows are cut.
 
     Raises:
         CheckpointError: the written tokenizer splits a text otherwise than the original.
@@ -74,10 +84,35 @@ def write_hf_tokenizer(
         ids = range(tokenizer.vocab_size)
         probes = [tokenizer.piece(i) for i in ids if i not in tokenizer.special_ids]
     folder.mkdir(parents=True, exist_ok=True)
+    text = _in_one_segment(text, tokenizer) if one_segment else text
     write_atomic(folder / TOKENIZER_JSON, text.encode())
+    token_types = token_types and not one_segment
     config = _config(tokenizer, max_length=max_length, token_types=token_types)
+    config["truncation_side"] = cut
     write_json_atomic(folder / CONFIG_FILE, config)
     _compare(tokenizer, folder / TOKENIZER_JSON, probes, definition)
+
+
+def _in_one_segment(text: str, tokenizer: Tokenizer | FastTokenizer) -> str:
+    """Change how a tokenizer.json joins two texts: by one [SEP], both in segment 0."""
+    body = json.loads(text)
+    ids = {tokenizer.piece(each): each for each in (tokenizer.cls_id, tokenizer.sep_id)}
+    cls, sep = ({"SpecialToken": {"id": name, "type_id": 0}} for name in ids)
+    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    template = {
+        "type": "TemplateProcessing",
+        "single": [cls, one, sep],
+        "pair": [cls, one, sep, two, sep],
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]} for name, number in ids.items()
+        },
+    }
+    trims = (body["post_processor"] or {}).get("type") in ("ByteLevel", "RobertaProcessing")
+    if trims:  # the space before a word from its offsets
+        space = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+        space["use_regex"] = True
+        template = {"type": "Sequence", "processors": [space, template]}
+    return json.dumps({**body, "post_processor": template}, ensure_ascii=False)
 
 
 def _config(

@@ -26,7 +26,7 @@ from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.convert import load_foreign
-from pipeline.use.folder import TrainedModel, load_trained
+from pipeline.use.folder import MADE_NEW, TrainedModel, load_trained
 from pipeline.use.hf import is_own_hf, load_own_hf
 from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
 
@@ -213,8 +213,7 @@ class Model:
             first_B = seen.int().argmax(-1)
             x_BD = x_BSD[torch.arange(len(ids), device=self.device), first_B]
             pooled = encoder.pool(x_BD) if self.config.pooler else None
-        head: Callable[[Tensor], Tensor] = self.module.head
-        return Output(ids, seen, tuple(trace.hidden), pooled, head)
+        return Output(ids, seen, tuple(trace.hidden), pooled, self._project)
 
     def encode(
         self,
@@ -417,7 +416,7 @@ class Model:
         Raises:
             DataError: the text is not a string, has no `[MASK]`, or is longer than the model's
                 positions; or `top` is below 1.
-            CheckpointError: the model came without a tokenizer.
+            CheckpointError: the model came without a tokenizer, or without its MLM head.
         """
         if top < 1:
             raise DataError(f"top={top} must be at least 1")
@@ -431,7 +430,7 @@ class Model:
             )
         output = self([encoded])
         with torch.no_grad():
-            logits = self.module.head(output.hidden[output.input_ids == tokenizer.mask_id]).float()
+            logits = self._project(output.hidden[output.input_ids == tokenizer.mask_id]).float()
         # Specials are never a target in training; the model's opinion of them means nothing. Nor
         # does that of rows beyond the vocabulary.
         logits[:, sorted(tokenizer.special_ids)] = float("-inf")
@@ -446,6 +445,16 @@ class Model:
                 best.values.tolist(), best.indices.tolist(), strict=True
             )
         ]
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Compute (..., V) logits of (..., D) hidden states."""
+        if MADE_NEW in self.facts:
+            raise CheckpointError(
+                "this model came without a head for masked tokens "
+                f"({', '.join(self.facts[MADE_NEW])}), so its logits mean nothing; take the model "
+                "that it was fine-tuned from, or train it on text"
+            )
+        return self.module.head(x)  # type: ignore[no-any-return]
 
     def _document(self, text: str, number: int) -> list[int]:
         """Encode a text with its specials; `number` is for the message."""

@@ -89,9 +89,20 @@ def is_ignored(name: str) -> bool:
     ) or name.startswith("global_step")
 
 
-def is_sentence_head(name: str) -> bool:
-    """Say whether a foreign tensor belongs to BERT's next-sentence head, which we do not have."""
-    return name.startswith(("cls.seq_relationship.", "cls/seq_relationship/"))
+def is_other_head(name: str) -> bool:
+    """Say whether a foreign tensor belongs to another head than that of masked tokens.
+
+    Those are BERT's for next sentences, and transformers' for tasks.
+    """
+    return name.startswith(
+        (
+            "cls.seq_relationship.",
+            "cls/seq_relationship/",
+            "classifier.",
+            "qa_outputs.",
+            "sequence_summary.",
+        )
+    )
 
 
 TIED = {

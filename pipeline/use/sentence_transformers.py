@@ -4,6 +4,7 @@ The folder of `--format hf` and beside it, as sentence-transformers 2 to 6 read 
 the longest row, the pooling, and a linear layer for BERT's pooler and for a whitening.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.model.heads import Pool
 from pipeline.runtime import tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.use.folder import ExportReport, publishing
-from pipeline.use.hf import load_for_hf, model_card, write_hf
+from pipeline.use.hf import load_for_hf, masked_card, model_card, native_family, write_hf
 from pipeline.use.model import Model
 from pipeline.use.whiten import Whitening
 
@@ -37,9 +38,7 @@ vectors = SentenceTransformer("{name}", trust_remote_code=True).encode(["a text"
 
 Scores change with each of these, and with a prompt: name them beside a score.
 
-## Model
-
-"""
+## Model"""
 _MEANINGS = {
     "cls": "the last layer's state of the first token, [CLS]",
     "pooler": "BERT's pooler (linear and tanh) on the last layer's state of the first token, [CLS]",
@@ -91,9 +90,12 @@ def export_sentence_transformers(
         report = write_hf(trained, folder)
         _write_modules(folder, pooling, max_length, trained.model.config.hidden_size, layers)
         about = _about(pooling, max_length, whitening)
-        first = _CARD.format(name=out.name, table=about)
-        card = model_card(out.name, trained, report.max_abs_diff, metadata=_METADATA, first=first)
-        write_atomic(folder / "README.md", card.encode())
+        card = masked_card(trained, out.name)
+        text = f"{card.text}\n\n{_CARD.format(name=out.name, table=about)}"
+        card = replace(card, metadata=_METADATA, text=text)
+        family = native_family(trained.model.config)
+        body = model_card(out.name, trained, family, report.max_abs_diff, card)
+        write_atomic(folder / "README.md", body.encode())
     return report
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 import transformers
 
 from pipeline.data.format import CLS_ID, MASK_ID, SEP_ID, SPECIAL_TOKENS
@@ -193,6 +194,33 @@ def test_word_piece_is_written_for_transformers(tmp_path: Path) -> None:
     both = loaded("The values中 [MASK]", "of it.")
     assert both.input_ids == [2, 5, 6, 7, 9, 4, 3, 8, 1, 10, 3]
     assert both.token_type_ids == [0] * 7 + [1] * 4
+
+
+def test_rows_of_tasks_have_one_segment_and_one_separator(
+    exported: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
+    trained = tokenizers.ByteLevelBPETokenizer()
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(PARAGRAPHS, vocab_size=500, special_tokens=specials)
+    (tmp_path / "bytes").mkdir()
+    trained.save_model(str(tmp_path / "bytes"))
+    content = build_tokenizer_json(tmp_path / "bytes")
+    assert content is not None
+    (tmp_path / "built.json").write_text(content, encoding="utf-8")
+    originals = {"sentencepiece": exported[0], "bytes": FastTokenizer(tmp_path / "built.json")}
+    for name, tokenizer in originals.items():
+        write_hf_tokenizer(tokenizer, tmp_path / name, max_length=8, one_segment=True, cut="left")
+        loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / name, local_files_only=True)
+        both = loaded("the value", "of it", truncation=False, return_offsets_mapping=True)
+        first, second = tokenizer.encode("the value"), tokenizer.encode("of it")
+        cls, sep = tokenizer.cls_id, tokenizer.sep_id
+        assert both["input_ids"] == [cls, *first, sep, *second, sep]
+        assert "token_type_ids" not in both
+        long = loaded("the value of it and of the same " * 3, truncation=True)["input_ids"]
+        assert long == [cls, *tokenizer.encode("the value of it and of the same " * 3)[-6:], sep]
+        if name == "bytes":  # no space belongs to a word
+            offsets = both["offset_mapping"][1 : len(first) + 1]
+            assert "".join("the value"[start:end] for start, end in offsets) == "thevalue"
 
 
 class _WithOtherScores(Tokenizer):

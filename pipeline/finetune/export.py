@@ -1,0 +1,250 @@
+"""`postnorm export DIR OUT --format hf` of a fine-tuned model: its head in transformers' class.
+
+Before the folder gets its name, transformers' logits are compared with those of the head that was
+trained, on rows of the task where its files are still there.
+
+Shapes: U examples of at most C choices (1 where the task has none), S slots, X rows of text, D
+hidden size, K outputs.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.data.format import NUM_SPECIAL
+from pipeline.errors import CheckpointError, DataError
+from pipeline.finetune.answer import FineTuned, load_fine_tuned
+from pipeline.finetune.batches import TaskRows
+from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec
+from pipeline.finetune.result import RESULT, read_result
+from pipeline.model.architecture import is_model_folder, read_architecture
+from pipeline.model.layout import rows
+from pipeline.runtime.files import write_atomic
+from pipeline.tasks.encode import encode
+from pipeline.tasks.readers import read_file
+from pipeline.use import hf
+from pipeline.use.folder import ExportReport, TrainedModel, fine_tuned, publishing, require_equal
+from pipeline.use.hf_tokenizer import write_hf_tokenizer
+
+_AUTO = {
+    **dict.fromkeys((*NAMES, "multilabel", "regress"), "SequenceClassification"),
+    **dict.fromkeys(CHOOSES, "MultipleChoice"),
+    "tag": "TokenClassification",
+    "qa": "QuestionAnswering",
+}
+"""By kind of task: the class of transformers."""
+_PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
+_TAGS = {
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+    "QuestionAnswering": "question-answering",
+    "MultipleChoice": "multiple-choice",
+}
+_PROBE_ROWS = 16
+_PROBE_LENGTH = 32
+_PROTOCOL = ("model", "max_length", "truncate", "steps", "batch", "lr", "head_lr", "selected_on")
+
+
+def export_hf(source: Path, out: Path) -> ExportReport:
+    """Write a model for transformers; a fine-tuned one with the head of its task.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        CheckpointError: transformers has no class for the head, or what it computes from the folder
+            differs; nothing is left behind then. Or as `pipeline.use.hf.export_hf`.
+    """
+    folder = fine_tuned(source)
+    if not is_model_folder(folder) or "task" not in read_architecture(folder)[1]:
+        return hf.export_hf(source, out)
+    hf.require_transformers()
+    tuned = load_fine_tuned(source)
+    spec, config = tuned.model.spec, tuned.model.config
+    _require_class(spec, source)
+    auto, trained = _AUTO[spec.kind], TrainedModel(tuned.model, tuned.tokenizer, {})
+    family = hf.native_family(config)
+    note = f"for transformers' AutoModelFor{auto}"
+    if family and not hf.native_head(family, auto, spec.pool):
+        note += (
+            ", with trust_remote_code=True: between encoder and last matrix "
+            f"{hf.native_class(family, auto)} has a layer that head.pool={spec.pool} does not have"
+        )
+        family = None
+    with publishing(out) as unfinished:
+        weights = tuned.model.state_dict()
+        encoder = {name: each for name, each in weights.items() if name.startswith("encoder.")}
+        hf.write_files(unfinished, trained, encoder, family, _head(tuned, auto))
+        write_hf_tokenizer(
+            tuned.tokenizer,
+            unfinished,
+            max_length=spec.max_length,
+            one_segment=True,
+            cut="left" if tuned.config.input.truncate == "head" else "right",
+        )
+        units, origin = _probe_rows(tuned)
+        report = _compare(
+            tuned, units, lambda *batch: hf.transformers_logits(unfinished, auto, *batch)
+        )
+        card = _card(tuned, auto, hf.loading(out.name, family), _result(folder))
+        text = hf.model_card(out.name, trained, family, report.max_abs_diff, card)
+        write_atomic(unfinished / "README.md", text.encode())
+    return ExportReport(report.max_abs_diff, report.num_logits, f"{note}; compared on {origin}")
+
+
+def _require_class(spec: HeadSpec, source: Path) -> None:
+    problem, remedy = "", ""
+    if spec.kind == "spans":
+        problem = "scores of spans (GlobalPointer)"
+        remedy = "fine-tune a task of kind tag"
+    elif spec.decoder == "crf":
+        problem, remedy = "a CRF", "fine-tune with head.decoder=softmax"
+    if problem:
+        raise CheckpointError(
+            f"{source} has a head with {problem}, for which transformers has no class; {remedy}, "
+            f"or let `postnorm predict {source}` answer"
+        )
+
+
+def _head(tuned: FineTuned, auto: str) -> hf.TaskHead:
+    spec, output = tuned.model.spec, tuned.model.linear.output
+    name = "qa_outputs" if auto == "QuestionAnswering" else "classifier"
+    settings: dict[str, Any] = {"classifier_dropout": spec.dropout, "pool": spec.pool}
+    labels = spec.tags if spec.kind == "tag" else spec.labels
+    if auto == "SequenceClassification":
+        settings["problem_type"] = _PROBLEMS.get(spec.kind, "single_label_classification")
+        labels = labels or (spec.name,)
+    if labels and auto in ("SequenceClassification", "TokenClassification"):
+        settings["id2label"] = {str(number): label for number, label in enumerate(labels)}
+        settings["label2id"] = {label: number for number, label in enumerate(labels)}
+    weights = {f"{name}.weight": output.weight.detach(), f"{name}.bias": output.bias.detach()}
+    return hf.TaskHead(auto, weights, settings)
+
+
+# The comparison
+
+
+def _probe_rows(tuned: FineTuned) -> tuple[list[list[Tensor]], str]:
+    """Return ids of the rows of some examples, and where they come from."""
+    task, spec = tuned.config, tuned.model.spec
+    for file in (*task.data.dev, *task.data.train)[:1]:
+        try:
+            examples = read_file(task, file, needs_gold=False)[:_PROBE_ROWS]
+        except DataError:  # the files are elsewhere by now
+            break
+        data = TaskRows(examples, encode(task, tuned.tokenizer, examples)[0])
+        found = data.units(spec.kind)[:_PROBE_ROWS]
+        ids = [[torch.from_numpy(data.rows[row].ids).long() for row in unit] for unit in found]
+        return ids, f"rows of {file}"
+    generator = torch.Generator().manual_seed(0)
+    config = tuned.model.config
+    lowest, highest = max(NUM_SPECIAL, config.position_offset), config.vocab_size or 0
+    longest = min(_PROBE_LENGTH, spec.max_length)
+    choices = 3 if spec.kind in CHOOSES else 1
+    made = [
+        [torch.randint(lowest, highest, (longest - unit % 8,), generator=generator)] * choices
+        for unit in range(_PROBE_ROWS)
+    ]
+    return made, "random rows, as the task's files are not there"
+
+
+def _compare(
+    tuned: FineTuned, units: list[list[Tensor]], exported: Callable[[Tensor, Tensor], Tensor]
+) -> ExportReport:
+    """Compare logits with those of the trained head.
+
+    `exported` maps ids and mask, (X, S), or (U, C, S) of choices, to logits.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    model, kind = tuned.model, tuned.model.spec.kind
+    longest = max(len(ids) for unit in units for ids in unit)
+    shape = len(units), max(map(len, units)), longest
+    ids_UCS = torch.full(shape, int(tuned.tokenizer.pad_id))
+    mask_UCS = torch.zeros(shape, dtype=torch.bool)
+    for number, unit in enumerate(units):
+        for choice, ids in enumerate(unit):
+            ids_UCS[number, choice, : len(ids)] = ids
+            mask_UCS[number, choice, : len(ids)] = True
+    choices_UC = mask_UCS.any(-1)
+    ids_XS, mask_XS = ids_UCS[choices_UC], mask_UCS[choices_UC]
+    positions_XS = torch.arange(longest) * mask_XS
+    inputs = {"mask": mask_XS, "choices": choices_UC}
+    with torch.no_grad():
+        expected, _ = model(ids_XS, rows(mask_XS.int(), positions_XS), inputs, with_losses=False)
+    if kind in CHOOSES:
+        found, kept = exported(ids_UCS, mask_UCS), choices_UC
+    else:
+        found = exported(ids_XS, mask_XS)
+        kept = mask_XS if kind in ("tag", "qa") else torch.ones(len(units), dtype=torch.bool)
+    return require_equal(expected[kept], found[kept])
+
+
+# The card
+
+
+_USAGE = """\
+import torch
+from transformers import AutoModelFor{auto}, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained({folder})
+model = AutoModelFor{auto}.from_pretrained({folder}).eval()
+{batch}
+with torch.no_grad():
+    output = model(**batch)
+{answer}
+"""
+_ONE = 'batch = tokenizer({}, truncation=True, return_tensors="pt")'
+_CHOICES = """\
+rows = tokenizer({}, padding=True, truncation=True, return_tensors="pt")
+batch = {{key: value[None] for key, value in rows.items()}}"""
+_BATCHES = {
+    "pair": _ONE.format('"a text", "another text"'),
+    "coref": _ONE.format('"_the mark of the first span_ and [that of the second]"'),
+    "choice": _CHOICES.format('["a text"] * 2, ["a choice", "another choice"]'),
+    "cloze": _CHOICES.format(
+        '["before the blank [SEP] " + each + " [SEP] after it" for each in ("one", "other")]'
+    ),
+    "qa": _ONE.format('"a question", "a passage"').replace("True", '"only_second"'),
+}
+_ANSWERS = {
+    "multilabel": """\
+print([name for i, name in model.config.id2label.items() if output.logits[0, i] > 0])""",
+    "regress": "print(float(output.logits))",
+    **dict.fromkeys(CHOOSES, "print(int(output.logits.argmax(-1)))"),
+    "tag": "print([model.config.id2label[i] for i in output.logits[0].argmax(-1).tolist()])",
+    "qa": "print(output.start_logits.argmax(-1), output.end_logits.argmax(-1))",
+}
+_CLASS = "print(model.config.id2label[int(output.logits.argmax(-1))])"
+
+
+def _card(tuned: FineTuned, auto: str, folder: str, result: dict[str, Any]) -> hf.Card:
+    spec, sep = tuned.model.spec, tuned.tokenizer.piece(tuned.tokenizer.sep_id)
+    rows = {"task": f"{spec.name} ({spec.kind})"}
+    if spec.labels:
+        rows["labels"] = ", ".join(spec.labels).replace("|", "\\|")
+    if result:
+        rows |= {split: _scores(result[split]) for split in ("dev", "test") if result.get(split)}
+        majority = f"{result['majority']:.4f} by majority, {result['chance']:.4f} by chance"
+        protocol = dict(result["protocol"])
+        rows["without a model"] = f"{result['metric']} {majority}, on {protocol['scored_on']}"
+        protocol["model"] = re.sub("[^:]*/", "", protocol["model"])  # not the whole path
+        values = (f"{name} {protocol[name]}" for name in _PROTOCOL if protocol.get(name))
+        seeds = ", ".join(map(str, result["seeds"]))
+        rows["protocol"] = "; ".join((*values, f"seed {seeds}"))
+    batch = _BATCHES.get(spec.kind, _ONE.format('"a text"')).replace("[SEP]", sep)
+    answer = _ANSWERS.get(spec.kind, _CLASS)
+    usage = _USAGE.format(folder=folder, auto=auto, batch=batch, answer=answer)
+    text = f"A bidirectional encoder, fine-tuned on {spec.name}."
+    return hf.Card(hf.METADATA.format(_TAGS[auto]), text, rows, usage)
+
+
+def _result(model: Path) -> dict[str, Any]:
+    """Read the result of the run that a model's folder stands in; empty if there is none."""
+    return read_result(model.parent) if (model.parent / RESULT).is_file() else {}
+
+
+def _scores(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -1,0 +1,369 @@
+"""Fine-tuned models in transformers: the same answers, saved and read back, refused by name."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config.model import ModelConfig
+from pipeline.errors import CheckpointError
+from pipeline.finetune.answer import predict
+from pipeline.finetune.export import export_hf
+from pipeline.finetune.run import finetune
+from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.tasks.scores import decode_tags
+from pipeline.tasks.task import load_task
+from pipeline.use import hf
+from pipeline.use.convert import convert
+from pipeline.use.folder import copy_tokenizer, export, load_model, write_model
+from pipeline.use.model import load, read_model
+from tests.support.tiny_tasks import rows_of, write_rows
+
+pytestmark = pytest.mark.usefixtures("processes")
+
+BERT = {
+    "norm": "layernorm", "norm_affine": True, "bias": True, "mlm_head": "bert", "pooler": True,
+    "embedding_dropout": "after_norm", "activation": "gelu", "score_residual": "none",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "own": {"pooler": True},
+    "bert": {**BERT, "positions": "learned"},
+    "roberta": {**BERT, "positions": "learned", "position_offset": 2, "max_positions": 66},
+    "roformer": {**BERT, "positions": "rotary"},
+}
+CASES = {
+    # kind: model, pool, class, whether it is transformers' own
+    "classify": ("own", "mean", "SequenceClassification", False),
+    "pair": ("bert", "pooler", "SequenceClassification", True),
+    "multilabel": ("own", "cls", "SequenceClassification", False),
+    "regress": ("bert", "cls", "SequenceClassification", False),
+    "choice": ("roberta", "pooler", "MultipleChoice", True),
+    "cloze": ("own", "pooler", "MultipleChoice", False),
+    "tag": ("roformer", "cls", "TokenClassification", True),
+    "qa": ("bert", "cls", "QuestionAnswering", True),
+}
+NUM_ROWS, MAX_LENGTH = 12, 24
+# What transformers answers alone, and what it saves again; it runs the card's example, too.
+READ = """
+import json, sys, torch, transformers
+cases, found = json.load(open(sys.argv[1])), {}
+for name, case in cases.items():
+    folder, auto = case["folder"], getattr(transformers, "AutoModelFor" + case["auto"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model, said = auto.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    # RoFormer's table of sines is computed; classes of tokens do not know the pooler.
+    assert all("embed_positions" in key for key in said["missing_keys"]), said
+    assert all("pooler" in key for key in said["unexpected_keys"]), said
+    assert not said["mismatched_keys"], said
+    model.eval()
+    answers = []
+    for texts in case["rows"]:
+        batch = tokenizer(*map(list, zip(*texts)), padding=True, truncation=True,
+                          return_tensors="pt", return_offsets_mapping=True)
+        offsets, parts = batch.pop("offset_mapping")[0].tolist(), batch.sequence_ids(0)
+        if case["auto"] == "MultipleChoice":
+            batch = {key: value[None] for key, value in batch.items()}
+        with torch.no_grad():
+            output = model(**batch)
+        logits = (output.start_logits, output.end_logits) if name == "qa" else (output.logits,)
+        answers.append((torch.stack(logits, -1).squeeze(-1)[0], offsets, parts))
+    model.save_pretrained(folder + "-saved")
+    tokenizer.save_pretrained(folder + "-saved")
+    config = {key: getattr(model.config, key) for key in
+              ("num_labels", "id2label", "label2id", "problem_type", "classifier_dropout")}
+    found[name] = {"answers": answers, "class": type(model).__name__, **config,
+                   "max_length": tokenizer.model_max_length}
+    exec(case["usage"])
+torch.save(found, sys.argv[2])
+"""
+TRAIN = """
+import sys, torch
+from transformers import (AutoModelForSequenceClassification, AutoTokenizer, Trainer,
+                          TrainingArguments)
+folder, out = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+before = model.classifier.weight.clone()
+rows = [{**tokenizer(text), "labels": number % 2} for number, text in enumerate("北京上海")]
+arguments = TrainingArguments(out, max_steps=2, per_device_train_batch_size=2, report_to=[],
+                              use_cpu=True, learning_rate=1e-3, save_strategy="no")
+trainer = Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+assert trainer.train().global_step == 2
+assert not torch.equal(before, model.classifier.weight)
+trainer.save_model(out)
+"""
+
+
+def _python(script: str, *arguments: Path, cwd: Path) -> None:
+    paths = {"HF_HOME": str(cwd / "home"), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True,
+        cwd=cwd, env={"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", **paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def _model(name: str, like: Path, folder: Path) -> Path:
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        config = load_model(like).model.config
+        config = ModelConfig(**{**replace(config).__dict__, **MODELS[name]})
+        torch.manual_seed(0)
+        weights = dict(MaskedLanguageModel(config).state_dict())
+        # Biases and gains that are 0 and 1 hide what is left out.
+        weights = {key: each + 0.1 * torch.randn_like(each) for key, each in weights.items()}
+        write_model(folder, config, weights, {})
+        copy_tokenizer(like, folder)
+    return folder
+
+
+def _tune(kind: str, model: Path, out: Path, *overrides: str) -> Path:
+    """Fine-tune for 2 steps."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(out.parent / f"{kind}.jsonl", rows_of(kind)[:NUM_ROWS])
+    names = ("text", "text_b", "choices", "target")
+    fields = [f"{each}: {each}" for each in names if each in rows_of(kind)[0]]
+    path = out.parent / f"my-{kind}.yaml"
+    path.write_text(
+        f"task: {{kind: {kind}}}\n"
+        f"data: {{train: [{kind}.jsonl], dev: [{kind}.jsonl], fields: {{{', '.join(fields)}}}}}\n"
+        f"input: {{max_length: {MAX_LENGTH}, stride: 8, max_question: 8}}\n"
+        "train: {steps: 2, batch: 8, lr: 3e-3}\n"
+    )
+    config = load_task(str(path), overrides)
+    finetune(config, name=f"my-{kind}", source=str(model), out=out)
+    return out
+
+
+def _texts(kind: str, row: dict[str, Any]) -> list[list[str]]:
+    """Write the texts that the tokenizer gets, one or two for each choice."""
+    if kind == "choice":
+        return [[f"{row['text']}[SEP]{row['text_b']}", choice] for choice in row["choices"]]
+    if kind == "cloze":
+        left, right = row["text"].split("#idiom#")
+        return [[f"{left}[SEP]{choice}[SEP]{right}"] for choice in row["choices"]]
+    if kind == "qa":
+        return [[row["text_b"], row["text"]]]
+    return [[row[name] for name in ("text", "text_b") if name in row]]
+
+
+def _usage(card: str) -> str:
+    found = re.search(r"```python\n(.*?)```", card, re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all of this module's lie in."""
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
+    """What transformers makes of each kind."""
+    cases = {}
+    for kind, (name, pool, auto, is_native) in CASES.items():
+        model = _model(name, tiny_model, folder / name)
+        tuned = _tune(kind, model, folder / "tuned" / kind, f"head.pool={pool}")
+        report = export_hf(tuned, folder / kind)
+        assert report.max_abs_diff <= 1e-5
+        assert f"AutoModelFor{auto}" in report.note
+        assert f"compared on rows of {kind}.jsonl" in report.note
+        assert ("trust_remote_code" in report.note) == (kind == "regress")
+        assert (folder / kind / "modeling_postnorm.py").exists() == (not is_native)
+        card = (folder / kind / "README.md").read_text()
+        rows = [_texts(kind, row) for row in rows_of(kind)[:NUM_ROWS]]
+        cases[kind] = {"folder": str(folder / kind), "auto": auto, "rows": rows,
+                       "usage": _usage(card)}  # fmt: skip
+    (folder / "cases.json").write_text(json.dumps(cases))
+    _python(READ, folder / "cases.json", folder / "found.pt", cwd=folder)
+    return torch.load(folder / "found.pt", weights_only=False)  # type: ignore[no-any-return]
+
+
+def _answer(row: dict[str, Any], logits: Any, offsets: Any, parts: Any) -> str:
+    """Search all pairs of tokens of the passage for the best."""
+    inside = [slot for slot, part in enumerate(parts) if part == 1]
+    pairs = [
+        (float(logits[first, 0] + logits[last, 1]), first, last)
+        for first in inside for last in inside if first <= last < first + 30
+    ]  # fmt: skip
+    score, first, last = max(pairs)
+    is_null = float(logits[0].sum()) - score > 0
+    return "" if is_null else row["text"][offsets[first][0] : offsets[last][1]]
+
+
+def _prediction(kind: str, row: dict[str, Any], found: Any, answer: Any) -> Any:
+    logits, offsets, parts = answer
+    labels = found["id2label"]
+    if kind == "qa":
+        return _answer(row, logits, offsets, parts)
+    if kind == "tag":
+        slots = [slot for slot, part in enumerate(parts) if part == 0]
+        names = [labels[int(logits[slot].argmax())] for slot in slots]
+        return [
+            [name, offsets[slots[first]][0], offsets[slots[last - 1]][1]]
+            for name, first, last in decode_tags(names)
+        ]
+    if kind == "multilabel":
+        return [labels[number] for number, score in enumerate(logits.tolist()) if score > 0]
+    if kind == "regress":
+        return pytest.approx(float(logits), abs=1e-4)
+    best = int(logits.argmax())
+    return best if kind in ("choice", "cloze") else labels[best]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_transformers_gives_the_run_s_predictions(
+    kind: str, exported: dict[str, Any], folder: Path
+) -> None:
+    found = exported[kind]
+    stored = (folder / "tuned" / kind / "predictions-dev.jsonl").read_text().splitlines()
+    for line, row, answer in zip(stored, rows_of(kind), found["answers"], strict=False):
+        expected = json.loads(line)
+        if "scores" in expected:
+            assert answer[0].tolist() == pytest.approx(expected["scores"], abs=1e-4)
+        assert _prediction(kind, row, found, answer) == expected["prediction"]
+    name, _, auto, is_native = CASES[kind]
+    prefix = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}.get(name, "")
+    assert found["class"] == f"{prefix if is_native else 'Postnorm'}For{auto}"
+    assert found["max_length"] == MAX_LENGTH
+    assert found["classifier_dropout"] == 0.1
+    problem = {"multilabel": "multi_label_classification", "regress": "regression"}
+    usual = "single_label_classification" if auto == "SequenceClassification" else None
+    assert found["problem_type"] == problem.get(kind, usual)
+    assert found["label2id"] == {label: number for number, label in found["id2label"].items()}
+    assert kind != "regress" or found["num_labels"] == 1
+
+
+def test_card_says_what_was_trained_and_scored(exported: dict[str, Any], folder: Path) -> None:
+    for kind in CASES:
+        card = (folder / kind / "README.md").read_text()
+        result = json.loads((folder / "tuned" / kind / "result.json").read_text())
+        assert f"my-{kind} ({kind})" in card
+        assert f"{result['metric']} {result['dev'][result['metric']]:.4f}" in card
+        assert f"{result['majority']:.4f} by majority" in card
+        assert f"| protocol | model {CASES[kind][0]}; max_length {MAX_LENGTH}; " in card
+        assert "; steps 2; batch 8; lr 0.003; selected_on dev; seed 1 |" in card
+    assert (
+        ", ".join(sorted({row["label"] for row in rows_of("classify")[:NUM_ROWS]}))
+        in (folder / "classify/README.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("saved", ["", "-saved"])
+def test_this_project_reads_it_back(
+    kind: str, saved: str, exported: dict[str, Any], folder: Path, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    found = read_model(folder / f"{kind}{saved}")
+    expected = load_model(folder / "tuned" / kind / "model").model
+    state = found.model.encoder.state_dict()
+    for name, each in expected.encoder.state_dict().items():
+        # RoFormer's and other classes without a pooler do not save it again.
+        if name in state:
+            assert torch.equal(state[name], each), name
+        else:
+            assert saved
+            assert "pooler" in name
+    head = "qa_outputs" if kind == "qa" else "classifier"
+    assert f"left out {head}.bias, {head}.weight" in caplog.text
+    assert found.require_tokenizer().encode("张伟去了北京") == (
+        load(folder / "tuned" / kind).tokenizer.encode("张伟去了北京")  # type: ignore[union-attr]
+    )
+
+
+def test_model_without_its_mlm_head_says_so(
+    exported: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    report = convert(folder / "qa", tmp_path / "converted", family=None, overrides=())
+    assert report.left_out == ["qa_outputs.bias", "qa_outputs.weight"]
+    assert report.made_new[0] == "head_bias"
+    with pytest.raises(CheckpointError, match="without a head for masked tokens"):
+        load(tmp_path / "converted").fill_mask("张[MASK]")
+    model = load(folder / "qa")
+    assert model.encode(["张伟"]).shape == (1, 32)
+    with pytest.raises(CheckpointError, match=r"without a head for masked tokens \(head_bias, "):
+        model.fill_mask("张[MASK]")
+    with pytest.raises(CheckpointError, match="its logits mean nothing"):
+        _ = model(["张伟"]).logits
+
+
+def test_another_task_starts_from_an_export(exported: dict[str, Any], folder: Path) -> None:
+    for source in ("qa", "classify-saved"):
+        out = _tune("pair", folder / source, folder / f"from-{source}" / "out")
+        body = json.loads((out / "result.json").read_text())
+        assert body["protocol"]["model"] == str(folder / source)
+        started = body["protocol"]["weights_sha256"]
+        assert started != body["protocol"]["data_sha256"]
+    with pytest.raises(CheckpointError, match="without a head for masked tokens"):
+        load(folder / "from-qa" / "out").fill_mask("张[MASK]")
+
+
+def test_own_form_keeps_the_head(exported: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    for kind in ("classify", "tag"):
+        tuned = folder / "tuned" / kind
+        export(tuned, tmp_path / kind)
+        predict(tmp_path / kind, tuned.parent / f"{kind}.jsonl", tmp_path / "answers.jsonl")
+        one, two = (
+            [json.loads(line)["prediction"] for line in path.read_text().splitlines()]
+            for path in (tmp_path / "answers.jsonl", tuned / "predictions-dev.jsonl")
+        )
+        assert one == two
+    report = export_hf(tmp_path / "classify", tmp_path / "hf")
+    assert "rows of classify.jsonl" in report.note
+    assert np.isfinite(report.max_abs_diff)
+
+
+def test_without_the_task_s_files_random_rows_are_compared(
+    exported: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    export(folder / "tuned/cloze", tmp_path / "own")
+    task = tmp_path / "own/task.yaml"
+    task.write_text(task.read_text().replace(str(folder / "tuned"), "/nowhere"))
+    report = export_hf(tmp_path / "own", tmp_path / "hf")
+    assert "random rows" in report.note
+    assert report.num_logits == 16 * 3
+
+
+def test_other_logits_are_refused(
+    exported: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = hf.modeling_source().replace("self.dropout(pooled)", "1.5 * pooled")
+    monkeypatch.setattr(hf, "modeling_source", lambda: source)
+    with pytest.raises(CheckpointError, match="exported logits differ from the trainer's by"):
+        export_hf(folder / "tuned/classify", tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "message"),
+    [
+        ("tag", "head.decoder=crf", r"a CRF, .*; fine-tune with head\.decoder=softmax, or let"),
+        ("spans", "head.pool=cls", r"scores of spans .* of kind tag, or let `postnorm predict"),
+    ],
+)
+def test_heads_without_a_class_are_refused(
+    kind: str, override: str, message: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    tuned = _tune(kind, tiny_model, tmp_path / "tasks" / "out", override)
+    with pytest.raises(CheckpointError, match=message):
+        export_hf(tuned, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_trainer_of_transformers_goes_on(
+    exported: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    _python(TRAIN, folder / "classify", tmp_path / "out", cwd=tmp_path)
+    assert read_model(tmp_path / "out").model.config == read_model(folder / "classify").model.config
