@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from data_prep.config import PrepConfig
+from launch.sweep import SweepConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import parameters
+from pipeline.tasks.task import TaskConfig
 from tests.support.pages import PAGES, Block, blocks
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +77,9 @@ def test_paths_exist() -> None:
 def test_yaml_examples_load(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "example.yaml"
     path.write_text(block.text)
-    if "output_dir:" in block.text:
-        load(PrepConfig, path)
+    kinds = {"output_dir:": PrepConfig, "verb:": SweepConfig, "task:": TaskConfig}
+    kind = next((kinds[key] for key in kinds if re.search(f"^{key}", block.text, re.M)), None)
+    if kind is not None:
+        load(kind, path)
     else:
         load(PretrainConfig, path, ["run_dir=runs/mine", "data.dir=data/mine"])

@@ -239,7 +239,9 @@ def test_postnorm_status_understands_a_folder(
     assert made["dataset"]["stages"]["tokenizer"]["failed"] == 1
     assert made["dataset"]["stages"]["shards"] == {}
     for other in (tmp_path, tmp_path / "nosuch"):
-        with pytest.raises(RunFolderError, match="Pass a run_dir, the folder of a dataset, or"):
+        with pytest.raises(
+            RunFolderError, match="Pass a run_dir, the folder of a sweep or dataset, or"
+        ):
             said(other)
 
 

@@ -92,7 +92,7 @@ def test_help_lists_every_verb_in_its_group(capsys: pytest.CaptureFixture[str]) 
         (["checkpoint", "verfy"], "'verfy' is not known; did you mean `verify`?"),
         (
             ["export", "a", "b", "--format", "HF"],
-            "'HF' is not known (expected one of postnorm, hf)",
+            "'HF' is not known (expected one of postnorm, hf, sentence-transformers)",
         ),
         (["quux"], "'quux' is not known (expected one of"),
         (["export", "a", "b", "--fromat=hf"], "unrecognized arguments: --fromat=hf"),
@@ -203,7 +203,10 @@ def test_every_verb_can_be_quiet_or_verbose() -> None:
         ("postnorm prep ve", {"verify"}),
         ("postnorm checkpoint ", {"verify", "list", "prune", "diff"}),
         ("postnorm prep run --re", {"--replace"}),
-        ("postnorm export runs/a out --format ", {"postnorm", "hf"}),
+        (
+            "postnorm export runs/a out --format ",
+            {"postnorm", "hf", "sentence-transformers"},
+        ),
         ("postnorm pretrain configs/demo", {"configs/demo.yaml"}),
     ],
 )
