@@ -93,8 +93,8 @@ _EXTRAS = {
     "PIL": "train",
     "safetensors": "train",
     "google_crc32c": "train",
-    "sklearn": "train",
-    "scipy": "train",
+    "sklearn": "tables",
+    "scipy": "tables",
     "transformers": "hf",
 }
 """By module that is not among the base dependencies: what installs it."""

@@ -13,6 +13,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,6 +122,11 @@ def read_plan(
         name=Path(suite).stem, tasks=tasks, models=tuple(names), out=out,
         published=config.published, **on,
     )  # fmt: skip
+    if plan.with_ngrams and find_spec("sklearn") is None:
+        raise ConfigError(
+            "the bag of character n-grams needs scikit-learn: pip install 'postnorm[tables]', or "
+            "leave it out by --no-baselines"
+        )
     folders = [plan.folder("", column) for column in plan.columns]
     if len(set(folders)) < len(folders):
         raise ConfigError(f"--from {', '.join(names)}: two of them would share a folder in {out}")
