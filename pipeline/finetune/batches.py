@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class TaskRows:
             found.setdefault(row.example, []).append(number)
         return list(found.values())
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hash of all that a model is trained on."""
         total = hashlib.sha256()

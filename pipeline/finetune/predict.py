@@ -19,8 +19,8 @@ from pipeline.tasks.encode import TokenRow, TokenSpan, text_spans
 from pipeline.tasks.readers import Answer, Example
 from pipeline.tasks.scores import assign, decode_tags
 
-_ROWS = 64
-"""Rows of a forward pass."""
+_ROWS, _ROWS_OF_SPANS = 64, 16
+"""Rows of a forward pass; scores of spans grow with the square of the length."""
 _NO_CHOICE = -1e9
 
 
@@ -47,16 +47,17 @@ class Predictor:
 
         The sum has the units whose examples all have gold in their batch. Not collective.
         """
-        spec, self_device = self._model.spec, self._device
+        spec = self._model.spec
         self._forward.eval()
         decided: dict[int, Any] = {}
         total = 0.0
-        for units in by_length(data, spec.kind, _ROWS)[share.rank :: share.world_size]:
+        most = _ROWS_OF_SPANS if spec.kind == "spans" else _ROWS
+        for units in by_length(data, spec.kind, most)[share.rank :: share.world_size]:
             watchdog.beat("evaluating")
             golds = [data.examples[data.rows[unit[0]].example].gold for unit in units]
             with_gold = all(gold is not None for gold in golds)
             made = collate(spec, data, units, pad_id=self._pad_id, with_gold=with_gold)
-            batch = MicroBatch.of(made).to(self_device)
+            batch = MicroBatch.of(made).to(self._device)
             scores, losses = self._forward(
                 batch.input_ids, layout_of(batch), inputs=batch.inputs, with_losses=with_gold
             )

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import shutil
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,13 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
 from pipeline.data.format import FORMAT_VERSION
 from pipeline.data.run_order import Share
-from pipeline.errors import EXIT_FINISHED, ConfigError, DataError, PreemptedError
+from pipeline.errors import (
+    EXIT_FINISHED,
+    ConfigError,
+    DataError,
+    LostRankError,
+    PreemptedError,
+)
 from pipeline.finetune.batches import TaskRows, TaskStream, class_weights, tokenised
 from pipeline.finetune.model import (
     NAMES,
@@ -80,6 +87,7 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 _RANDOM = "random:"
 _LINES_AN_EPOCH = 5
+_LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,8 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
         ConfigError: the model cannot take the task's rows.
         PostnormError: the model cannot be read.
     """
+    if not config.data.train:
+        raise ConfigError("data.train names no file; a model needs rows to train on")
     data = read_task(config)
     if config.task.kind in NAMES and len(data.labels) < 2:
         raise DataError(
@@ -451,6 +461,16 @@ def _finetune_seed(
     if process.is_first:
         about = {"search": searched} if searched else {}
         _finish(prepared, config, seed, folder, protocol, about)
+        return
+    # What follows reads it; the process group is closed.
+    deadline = time.monotonic() + config.train.collective_timeout_s
+    while not (folder / RESULT).is_file():
+        if time.monotonic() > deadline:
+            raise LostRankError(
+                f"rank {process.rank} has waited {config.train.collective_timeout_s:g} s for rank "
+                f"0 to write {folder / RESULT}; its log in {folder / 'logs'} says more"
+            )
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _task_text(prepared: Prepared, seed: int) -> bytes:

@@ -26,6 +26,7 @@ from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_co
 from pipeline.tasks.task import KINDS, load_task
 from pipeline.use.model import load
 from tests.support.processes import Processes
+from tests.support.ranks import start
 from tests.support.tiny_tasks import rows_of, write_rows
 
 Make = Callable[..., Path]
@@ -168,6 +169,26 @@ def test_signal_after_the_last_step_is_not_forgotten(
     assert len((out / "seed-1/attempts.jsonl").read_text().splitlines()) == 2
 
 
+def test_two_ranks_give_what_one_gives(
+    task_file: Make, tiny_model: Path, tmp_path: Path, processes: Processes
+) -> None:
+    path = task_file("classify", train={"epochs": 3, "lr": 1e-3}, search={"lr": [1e-6, 2e-3]})
+    alone = _run(path, tiny_model, tmp_path / "alone", seeds=[1, 2])
+    command = [sys.executable, "-m", "postnorm", "finetune", str(path), "--from", str(tiny_model),
+               "--out", str(tmp_path / "two"), "--seeds", "1,2"]  # fmt: skip
+    output = tmp_path / "output.txt"
+    assert [process.wait(240) for process in start(command, 2, output)] == [0, 0], (
+        output.read_text()
+    )
+    two = json.loads((tmp_path / "two/result.json").read_text())
+    # Gradients are summed in another order.
+    assert two["scores"] == pytest.approx(alone["scores"], abs=0.05)
+    assert [each["dev"] for each in two["search"]] == pytest.approx(
+        [each["dev"] for each in alone["search"]], abs=0.05
+    )
+    assert two["rows"] == alone["rows"]
+
+
 def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
     # A rate that destroys what was learnt: the first epochs are the better ones.
     train = {"epochs": 4, "lr": 3e-3, "decay": "none", "warmup": 0.0}
@@ -278,6 +299,8 @@ def test_rates_fall_from_the_head_down(task_file: Make, tiny_model: Path, tmp_pa
 def test_what_cannot_be_trained_is_refused(
     task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train names no file"):
+        _run(task_file("classify", data={"train": []}), tiny_model, tmp_path / "out")
     one = write_rows(tmp_path / "one.jsonl", [{"text": "张伟", "label": "a"}] * 3)
     path = task_file("classify", data={"train": [one.name], "dev": [one.name], "test": []})
     with pytest.raises(DataError, match="fewer than two"):
