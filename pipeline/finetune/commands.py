@@ -10,6 +10,7 @@ from pipeline.finetune.rescore_command import RESCORE
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
+from pipeline.runtime.summary import Summary
 
 if TYPE_CHECKING:
     from pipeline.runtime.rank import Rank
@@ -129,6 +130,11 @@ def _benchmark_arguments(parser: argparse.ArgumentParser) -> None:
         help="count the rows that share text with this corpus: a dataset's folder, or text as a "
         "source of `prep` takes it; may be repeated",
     )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: rows, steps, tokens and GPU hours of each task with the first model",
+    )
     cli.add_overrides(parser, "of every task, such as data.root=data train.epochs=1")
 
 
@@ -158,6 +164,13 @@ def _benchmark_on(arguments: argparse.Namespace, rank: "Rank") -> int:
         with_random=arguments.random,
         with_ngrams=arguments.baselines,
     )
+    if arguments.dry_run:
+        from pipeline.finetune.cost import cost_lines, costs
+
+        seeds = max(len(task.train.seeds) for task in plan.tasks.values())
+        found = costs(plan, plan.models[0])
+        print(Summary(arguments.suite, "not run", cost_lines(found, seeds)).text())
+        return EXIT_FINISHED
     overlap = benchmark.count_overlap(plan, arguments.overlap) if arguments.overlap else None
 
     def written(body: benchmark.Body) -> None:

@@ -1,0 +1,43 @@
+"""What a benchmark says that it costs is what its runs do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.finetune.benchmark import read_plan
+from pipeline.finetune.cost import cost_lines, costs
+from pipeline.finetune.run import finetune
+from pipeline.model.cost import flops_per_token
+from pipeline.tasks.task import load_task
+from pipeline.use.model import load
+
+
+@pytest.mark.parametrize("kind", ["classify", "choice"])
+def test_steps_and_tokens_are_those_of_a_run(
+    kind: str, task_file: Callable[..., Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    path = task_file(kind, train={"epochs": 3, "batch": 8, "lr": 1e-3})
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"tasks": [path.name]}))
+    plan = read_plan(
+        str(suite), [str(tiny_model)], tmp_path / "out", (), [], with_random=True, with_ngrams=False
+    )
+    [cost] = costs(plan, str(tiny_model))
+    assert not (tmp_path / "out" / "table.json").exists()
+    config = load_task(str(path))
+    finetune(config, name=path.stem, source=str(tiny_model), out=tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert cost.steps == train[-1]["step"]
+    assert cost.train_tokens == sum(line["tokens"] for line in train)
+    # Dev and test are the rows of train: dev after each of three epochs and at the end, test once.
+    assert cost.scored_tokens == pytest.approx(5 / 3 * cost.train_tokens)
+    low = flops_per_token(load(tiny_model).config, 32, 0.0, 1)
+    assert cost.flops > low.total * cost.train_tokens + low.forward * cost.scored_tokens
+    high = flops_per_token(load(tiny_model).config, 32, 0.0, 32)
+    assert cost.flops < high.total * cost.train_tokens + high.forward * cost.scored_tokens
+    text = "\n".join(map(str, cost_lines([cost], 3)))
+    assert f"{3 * cost.hours('A100'):.2f} h on one A100" in text
