@@ -1,5 +1,6 @@
 """`python -m pipeline status RUN`: how a run is doing, from the files of its folder alone."""
 
+import json
 import math
 import shutil
 import socket
@@ -70,6 +71,17 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class TaskResult:
+    """How a finished fine-tuning scored."""
+
+    metric: str
+    score: float
+    scored_on: str
+    """dev or test"""
+    majority: float
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """How a run is doing; None: not known, or not yet."""
 
@@ -92,6 +104,8 @@ class RunStatus:
     warnings: list[str]
     probes: dict[str, Probe]
     """By name of the task."""
+    result: TaskResult | None
+    """Of a fine-tuning; None: it is not finished, or the run is another one."""
 
 
 def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
@@ -142,6 +156,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         starts=starts,
         warnings=warnings,
         probes=_probes(lines),
+        result=_result(run),
     )
 
 
@@ -167,6 +182,15 @@ def _probes(lines: list[dict[str, Any]]) -> dict[str, Probe]:
         for key, value in newest.items()
         if key.startswith(before)
     }
+
+
+def _result(run: RunFolder) -> TaskResult | None:
+    try:
+        body = json.loads(run.result.read_bytes())
+        scored_on = body["protocol"]["scored_on"]
+        return TaskResult(body["metric"], body["mean"], scored_on, body["majority"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _tokens(train: list[dict[str, Any]]) -> int | None:
@@ -326,6 +350,10 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
     if status.held_out_loss is not None:
         held_out = f"   held-out {status.held_out_loss:.4f} at step {status.held_out_step:,}"
     yield "loss", f"{number(status.loss, '.4f')}{held_out}"
+    if status.result is not None:
+        found = status.result
+        scored = f"{found.metric} {found.score:.4f} on {found.scored_on}"
+        yield "result", f"{scored}   majority {found.majority:.4f}"
     for name, probe in status.probes.items():
         accuracy = number(probe.accuracy, ".3f")
         at = f"majority {probe.majority:.3f}   at step {probe.step:,}"

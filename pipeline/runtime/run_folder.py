@@ -17,6 +17,7 @@ _OTHER_KINDS = {
     "config.json": "a model folder",
     "index.json": "a dataset",
     "manifest.json": "a checkpoint of a run",
+    "result.json": "the result of several seeds, whose runs are in seed-N",
 }
 """Files that tell what kind of folder was given in place of a run's."""
 
@@ -119,6 +120,8 @@ class RunFolder:
 
     done = _Inside("done.json")
     """Exists when the run is finished."""
+    result = _Inside("result.json")
+    """Scores of a fine-tuning; it is written last."""
     hangs = _Inside("hangs")
     """Folder of the stacks of ranks that the watchdog ended."""
 

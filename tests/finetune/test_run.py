@@ -18,11 +18,12 @@ import torch
 from pipeline.checkpoints.manifest import published
 from pipeline.config.data import BatchPlan
 from pipeline.data.run_order import Share
-from pipeline.errors import ConfigError, DataError, PreemptedError
+from pipeline.errors import ConfigError, DataError, PreemptedError, RunFolderError
 from pipeline.finetune.answer import predict
 from pipeline.finetune.batches import TaskStream, class_weights, tokenised
 from pipeline.finetune.model import TaskModel
 from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_config
+from pipeline.inspect.status import run_status, summary
 from pipeline.tasks.task import KINDS, load_task
 from pipeline.use.model import load
 from tests.support.processes import Processes
@@ -82,6 +83,12 @@ def test_folder_is_a_run_and_a_model(task_file: Make, tiny_model: Path, tmp_path
     assert json.loads((out / "result.json").read_text()) == body
     run = out / "seed-1"
     assert not published(run / "checkpoints"), "what the model was made of is gone"
+    status = run_status(run)
+    assert status.result is not None
+    assert (status.result.metric, status.result.score) == ("accuracy", body["scores"][0])
+    assert any("majority" in str(line) for line in summary(run, status).lines)
+    with pytest.raises(RunFolderError, match="several seeds, whose runs are in seed-N"):
+        run_status(out)
     kinds = Counter(json.loads(line)["kind"] for line in (run / "metrics.jsonl").open())
     assert kinds["eval"] == 2
     assert kinds["train"] > 2
