@@ -90,6 +90,7 @@ def test_elements_are_runs_that_are_requeued_and_joined_by_others(
     assert {cluster.state(f"{job}_{index}") for index in range(3)} == {"CANCELLED"}
 
 
+@pytest.mark.slow
 def test_array_ends_with_all_runs_done_and_more_can_follow(
     cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
 ) -> None:
