@@ -212,7 +212,6 @@ def test_runs_side_by_side_and_a_second_call(sweeps: Sweeps) -> None:
     assert "was started with another config (train.num_steps was 40 and is 41)" in said
 
 
-@pytest.mark.slow
 def test_failed_run_hinders_no_other_and_interrupted_ones_continue(sweeps: Sweeps) -> None:
     sweeps.write(grid={"seed": [1, 2]}, jobs=1)
     first, second = RunFolder(sweeps.dir / "seed=1"), RunFolder(sweeps.dir / "seed=2")
