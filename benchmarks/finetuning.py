@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     run = load(PretrainConfig, arguments.run / "resolved.yaml").config
     task = load_task(arguments.task, tuple(arguments.overrides))
     batch, steps = task.train.batch, arguments.steps
