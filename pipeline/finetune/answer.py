@@ -11,14 +11,13 @@ from pipeline.data.run_order import Share
 from pipeline.errors import CheckpointError, DataError
 from pipeline.finetune.batches import TaskRows
 from pipeline.finetune.model import HeadSpec, TaskModel, from_head_weights
-from pipeline.finetune.predict import Predictor, predictions
-from pipeline.finetune.result import Prediction, write_predictions
+from pipeline.finetune.predict import DTYPES, Predictor, predictions
+from pipeline.finetune.result import Prediction, tables_of, write_predictions
 from pipeline.finetune.submission import write_submission
 from pipeline.model.architecture import HEAD_FILE, TASK_FILE, WEIGHTS_FILE, read_architecture
 from pipeline.runtime import tensors
 from pipeline.tasks.encode import encode
 from pipeline.tasks.readers import read_file
-from pipeline.tasks.scores import tables
 from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.use.folder import fine_tuned, read_tokenizer, require_fit
 
@@ -96,7 +95,8 @@ def predict(
                 )
     rows, counts = encode(task, tuned.tokenizer, examples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    predictor = Predictor(tuned.model.to(device), device, int(tuned.tokenizer.pad_id))
+    tuned.model.to(device, DTYPES[task.train.precision])
+    predictor = Predictor(tuned.model, device, int(tuned.tokenizer.pad_id))
     data = TaskRows(examples, rows, counts)
     decided, _ = predictor.decide(data, Share(0, 1))
     made = predictions(spec, data, decided)
@@ -111,8 +111,7 @@ def predict(
 def _scores(task: TaskConfig, spec: HeadSpec, made: list[Prediction]) -> dict[str, float]:
     if any(row.gold is None for row in made):
         return {}
-    golds, found = [row.gold for row in made], [row.prediction for row in made]
-    every = tables(spec.kind, golds, found, labels=spec.labels, scorer=task.task.scorer)
+    every = tables_of(task, spec.labels, made)
     return {name: table.score for name, table in every.items()}
 
 

@@ -7,6 +7,7 @@ a step takes is a pure function of seed and cursor; ranks and restarts change no
 
 import hashlib
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,8 @@ from pipeline.tasks.encode import Codec, TokenRow, TokenSpan, encode
 from pipeline.tasks.readers import Example
 from pipeline.tasks.scores import Span, encode_tags
 from pipeline.tasks.task import TaskConfig
+
+logger = logging.getLogger(__name__)
 
 _WINDOW_BATCHES = 32
 """Batches whose examples are sorted by length together."""
@@ -88,7 +92,10 @@ def tokenised(
         key.update(repr((example.texts, example.gold, example.marks, example.words)).encode())
     path = None if folder is None else folder / f"{key.hexdigest()[:32]}.npz"
     if path is not None and path.is_file():
-        return TaskRows(examples, *_read(path))
+        try:
+            return TaskRows(examples, *_read(path))
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+            logger.warning("%s is damaged (%s): the rows are tokenised again", path, error)
     rows, counts = encode(config, tokenizer, examples)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ from pipeline.tasks.scores import assign, decode_tags
 _ROWS, _ROWS_OF_SPANS = 64, 16
 """Rows of a forward pass; scores of spans grow with the square of the length."""
 _NO_CHOICE = -1e9
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": torch.float32}
+"""Of weights and computation, by `train.precision` of the task; a finished run's is not auto."""
 
 
 class Predictor:

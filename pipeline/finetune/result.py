@@ -178,6 +178,18 @@ class Scored:
     """The metric over the rows that are reported; tables of two models give paired draws."""
 
 
+def tables_of(
+    config: TaskConfig, labels: Sequence[str], rows: Sequence[Prediction]
+) -> dict[str, Table]:
+    """Return the metrics of rows that all have gold, by name; see `pipeline.tasks.scores.tables`.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    golds, found = [row.gold for row in rows], [row.prediction for row in rows]
+    return tables(config.task.kind, golds, found, labels=labels, scorer=config.task.scorer)
+
+
 def score_run(
     config: TaskConfig, labels: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]
 ) -> Scored:
@@ -200,7 +212,7 @@ def score_run(
         if scored:
             golds = [row.gold for row in scored]
             options: dict[str, Any] = {"labels": labels, "scorer": config.task.scorer}
-            every = tables(kind, golds, [row.prediction for row in scored], **options)
+            every = tables_of(config, labels, scored)
             body[split] = {name: table.score for name, table in every.items()}
             choices = [sum(score is not None for score in row.scores or ()) for row in scored]
             least = {
@@ -307,7 +319,7 @@ def read_runs(folder: Path) -> list[Run]:
         DataError: a file is missing, damaged or does not fit the others; names it.
     """
     found = [path for path in folder.glob("seed-*") if path.name[5:].isdecimal()]
-    runs = [_read_run(path) for path in sorted(found, key=_seed) or [folder]]
+    runs = [read_run(path) for path in sorted(found, key=_seed) or [folder]]
     for run in runs[1:]:
         for split, rows in run.predictions.items():
             _require_same_rows(runs[0], run, split, rows)
@@ -346,7 +358,8 @@ def read_result(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
+    """Read and score the folder of one seed; `read_runs` says what it raises."""
     stored = read_result(folder)
     path = folder / "task.yaml"
     config = load_task(str(path))

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
 from pipeline.checkpoints.state import read_weights
 from pipeline.config.data import DataConfig
-from pipeline.config.load import to_yaml
+from pipeline.config.load import git_revision, to_yaml
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import CheckpointConfig, MonitorConfig, SpikeConfig, TrainConfig
 from pipeline.data.format import FORMAT_VERSION
@@ -44,20 +43,20 @@ from pipeline.finetune.model import (
     TaskObjective,
     head_weights,
 )
-from pipeline.finetune.predict import Predictor, predictions
+from pipeline.finetune.predict import DTYPES, Predictor, predictions
 from pipeline.finetune.result import (
     RESULT,
     Prediction,
     combine,
     predictions_file,
     read_result,
-    read_runs,
+    read_run,
     score_run,
+    tables_of,
     write_predictions,
 )
 from pipeline.model.architecture import (
     HEAD_FILE,
-    SENTENCEPIECE_FILE,
     TASK_FILE,
     TOKENIZERS_FILE,
     tokenizer_path,
@@ -67,8 +66,8 @@ from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.tasks.readers import TaskData, read_task
-from pipeline.tasks.scores import tables
 from pipeline.tasks.task import TaskConfig
+from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
 from pipeline.train.run import Evaluated
@@ -77,6 +76,7 @@ from pipeline.use.folder import (
     TrainedModel,
     publishing,
     require_full_alpha,
+    tokenizer_folder,
     write_model,
 )
 from pipeline.use.model import read_model
@@ -180,6 +180,7 @@ def finetune(
     if config.search.points:
         prepared, found = _searched(prepared, given[0], out)
     folders = [out] if len(given) == 1 else [out / f"seed-{seed}" for seed in given]
+    _require_layout(out, several=len(given) > 1)
     for seed, folder in zip(given, folders, strict=True):
         _finetune_seed(prepared, seed, folder, found)
     if not env.process_info_or_alone().is_first:
@@ -187,6 +188,20 @@ def finetune(
     if len(given) == 1:
         return read_result(out)
     return _combined(given, folders, out)
+
+
+def _require_layout(out: Path, *, several: bool) -> None:
+    """Refuse to put the run of one seed over those of several, or the other way round."""
+    has_several = any(out.glob("seed-*"))
+    if several and (out / TASK_FILE).is_file():
+        raise ConfigError(
+            f"{out} holds the run of one seed, and several were asked for; choose another --out"
+        )
+    if has_several and not several:
+        raise ConfigError(
+            f"{out} holds runs of several seeds, and one was asked for; choose another --out, or "
+            f"see {out}/seed-N/{RESULT}"
+        )
 
 
 def _searched(prepared: Prepared, seed: int, out: Path) -> tuple[Prepared, list[dict[str, Any]]]:
@@ -256,12 +271,11 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
 
 def _tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
     """Return the file's name and content, which foreign folders do not have in our form."""
-    path = tokenizer_path(folder)
-    if path is not None:
-        return path.name, path.read_bytes()
-    if hasattr(tokenizer, "to_json"):
+    if isinstance(tokenizer, FastTokenizer):
         return TOKENIZERS_FILE, tokenizer.to_json().encode()
-    return SENTENCEPIECE_FILE, tokenizer.definition.model
+    path = tokenizer_path(tokenizer_folder(folder))
+    assert path is not None, "the tokenizer was read from it"
+    return path.name, path.read_bytes()
 
 
 def _hash(values: Any) -> str:
@@ -333,6 +347,8 @@ class TaskWork:
             "vocab_size": config.model.vocab_size,
             "task": prepared.name,
             "rows_sha256": {name: rows.digest for name, rows in prepared.rows.items()},
+            # So that a run is not continued with another model or other settings.
+            "protocol": _protocol(prepared, config),
         }
         self.index = TaskIdentity(
             folder,
@@ -417,13 +433,7 @@ class DevScores:
         decided = {row: each for part, _ in gathered for row, each in part.items()}
         loss = sum(total for _, total in gathered) / len(decided)
         made = predictions(prepared.spec, dev, decided)
-        every = tables(
-            prepared.config.task.kind,
-            [row.gold for row in made],
-            [row.prediction for row in made],
-            labels=prepared.data.labels,
-            scorer=prepared.config.task.scorer,
-        )
+        every = tables_of(prepared.config, prepared.data.labels, made)
         scores = {name: table.score for name, table in every.items()}
         text = "  ".join(f"{name} {score:.4f}" for name, score in scores.items())
         chosen_by = 1.0 - scores[prepared.config.metric]
@@ -441,13 +451,13 @@ def _finetune_seed(
     config = run_config(prepared, seed, folder, process.world_size)
     protocol = _protocol(prepared, config)
     if (folder / RESULT).is_file():
-        _require_same(read_result(folder)["protocol"], protocol, folder)
+        _require_same(read_result(folder), protocol, seed, folder)
         logger.info("%s is finished", folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
     if process.is_first:
         write_atomic(folder / prepared.tokenizer_file, prepared.tokenizer)
-        write_atomic(folder / TASK_FILE, _task_text(prepared, seed))
+        write_atomic(folder / TASK_FILE, _task_text(prepared, config))
 
     with env.restored(), own_process():
         rank = Rank(process)
@@ -473,11 +483,12 @@ def _finetune_seed(
         time.sleep(_LOOK_EVERY_S)
 
 
-def _task_text(prepared: Prepared, seed: int) -> bytes:
+def _task_text(prepared: Prepared, config: PretrainConfig) -> bytes:
     """Write the task with what was filled in; files are found from anywhere."""
     task = prepared.config
-    root = str(Path(task.data.root or ".").resolve())
-    data, train = replace(task.data, root=root), replace(task.train, seeds=(seed,))
+    data = replace(task.data, root=str(Path(task.data.root or ".").resolve()))
+    # `predict` computes as the run did.
+    train = replace(task.train, seeds=(config.seed,), precision=config.train.precision)
     return to_yaml(replace(task, data=data, train=train)).encode()
 
 
@@ -499,25 +510,19 @@ def _protocol(prepared: Prepared, config: PretrainConfig) -> dict[str, Any]:
         "steps": config.train.num_steps,
         "precision": config.train.precision,
         "encoder_dropout": config.model.dropout,
-        "postnorm": metadata.version("postnorm") if _is_installed() else "checkout",
     }
 
 
-def _is_installed() -> bool:
-    try:
-        metadata.version("postnorm")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to take a finished result for one with other settings."""
-    plain = json.loads(json.dumps(new))
+def _require_same(
+    result: Mapping[str, Any], protocol: Mapping[str, Any], seed: int, folder: Path
+) -> None:
+    """Refuse to take a finished result for one with another seed or other settings."""
+    old = {**result["protocol"], "seeds": result["seeds"]}
+    plain = json.loads(json.dumps({**protocol, "seeds": [seed]}))
     differing = [
         f"{name}: {old.get(name)!r} there, {value!r} now"
         for name, value in plain.items()
-        if name not in ("postnorm", "scored_on") and old.get(name) != value
+        if old.get(name) != value
     ]
     if differing:
         raise ConfigError(
@@ -542,8 +547,8 @@ def _finish(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = TaskModel(config.model, prepared.spec)
     model.load_state_dict(weights)
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    predictor = Predictor(model.to(device, dtype).eval(), device, _pad_id(prepared))
+    model.to(device, DTYPES[config.train.precision]).eval()
+    predictor = Predictor(model, device, _pad_id(prepared))
     found: dict[str, list[Prediction]] = {}
     for split in ("dev", "test"):
         if split in prepared.rows:
@@ -561,7 +566,7 @@ def _finish(
         },
         "step": manifest.step,
         "train_s": manifest.elapsed_s,
-        "protocol": dict(protocol),
+        "protocol": {**protocol, "revision": git_revision()},
         **more,
     }
     if prepared.config.task.kind in NAMES:
@@ -573,12 +578,11 @@ def _finish(
 def _chosen(folder: Path, *, on_dev: bool) -> Path:
     """Return the checkpoint that becomes the model."""
     paths = published(folder / FOLDER)
-    losses = {path: read_manifest(path).own_held_out_loss for path in paths}
     best = paths[0]
     if on_dev:
-        scored = [(loss, -place, path) for place, path in enumerate(paths)
-                  if (loss := losses[path]) is not None]  # fmt: skip
-        best = min(scored, key=lambda each: (each[0], -each[1]))[2] if scored else best
+        scored = {path: read_manifest(path).own_held_out_loss for path in paths}
+        known = {path: loss for path, loss in scored.items() if loss is not None}
+        best = min(known, key=known.__getitem__)  # the newest of equal ones
     verify(best)
     return best
 
@@ -607,13 +611,12 @@ def _write_folder(
         write_model(new, config.model, whole, {**facts, **task})
         tensors.write_file(head_weights(weights), new / HEAD_FILE)
         (new / prepared.tokenizer_file).write_bytes(prepared.tokenizer)
-        (new / TASK_FILE).write_bytes(_task_text(prepared, config.seed))
+        (new / TASK_FILE).write_bytes(_task_text(prepared, config))
 
 
 def _combined(seeds: Sequence[int], folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """Write what all seeds give together, and the first one's predictions."""
-    (out / RESULT).unlink(missing_ok=True)  # of other seeds
-    runs = [run for run in read_runs(out) if run.seed in seeds]
+    runs = [read_run(folder) for folder in folders]
     stored = runs[0].stored
     kept = ("task", "rows", "counts", "prior", "search", "protocol")
     about: dict[str, Any] = {name: stored[name] for name in kept if name in stored}

@@ -17,8 +17,15 @@ import torch
 
 from pipeline.checkpoints.manifest import published
 from pipeline.config.data import BatchPlan
+from pipeline.data.format import DatasetIndex
 from pipeline.data.run_order import Share
-from pipeline.errors import ConfigError, DataError, PreemptedError, RunFolderError
+from pipeline.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PreemptedError,
+    RunFolderError,
+)
 from pipeline.finetune.answer import predict
 from pipeline.finetune.batches import TaskStream, class_weights, tokenised
 from pipeline.finetune.model import TaskModel
@@ -26,8 +33,9 @@ from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_co
 from pipeline.inspect.status import run_status, summary
 from pipeline.tasks.task import KINDS, load_task
 from pipeline.use.model import load
+from pipeline.use.pretrain import pretrain
 from tests.support.processes import Processes
-from tests.support.ranks import start
+from tests.support.ranks import CONFIG, start
 from tests.support.tiny_tasks import rows_of, write_rows
 
 Make = Callable[..., Path]
@@ -115,6 +123,62 @@ def test_finished_result_is_kept(task_file: Make, tiny_model: Path, tmp_path: Pa
         _run(path, tiny_model, out, overrides=["head.dropout=0.2"])
     with pytest.raises(ConfigError, match=r"model: .* there, 'random:"):
         _run(path, f"random:{tiny_model}", out)
+
+
+def test_another_seed_is_not_taken_for_finished(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path, out = task_file("classify", train={"epochs": 1}), tmp_path / "out"
+    first = _run(path, tiny_model, out, seeds=[1])
+    with pytest.raises(ConfigError, match=r"seeds: \[1\] there, \[2\] now"):
+        _run(path, tiny_model, out, seeds=[2])
+    with pytest.raises(ConfigError, match="the run of one seed, and several were asked for"):
+        _run(path, tiny_model, out, seeds=[1, 2])
+    assert json.loads((out / "result.json").read_text()) == first
+    _run(path, tiny_model, tmp_path / "two", seeds=[1, 2])
+    with pytest.raises(ConfigError, match="runs of several seeds, and one was asked for"):
+        _run(path, tiny_model, tmp_path / "two", seeds=[1])
+    three = _run(path, tiny_model, tmp_path / "two", seeds=[1, 2, 3])
+    assert three["scores"][0] == first["mean"]
+
+
+def test_stopped_run_is_not_continued_with_another_model(
+    task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, path, out = DevScores.__call__, task_file("classify"), tmp_path / "out"
+
+    def ask_to_stop(self: DevScores, step: int, *, shows: bool) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, step, shows=shows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DevScores, "__call__", ask_to_stop)
+        with pytest.raises(PreemptedError):
+            _run(path, tiny_model, out)
+    assert published(out / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"protocol.lr: checkpoint 0.003, now 0.001"):
+        _run(path, tiny_model, out, overrides=["train.lr=1e-3"])
+    with pytest.raises(CheckpointError, match=r"protocol.model: checkpoint .* now 'random:"):
+        _run(path, f"random:{tiny_model}", out)
+    assert _run(path, tiny_model, out)["test"]["accuracy"] == 1.0
+
+
+def test_run_with_a_sentencepiece_tokenizer_is_a_start(
+    dataset: DatasetIndex, task_file: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    words = [f"run_dir={tmp_path}/run", f"data.dir={dataset.folder}", "train.num_steps=3",
+             "train.warmup_steps=1", "train.alpha_warmup_steps=0",
+             "train.zero_stage=0"]  # fmt: skip
+    assert pretrain(tmp_path / "train.yaml", words).finished
+    path = task_file("tag", train={"epochs": 1, "precision": "bf16"})
+    _run(path, tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out/model/tokenizer.model").is_file()
+    # In the run's precision: the same answers, not nearly the same.
+    predict(tmp_path / "out", tmp_path / "tag.jsonl", tmp_path / "answers.jsonl")
+    assert (tmp_path / "answers.jsonl").read_bytes() == (
+        tmp_path / "out/predictions-test.jsonl"
+    ).read_bytes()
 
 
 def test_same_seed_same_result_and_seeds_differ(
@@ -263,6 +327,10 @@ def test_tokens_are_shared_by_content(task_file: Make, tiny_model: Path, tmp_pat
         assert one.ids.tolist() == other.ids.tolist()
         assert one.offsets.tolist() == other.offsets.tolist()
         assert one.spans == other.spans
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])  # a disk that was full
+    assert prepare(config, "t", str(tiny_model), tokens).data_sha256 == first.data_sha256
+    assert len(file.read_bytes()) == len(content)
     shorter = load_task(str(task_file("spans")), ("input.max_length=20",))
     assert prepare(shorter, "t", str(tiny_model), tokens).rows["dev"].rows
     assert len(list(tokens.iterdir())) == 2
