@@ -93,12 +93,13 @@ def read_task(config: TaskConfig, splits: Iterable[str] = ("train", "dev", "test
             for file in files
             for example in read_file(config, file, needs_gold=name != "test", counts=counter)
         ]
+    # Before any row is left out: models of a learning curve have the same classes.
+    labels = _labels(config, read)
     if config.data.hold_out and "dev" in read and "train" in read:
         read["train"], read["dev"] = _held_out(read["train"], config.data.hold_out)
     for name, examples in read.items():
         read[name] = limited(examples, config.data.splits[name][1], counts[name])
         counts[name]["rows"] = len(read[name])
-    labels = _labels(config, read)
     data = TaskData({name: tuple(rows) for name, rows in read.items()}, labels, {})
     for name, counter in counts.items():
         if name != "train":

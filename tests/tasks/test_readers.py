@@ -411,6 +411,13 @@ def test_a_smaller_sample_is_part_of_a_larger_one(folder: Folder) -> None:
     assert small != [str(i) for i in range(10)]
 
 
+def test_a_sample_has_the_classes_of_all_rows(folder: Folder) -> None:
+    folder.write("t.json", [{"sentence": str(i), "label": i % 25} for i in range(50)])
+    folder.write("d.json", [{"sentence": "d", "label": i} for i in range(25)])
+    task = folder.task("classify", train=["t.json"], dev=["d.json"], train_rows=5, **SENTENCE)
+    assert read_task(task).labels == tuple(map(str, range(25)))
+
+
 def test_texts_that_are_in_train_are_counted(folder: Folder) -> None:
     folder.write("t.json", [{"sentence": x, "label": "a"} for x in "xyz"])
     folder.write("d.json", [{"sentence": x, "label": "a"} for x in "ywx"])
