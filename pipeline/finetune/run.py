@@ -4,6 +4,7 @@ The run of a seed has checkpoints, logs and figures as any other; the checkpoint
 dev becomes the model. DIR/result.json is written last: a folder that has it is finished.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -464,6 +465,8 @@ def _finetune_seed(
         code = train_run(config, rank, TaskWork(prepared, config, folder))
         # One that came after the last step: leaving would forget it.
         is_asked_to_stop = rank.stop.requested
+    # Model and hooks hold each other; the collector sees small objects, not the memory behind.
+    gc.collect()
     if code != EXIT_FINISHED or is_asked_to_stop:
         raise PreemptedError(
             f"{folder} was stopped by a signal and has saved; the same command continues it"
