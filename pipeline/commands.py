@@ -15,6 +15,7 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
+from pipeline.multitask.commands import MULTITASK
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
@@ -462,5 +463,9 @@ torchrun --standalone --nproc-per-node 2 -m postnorm pretrain configs/demo.yaml"
 TRAIN = (
     CONFIG, MODEL, COVERAGE, PRETRAIN, STATUS, INSPECT, COMPARE, CHECKPOINT, PROFILE, BANDWIDTH
 )  # fmt: skip
-GROUPS: dict[str, tuple[Verb, ...]] = {"train": TRAIN, "tasks": TASKS, "use": USE}
-VERBS: tuple[Verb, ...] = TRAIN + TASKS + USE
+GROUPS: dict[str, tuple[Verb, ...]] = {
+    "train": (*TRAIN, MULTITASK),
+    "tasks": TASKS,
+    "use": USE,
+}
+VERBS: tuple[Verb, ...] = tuple(verb for verbs in GROUPS.values() for verb in verbs)

@@ -76,6 +76,8 @@ class Manifest:
     rewinds: int = 0
     losses: dict[str, Any] = field(default_factory=dict)
     """`state.LossHistory`: the losses that the next decision about a spike needs."""
+    weights: dict[str, dict[str, float]] = field(default_factory=dict)
+    """`state.TrainState.weights`."""
     contents: dict[str, str] | None = None
     """`CONTENTS` of the version that wrote it."""
 

@@ -234,7 +234,8 @@ class CheckpointStore:
                 self._process.world_size,
             )
         counters = {name: getattr(manifest, name) for name in COUNTERS}
-        return TrainState(**counters, losses=LossHistory.read(manifest.losses))
+        losses = LossHistory.read(manifest.losses)
+        return TrainState(**counters, losses=losses, weights=manifest.weights)
 
     def _choose(self) -> Path | None:
         folders = [self.folder]

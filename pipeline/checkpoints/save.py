@@ -10,6 +10,7 @@ import hashlib
 import logging
 import shutil
 import time
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -189,6 +190,7 @@ class Saver:
             files={},
             zero_stage=self._config.train.zero_stage,
             losses=asdict(state.losses),
+            weights=deepcopy(state.weights),
             contents=CONTENTS,
         )
 

@@ -390,6 +390,8 @@ class TrainState:
     held_out_loss: float | None = None
     """Loss of the newest evaluation, in nats."""
     held_out_step: int | None = None
+    weights: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What the weighing of several losses remembers."""
 
     def leave_out(self, num_sequences: int) -> None:
         """Count a batch that is not trained on."""

@@ -31,6 +31,9 @@ class Purpose(IntEnum):
     SEQUENCE_ORDER = 2
     MASK = 3
     EVAL_MASK = 4
+    TASK_DRAWS = 5
+    TASK_WEIGHTS = 6
+    TASK_NOISE = 7
 
 
 def philox(

@@ -81,7 +81,7 @@ def predict(
         DataError: the file does not fit the task; names the line.
     """
     tuned = load_fine_tuned(folder)
-    spec, task = tuned.model.spec, tuned.config
+    spec, task = tuned.model.task.spec, tuned.config
     examples = read_file(task, file.resolve(), needs_gold=False)
     known = set(spec.labels)
     for example in examples:
@@ -96,7 +96,7 @@ def predict(
     rows, counts = encode(task, tuned.tokenizer, examples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tuned.model.to(device, DTYPES[task.train.precision])
-    predictor = Predictor(tuned.model, device, int(tuned.tokenizer.pad_id))
+    predictor = Predictor(tuned.model.task, tuned.model, device, int(tuned.tokenizer.pad_id))
     data = TaskRows(examples, rows, counts)
     decided, _ = predictor.decide(data, Share(0, 1))
     made = predictions(spec, data, decided)

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -180,9 +180,6 @@ def collate(
             golds = [data.examples[row.example].gold for row in rows]
             inputs["row_weights"] = np.array([row_weights[str(gold)] for gold in golds], np.float32)
     weight = float(inputs["row_weights"].sum()) if "row_weights" in inputs else float(len(units))
-    whole = hashlib.blake2b(input_ids.tobytes(), digest_size=8)
-    for name in sorted(inputs):
-        whole.update(inputs[name].tobytes())
     return Batch(
         input_ids=input_ids,
         documents=mask.astype(np.int32),
@@ -192,8 +189,17 @@ def collate(
         weights={"loss": weight},
         counts={},
         num_tokens=int(mask.sum()),
-        hash=int.from_bytes(whole.digest(), "little"),
+        hash=rows_hash(input_ids, mask),
     )
+
+
+def rows_hash(input_ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> int:
+    """Add up hashes of rows without their padding, so that parts of a batch add up, too."""
+    digests = [
+        hashlib.blake2b(ids[seen].tobytes(), digest_size=8).digest()
+        for ids, seen in zip(input_ids, mask, strict=True)
+    ]
+    return sum(int.from_bytes(digest, "little") for digest in digests) % 2**64
 
 
 def labelled(row: TokenRow, example: Example) -> npt.NDArray[np.int64]:
@@ -276,14 +282,16 @@ class TaskStream:
         seed: int,
         pad_id: int,
         row_weights: dict[str, float] | None,
+        corrupt: Callable[[Batch, Sequence[tuple[int, int]]], Batch] | None = None,
     ) -> None:
-        """Take the examples.
+        """Take the examples; `corrupt` changes a batch whose rows have these (epoch, number).
 
         Raises:
             DataError: there is none.
         """
         self._spec, self._data, self._plan, self._share = spec, data, plan, share
         self._seed, self._pad_id, self._row_weights = seed, pad_id, row_weights
+        self._corrupt = corrupt
         self._units = data.units(spec.kind)
         if not self._units:
             raise DataError("train has no rows; see data.train of the task")
@@ -308,7 +316,7 @@ class TaskStream:
         for place in self._plan.batches_from(cursor):
             size = place.size // self._share.world_size
             first = place.cursor + self._share.rank * size
-            taken = [self._units[unit] for _, unit in self._located(first, size)]
+            taken = self._located(first, size)
             yield [
                 MicroBatch.of(self._batch(taken[at : at + place.micro_batch]), pin=pin)
                 for at in range(0, size, place.micro_batch)
@@ -322,15 +330,18 @@ class TaskStream:
         """Return how often the examples were seen before a cursor."""
         return {"train": cursor / len(self._units)}
 
-    def _batch(self, units: Sequence[Sequence[int]]) -> Batch:
-        return collate(
+    def _batch(self, taken: Sequence[tuple[int, int]]) -> Batch:
+        made = collate(
             self._spec,
             self._data,
-            units,
+            [self._units[unit] for _, unit in taken],
             pad_id=self._pad_id,
             with_gold=True,
             row_weights=self._row_weights,
         )
+        if self._corrupt is None:
+            return made
+        return self._corrupt(made, [(epoch, row) for epoch, unit in taken for row in self._units[unit]])
 
     def _located(self, first: int, size: int) -> list[tuple[int, int]]:
         """Return (epoch, unit) of some places of the stream."""

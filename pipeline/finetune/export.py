@@ -62,7 +62,7 @@ def export_hf(source: Path, out: Path) -> ExportReport:
         return hf.export_hf(source, out)
     hf.require_transformers()
     tuned = load_fine_tuned(source)
-    spec, config = tuned.model.spec, tuned.model.config
+    spec, config = tuned.model.task.spec, tuned.model.config
     _require_class(spec, source)
     auto, trained = _AUTO[spec.kind], TrainedModel(tuned.model, tuned.tokenizer, {})
     family = hf.native_family(config)
@@ -109,7 +109,7 @@ def _require_class(spec: HeadSpec, source: Path) -> None:
 
 
 def _head(tuned: FineTuned, auto: str) -> hf.TaskHead:
-    spec, output = tuned.model.spec, tuned.model.linear.output
+    spec, output = tuned.model.task.spec, tuned.model.task.linear.output
     name = "qa_outputs" if auto == "QuestionAnswering" else "classifier"
     settings: dict[str, Any] = {"classifier_dropout": spec.dropout, "pool": spec.pool}
     labels = spec.tags if spec.kind == "tag" else spec.labels
@@ -128,7 +128,7 @@ def _head(tuned: FineTuned, auto: str) -> hf.TaskHead:
 
 def _probe_rows(tuned: FineTuned) -> tuple[list[list[Tensor]], str]:
     """Return ids of the rows of some examples, and where they come from."""
-    task, spec = tuned.config, tuned.model.spec
+    task, spec = tuned.config, tuned.model.task.spec
     for file in (*task.data.dev, *task.data.train)[:1]:
         try:
             examples = read_file(task, file, needs_gold=False)[:_PROBE_ROWS]
@@ -160,7 +160,7 @@ def _compare(
     Raises:
         CheckpointError: they differ.
     """
-    model, kind = tuned.model, tuned.model.spec.kind
+    model, kind = tuned.model, tuned.model.task.spec.kind
     longest = max(len(ids) for unit in units for ids in unit)
     shape = len(units), max(map(len, units)), longest
     ids_UCS = torch.full(shape, int(tuned.tokenizer.pad_id))
@@ -221,7 +221,7 @@ _CLASS = "print(model.config.id2label[int(output.logits.argmax(-1))])"
 
 
 def _card(tuned: FineTuned, auto: str, folder: str, result: dict[str, Any]) -> hf.Card:
-    spec, sep = tuned.model.spec, tuned.tokenizer.piece(tuned.tokenizer.sep_id)
+    spec, sep = tuned.model.task.spec, tuned.tokenizer.piece(tuned.tokenizer.sep_id)
     rows = {"task": f"{spec.name} ({spec.kind})"}
     if spec.labels:
         rows["labels"] = ", ".join(spec.labels).replace("|", "\\|")

@@ -15,11 +15,12 @@ from pipeline.data.loader import MicroBatch
 from pipeline.model import heads
 from pipeline.model.encoder import Encoder, EncoderModel
 from pipeline.model.layout import Layout, rows
-from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.base import Sum, Sums, minimised
 from pipeline.tasks.task import TaskConfig
 
 CHOOSES = ("choice", "cloze")
 """Kinds with a row for each choice of an example."""
+_HEAD = "task."
 NAMES = ("classify", "pair", "coref")
 """Kinds whose answer is one of some names."""
 
@@ -75,14 +76,12 @@ class HeadSpec:
         return len(self.labels) if self.kind in (*NAMES, "multilabel", "spans") else 1
 
 
-class TaskModel(EncoderModel):
-    """An encoder and a head. Parameters of the head are those outside of `encoder`."""
+class TaskHead(nn.Module):
+    """The layers of a task on top of an encoder, and its decisions."""
 
     def __init__(self, config: ModelConfig, spec: HeadSpec) -> None:
         super().__init__()
-        self.config = config
         self.spec = spec
-        self.encoder = Encoder(config)
         if spec.kind == "spans":
             self.pointer = heads.GlobalPointer(config, spec.num_outputs, dropout=spec.dropout)
         else:
@@ -90,25 +89,16 @@ class TaskModel(EncoderModel):
         if spec.decoder == "crf":
             self.crf = heads.Crf(spec.num_outputs)
 
-    def fuse_loss(self) -> None:
-        """Change nothing: no loss is over the vocabulary."""
-
     def forward(
-        self, input_ids: Tensor, layout: Layout, inputs: dict[str, Tensor], *, with_losses: bool
+        self,
+        encoder: Encoder,
+        x_BSD: Tensor,
+        layout: Layout,
+        inputs: dict[str, Tensor],
+        *,
+        with_losses: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Score rows.
-
-        Args:
-            input_ids: (B, S) int64.
-            layout: of one document a row.
-            inputs: of `pipeline.finetune.batches.collate`.
-            with_losses: whether `inputs` has gold, to compute losses from.
-
-        Returns:
-            (B, K) scores of classes, (U, C) of choices, (B, S, K) of tags, (B, K, S, S) of spans or
-            (B, S, 2) of starts and ends; and the losses, (B,) or (U,), if asked for.
-        """
-        x_BSD = self.encoder(input_ids, layout)
+        """Score rows, of which `x_BSD` is what `encoder` gave; see `TaskModel.forward`."""
         mask_BS, kind = inputs["mask"], self.spec.kind
         if kind == "spans":
             scores: Tensor = self.pointer(x_BSD, layout.positions, inputs["text"])
@@ -116,7 +106,7 @@ class TaskModel(EncoderModel):
             scores = self.linear(x_BSD)
         else:
             pool: Any = self.spec.pool
-            pooled = heads.pool(pool, [x_BSD], heads.masked_documents(mask_BS), self.encoder)
+            pooled = heads.pool(pool, [x_BSD], heads.masked_documents(mask_BS), encoder)
             if kind in CHOOSES:
                 scores = heads.choice_scores(self.linear, pooled, inputs["choices"])
             else:
@@ -167,6 +157,40 @@ class TaskModel(EncoderModel):
         return scores.tolist()  # type: ignore[no-any-return]
 
 
+class TaskModel(EncoderModel):
+    """An encoder and the head of a task, whose parameters begin with `task.`."""
+
+    def __init__(self, config: ModelConfig, spec: HeadSpec) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.task = TaskHead(config, spec)
+
+    def fuse_loss(self) -> None:
+        """Change nothing: no loss is over the vocabulary."""
+
+    def forward(
+        self, input_ids: Tensor, layout: Layout, inputs: dict[str, Tensor], *, with_losses: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score rows.
+
+        Args:
+            input_ids: (B, S) int64.
+            layout: of one document a row.
+            inputs: of `pipeline.finetune.batches.collate`.
+            with_losses: whether `inputs` has gold, to compute losses from.
+
+        Returns:
+            (B, K) scores of classes, (U, C) of choices, (B, S, K) of tags, (B, K, S, S) of spans or
+            (B, S, 2) of starts and ends; and the losses, (B,) or (U,), if asked for.
+        """
+        x_BSD = self.encoder(input_ids, layout)
+        found: tuple[Tensor, Tensor | None] = self.task(
+            self.encoder, x_BSD, layout, inputs, with_losses=with_losses
+        )
+        return found
+
+
 class TaskObjective:
     """`loss` of a task, the mean over examples; `accuracy` for kinds with one right answer."""
 
@@ -175,6 +199,10 @@ class TaskObjective:
 
     def __init__(self, spec: HeadSpec) -> None:
         self._spec = spec
+
+    def followed(self, means: Mapping[str, float]) -> float:
+        """Return the loss."""
+        return minimised(self.losses, means)
 
     def make_model(self, config: ModelConfig) -> TaskModel:
         """Return an encoder with the task's head."""
@@ -185,12 +213,21 @@ class TaskObjective:
         scores, losses = model(
             batch.input_ids, layout_of(batch), inputs=batch.inputs, with_losses=True
         )
-        weight = torch.full((), batch.weights["loss"], dtype=torch.float32, device=scores.device)
-        sums = {"loss": Sum(losses.sum(), weight)}
-        if self._spec.kind in (*CHOOSES, *NAMES):
-            right = (scores.argmax(-1) == batch.inputs["labels"]).sum().float()
-            sums["accuracy"] = Sum(right, torch.full_like(weight, len(scores)))
-        return sums
+        loss, right = task_sums(self._spec, scores, losses, batch)
+        return {"loss": loss} if right is None else {"loss": loss, "accuracy": right}
+
+
+def task_sums(
+    spec: HeadSpec, scores: Tensor, losses: Tensor, batch: MicroBatch
+) -> tuple[Sum, Sum | None]:
+    """Return the sums of losses and of right answers; None for kinds without one right answer."""
+    [divisor] = batch.weights.values()
+    weight = torch.full((), divisor, dtype=torch.float32, device=scores.device)
+    loss = Sum(losses.sum(), weight)
+    if spec.kind not in (*CHOOSES, *NAMES):
+        return loss, None
+    right = (scores.argmax(-1) == batch.inputs["labels"]).sum().float()
+    return loss, Sum(right, torch.full_like(weight, len(scores)))
 
 
 def layout_of(batch: MicroBatch) -> Layout:
@@ -198,18 +235,18 @@ def layout_of(batch: MicroBatch) -> Layout:
     return rows(batch.documents, batch.positions, batch.cu_seqlens)
 
 
-def head_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a task model's tensors outside of the encoder, as head.safetensors names them."""
+def head_weights(weights: Mapping[str, Tensor], prefix: str = _HEAD) -> dict[str, Tensor]:
+    """Return the tensors of a head below a prefix, as head.safetensors names them."""
     return {
-        name.removeprefix("linear."): tensor
+        name.removeprefix(prefix).removeprefix("linear."): tensor
         for name, tensor in weights.items()
-        if not name.startswith("encoder.")
+        if name.startswith(prefix)
     }
 
 
 def from_head_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undo `head_weights`."""
     return {
-        f"linear.{name}" if name.startswith("output.") else name: tensor
+        f"{_HEAD}{'linear.' if name.startswith('output.') else ''}{name}": tensor
         for name, tensor in weights.items()
     }

@@ -11,7 +11,7 @@ from torch import nn
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import Share
 from pipeline.finetune.batches import TaskRows, by_length, collate, labelled
-from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec, TaskModel, layout_of
+from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec, TaskHead, layout_of
 from pipeline.finetune.result import Prediction
 from pipeline.model.heads import IGNORED
 from pipeline.runtime import watchdog
@@ -30,18 +30,24 @@ class Predictor:
     """Runs a task model over a split."""
 
     def __init__(
-        self, model: TaskModel, device: torch.device, pad_id: int, forward: nn.Module | None = None
+        self,
+        head: TaskHead,
+        forward: nn.Module,
+        device: torch.device,
+        pad_id: int,
+        **more: str,
     ) -> None:
         """Take a model on its device.
 
         Args:
-            model: the task's.
+            head: of the task.
+            forward: the model, or what wraps it in training.
             device: of the model.
             pad_id: token of padding.
-            forward: what wraps the model in training; None: nothing.
+            more: for the model's forward pass.
         """
-        self._model, self._device, self._pad_id = model, device, pad_id
-        self._forward = model if forward is None else forward
+        self._head, self._device, self._pad_id = head, device, pad_id
+        self._forward, self._more = forward, more
 
     @torch.no_grad()
     def decide(self, data: TaskRows, share: Share) -> tuple[dict[int, Any], float]:
@@ -49,7 +55,7 @@ class Predictor:
 
         The sum has the units whose examples all have gold in their batch. Not collective.
         """
-        spec = self._model.spec
+        spec = self._head.spec
         self._forward.eval()
         decided: dict[int, Any] = {}
         total = 0.0
@@ -61,9 +67,13 @@ class Predictor:
             made = collate(spec, data, units, pad_id=self._pad_id, with_gold=with_gold)
             batch = MicroBatch.of(made).to(self._device)
             scores, losses = self._forward(
-                batch.input_ids, layout_of(batch), inputs=batch.inputs, with_losses=with_gold
+                batch.input_ids,
+                layout_of(batch),
+                inputs=batch.inputs,
+                with_losses=with_gold,
+                **self._more,
             )
-            found = self._model.decide(scores, batch.inputs)
+            found = self._head.decide(scores, batch.inputs)
             decided |= {unit[0]: each for unit, each in zip(units, found, strict=True)}
             total += float(losses.sum()) if losses is not None else 0.0
         return decided, total

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
-from pipeline.checkpoints.state import read_weights
+from pipeline.checkpoints.state import TrainState, read_weights
 from pipeline.config.data import DataConfig
 from pipeline.config.load import git_revision, to_yaml
 from pipeline.config.runs import PretrainConfig
@@ -86,7 +86,7 @@ from pipeline.use.pretrain import own_process
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
-_RANDOM = "random:"
+RANDOM = "random:"
 _LINES_AN_EPOCH = 5
 _LOOK_EVERY_S = 0.2
 
@@ -119,7 +119,7 @@ class Prepared:
     @property
     def is_random(self) -> bool:
         """Whether only the architecture and the tokenizer are the source's."""
-        return self.source.startswith(_RANDOM)
+        return self.source.startswith(RANDOM)
 
     @cached_property
     def spec(self) -> HeadSpec:
@@ -132,7 +132,7 @@ class Prepared:
     @cached_property
     def data_sha256(self) -> str:
         """Hash of all rows of all splits."""
-        return _hash({name: rows.digest for name, rows in self.rows.items()})
+        return hash_of({name: rows.digest for name, rows in self.rows.items()})
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -240,6 +240,19 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
     if not config.data.train:
         raise ConfigError("data.train names no file; a model needs rows to train on")
     data = read_task(config)
+    trained = read_model(Path(source.removeprefix(RANDOM)))
+    return prepare_rows(config, name, source, trained, data, tokens)
+
+
+def prepare_rows(
+    config: TaskConfig,
+    name: str,
+    source: str,
+    trained: TrainedModel,
+    data: TaskData,
+    tokens: Path | None,
+) -> Prepared:
+    """Tokenise a task's data for a model that was read from `source`; see `prepare`."""
     if config.task.kind in NAMES and len(data.labels) < 2:
         raise DataError(
             f"the rows of data.train have {len(data.labels)} classes ({', '.join(data.labels)}); "
@@ -247,8 +260,7 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
         )
     if data.labels:
         config = replace(config, data=replace(config.data, labels=data.labels))
-    folder = Path(source.removeprefix(_RANDOM))
-    trained = read_model(folder)
+    folder = Path(source.removeprefix(RANDOM))
     require_full_alpha(trained, folder, "fine-tuning starts at alpha 1")
     limit = trained.model.config.longest_document
     if limit is not None and config.input.max_length > limit:
@@ -259,7 +271,7 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
     if config.head.pool == "pooler" and not trained.model.config.pooler:
         raise ConfigError(f"head.pool=pooler, but {folder} has no pooler; take cls or mean")
     tokenizer: Any = trained.require_tokenizer()
-    file, content = _tokenizer_of(folder, tokenizer)
+    file, content = tokenizer_of(folder, tokenizer)
     sha256 = hashlib.sha256(content).hexdigest()
     rows = {}
     for split, examples in data.splits.items():
@@ -270,7 +282,7 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
     return Prepared(name, config, source, trained, data, rows, file, content)
 
 
-def _tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
+def tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
     """Return the file's name and content, which foreign folders do not have in our form."""
     if isinstance(tokenizer, FastTokenizer):
         return TOKENIZERS_FILE, tokenizer.to_json().encode()
@@ -279,7 +291,7 @@ def _tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
     return path.name, path.read_bytes()
 
 
-def _hash(values: Any) -> str:
+def hash_of(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -353,13 +365,13 @@ class TaskWork:
         }
         self.index = TaskIdentity(
             folder,
-            _hash(content),
+            hash_of(content),
             json.dumps(content).encode(),
             prepared.tokenizer_file,
             content["tokenizer_sha256"],  # type: ignore[arg-type]
         )
         self._prepared, self._config = prepared, config
-        self._pad_id = _pad_id(prepared)
+        self._pad_id = pad_id(prepared)
 
     def open(self, config: PretrainConfig, share: Share) -> TaskStream:
         """Take the rows of train."""
@@ -405,14 +417,17 @@ class TaskWork:
             return train.layer_decay
         return float(train.layer_decay ** (layers + 1))
 
+    def weighing(self, state: TrainState, batch: int) -> None:
+        """Weigh nothing: there is one loss."""
+
     def evaluation(self, model: EncoderModel, engine: Engine) -> "DevScores":
         """Score dev."""
         assert isinstance(model, TaskModel)
-        predictor = Predictor(model, engine.device, self._pad_id, engine.model)
+        predictor = Predictor(model.task, engine.model, engine.device, self._pad_id)
         return DevScores(self._prepared, predictor)
 
 
-def _pad_id(prepared: Prepared) -> int:
+def pad_id(prepared: Prepared) -> int:
     return int(prepared.trained.require_tokenizer().pad_id)
 
 
@@ -551,7 +566,7 @@ def _finish(
     model = TaskModel(config.model, prepared.spec)
     model.load_state_dict(weights)
     model.to(device, DTYPES[config.train.precision]).eval()
-    predictor = Predictor(model, device, _pad_id(prepared))
+    predictor = Predictor(model.task, model, device, pad_id(prepared))
     found: dict[str, list[Prediction]] = {}
     for split in ("dev", "test"):
         if split in prepared.rows:

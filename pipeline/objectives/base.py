@@ -41,6 +41,12 @@ class Objective(Protocol):
         weight are added up over the whole global batch first.
         """
 
+    def followed(self, means: Mapping[str, float]) -> float:
+        """Return the loss that is logged and watched for spikes, from means of the sums.
+
+        A mean is NaN where the weight was 0.
+        """
+
     @property
     def targets(self) -> str:
         """What a unit of weight of the first loss is called in the log, such as "masked"."""
@@ -63,6 +69,11 @@ class TextObjective(Objective, Protocol):
 
     def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
         """Make the inputs of held-out batches, the same for every run."""
+
+
+def minimised(losses: Mapping[str, float], means: Mapping[str, float]) -> float:
+    """Return the sum of losses times their factors."""
+    return sum(factor * means[name] for name, factor in losses.items())
 
 
 def add_up(parts: list[Sums]) -> Sums:

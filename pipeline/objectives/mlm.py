@@ -14,7 +14,7 @@ from pipeline.data.loader import MicroBatch
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.model.layout import rows
 from pipeline.objectives import inputs
-from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.base import Sum, Sums, minimised
 
 
 class MaskedLanguageModeling:
@@ -37,6 +37,10 @@ class MaskedLanguageModeling:
     def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
         """Make masks that are the same for every run."""
         return inputs.eval_inputs(config, index)
+
+    def followed(self, means: Mapping[str, float]) -> float:
+        """Return the loss."""
+        return minimised(self.losses, means)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
         """Return the sums over the masked positions of a micro-batch."""

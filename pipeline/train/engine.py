@@ -10,13 +10,15 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -50,6 +52,48 @@ class StepResult:
     """Global gradient norm before clipping; infinite or NaN if not applied."""
     notes: tuple[float, ...]
     """What the ranks noted, added up."""
+
+
+Measures = Literal["nothing", "losses", "norms", "products"]
+
+
+class Weighing(Protocol):
+    """Decides in one step how much each loss counts, beside the objective's own factor.
+
+    A micro-batch has targets of one loss alone then. `names` are the losses that the step has.
+    """
+
+    @property
+    def measures(self) -> Measures:
+        """What it has to know of the step; all but nothing is for ZeRO stage 0."""
+
+    def is_shared(self, parameter: str) -> bool:
+        """Return whether a parameter is one that norms and products are measured of."""
+
+    def before(self, names: Sequence[str]) -> Sequence[float]:
+        """Weigh the losses before the passes; what `each` or `combine` return comes on top."""
+
+    def passed(self, name: str) -> None:
+        """Take note of a backward pass of a loss."""
+
+    def each(self, name: str, loss: Tensor, norm: Tensor) -> Tensor:
+        """Weigh one gradient: a 0-dimensional tensor of its loss and its norm, over all ranks.
+
+        Of losses alone, `norm` is 1. Without a host synchronisation.
+        """
+
+    def common(self) -> Tensor | float:
+        """Return the factor of the sum of what `each` weighed."""
+
+    def combine(self, names: Sequence[str], products: npt.NDArray[np.float64]) -> Sequence[float]:
+        """Return coefficients of the gradients, from all their products."""
+
+    def done(self, names: Sequence[str], losses: Sequence[float]) -> None:
+        """Learn from a step that was applied."""
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """Numbers of the step for its log line."""
 
 
 def init_process_group(
@@ -170,6 +214,7 @@ class Engine:
         objective: Objective,
         lr: float,
         notes: Sequence[float] = (),
+        weighing: Weighing | None = None,
     ) -> StepResult:
         """Forward, backward and one update over this rank's micro-batches of one step. Collective.
 
@@ -182,13 +227,14 @@ class Engine:
             objective: called on each of them, on the device.
             lr: learning rate of this update.
             notes: numbers that are added over the ranks on the way, as many on every rank.
+            weighing: of this step; None: each loss counts as the objective's factor says.
         """
         assert batches, "a step needs at least one micro-batch on every rank"
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self._engine.train()
         names = list(objective.losses)
-        weights = [sum(batch.weights[name] for batch in batches) for name in names]
+        weights = [sum(batch.weights.get(name, 0.0) for batch in batches) for name in names]
         watchdog.beat("first collective of the step")
         summed = dist.sum_over_ranks(torch.tensor([*weights, *notes], device=self.device))
         noted = _Fetched(summed[len(names) :])
@@ -201,23 +247,91 @@ class Engine:
         stage = self._engine.zero_optimization_stage()
         if stage < 3:  # which gathers weights in the forward pass
             self.own_time.begin()
-        parts = []
-        for batch in batches:
-            sums = objective(self._engine, batch.to(self.device))
-            if stage == 2:  # which adds gradients over the ranks in the backward pass
-                self.own_time.end()
-            terms = [sums[name].total * scale for name, scale in scales.items()]
-            self._engine.backward(torch.stack(terms).sum() if len(terms) > 1 else terms[0])
-            parts.append(detached(sums))
-        self.own_time.end()
+        if weighing is None:
+            sums = self._passes(batches, objective, scales)
+            self.own_time.end()
+        else:
+            found = self._weighted_passes(batches, objective, scales, weighing)
+            sums = add_up(list(found.values()))
         watchdog.beat("gradient collectives and update")
         mark(UPDATE)
         self._engine.step()
         # DeepSpeed has compared the norm with infinity on the host by now: no further sync.
         norm = self._engine.get_global_grad_norm()
-        return StepResult(
-            add_up(parts), bool(self._engine.was_step_applied()), float(norm), noted.values()
-        )
+        applied = bool(self._engine.was_step_applied())
+        if weighing is not None and applied:
+            totals = [found[name][name].total for name in found]
+            summed_losses = dist.sum_over_ranks(torch.stack(totals)).tolist()
+            divisors = dict(zip(names, summed.tolist(), strict=False))
+            losses = [
+                objective.losses[name] * total / divisors[name] if divisors[name] else float("nan")
+                for name, total in zip(found, summed_losses, strict=True)
+            ]
+            weighing.done(list(found), losses)
+        return StepResult(sums, applied, float(norm), noted.values())
+
+    def _passes(
+        self,
+        batches: list[MicroBatch],
+        objective: Objective,
+        scales: Mapping[str, Tensor],
+        passed: Callable[[], None] = lambda: None,
+    ) -> Sums:
+        """Run forward and backward passes of losses times their scales; return their sums."""
+        parts = []
+        for batch in batches:
+            sums = objective(self._engine, batch.to(self.device))
+            if self._engine.zero_optimization_stage() == 2:
+                # It adds gradients over the ranks in the backward pass.
+                self.own_time.end()
+            terms = [sums[name].total * scale for name, scale in scales.items()]
+            self._engine.backward(torch.stack(terms).sum() if len(terms) > 1 else terms[0])
+            passed()
+            parts.append(detached(sums))
+        return add_up(parts)
+
+    def _weighted_passes(
+        self,
+        batches: list[MicroBatch],
+        objective: Objective,
+        scales: Mapping[str, Tensor],
+        weighing: Weighing,
+    ) -> dict[str, Sums]:
+        """Run the passes of one loss after another; return the sums of each."""
+        by_loss: dict[str, list[MicroBatch]] = {}
+        for batch in batches:
+            [name] = batch.weights
+            by_loss.setdefault(name, []).append(batch)
+        names, found = list(by_loss), {}
+        measures = weighing.measures
+        gradients = None
+        if measures != "nothing":
+            gradients = self._engine.task_gradients(weighing.is_shared)
+        for name, weight in zip(names, weighing.before(names), strict=True):
+            scale = {name: scales[name] * weight}
+            note = partial(weighing.passed, name)
+            found[name] = self._passes(by_loss[name], objective, scale, note)
+            if gradients is None:
+                continue
+            if measures != "losses":
+                self.own_time.end()
+                gradients.average()
+            if measures == "products":
+                gradients.keep()
+                continue
+            loss, norm = found[name][name].total, torch.ones((), device=self.device)
+            if measures == "losses":
+                loss = dist.sum_over_ranks(loss.clone()) * scales[name] / self.world_size
+            else:
+                norm = gradients.norm()
+            gradients.add(weighing.each(name, loss, norm))
+        self.own_time.end()
+        if measures == "products":
+            gram = gradients.products().cpu().numpy()
+            gradients.combine(weighing.combine(names, gram), 1 / len(names))
+        if gradients is not None:
+            gradients.finish(weighing.common())
+        return found
 
     def state_parts(self) -> tuple[list[Part], dict[str, int]]:
         """Return views of this rank's master weights and optimizer state, and counters.

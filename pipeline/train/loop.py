@@ -73,7 +73,8 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
         alpha = _set_alpha(attempt, state)
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
         _seed_dropout(attempt, state)
-        result = engine.train_step(batches, run.objective, lr, run.requests.own())
+        weighing = run.work.weighing(state, place.number)
+        result = engine.train_step(batches, run.objective, lr, run.requests.own(), weighing)
         wanted = Wanted(*map(bool, result.notes))
         state.advance(place.size, applied=result.applied)
         meter.end_step(result, place.number, batches)
@@ -84,7 +85,8 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
 
         last = False
         if log or wanted.saves:
-            numbers = StepNumbers(alpha, lr, result.grad_norm)
+            more = weighing.values if weighing else {}
+            numbers = StepNumbers(alpha, lr, result.grad_norm, more)
             interval = _close_interval(attempt, state, place, numbers, meter, clock)
             if attempt.rescue.must_go_back(state, interval, decide=regular):
                 return None

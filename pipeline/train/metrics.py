@@ -69,7 +69,7 @@ class Meter:
         self._device = engine.device
         self._own_time = engine.own_time
         self._process = process
-        self._losses = objective.losses
+        self._objective = objective
         self._layers = LayerNorms(engine, grad_clip)
         self._reset()
 
@@ -186,7 +186,7 @@ class Meter:
 
     def _minimised(self, sums: dict[str, tuple[float, float]]) -> float:
         """Return what a step minimises, from sums over all ranks."""
-        return sum(factor * _mean(*sums[name]) for name, factor in self._losses.items())
+        return self._objective.followed({name: _mean(*pair) for name, pair in sums.items()})
 
 
 def _mean(total: float, weight: float) -> float:

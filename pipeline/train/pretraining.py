@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.checkpoints.state import TrainState
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -101,6 +102,9 @@ class Pretraining:
     def lr_scale(self, parameter: str) -> float:
         """Return 1: all parameters have the run's rate."""
         return 1.0
+
+    def weighing(self, state: TrainState, batch: int) -> None:
+        """Weigh nothing: there is one loss."""
 
     def evaluation(self, model: EncoderModel, engine: Engine) -> "HeldOut":
         """Take fixed sequences to look at, and the rows of probes."""

@@ -5,6 +5,7 @@ gradients that are not finite. This one has those methods of DeepSpeed's engine 
 `pipeline/train/engine.py` uses, and computes the same as stages 1 and 2.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Replicated(nn.Module):
         self._grad_clip = config.grad_clip
         self._applied, self._norm = False, 0.0
         self._groups = [_Group(group) for group in optimizer.param_groups]
+        self._tasks: TaskGradients | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -49,14 +51,21 @@ class Replicated(nn.Module):
         """Add the gradients of this rank, in fp32."""
         loss.backward()  # type: ignore[no-untyped-call]
 
+    def task_gradients(self, is_shared: Callable[[str], bool]) -> "TaskGradients":
+        """Begin a step whose tasks' gradients are weighted one by one."""
+        if self._tasks is None:
+            self._tasks = TaskGradients(self.module, self._groups, self._num_ranks, is_shared)
+        self._tasks.begin()
+        return self._tasks
+
     @torch.no_grad()
     def step(self) -> None:
         """Average the gradients over the ranks, clip them, and update. Collective.
 
         If the mean is not finite, no rank changes anything: all ranks see the same mean.
         """
-        for group in self._groups:
-            dist.sum_over_ranks(group.sums).div_(self._num_ranks)
+        if self._tasks is None or not self._tasks.are_averaged:
+            _average(self._groups, self._num_ranks)
         norms = [torch.linalg.vector_norm(group.sums) for group in self._groups]
         norm = torch.linalg.vector_norm(torch.stack(norms)).item()  # sync
         self._applied = norm < float("inf")
@@ -73,6 +82,8 @@ class Replicated(nn.Module):
             self.skipped_steps += 1
         for group in self._groups:
             group.sums.zero_()
+        if self._tasks is not None:
+            self._tasks.are_averaged = False
 
     def get_global_grad_norm(self) -> float:
         """Return the norm of the last step before clipping; infinite if it was skipped."""
@@ -126,3 +137,115 @@ class _Group:
             parameter.grad.flatten()
         )
         parameter.grad = None
+
+
+def _average(groups: Sequence[_Group], num_ranks: int) -> None:
+    for group in groups:
+        dist.sum_over_ranks(group.sums).div_(num_ranks)
+
+
+_CHUNK = 1 << 20
+"""Elements that products are computed of at once, in float64."""
+
+
+class TaskGradients:
+    """The gradients of the tasks of a step, one after another or side by side.
+
+    Between `begin` and `finish` the sums of the groups hold the gradient of one task.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[_Group],
+        num_ranks: int,
+        is_shared: Callable[[str], bool],
+    ) -> None:
+        """Find the shared parameters: norms and products are theirs alone."""
+        self.are_averaged = False
+        """Whether the sums are means over the ranks already."""
+        self._groups, self._num_ranks = groups, num_ranks
+        self._totals = [torch.zeros_like(group.sums) for group in groups]
+        self._kept: list[list[Tensor]] = []
+        self._shared: list[list[tuple[int, int]]] = [[] for _ in groups]
+        """By group: (start, stop) of the shared elements."""
+        for name, parameter in module.named_parameters():
+            for group, places in zip(groups, self._shared, strict=True):
+                offset = group.offsets.get(parameter)
+                if offset is None or not is_shared(name):
+                    continue
+                stop = offset + parameter.numel()
+                if places and places[-1][1] == offset:
+                    offset = places.pop()[0]
+                places.append((offset, stop))
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.are_averaged = False
+        self._kept = []
+
+    def average(self) -> None:
+        """Make the task's gradient the mean over the ranks. Collective."""
+        _average(self._groups, self._num_ranks)
+        self.are_averaged = True
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """0-dimensional float64 norm of the task's gradient of the shared parameters."""
+        norms = [
+            torch.linalg.vector_norm(group.sums[start:stop], dtype=torch.float64)
+            for group, places in zip(self._groups, self._shared, strict=True)
+            for start, stop in places
+        ]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    @torch.no_grad()
+    def add(self, weight: Tensor) -> None:
+        """Add the task's gradient to the step's, times a 0-dimensional weight on the device."""
+        for group, total in zip(self._groups, self._totals, strict=True):
+            total.addcmul_(group.sums, weight.to(total.dtype))
+            group.sums.zero_()
+
+    def keep(self) -> None:
+        """Put the task's gradient aside."""
+        self._kept.append([group.sums.clone() for group in self._groups])
+        for group in self._groups:
+            group.sums.zero_()
+
+    @torch.no_grad()
+    def products(self) -> Tensor:
+        """(tasks, tasks) float64 products of the gradients put aside, of shared parameters."""
+        num, device = len(self._kept), self._totals[0].device
+        gram = torch.zeros(num, num, dtype=torch.float64, device=device)
+        for which, places in enumerate(self._shared):
+            for start, stop in places:
+                for at in range(start, stop, _CHUNK):
+                    part = slice(at, min(stop, at + _CHUNK))
+                    rows = torch.stack([kept[which][part] for kept in self._kept]).double()
+                    gram += rows @ rows.T
+        return gram
+
+    @torch.no_grad()
+    def combine(self, coefficients: Sequence[float], others: float) -> None:
+        """Make the step's gradient of those put aside.
+
+        Args:
+            coefficients: of the tasks, for shared parameters.
+            others: of all tasks, for the parameters of their heads.
+        """
+        for which, places in enumerate(self._shared):
+            total = self._totals[which]
+            for kept, coefficient in zip(self._kept, coefficients, strict=True):
+                gradient = kept[which]
+                at = 0
+                for start, stop in [*places, (total.numel(), total.numel())]:
+                    total[at:start].add_(gradient[at:start], alpha=others)
+                    total[start:stop].add_(gradient[start:stop], alpha=coefficient)
+                    at = stop
+        self._kept = []
+
+    @torch.no_grad()
+    def finish(self, factor: Tensor | float = 1.0) -> None:
+        """Give the step's gradient, times a factor, to the update."""
+        for which, group in enumerate(self._groups):
+            group.sums, self._totals[which] = self._totals[which].mul_(factor), group.sums

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pipeline.checkpoints.resume import CheckpointStore
 from pipeline.checkpoints.save import Saver
+from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DataIdentity
@@ -19,7 +20,7 @@ from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.train.engine import Engine
+from pipeline.train.engine import Engine, Weighing
 from pipeline.train.requests import Requests
 
 
@@ -100,6 +101,9 @@ class Work(Protocol):
 
     def lr_scale(self, parameter: str) -> float:
         """Return the learning rate of a parameter as a share of the run's."""
+
+    def weighing(self, state: TrainState, batch: int) -> Weighing | None:
+        """Weigh the losses of a step; None: by the objective's factors alone."""
 
     def evaluation(self, model: EncoderModel, engine: Engine) -> Evaluation:
         """Make what scores the model; `open` was called. Collective."""

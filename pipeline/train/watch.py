@@ -1,8 +1,10 @@
 """What a run shows: the numbers of each interval and evaluation, and what to make of them."""
 
 import logging
+import math
 import socket
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ from pipeline.train.timing import device_name
 logger = logging.getLogger(__name__)
 
 _SHORT = {"accuracy": "acc"}
+_MOST_MEANS = 6
 
 
 class StepNumbers(NamedTuple):
@@ -32,6 +35,8 @@ class StepNumbers(NamedTuple):
     alpha: float
     lr: float
     grad_norm: float
+    more: Mapping[str, float]
+    """What its weighing wants to be seen."""
 
 
 class Watch:
@@ -72,7 +77,9 @@ class Watch:
         logger.info("%s", console_line(state.step, num_steps, interval.means, values, left_s))
         self._tell_stragglers(state, interval)
         tokens_per_step = interval.num_tokens / interval.step_s.shape[1]
-        last = LastStep(state.step, *step, interval.layers, tokens_per_step)
+        last = LastStep(
+            state.step, step.alpha, step.lr, step.grad_norm, interval.layers, tokens_per_step
+        )
         advice = self._doctor.look(interval.loss, last) if self._doctor else None
         if advice:
             logger.warning("plateau: %s", advice)
@@ -142,6 +149,7 @@ class Watch:
             **self._epochs(state),
             **self._speed(interval),
             **interval.peak_gb,
+            **step.more,
         }
         for name, norms in interval.layers.items():
             values[f"grad_norm_{name}"] = norms.gradient
@@ -157,7 +165,7 @@ class Watch:
 
     def _speed(self, interval: Interval) -> dict[str, float]:
         """Return rates of all ranks, the model's FLOP/s of one, and seconds a step."""
-        targets = interval.weights[next(iter(self._run.objective.losses))]
+        targets = sum(interval.weights.values())
         flops = model_flops(self._config, interval, targets)
         per_device = flops / interval.elapsed_s / self._run.engine.world_size
         own_s = interval.wait_s + interval.compute_s
@@ -207,8 +215,12 @@ def console_line(
 def means_text(loss: float, means: dict[str, float]) -> str:
     """Return the minimised loss and the objective's other means, as `loss 3.1204  acc 0.421`."""
     others = [
-        f"{_SHORT.get(name, name)} {mean:.3f}" for name, mean in means.items() if name != "loss"
+        f"{_SHORT.get(name, name)} {mean:.3f}"
+        for name, mean in means.items()
+        if name != "loss" and not math.isnan(mean)
     ]
+    if len(others) > _MOST_MEANS:
+        others[_MOST_MEANS:] = [f"and {len(others) - _MOST_MEANS} more"]
     return "  ".join([f"loss {loss:.4f}", *others])
 
 

@@ -36,6 +36,7 @@ from pipeline.model.architecture import (
     HEAD_FILE,
     SENTENCEPIECE_FILE,
     TASK_FILE,
+    TASK_HEADS,
     TOKENIZERS_FILE,
     WEIGHTS_FILE,
     is_model_folder,
@@ -256,7 +257,12 @@ def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest]:
     """
     manifest = read_manifest(path)
     config = read_config(manifest.identity["model"], str(path))
-    model = build_model(config, read_weights(path), str(path))
+    weights = {
+        name: tensor
+        for name, tensor in read_weights(path).items()
+        if not name.startswith(TASK_HEADS)
+    }
+    model = build_model(config, weights, str(path))
     model.encoder.set_alpha(manifest.alpha)
     return model, manifest
 

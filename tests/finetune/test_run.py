@@ -365,7 +365,7 @@ def test_rates_fall_from_the_head_down(task_file: Make, tiny_model: Path, tmp_pa
         name: work.lr_scale(name)
         for name, _ in TaskModel(config.model, prepared.spec).named_parameters()
     }
-    assert {found[name] for name in found if name.startswith("linear.")} == {4.0}
+    assert {found[name] for name in found if name.startswith("task.")} == {4.0}
     assert {found[name] for name in found if ".layers.1." in name} == {0.5}
     assert {found[name] for name in found if ".layers.0." in name} == {0.25}
     assert found["encoder.token_embedding.weight"] == 0.125

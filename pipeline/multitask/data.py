@@ -1,0 +1,154 @@
+"""The rows of a multi-task run: draws of a step, each with its own length and number of rows."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.data import BatchPlace, BatchPlan
+from pipeline.data.dataset import Batch
+from pipeline.data.loader import MicroBatch, TrainLoader
+from pipeline.data.random import Purpose, philox
+from pipeline.finetune.batches import TaskStream, rows_hash
+from pipeline.multitask.draws import Draws
+
+_TWO_32 = 2.0**32
+_KINDS_OF_WORDS = 4
+
+
+class MixedStream:
+    """As `pipeline.train.run.TrainingData`; a draw is a sequence of the run's plan."""
+
+    def __init__(
+        self,
+        streams: Mapping[str, TaskStream | TrainLoader],
+        plans: Mapping[str, BatchPlan],
+        draws: Draws,
+        per_step: int,
+    ) -> None:
+        """Take the data of each task, in the order in which `draws` numbers them."""
+        self._streams, self._plans = list(streams.items()), plans
+        self._draws, self._per_step = draws, per_step
+
+    @property
+    def description(self) -> str:
+        """Its size in words."""
+        return "; ".join(f"{name}: {stream.description}" for name, stream in self._streams)
+
+    def steps_from(self, cursor: int) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of endless steps, those of a task side by side."""
+        step = cursor // self._per_step
+        before = self._draws.before(step).tolist()
+        opened: dict[int, Iterator[list[MicroBatch]]] = {}
+        while True:
+            made: list[MicroBatch] = []
+            for task in self._draws.of_step(step).tolist():
+                name, stream = self._streams[task]
+                if task not in opened:
+                    # Not before it is drawn: text is read ahead from then on.
+                    opened[task] = stream.steps_from(before[task] * self._plans[name].at(0).size)
+                made += [
+                    replace(batch, weights={name: sum(batch.weights.values())})
+                    for batch in next(opened[task])
+                ]
+                if task in opened:
+                    before[task] += 1
+            yield made
+            step += 1
+
+    def samples(self, place: BatchPlace) -> list[list[int]]:
+        """Return [task, epoch, example] of each example of a step."""
+        return [
+            [task, *pair] for task, drawn in self._drawn(place) for pair in
+            self._streams[task][1].samples(drawn)
+        ]  # fmt: skip
+
+    def tasks(self, place: BatchPlace) -> list[str]:
+        """Return the tasks that a step draws."""
+        return [self._streams[task][0] for task, _ in self._drawn(place)]
+
+    def _drawn(self, place: BatchPlace) -> list[tuple[int, BatchPlace]]:
+        """Return the tasks of a step, each with the place of its draw in the task's own order."""
+        before = self._draws.before(place.number)
+        found = []
+        for task in self._draws.of_step(place.number).tolist():
+            plan = self._plans[self._streams[task][0]]
+            found.append((task, plan.number(int(before[task]))))
+            before[task] += 1
+        return found
+
+    def epochs(self, cursor: int) -> dict[str, float]:
+        """Return how often the rows of each task were seen before a cursor."""
+        before = self._draws.before(cursor // self._per_step).tolist()
+        found = {}
+        for (name, stream), count in zip(self._streams, before, strict=True):
+            seen = stream.epochs(count * self._plans[name].at(0).size)
+            found[name] = sum(seen.values()) / len(seen)
+        return found
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Noise in rows of tokens: a pure function of seed, task, epoch and example.
+
+    Targets stay, so that a model must read in spite of it.
+    """
+
+    rule: str
+    share: float
+    seed: int
+    task: int
+    mask_id: int
+    vocab_size: int
+    specials: tuple[int, ...]
+
+    def __call__(self, batch: Batch, places: Sequence[tuple[int, int]]) -> Batch:
+        """Return a batch with other tokens; `places` are (epoch, example) of its rows."""
+        ids = batch.input_ids.copy()
+        mask = batch.inputs["mask"]
+        for row, (epoch, example) in enumerate(places):
+            slots = np.arange(ids.shape[1])
+            words = philox((slots, example, epoch, self.task), (self.seed, Purpose.TASK_NOISE))
+            draws = np.stack(words[:_KINDS_OF_WORDS])
+            if self.rule == "pairs":
+                self._pairs(ids[row], int(mask[row].sum()), draws)
+            else:
+                self._tokens(ids[row], mask[row], draws)
+        return batch._replace(input_ids=ids, hash=rows_hash(ids, mask))
+
+    def _tokens(
+        self,
+        ids: npt.NDArray[np.int64],
+        mask: npt.NDArray[np.bool_],
+        draws: npt.NDArray[np.uint32],
+    ) -> None:
+        """Corrupt single tokens, never special ones."""
+        chosen = mask & ~np.isin(ids, self.specials) & (draws[0] < self.share * _TWO_32)
+        how = draws[1] / _TWO_32
+        ids[chosen & (how < 0.8)] = self.mask_id
+        is_random = chosen & (how >= 0.8) & (how < 0.9)
+        ids[is_random] = draws[2][is_random] % self.vocab_size
+
+    def _pairs(
+        self, ids: npt.NDArray[np.int64], num: int, draws: npt.NDArray[np.uint32]
+    ) -> None:
+        """Corrupt neighbours together, as RoFormerV2's published code does.
+
+        Of n tokens floor(share n / 2) 2 positions after the first are drawn and sorted; each second
+        one and its right neighbour become [MASK] with probability 0.8, else random with 0.9. The
+        last [SEP] may be hit, and answers are.
+        Source: ZhuiyiTechnology/roformer-v2, multi-task `masked_encode`.
+        """
+        size = int(self.share * num / 2) * 2
+        if size < 2 or num < 3:
+            return
+        order = np.argsort(draws[0][1 : num - 1], kind="stable")[:size] + 1
+        firsts = np.sort(order)[::2]
+        how = draws[1][firsts] / _TWO_32
+        other = draws[3][firsts] / _TWO_32
+        for at, first in enumerate(firsts.tolist()):
+            if how[at] < 0.8:
+                ids[first : first + 2] = self.mask_id
+            elif other[at] < 0.9:
+                ids[first : first + 2] = draws[2][first : first + 2] % self.vocab_size

@@ -1,0 +1,389 @@
+"""`postnorm multitask`: many tasks as one run of the trainer's.
+
+The run is as that of pre-training: its checkpoints hold encoder, MLM head and all tasks' heads.
+`fine-tuning`, `encode` and `export` read them and leave the heads of tasks out.
+"""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.state import TrainState
+from pipeline.config.data import BatchPlan, DataConfig
+from pipeline.config.load import to_yaml
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import FORMAT_VERSION, DatasetIndex, read_index
+from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.run_order import Share
+from pipeline.errors import ConfigError
+from pipeline.finetune.batches import TaskStream
+from pipeline.finetune.predict import Predictor
+from pipeline.finetune.run import (
+    RANDOM,
+    DevScores,
+    Prepared,
+    TaskIdentity,
+    hash_of,
+    pad_id,
+    tokenizer_of,
+)
+from pipeline.model.architecture import TASK_HEADS, tokenizer_path
+from pipeline.model.encoder import EncoderModel
+from pipeline.multitask.config import MLM, MlmConfig, Mix
+from pipeline.multitask.data import Corruption, MixedStream
+from pipeline.multitask.draws import Draws, shares
+from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
+from pipeline.multitask.prepare import known_losses, prepare_mix, read_mix
+from pipeline.multitask.weigh import Balancer, Known, StepWeighing
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.rank import Rank
+from pipeline.train.build import train_run
+from pipeline.train.data import open_data
+from pipeline.train.engine import Engine
+from pipeline.train.evaluate import evaluate
+from pipeline.train.figures import heat_map
+from pipeline.train.initial import tokenizer_differences
+from pipeline.train.run import Evaluated
+from pipeline.use.folder import TrainedModel, require_full_alpha, tokenizer_folder
+from pipeline.use.model import read_model
+
+logger = logging.getLogger(__name__)
+
+MIX_FILE = "multitask.yaml"
+LEFT_OUT_FILE = "left-out.json"
+_TOKENS = "tokens"
+
+
+def multitask(mix: Mix, rank: Rank) -> int:
+    """Run or resume a multi-task run on this rank.
+
+    Returns:
+        An exit code of `pipeline.errors`.
+
+    Raises:
+        PostnormError: the user can fix it.
+    """
+    config, process = mix.config, rank.process
+    for name in mix.members:
+        parts = mix.members[name].parts * process.world_size
+        if mix.batch_of(name) % parts:
+            raise ConfigError(
+                f"tasks.{name}: a draw of {mix.batch_of(name)} examples must be a multiple of its "
+                f"{mix.members[name].parts} parts times {process.world_size} ranks; change batch, "
+                "train.micro_batch or parts"
+            )
+    source = Path(config.init_from.removeprefix(RANDOM))
+    trained = read_model(source)
+    require_full_alpha(trained, source, "multi-task training starts at alpha 1")
+    index = None if config.data is None else read_index(config.data.dir)
+    if index is not None:
+        _require_tokenizer(index, source, config.init_from)
+    read, left_out = read_mix(mix)
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    prepared = prepare_mix(mix, read, trained, folder, folder / _TOKENS)
+    work = MultiTaskWork(mix, trained, prepared, index)
+    if process.is_first:
+        write_atomic(folder / work.index.tokenizer_file, work.tokenizer)
+        write_atomic(folder / MIX_FILE, _mix_text(mix).encode())
+        write_json_atomic(folder / LEFT_OUT_FILE, left_out)
+    return train_run(run_config(mix, trained), rank, work)
+
+
+def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
+    other_ids, _ = tokenizer_differences(tokenizer_path(tokenizer_folder(source)), index)
+    if other_ids:
+        raise ConfigError(
+            f"data.dir={index.folder} was made with another tokenizer than {name} has: "
+            f"{'; '.join(other_ids)}; prepare the text with the model's tokenizer"
+        )
+
+
+def _mix_text(mix: Mix) -> str:
+    """Write the config with all tasks in it, whose files are found from anywhere."""
+    tasks = {name: json.loads(json.dumps(_plain(each))) for name, each in mix.members.items()}
+    for each in tasks.values():
+        if "data" in each:
+            each["data"]["root"] = str(Path(each["data"]["root"] or ".").resolve())
+    return to_yaml(replace(mix.config, tasks=tasks, root=None))
+
+
+def _plain(config: Any) -> Any:
+    from dataclasses import asdict
+
+    return asdict(config)
+
+
+def run_config(mix: Mix, trained: TrainedModel) -> PretrainConfig:
+    """Say in the trainer's terms what a mix asks for; a sequence of its batches is a draw."""
+    config = mix.config
+    lengths = [task.input.max_length for task in mix.tasks.values()]
+    data = config.data or DataConfig(dir=config.run_dir)
+    longest = max([*lengths, *([config.data.seq_len] if config.data else []), 8])
+    return PretrainConfig(
+        run_dir=config.run_dir,
+        seed=config.seed,
+        init_from=config.init_from,
+        model=trained.model.config,
+        data=replace(data, seq_len=longest),
+        train=config.train.single,
+        kernels=config.kernels,
+        spikes=config.spikes,
+        checkpoint=config.checkpoint,
+        monitor=config.monitor,
+    )
+
+
+class MultiTaskWork:
+    """As `pipeline.train.run.Work`."""
+
+    unigram_entropy = None
+
+    def __init__(
+        self,
+        mix: Mix,
+        trained: TrainedModel,
+        prepared: Mapping[str, Prepared],
+        index: DatasetIndex | None,
+    ) -> None:
+        config = mix.config
+        self._mix, self._trained, self._prepared, self._dataset = mix, trained, prepared, index
+        self._names = list(mix.members)
+        factors = {name: member.loss_scale for name, member in mix.members.items()}
+        self._known = {name: self._known_of(name, factors[name]) for name in self._names}
+        specs = {name: each.spec for name, each in prepared.items()}
+        initial = {
+            name: known.initial and known.initial / factors[name]
+            for name, known in self._known.items()
+        }
+        self.objective = MultiTaskObjective(specs, factors, initial)
+        self._held_out: EvalLoader | None = None
+        self._balancer: Balancer
+        source = Path(config.init_from.removeprefix(RANDOM))
+        file, self.tokenizer = tokenizer_of(source, trained.require_tokenizer())
+        sha256 = hashlib.sha256(self.tokenizer).hexdigest()
+        content = {
+            "format_version": FORMAT_VERSION,
+            "tokenizer_file": file,
+            "tokenizer_sha256": sha256,
+            "vocab_size": trained.model.config.vocab_size,
+            "text": index.fingerprint if index else None,
+            "rows_sha256": {name: each.data_sha256 for name, each in prepared.items()},
+            # So that a run is not continued with other draws.
+            "draws": {
+                "sampling": _plain(config.sampling),
+                "per_step": config.train.tasks_per_step,
+                "tasks": {
+                    name: [member.share, mix.batch_of(name), member.loss_scale]
+                    for name, member in mix.members.items()
+                },
+                "corrupt": _plain(config.corrupt),
+                "balance": _plain(config.balance),
+            },
+        }
+        folder = Path(config.run_dir)
+        self.index = TaskIdentity(
+            folder, hash_of(content), json.dumps(content).encode(), file, sha256
+        )
+
+    def _known_of(self, name: str, factor: float) -> Known:
+        if name != MLM:
+            return known_losses(self._prepared[name], factor)
+        assert self._dataset is not None, "checked by the config"
+        vocab_size = self._trained.model.config.vocab_size or 0
+        return Known(
+            factor * math.log(vocab_size), factor * self._dataset.unigram_entropy_nats or None
+        )
+
+    def open(self, config: PretrainConfig, share: Share) -> MixedStream:
+        """Open the data of all tasks. Collective."""
+        mix, streams, plans = self._mix, {}, {}
+        for number, name in enumerate(self._names):
+            plans[name] = self._plan(name, share.world_size)
+            stream: TaskStream | TrainLoader
+            if name == MLM:
+                stream, self._held_out = self._open_text(config, plans[name], share)
+            else:
+                prepared = self._prepared[name]
+                stream = TaskStream(
+                    prepared.spec,
+                    prepared.rows["train"],
+                    plans[name],
+                    share,
+                    seed=mix.config.seed,
+                    pad_id=pad_id(prepared),
+                    row_weights=None,
+                    corrupt=self._corruption(number),
+                )
+            streams[name] = stream
+        draws = Draws(self._probabilities(streams), config.train.global_batch, config.seed)
+        self._balancer = Balancer(
+            mix.config.balance,
+            self._known,
+            draws,
+            seed=config.seed,
+            num_layers=config.model.num_layers,
+            world_size=share.world_size,
+        )
+        return MixedStream(streams, plans, draws, config.train.global_batch)
+
+    def _plan(self, name: str, world_size: int) -> BatchPlan:
+        mix = self._mix
+        batch = mix.batch_of(name)
+        seq_len = mix.config.data.seq_len if mix.config.data else 8
+        length = seq_len if name == MLM else mix.tasks[name].input.max_length
+        micro_batch = batch // world_size // mix.members[name].parts
+        return BatchPlan((), seq_len=length, global_batch=batch, micro_batch=micro_batch)
+
+    def _open_text(
+        self, config: PretrainConfig, plan: BatchPlan, share: Share
+    ) -> tuple[TrainLoader, EvalLoader]:
+        assert self._mix.config.data is not None, "checked by the config"
+        assert self._dataset is not None
+        place = plan.at(0)
+        sizes = {"global_batch": place.size, "micro_batch": place.micro_batch}
+        text = replace(
+            config, data=self._mix.config.data, train=replace(config.train, **sizes)
+        )
+        return open_data(text, self._dataset, MaskedLanguageModeling(), share)
+
+    def _corruption(self, number: int) -> Corruption | None:
+        config = self._mix.config
+        if config.corrupt.rule == "none":
+            return None
+        tokenizer = self._trained.require_tokenizer()
+        return Corruption(
+            config.corrupt.rule,
+            config.corrupt.share,
+            config.seed,
+            number,
+            tokenizer.mask_id,
+            self._trained.model.config.vocab_size or 0,
+            tuple(sorted(tokenizer.special_ids)),
+        )
+
+    def _probabilities(self, streams: Mapping[str, TaskStream | TrainLoader]) -> list[float]:
+        """Return how often each task is drawn; all ranks have the same."""
+        sampling = self._mix.config.sampling
+        sizes = []
+        for name, stream in streams.items():
+            share = self._mix.members[name].share
+            if sampling.by == "shares":
+                sizes.append(1.0 if share is None else share)
+                continue
+            if share is not None:
+                raise ConfigError(
+                    f"tasks.{name}.share={share:g} has no meaning with sampling.by=size; leave it "
+                    "out"
+                )
+            sizes.append(float(_size(stream)))
+        found = shares(sizes, sampling.cap, sampling.temperature).tolist()
+        shown = ", ".join(f"{name} {p:.2%}" for name, p in zip(streams, found, strict=True))
+        logger.info("draws: %s", shown)
+        return found  # type: ignore[no-any-return]
+
+    def start(self, model: EncoderModel) -> None:
+        """Load the encoder and the MLM head; the heads of tasks are new."""
+        source = self._mix.config.init_from
+        if source.startswith(RANDOM):
+            logger.info("random weights in the architecture of %s", source)
+            return
+        weights = self._trained.model.state_dict()
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected, unexpected
+        assert all(name.startswith(TASK_HEADS) for name in missing), missing
+        text = "all %d tensors of %s were loaded; new: the heads of %s"
+        logger.info(text, len(weights), source, ", ".join(self._prepared))
+
+    def lr_scale(self, parameter: str) -> float:
+        """Keep an MLM head as it is that no task trains: weight decay would shrink it."""
+        trains_mlm = MLM in self._mix.members
+        is_mlm = not parameter.startswith(("encoder.", TASK_HEADS))
+        return 0.0 if is_mlm and not trains_mlm else 1.0
+
+    def weighing(self, state: TrainState, batch: int) -> StepWeighing:
+        """Weigh the tasks of a step."""
+        return self._balancer.at(state.weights, batch)
+
+    def evaluation(self, model: EncoderModel, engine: Engine) -> "MixedScores":
+        """Score dev of all tasks, and held-out text."""
+        assert isinstance(model, MultiTaskModel)
+        if self._mix.config.balance.norms == "output":
+            model.measure_output()
+            self._balancer.output = model.take_output
+        scores = {
+            name: DevScores(
+                each,
+                Predictor(
+                    model.tasks[name], engine.model, engine.device, pad_id(each), task=name
+                ),  # type: ignore[arg-type]
+            )
+            for name, each in self._prepared.items()
+        }
+        return MixedScores(scores, engine, self._held_out, self._balancer)
+
+
+def _size(stream: TaskStream | TrainLoader) -> int:
+    if isinstance(stream, TaskStream):
+        return stream.num_units
+    steps = stream.steps
+    return int(steps.split.counts[steps.plan.seq_lens[-1]].sum())
+
+
+class MixedScores:
+    """Scores dev of every task; one minus the mean score is what checkpoints are compared by."""
+
+    def __init__(
+        self,
+        scores: Mapping[str, DevScores],
+        engine: Engine,
+        held_out: EvalLoader | None,
+        balancer: Balancer,
+    ) -> None:
+        self._scores, self._engine = scores, engine
+        self._held_out, self._balancer = held_out, balancer
+
+    def __call__(self, step: int, *, shows: bool) -> Evaluated | None:
+        """Score; None before the first step. Collective."""
+        if step == 0:
+            return None
+        values: dict[str, float] = {}
+        main: dict[str, float] = {}
+        for name, score in self._scores.items():
+            found = score(step, shows=shows)
+            if found is None:
+                continue  # a task without dev
+            main[name] = 1.0 - found.loss
+            values |= {f"{name}_{metric}": value for metric, value in found.values.items()}
+        text = [f"{name} {value:.4f}" for name, value in main.items()]
+        if self._held_out is not None:
+            result = evaluate(
+                self._engine.model, self._engine.device, MaskedLanguageModeling(), self._held_out
+            )
+            values |= {f"{MLM}_{name}": value for name, value in result.values().items()}
+            text.append(f"{MLM} loss {result.total.loss:.4f}")
+        mean = sum(main.values()) / len(main) if main else float("nan")
+        values |= {f"dev_{name}": value for name, value in main.items()}
+        loss = 1.0 - mean if main else values.get(f"{MLM}_loss", 0.0)
+        images = {}
+        cosines = self._balancer.take_cosines()
+        if shows and self._balancer.config.method in ("pcgrad", "cagrad", "mgda", "main_and_helpers"):
+            names = self._balancer.names
+            listed = ", ".join(f"{number} {name}" for number, name in enumerate(names))
+            images["tasks/cosines"] = heat_map(
+                cosines, -1.0, 1.0,
+                title=(f"Cosines between the gradients of tasks, step {step:,}", listed),
+                row_name="task", column_name="task", unit="cosine",
+            )  # fmt: skip
+        return Evaluated(loss, f"dev  {'  '.join(text)}", values, images)
+
+
+def trains_text(mix: Mix) -> bool:
+    """Return whether masked language modelling is one of the tasks."""
+    return any(isinstance(member, MlmConfig) for member in mix.members.values())

@@ -1,0 +1,214 @@
+"""Runs over many tasks: what they learn, and what does not change them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline.checkpoints.manifest import FOLDER, published
+from pipeline.checkpoints.state import read_weights
+from pipeline.errors import ConfigError
+from pipeline.multitask.config import load_mix
+from pipeline.multitask.run import multitask
+from pipeline.runtime import env
+from pipeline.runtime.rank import Rank
+from pipeline.use.model import load
+from pipeline.use.pretrain import own_process
+from tests.support.ranks import start
+from tests.support.processes import Processes
+from tests.support.tiny_tasks import rows_of, write_rows, write_task
+
+TRAIN = {"num_steps": 6, "tasks_per_step": 3, "micro_batch": 8, "lr": 1e-3, "precision": "fp32",
+         "zero_stage": 0}  # fmt: skip
+
+
+def write_mix(
+    folder: Path, model: Path, kinds: tuple[str, ...] = ("classify", "tag", "regress"), **more: Any
+) -> Path:
+    """Write a mix of made-up tasks, whose dev is their train."""
+    for kind in kinds:
+        write_task(folder, kind)
+    body: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "init_from": str(model),
+        "tasks": {kind: {"from": f"my-{kind}.yaml"} for kind in kinds},
+        "decontaminate": False,
+        "checkpoint": {"every_steps": 2},
+        "monitor": {"eval_every_steps": 1000, "log_every_steps": 1},
+    } | more
+    body["train"] = TRAIN | more.get("train", {})
+    path = folder / "mix.yaml"
+    path.write_text(yaml.safe_dump(body, allow_unicode=True))
+    return path
+
+
+def run(path: Path, *overrides: str) -> Path:
+    """Run in this process; return the run's folder."""
+    mix = load_mix(str(path), overrides)
+    with env.restored(), own_process():
+        assert multitask(mix, Rank(env.process_info_or_alone())) == 0
+    return Path(mix.config.run_dir)
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    newest = published(folder / FOLDER)[0]
+    return {name: tensor.double().numpy() for name, tensor in read_weights(newest).items()}
+
+
+def furthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
+    kinds = ("classify", "pair", "choice", "tag", "spans", "qa", "multilabel", "regress",
+             "cloze", "coref")  # fmt: skip
+    train = {"num_steps": 80, "tasks_per_step": 4, "lr": 5e-3}
+    monitor = {"eval_every_steps": 80, "log_every_steps": 10}
+    folder = run(write_mix(tmp_path, tiny_model, kinds, train=train, monitor=monitor,
+                           checkpoint={"every_steps": 80}))  # fmt: skip
+    [scores] = lines(folder, "eval")
+    # What is always right after so few steps; each kind's own tests show that it can learn all.
+    assert scores["dev_classify"] > 0.9
+    assert scores["dev_cloze"] > 0.9
+    assert scores["dev_qa"] > 0.8
+    assert scores["dev_spans"] > 0.6
+    first, last = lines(folder, "train")[0], lines(folder, "train")[-1]
+    assert last["loss"] < 0.7 * first["loss"]
+    assert {f"weight_{name}" for name in kinds} & last.keys()
+    assert {f"grad_norm_{name}" for name in kinds} & last.keys()
+    # The encoder is a start for what comes next, without the heads.
+    vectors = load(folder).encode(["张伟去了北京", "王芳离开上海"])
+    assert vectors.shape == (2, 32)
+    assert np.isfinite(vectors).all()
+
+
+@pytest.mark.parametrize("method", ["gradient_norm", "dwa", "uncertainty", "pcgrad"])
+def test_run_that_stops_on_the_way_ends_alike(
+    method: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    path = write_mix(tmp_path, tiny_model, balance={"method": method})
+    whole = run(path, f"run_dir={tmp_path / 'whole'}")
+    parted = tmp_path / "parted"
+    run(path, f"run_dir={parted}", "train.num_steps=4", "train.warmup_steps=0")
+    # As if it had been killed after the save of step 2.
+    (published(parted / FOLDER)[0]).rename(tmp_path / "gone")
+    run(path, f"run_dir={parted}")
+    assert len((parted / "attempts.jsonl").read_text().splitlines()) == 2
+    rates = {line["step"]: line["lr"] for line in lines(whole, "train")}
+    assert len(rates) == 6
+    if method == "gradient_norm":
+        return  # the shorter run had another schedule; the next test kills one
+    assert furthest(weights(whole), weights(parted)) < 0.1
+
+
+def test_killed_run_continues_bit_for_bit(
+    tmp_path: Path, tiny_model: Path, processes: Processes
+) -> None:
+    path = write_mix(
+        tmp_path, tiny_model, balance={"method": "gradient_norm", "norms": "late", "every": 3},
+        corrupt={"rule": "tokens"}, train={"num_steps": 24},
+    )  # fmt: skip
+    whole = run(path, f"run_dir={tmp_path / 'whole'}")
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-m", "postnorm", "multitask", str(path), f"run_dir={killed}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(published(killed / FOLDER)) < 2 and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "done.json").exists(), "it ended before it was killed"
+    run(path, f"run_dir={killed}")
+    assert furthest(weights(whole), weights(killed)) == 0
+    assert (whole / "batches.tsv").read_bytes() == (killed / "batches.tsv").read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_and_parts_change_nothing(
+    ranks: int, tmp_path: Path, tiny_model: Path, processes: Processes
+) -> None:
+    path = write_mix(tmp_path, tiny_model, corrupt={"rule": "pairs"})
+    alone = run(path, f"run_dir={tmp_path / 'alone'}", "tasks.tag.parts=2")
+    many = tmp_path / "many"
+    command = [sys.executable, "-m", "postnorm", "multitask", str(path), f"run_dir={many}"]
+    output = tmp_path / "output.txt"
+    codes = [process.wait(240) for process in start(command, ranks, output)]
+    assert codes == [0] * ranks, output.read_text()
+    # Sums are taken in another order; Adam divides by small numbers.
+    assert furthest(weights(alone), weights(many)) < 2e-4
+    assert (alone / "batches.tsv").read_bytes() == (many / "batches.tsv").read_bytes()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_give_the_same_run(
+    stage: int, tmp_path: Path, tiny_model: Path, processes: Processes
+) -> None:
+    path = write_mix(tmp_path, tiny_model, balance={"method": "gradient_norm", "norms": "output"})
+    none = run(path, f"run_dir={tmp_path / 'none'}")
+    some = run(path, f"run_dir={tmp_path / 'some'}", f"train.zero_stage={stage}")
+    assert furthest(weights(none), weights(some)) < 2e-4
+
+
+def test_rules_that_need_gradients_refuse_zero(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_mix(tmp_path, tiny_model)
+    with pytest.raises(ConfigError, match=r"measures the gradient of each task.*zero_stage=1.*"
+                       r"never holds as a whole: set train.zero_stage=0; or balance.norms=output"):
+        load_mix(str(path), ("train.zero_stage=1",))
+    with pytest.raises(ConfigError, match="compares the gradients of the tasks"):
+        load_mix(str(path), ("train.zero_stage=2", "balance.method=mgda"))
+    load_mix(str(path), ("train.zero_stage=2", "balance.method=dwa"))
+
+
+def test_other_draws_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_mix(tmp_path, tiny_model)
+    run(path)
+    (tmp_path / "run/done.json").unlink()
+    with pytest.raises(Exception, match="belongs to other data|another"):
+        run(path, "tasks.tag.share=3")
+
+
+def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_mix(tmp_path, tiny_model, ("classify", "tag"), decontaminate=True)
+    # Half of the first task's rows, spelt otherwise, are in the dev of the second.
+    rows = rows_of("classify")
+    texts = {row["text"] for row in rows}
+    chosen = sorted(texts)[: len(texts) // 2]
+    held = [{"text": text, "label": []} for text in chosen]
+    write_rows(tmp_path / "held.jsonl", held)
+    fresh = [{**row, "text": f"{row['text']}，真的很好"} for row in rows_of("tag")]
+    write_rows(tmp_path / "tag.jsonl", fresh)
+    overrides = ("tasks.tag.data.dev=[held.jsonl]", "tasks.tag.data.test=[]",
+                 "tasks.classify.data.dev=[]", "tasks.classify.data.test=[]")  # fmt: skip
+    folder = run(path, *overrides)
+    num = sum(row["text"] in chosen for row in rows)
+    assert 0 < num < len(rows)
+    assert json.loads((folder / "left-out.json").read_text()) == {"classify": {"tag dev": num}}
+    write_rows(tmp_path / "held.jsonl", [{"text": text, "label": []} for text in texts])
+    with pytest.raises(Exception, match="every training row shares a text"):
+        run(path, *overrides, f"run_dir={tmp_path / 'none'}")
+
+
+def test_a_run_is_written_so_that_it_can_be_started_again(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = run(write_mix(tmp_path, tiny_model))
+    again = load_mix(str(folder / "multitask.yaml"))
+    assert [*again.tasks] == ["classify", "regress", "tag"]
+    os.chdir("/")
+    run(folder / "multitask.yaml", f"run_dir={tmp_path / 'again'}")
+    assert furthest(weights(folder), weights(tmp_path / "again")) == 0

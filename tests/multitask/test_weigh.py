@@ -1,0 +1,287 @@
+"""The gradient of a step against one that autograd gives in float64, for every rule."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.train import TrainConfig
+from pipeline.data.loader import MicroBatch
+from pipeline.multitask import balance
+from pipeline.multitask.config import BalanceConfig
+from pipeline.multitask.draws import Draws
+from pipeline.multitask.weigh import Balancer, Known
+from pipeline.objectives.base import Sum, Sums
+from pipeline.runtime import env
+from pipeline.train.engine import Engine, init_process_group
+from pipeline.use.pretrain import own_process
+
+WIDTH, HIDDEN = 6, 5
+Batches = dict[str, list[MicroBatch]]
+Gradients = dict[str, dict[str, np.ndarray]]
+
+
+class Toy(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layer = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+        self.tasks = nn.ModuleDict({name: nn.Linear(HIDDEN, 1) for name in names})
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        hidden = torch.tanh(self.encoder["layers"][0](x))  # type: ignore[index]
+        return self.tasks[task](hidden)[:, 0]  # type: ignore[no-any-return]
+
+
+@dataclass
+class Squares:
+    """The mean squared error of each task, times its factor, plus its constant."""
+
+    losses: dict[str, float]
+    constants: Mapping[str, float]
+    targets = "rows"
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
+        [(name, weight)] = batch.weights.items()
+        errors = model(batch.inputs["x"], task=name) - batch.inputs["y"]
+        total = errors.square().sum() + self.constants.get(name, 0.0) * weight
+        zero = torch.zeros(())
+        found = {each: Sum(zero, zero) for each in self.losses}
+        return {**found, name: Sum(total, torch.tensor(weight))}
+
+
+def batch(name: str, x: Tensor, y: Tensor) -> MicroBatch:
+    nothing = torch.zeros(1, 1, dtype=torch.int64)
+    return MicroBatch(
+        nothing, nothing.int(), nothing, None, nothing[0].int(), {"x": x, "y": y},
+        {name: float(len(x))}, {}, len(x), 0,
+    )  # fmt: skip
+
+
+def rows(names: list[str], parts: int = 2) -> Batches:
+    torch.manual_seed(2)
+    found: Batches = {}
+    for name in names:
+        x, y = torch.randn(8, WIDTH), torch.randn(8)
+        size = 8 // parts
+        pieces = zip(x.split(size), y.split(size), strict=True)
+        found[name] = [batch(name, *each) for each in pieces]
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with env.restored(), own_process():
+        init_process_group(env.process_info_or_alone())
+        yield
+
+
+def taken(
+    method: str,
+    given: Batches,
+    factors: Mapping[str, float] | None = None,
+    constants: Mapping[str, float] | None = None,
+    steps: int = 1,
+    **options: Any,
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:
+    """Take steps; return the gradient of the last one by parameter, and what is remembered."""
+    names = list(given)
+    objective = Squares({name: (factors or {}).get(name, 1.0) for name in names}, constants or {})
+    model = Toy(names)
+    config = TrainConfig(zero_stage=0, precision="fp32", grad_clip=0.0, warmup_steps=0)
+    engine = Engine(model, config, env.process_info_or_alone(), torch.device("cpu"))
+    seen: list[dict[str, np.ndarray]] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = {}
+        for slice_ in engine._slices():
+            assert slice_.partition.grad is not None
+            found[slice_.name] = slice_.of(slice_.partition.grad).clone().double().numpy()
+        seen.append(found)
+
+    engine.optimizer.register_step_pre_hook(look)
+
+    class All(Draws):
+        def of_step(self, step: int) -> np.ndarray:
+            return np.arange(len(names))
+
+    known = {name: Known((factors or {}).get(name, 1.0) * 2.0, None) for name in names}
+    balancer = Balancer(
+        BalanceConfig(method=method, **options), known, All([1.0], 1, 1), seed=3,
+        num_layers=1, world_size=1,
+    )  # fmt: skip
+    memory: dict[str, dict[str, float]] = {}
+    every = [each for of_task in given.values() for each in of_task]
+    for step in range(steps):
+        engine.train_step(every, objective, 0.0, weighing=balancer.at(memory, step))  # type: ignore[arg-type]
+    return seen[-1], memory
+
+
+def reference(
+    given: Batches, factors: Mapping[str, float] | None = None
+) -> tuple[dict[str, float], Gradients]:
+    """Losses and gradients of each task in float64."""
+    model = Toy(list(given)).double()
+    losses, gradients = {}, {}
+    for name, parts in given.items():
+        model.zero_grad()
+        x = torch.cat([part.inputs["x"] for part in parts]).double()
+        y = torch.cat([part.inputs["y"] for part in parts]).double()
+        loss = (factors or {}).get(name, 1.0) * (model(x, name) - y).square().mean()
+        loss.backward()
+        losses[name] = loss.item()
+        gradients[name] = {
+            key: np.zeros(each.numel()) if each.grad is None else each.grad.flatten().numpy().copy()
+            for key, each in model.named_parameters()
+        }
+    return losses, gradients
+
+
+def weighted(gradients: Gradients, shared: list[float], heads: list[float]) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for each, in_encoder, in_head in zip(gradients.values(), shared, heads, strict=True):
+        for key, gradient in each.items():
+            factor = in_encoder if key.startswith("encoder.") else in_head
+            found[key] = found.get(key, 0.0) + factor * gradient
+    return found
+
+
+def encoder_gram(gradients: Gradients) -> np.ndarray:
+    vectors = np.stack([
+        np.concatenate([g for key, g in each.items() if key.startswith("encoder.")])
+        for each in gradients.values()
+    ])  # fmt: skip
+    return np.asarray(vectors @ vectors.T)
+
+
+def expected(method: str, given: Batches, **options: Any) -> dict[str, np.ndarray]:
+    losses, gradients = reference(given)
+    num, values = len(losses), np.array([*losses.values()])
+    gram = encoder_gram(gradients)
+    even = [1 / num] * num
+    if method == "pcgrad":
+        return weighted(gradients, (balance.pcgrad(gram, 3, 0) / num).tolist(), even)
+    if method == "cagrad":
+        return weighted(gradients, balance.cagrad(gram, 0.5).tolist(), even)
+    if method in ("mgda", "main_and_helpers"):
+        main = np.array([method == "mgda" or name == "a" for name in given])
+        return weighted(gradients, balance.smallest(gram, main).tolist(), even)
+    of = {
+        "equal": np.ones(num),
+        "initial": np.full(num, 1 / 2.0),
+        "prior": np.full(num, 0.0),
+        "real_time": 1 / values,
+        "generalised_mean": balance.generalised_mean(values, np.array(even), 0.5),
+        "uncertainty": np.full(num, 0.5 * np.exp(0.5)),
+        "dwa": np.ones(num),
+        "random": balance.random_weights(num, 3, 0),
+        "gradnorm": np.ones(num),
+        "gradient_norm": 1 / np.sqrt(np.diag(gram)),
+    }[method]
+    return weighted(gradients, (of / num).tolist(), (of / num).tolist())
+
+
+METHODS = ("equal", "initial", "prior", "real_time", "generalised_mean", "uncertainty", "dwa",
+           "random", "gradnorm", "gradient_norm", "pcgrad", "cagrad", "mgda")  # fmt: skip
+
+
+def assert_close(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    size = max(np.abs(each).max() for each in wanted.values()) or 1.0
+    for key, gradient in wanted.items():
+        assert np.abs(found[key] - gradient).max() < 1e-6 * size, key
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_of_a_step_is_the_rule_s(method: str) -> None:
+    given = rows(["a", "b", "c"])
+    found, _ = taken(method, given)
+    assert_close(found, expected(method, given))
+
+
+def test_main_task_with_helpers() -> None:
+    given = rows(["a", "b", "c"])
+    found, _ = taken("main_and_helpers", given, main=("a",))
+    assert_close(found, expected("main_and_helpers", given))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_micro_batches_give_the_same_gradient(method: str) -> None:
+    one, _ = taken(method, rows(["a", "b"], parts=1))
+    four, _ = taken(method, rows(["a", "b"], parts=4))
+    assert_close(four, one)
+
+
+def test_a_table_of_what_scale_and_shift_change() -> None:
+    """As kexue.fm/archives/8870: which rules do not see a factor, or a constant, of a loss."""
+    given = rows(["a", "b", "c"])
+    scale_free = {"initial", "real_time", "dwa", "gradient_norm"}
+    shift_free = {"equal", "random", "gradient_norm", "pcgrad", "cagrad", "mgda", "initial",
+                  "uncertainty", "dwa", "gradnorm"}  # fmt: skip
+    for method in set(METHODS) - {"prior"}:
+        plain, _ = taken(method, given)
+        if method != "dwa":  # its weights, not its gradients, are free of a factor
+            scaled, _ = taken(method, given, factors={"b": 1000.0})
+            same = _relative(scaled, plain) < 1e-6
+            assert same == (method in scale_free), method
+        shifted, _ = taken(method, given, constants={"b": 5.0})
+        same = _relative(shifted, plain) < 1e-6
+        assert same == (method in shift_free), method
+
+
+def _relative(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> float:
+    size = max(float(np.abs(each).max()) for each in wanted.values())
+    return max(float(np.abs(found[key] - wanted[key]).max()) for key in wanted) / size
+
+
+def test_two_tasks_never_conflict() -> None:
+    for number in range(5):
+        torch.manual_seed(number)
+        given = rows(["a", "b"])
+        # Opposite targets on the same rows: gradients that point apart.
+        given["b"] = [batch("b", p.inputs["x"], -p.inputs["y"]) for p in given["a"]]
+        _, gradients = reference(given)
+        vectors = [np.concatenate([g for key, g in each.items() if key.startswith("encoder.")])
+                   for each in gradients.values()]  # fmt: skip
+        for method in ("gradient_norm", "pcgrad", "mgda"):
+            found, _ = taken(method, given)
+            update = np.concatenate([g for key, g in found.items() if key.startswith("encoder.")])
+            for vector in vectors:
+                assert vector @ update > -1e-6 * np.linalg.norm(vector), method
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_task_without_a_valid_row_gives_no_nan(method: str) -> None:
+    given = rows(["a", "b"])
+    empty = [batch("b", p.inputs["x"][:0], p.inputs["y"][:0]) for p in given["b"][:1]]
+    found, memory = taken(method, {**given, "b": empty}, steps=3)
+    assert all(np.isfinite(each).all() for each in found.values())
+    assert all(np.isfinite([*each.values()]).all() for each in memory.values())
+
+
+def test_late_norms_are_those_that_were_measured() -> None:
+    given = rows(["a", "b"])
+    _, gradients = reference(given)
+    norms = np.sqrt(np.diag(encoder_gram(gradients)))
+    # The rate is 0, so that every step has the same norms: late weights are exact ones.
+    exact, _ = taken("gradient_norm", given)
+    late, memory = taken("gradient_norm", given, steps=3, norms="late", every=2)
+    assert [memory["norm"][name] for name in "ab"] == pytest.approx(norms, rel=1e-6)
+    assert_close(late, exact)
+
+
+def test_dwa_follows_the_rates_of_the_losses() -> None:
+    given = rows(["a", "b"])
+    _, memory = taken("dwa", given, steps=5, interval=2)
+    losses, _ = reference(given)
+    assert memory["mean"] == pytest.approx(losses, rel=1e-6)
+    assert memory["older_mean"] == pytest.approx(losses, rel=1e-6)
+    memory["mean"]["a"] *= 0.5
+    weights = balance.dwa(np.array([0.5, 1.0]), 2.0)
+    assert weights.sum() == pytest.approx(2)
+    assert weights[0] < weights[1]
