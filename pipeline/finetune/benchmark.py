@@ -157,7 +157,7 @@ def sweep(plan: Plan) -> dict[str, Any]:
             changed = {path: value for path, _, value in leaves if value != written[path]}
             start = str(Path(file).resolve()) if Path(file).is_file() else file
             runs.append({"folder": str(folder), "config": start, **changed})
-    plain = json.loads(json.dumps(runs))
+    plain = json.loads(json.dumps(runs))  # a tuple that comes twice would be an alias in YAML
     return {"verb": "finetune", "dir": str(plan.out), "metric": {"name": "score"}, "runs": plain}
 
 
