@@ -1,9 +1,9 @@
 """Sweeps: runs that differ by overrides, as one job array or side by side on this machine.
 
-`DIR/NAME` is the folder of a run, named by its overrides, and `DIR/NAME/config.yaml` the config
-that it starts from, written once. `DIR/sweep.json` records the runs, `DIR/sweep/launch` holds the
-profile, the script and the code of each submission. A run is submitted, restarted and judged as
-one that is submitted alone, so that `status`, `logs` and `cancel` work with its folder, too.
+`DIR/NAME` is the folder of a run, named by its overrides or by the file, and `DIR/NAME/config.yaml`
+the config that it starts from, written once. `DIR/sweep.json` records the runs, `DIR/sweep/launch`
+holds the profile, the script and the code of each submission. A run is submitted, restarted and
+judged as one that is submitted alone, so that `status`, `logs` and `cancel` work with its folder.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
+from os.path import commonpath
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,10 +75,12 @@ from pipeline.tasks.task import TaskConfig, load_task
 RECORD_FILE = "sweep.json"
 _RESULT = "result.json"
 _HOME = "sweep"
+_FOLDER_KEY = "folder"
+_SAFE_NAME = re.compile(r"[\w+=][\w.+=-]*(/[\w+=][\w.+=-]*)*")
 _LONGEST_NAME = 100
 _DIFFERENCES = 3
 Point = Mapping[str, Any]
-"""Overrides of one run, by dotted path."""
+"""Overrides of one run, by dotted path; beside them `config` and `folder`, if it has its own."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class Kind:
     """Reads a metric of a run; None: not yet."""
     finished: str = "done.json"
     """The file that a finished run has."""
+    options: Callable[[Path], tuple[str, ...]] = lambda folder: ()
+    """Options of the verb in the sweep of a folder."""
 
 
 def _check_training_here(config: PretrainConfig, ranks: int, work_dir: str) -> None:
@@ -147,6 +152,7 @@ KINDS: dict[str, Kind] = {
         load=lambda path, words: load_task(str(path), tuple(words)),
         value=_score,
         finished=_RESULT,
+        options=lambda folder: ("--tokens", str(folder / "tokens")),
     ),
 }
 
@@ -164,13 +170,13 @@ class SweepConfig:
     """Many runs of one kind: every combination of `grid`, or each of `runs`."""
 
     verb: str = param(REQUIRED, "kind of the runs, such as pretrain")
-    config: str = param(REQUIRED, "what each run starts from; beside the sweep's file, or shipped")
+    config: str | None = param(None, "start of runs without their own; beside this file or shipped")
     dir: str = param(REQUIRED, "folder of the runs' folders; resumed if it exists")
     grid: dict[str, tuple[Any, ...]] | None = param(
         None, "values by dotted path, such as {train.lr: [1e-3, 3e-4]}; a run each combination"
     )
     runs: tuple[dict[str, Any], ...] | None = param(
-        None, "overrides of each run, such as [{train.lr: 1e-3}, {seed: 2}]; in place of grid"
+        None, "overrides of each run and its own `config` or `folder` below dir; in place of grid"
     )
     jobs: int = param(1, "runs at the same time", ge=1)
     metric: MetricConfig = section(MetricConfig, "what `status` compares")
@@ -250,33 +256,47 @@ def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[Swee
             are not what they were when they were started.
     """
     sweep = load(SweepConfig, path, overrides).config
-    kind, shipped = sweep.kind, getattr(sweep.kind.config, "SHIPPED", ())
-    base = find(sweep.config, shipped, Path(path).parent)
-    if not base.is_file():
-        raise ConfigError(f"config = {sweep.config!r}: {base} does not exist; correct the path")
     runs: list[Run] = []
     mistakes: list[str] = []
     same: dict[str, str] = {}
     for point in sweep.points:
-        name = name_of(point)
-        if kind.folder in point:
-            mistakes.append(f"{name}: {kind.folder} is the sweep's to choose; leave it out")
-            continue
-        values = {**point, kind.folder: f"{sweep.dir}/{name}"}
-        words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        name = str(point.get(_FOLDER_KEY) or name_of(point))
         try:
-            config = kind.load(base, words)
+            config = _config_of(sweep, name, point, Path(path).parent)
         except ConfigError as error:
             mistakes.append(f"{name}: {error}")
             continue
         run = Run(name, point, Path(work_dir, sweep.dir, name), config)
-        first = same.setdefault(digest(replace(config, **{kind.folder: ""})), name)
-        if first != name or any(one.name == name for one in runs):
+        first = same.setdefault(digest(replace(config, **{sweep.kind.folder: ""})), name)
+        near = [one.name for one in runs if commonpath((name, one.name)) in (name, one.name)]
+        if first != name:
             mistakes.append(f"{name} is the same run as {first}: leave one of them out")
-        mistakes += _changes(run, kind)
+        elif near:
+            mistakes.append(f"{name} is, holds or lies in the folder of another run, {near[0]}")
+        mistakes += _changes(run, sweep.kind)
         runs.append(run)
     _refuse(mistakes)
     return sweep, runs
+
+
+def _config_of(sweep: SweepConfig, name: str, point: Point, beside: Path) -> Any:
+    """Read the config of a run; paths start `beside` the sweep's file."""
+    kind, values = sweep.kind, {key: point[key] for key in point if key != _FOLDER_KEY}
+    text = values.pop("config", sweep.config)
+    if kind.folder in values:
+        raise ConfigError(f"{kind.folder} is the sweep's to choose; leave it out")
+    if not _SAFE_NAME.fullmatch(name) or name.split("/")[0] == _HOME:
+        raise ConfigError(
+            f"{_FOLDER_KEY} = {name!r}: expected a path below dir of letters, digits and _.+=-, "
+            f"not in {_HOME}"
+        )
+    if not isinstance(text, str):
+        raise ConfigError(f"config = {text!r}: expected a file; set it for the sweep or the run")
+    base = find(text, getattr(kind.config, "SHIPPED", ()), beside)
+    if not base.is_file():
+        raise ConfigError(f"config = {text!r}: {base} does not exist; correct the path")
+    values[kind.folder] = f"{sweep.dir}/{name}"
+    return kind.load(base, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 
 
 def _refuse(mistakes: Sequence[str]) -> None:
@@ -288,11 +308,10 @@ def _refuse(mistakes: Sequence[str]) -> None:
 def _changes(run: Run, kind: Kind) -> list[str]:
     """Say why a run that was started earlier is another one now; empty if it is the same."""
     if not run.config_file.is_file():
-        if run.folder.exists():
-            return [
-                f"{run.folder} exists and holds no run of a sweep (no {CONFIG_FILE}): move it away"
-            ]
-        return []
+        # A folder that the file names, such as a benchmark's, may be finished without a sweep.
+        is_finished = _FOLDER_KEY in run.point and (run.folder / kind.finished).is_file()
+        why = f"{run.folder} exists and holds no run of a sweep (no {CONFIG_FILE}): move it away"
+        return [why] if run.folder.exists() and not is_finished else []
     try:
         before = kind.load(run.config_file, ())
     except ConfigError as error:
@@ -352,7 +371,7 @@ def _queued(run_dir: Path) -> str:
 
 def _is_of(job: JobFacts, run_dir: Path) -> bool:
     # An element has the comment of its array until `submit` has given it the run's.
-    return job.is_of(run_dir) or job.is_of(run_dir.parent)
+    return any(job.is_of(folder) for folder in (run_dir, *run_dir.parents))
 
 
 @dataclass(frozen=True)
@@ -415,7 +434,7 @@ def prepare(
         kind=sweep.verb,
         name=folder.name,
         run_dir=str(folder),
-        words=("pipeline", sweep.verb, f"{RUN}{CONFIG_FILE}"),
+        words=("pipeline", sweep.verb, f"{RUN}{CONFIG_FILE}", *sweep.kind.options(folder)),
         work_dir=source.work_dir,
         start=start,
         log_dir=str(folder / "logs"),
@@ -552,12 +571,13 @@ def run_here(
     _refuse(mistakes)
     for run in what.runs:
         write_run(run)
-    record(sweep, Path(work_dir, sweep.dir), what.every)
+    folder = Path(work_dir, sweep.dir)
+    record(sweep, folder, what.every)
     profile = ["--cluster", cluster] if cluster else []
-    options = ["--local", "--ranks", str(ranks), *profile]
+    options, own = ["--local", "--ranks", str(ranks), *profile], sweep.kind.options(folder)
     commands = {}
     for run in what.runs:
-        program = [*module_command("pipeline"), sweep.verb, str(run.config_file)]
+        program = [*module_command("pipeline"), sweep.verb, str(run.config_file), *own]
         words = ["submit", "--program", str(run.folder), *options, "--", *program]
         commands[run.name] = ([*module_command("launch"), *words], run.folder / "logs/local.log")
     return run_side_by_side(commands, jobs, ranks)
@@ -597,7 +617,7 @@ def cancel(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
         yield from control.cancel_jobs([one.job for one in alive.values() if one.is_waiting])
         for run, one in alive.items():
             if not one.is_waiting:
-                yield f"{run.name}:"
+                yield f"{run.relative_to(folder)}:"
                 yield from control.cancel(run, save=True, save_s=save_s)
     else:
         yield from control.cancel_jobs(sorted({one.array for one in alive.values()}, key=int))
@@ -621,7 +641,7 @@ class SweepReport:
 def sweep_report(folder: Path) -> SweepReport:
     """Look at all runs of a sweep, an absolute folder."""
     found = read_record(folder)
-    metric, problem = found["metric"], ""
+    kind, metric, problem = KINDS[found["verb"]], found["metric"], ""
     jobs = {name: _queued(folder / name) for name in found["runs"]}
     try:
         facts = {one.job: one for one in jobs_of(sorted(set(filter(None, jobs.values()))))}
@@ -633,15 +653,13 @@ def sweep_report(folder: Path) -> SweepReport:
         if job is None or not _is_of(job, folder / name):
             job = JobFacts(jobs[name], jobs[name].partition("_")[0], UNKNOWN, "")
         report = report_of(folder / name, [job] if jobs[name] else [], "")
-        value = None
-        if metric["name"]:
-            value = KINDS[found["verb"]].value(folder / name, report, metric["name"])
+        value = kind.value(folder / name, report, metric["name"]) if metric["name"] else None
         runs.append(
             {
                 "name": name,
                 "run_dir": str(folder / name),
                 "overrides": point,
-                "state": _state(report),
+                "state": _state(report, kind.finished),
                 "job": jobs[name] or None,
                 "step": report.run.step if report.run else None,
                 "num_steps": report.run.num_steps if report.run else None,
@@ -654,11 +672,14 @@ def sweep_report(folder: Path) -> SweepReport:
     return SweepReport(str(folder), found["verb"], metric, problem, runs)
 
 
-def _state(report: RunReport) -> str:
+def _state(report: RunReport, finished: str) -> str:
     """Give the state in a word; a run that goes on without SLURM is running."""
-    is_queued = report.job is not None and report.job.is_alive
-    if not is_queued and RunFolder(Path(report.run_dir)).is_locked():
-        return "running"
+    folder = Path(report.run_dir)
+    if report.job is None or not report.job.is_alive:
+        if RunFolder(folder).is_locked():
+            return "running"
+        if (folder / finished).is_file():
+            return "finished"
     return headline(report)
 
 

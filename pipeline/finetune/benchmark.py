@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from pipeline.config.load import load, provenance
 from pipeline.config.named import find
+from pipeline.config.schema import walk
 from pipeline.errors import (
     EXIT_FAILED_RETRY,
     ConfigError,
@@ -31,7 +32,7 @@ from pipeline.errors import (
     StoppedError,
 )
 from pipeline.finetune import baselines
-from pipeline.finetune.result import read_runs
+from pipeline.finetune.result import read_runs, seed_folders
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tasks.readers import read_task
@@ -56,6 +57,8 @@ class Plan:
     name: str
     tasks: dict[str, TaskConfig]
     """By name; seeds and files are those of this benchmark."""
+    files: dict[str, str]
+    """The task file of each, or the name of a shipped one."""
     models: tuple[str, ...]
     out: Path
     with_random: bool = True
@@ -106,12 +109,14 @@ def read_plan(
     root = [] if config.root is None else [f"data.root={json.dumps(config.root)}"]
     given = (*root, *config.overrides, *overrides)
     tasks: dict[str, TaskConfig] = {}
+    files: dict[str, str] = {}
     for text in config.tasks:
         name = Path(text).stem
         if name in tasks:
             raise ConfigError(f"{suite}: two tasks are called {name!r}; rename one of the files")
         path = beside / text
-        task = load_task(str(path) if path.is_file() else text, given)
+        files[name] = str(path) if path.is_file() else text
+        task = load_task(files[name], given)
         if seeds:
             task = replace(task, train=replace(task.train, seeds=seeds))
         tasks[name] = task
@@ -119,7 +124,7 @@ def read_plan(
         raise ConfigError(f"{suite} names no task; list task files in `tasks`")
     names = dict.fromkeys(models)
     plan = Plan(
-        name=Path(suite).stem, tasks=tasks, models=tuple(names), out=out,
+        name=Path(suite).stem, tasks=tasks, files=files, models=tuple(names), out=out,
         published=config.published, **on,
     )  # fmt: skip
     if plan.with_ngrams and find_spec("sklearn") is None:
@@ -131,6 +136,29 @@ def read_plan(
     if len(set(folders)) < len(folders):
         raise ConfigError(f"--from {', '.join(names)}: two of them would share a folder in {out}")
     return plan
+
+
+def sweep(plan: Plan) -> dict[str, Any]:
+    """Describe all fine-tunings as a sweep (`postnorm submit --sweep`), a run for each seed.
+
+    Where a task has a search, its seeds are one run, since the first one chooses for all.
+    """
+    runs: list[dict[str, Any]] = []
+    for (task, config), column in product(plan.tasks.items(), plan.columns):
+        if column == baselines.NAME:
+            continue
+        file, seeds = plan.files[task], config.train.seeds
+        written = {path: value for path, _, value in walk(load_task(file))}
+        cell = plan.folder(task, column).relative_to(plan.out)
+        parts = dict(zip(seed_folders(cell, seeds), ((seed,) for seed in seeds), strict=True))
+        for folder, own in ({cell: seeds} if config.search.points else parts).items():
+            train = replace(config.train, seeds=own)
+            leaves = walk(replace(config, name=task, model=column, train=train))
+            changed = {path: value for path, _, value in leaves if value != written[path]}
+            start = str(Path(file).resolve()) if Path(file).is_file() else file
+            runs.append({"folder": str(folder), "config": start, **changed})
+    plain = json.loads(json.dumps(runs))  # a tuple that comes twice would be an alias in YAML
+    return {"verb": "finetune", "dir": str(plan.out), "metric": {"name": "score"}, "runs": plain}
 
 
 def count_overlap(plan: Plan, corpus: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.config import strict_yaml
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.finetune.rescore_command import RESCORE
 from pipeline.runtime import cli
@@ -130,10 +131,18 @@ def _benchmark_arguments(parser: argparse.ArgumentParser) -> None:
         help="count the rows that share text with this corpus: a dataset's folder, or text as a "
         "source of `prep` takes it; may be repeated",
     )
-    add(
+    nothing = parser.add_mutually_exclusive_group()
+    nothing.add_argument(
         "--dry-run",
         action="store_true",
         help="train nothing: rows, steps, tokens and GPU hours of each task with the first model",
+    )
+    nothing.add_argument(
+        "--write-sweep",
+        type=Path,
+        metavar="FILE",
+        help="train nothing: write all fine-tunings as a sweep, for `submit --sweep FILE`; "
+        "afterwards, the same command without this option makes the table of them",
     )
     cli.add_overrides(parser, "of every task, such as data.root=data train.epochs=1")
 
@@ -171,6 +180,11 @@ def _benchmark_on(arguments: argparse.Namespace, rank: "Rank") -> int:
         found = costs(plan, plan.models[0])
         print(Summary(arguments.suite, "not run", cost_lines(found, seeds)).text())
         return EXIT_FINISHED
+    if arguments.write_sweep:
+        sweep = benchmark.sweep(plan)
+        write_atomic(arguments.write_sweep, strict_yaml.dump(sweep).encode())
+        print(f"{arguments.write_sweep}: {len(sweep['runs'])} runs")
+        return EXIT_FINISHED
     overlap = benchmark.count_overlap(plan, arguments.overlap) if arguments.overlap else None
 
     def written(body: benchmark.Body) -> None:
@@ -192,7 +206,8 @@ BENCHMARK = Verb(
     _benchmark,
     """\
 benchmark small data.root=data --from runs/mine --from models/bert --out runs/table --seeds 1,2,3
-benchmark clue data.root=data --from runs/mine --out runs/clue --overlap data/corpus.jsonl.gz""",
+benchmark clue data.root=data --from runs/mine --out runs/clue --overlap data/corpus.jsonl.gz
+benchmark clue data.root=data --from runs/mine --out runs/clue --write-sweep sweep.yaml""",
     "The same command continues it.",
 )
 

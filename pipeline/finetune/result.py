@@ -333,6 +333,11 @@ def read_runs(folder: Path) -> list[Run]:
     return runs
 
 
+def seed_folders(folder: Path, seeds: Sequence[int]) -> list[Path]:
+    """Name the folders that `finetune` gives the runs of its seeds."""
+    return [folder] if len(seeds) == 1 else [folder / f"seed-{seed}" for seed in seeds]
+
+
 def _seed(folder: Path) -> int:
     return int(folder.name.removeprefix("seed-"))
 

@@ -53,6 +53,7 @@ from pipeline.finetune.result import (
     read_result,
     read_run,
     score_run,
+    seed_folders,
     tables_of,
     write_predictions,
 )
@@ -180,7 +181,7 @@ def finetune(
     found: list[dict[str, Any]] = []
     if config.search.points:
         prepared, found = _searched(prepared, given[0], out)
-    folders = [out] if len(given) == 1 else [out / f"seed-{seed}" for seed in given]
+    folders = seed_folders(out, given)
     _require_layout(out, several=len(given) > 1)
     for seed, folder in zip(given, folders, strict=True):
         _finetune_seed(prepared, seed, folder, found)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from launch.sweep import SweepConfig, name_of
-from pipeline.config.load import build
+from pipeline.config.load import build, load
+from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_folder import RunFolder
@@ -135,6 +136,47 @@ def test_all_that_is_wrong_is_told_before_anything_is_submitted(sweeps: Sweeps) 
     assert "no.yaml does not exist" in sweeps.sweep(code=2)
     assert not sweeps.dir.exists()
     assert sweeps.slurm.calls == []
+
+
+def test_runs_with_a_config_and_a_folder_of_their_own(sweeps: Sweeps) -> None:
+    first, other = sweeps.folder / "train.yaml", sweeps.folder / "other.yaml"
+    other.write_text(first.read_text().replace("num_steps: 40", "num_steps: 30"))
+    sweeps.write(grid={"config": [first.name, other.name]})
+    assert json.loads(sweeps.sweep("--json", "--dry-run"))["runs"] == [
+        "config=train.yaml", "config=other.yaml"
+    ]  # fmt: skip
+    runs = [{"folder": "a/b", "seed": 1}, {"folder": "a/c", "config": "other.yaml", "seed": 1}]
+    sweeps.write(grid=None, runs=runs)
+    sweeps.sweep()
+    [(_, script)] = sweeps.slurm.calls
+    for folder, steps in (("a/b", 40), ("a/c", 30)):
+        config = load(PretrainConfig, sweeps.dir / folder / "config.yaml").config
+        assert (config.run_dir, config.train.num_steps) == (f"runs/lr/{folder}", steps)
+        assert f"  {sweeps.dir / folder}\n" in script
+    # The element waits under the comment of its array.
+    line = "101_0|101|PENDING|None|train||0|1700000000|0|0|30:00|0|{}\n"
+    (sweeps.slurm.folder / "queue").write_text(line.format(sweeps.dir))
+    assert json.loads(sweeps.sweep("--json"))["left"] == {"a/b": "in the queue as job 101_0"}
+    assert [run["name"] for run in sweeps.status()] == ["a/b", "a/c"]
+    assert sweeps.status()[0]["state"] == "pending"
+
+
+def test_folders_that_do_not_fit_are_refused(sweeps: Sweeps) -> None:
+    folders = ["a/b", "a", "a/b/c", "../b", "/b", "sweep/b", "a/.b", "b a"]
+    runs = [{"folder": folder, "seed": seed} for seed, folder in enumerate(folders, start=5)]
+    sweeps.write(grid=None, config=None, runs=[{**run, "config": "train.yaml"} for run in runs])
+    said = sweeps.sweep(code=2)
+    assert "7 mistake(s)" in said
+    assert "a is, holds or lies in the folder of another run, a/b" in said
+    assert "a/b/c is, holds or lies in the folder of another run, a/b" in said
+    assert said.count("expected a path below dir of letters") == 5
+    sweeps.write(grid=None, config=None, runs=[{"seed": 1}])
+    assert "config = None: expected a file; set it for the sweep or the run" in sweeps.sweep(code=2)
+    sweeps.write(grid=None, runs=[{"folder": "a/b"}])
+    (sweeps.dir / "a/b").mkdir(parents=True)
+    assert "a/b exists and holds no run of a sweep" in sweeps.sweep(code=2)
+    (sweeps.dir / "a/b/done.json").touch()
+    assert json.loads(sweeps.sweep("--json"))["left"] == {"a/b": "finished"}
 
 
 def test_more_runs_than_an_array_may_have_are_refused(sweeps: Sweeps) -> None:
