@@ -14,6 +14,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.model import heads
 from pipeline.model.encoder import Encoder, EncoderModel
+from pipeline.model.layers import Trace
 from pipeline.model.layout import Layout, rows
 from pipeline.objectives.base import Sum, Sums
 from pipeline.tasks.task import TaskConfig
@@ -108,15 +109,17 @@ class TaskModel(EncoderModel):
             (B, K) scores of classes, (U, C) of choices, (B, S, K) of tags, (B, K, S, S) of spans or
             (B, S, 2) of starts and ends; and the losses, (B,) or (U,), if asked for.
         """
-        x_BSD = self.encoder(input_ids, layout)
+        pool: Any = self.spec.pool
+        trace = Trace(keep_probabilities=False) if pool == "first_last_avg" else None
+        x_BSD = self.encoder(input_ids, layout, trace=trace)
         mask_BS, kind = inputs["mask"], self.spec.kind
         if kind == "spans":
             scores: Tensor = self.pointer(x_BSD, layout.positions, inputs["text"])
         elif kind in ("tag", "qa"):
             scores = self.linear(x_BSD)
         else:
-            pool: Any = self.spec.pool
-            pooled = heads.pool(pool, [x_BSD], heads.masked_documents(mask_BS), self.encoder)
+            hidden = [x_BSD] if trace is None else trace.hidden
+            pooled = heads.pool(pool, hidden, heads.masked_documents(mask_BS), self.encoder)
             if kind in CHOOSES:
                 scores = heads.choice_scores(self.linear, pooled, inputs["choices"])
             else:
@@ -156,7 +159,9 @@ class TaskModel(EncoderModel):
         if kind == "spans":
             return heads.decode_spans(scores)
         if kind == "qa":
-            found = heads.best_answers(scores, inputs["text"], self.spec.max_answer)
+            found = heads.best_answers(
+                scores, inputs["starts"], inputs["text"], self.spec.max_answer
+            )
             return list(zip(*(each.tolist() for each in found), strict=True))
         if kind == "tag":
             labelled = inputs["text"]

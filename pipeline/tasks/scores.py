@@ -135,8 +135,8 @@ def squad_scores(answers: Sequence[str], prediction: str) -> tuple[float, float]
     """Return (em, f1) of one question by SQuAD's rules; no answers: "" is right."""
     words = squad_words(prediction)
     best = (0.0, 0.0)
-    for answer in answers or [""]:
-        gold = squad_words(answer)
+    # As officially, an answer of which nothing is left counts only where all are so.
+    for gold in [gold for answer in answers if (gold := squad_words(answer))] or [[]]:
         common = (Counter(gold) & Counter(words)).total()
         f1 = _overlap_f1(common, len(words), len(gold)) if gold and words else float(gold == words)
         best = (max(best[0], float(gold == words)), max(best[1], f1))

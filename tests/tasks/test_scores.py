@@ -168,6 +168,7 @@ def test_entity_counts_if_type_start_and_end_are_equal() -> None:
         ([], "cat", 0, 0),
         (["cat"], "", 0, 0),
         (["the"], "", 1, 1),
+        (["the", "cat"], "", 0, 0),
     ],
 )
 def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
