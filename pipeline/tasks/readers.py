@@ -466,14 +466,10 @@ def _place(source: Source, context: str, answer: str, stated: int | None) -> int
 
 
 _GOLD: dict[str, Callable[[Source, Row, Example, Any], Gold]] = {
-    "classify": _class_gold,
-    "pair": _class_gold,
-    "coref": _class_gold,
-    "choice": _choice_gold,
-    "cloze": _choice_gold,
+    **dict.fromkeys(("classify", "pair", "coref"), _class_gold),
+    **dict.fromkeys(("choice", "cloze"), _choice_gold),
     "multilabel": _labels_gold,
     "regress": _number_gold,
-    "tag": _spans_gold,
-    "spans": _spans_gold,
+    **dict.fromkeys(("tag", "spans"), _spans_gold),
     "qa": _answers_gold,
 }

@@ -255,43 +255,38 @@ def _f1(sums: Floats) -> Floats:
     return _ratio(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
 
 
-def _micro_f1(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
-    return Table(_counts(golds, predictions, classes).sum(1), _f1)
+def _micro_f1(counts: Floats) -> Table:
+    return Table(counts.sum(1), _f1)
 
 
-def _macro_f1(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
+def _macro_f1(counts: Floats) -> Table:
     """Average over the classes that stand in gold or prediction, as scikit-learn does."""
-    counts = _counts(golds, predictions, classes)
 
     def value(sums: Floats) -> Floats:
-        each = sums.reshape(*sums.shape[:-1], len(classes), 3)
+        each = sums.reshape(*sums.shape[:-1], -1, 3)
         present = (each[..., 1] + each[..., 2] > 0).astype(np.float64)
         return _ratio((_f1(each) * present).sum(-1), present.sum(-1))
 
-    return Table(counts.reshape(len(golds), -1), value)
+    return Table(counts.reshape(len(counts), -1), value)
 
 
-def _binary_f1(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
+def _binary_f1(counts: Floats) -> Table:
     """F1 of the second of two classes; of more classes it is micro, which equals accuracy."""
-    if len(classes) != 2:
-        return _micro_f1(golds, predictions, classes)
-    return Table(_counts(golds, predictions, classes)[:, 1], _f1)
+    return Table(counts[:, 1], _f1) if counts.shape[1] == 2 else _micro_f1(counts)
 
 
-def _matthews(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
+def _matthews(counts: Floats) -> Table:
     """Correlate classes, by Gorodkin's form for any number of them; 0 if one side is constant."""
-    counts = _counts(golds, predictions, classes)
-    num = len(classes)
 
     def value(sums: Floats) -> Floats:
-        each = sums.reshape(*sums.shape[:-1], num, 3)
+        each = sums.reshape(*sums.shape[:-1], -1, 3)
         right, predicted, gold = each[..., 0].sum(-1), each[..., 1], each[..., 2]
         rows = gold.sum(-1)
         above = right * rows - (predicted * gold).sum(-1)
         below = (rows**2 - (predicted**2).sum(-1)) * (rows**2 - (gold**2).sum(-1))
         return _ratio(above, np.sqrt(np.maximum(below, 0)))
 
-    return Table(counts.reshape(len(golds), -1), value)
+    return Table(counts.reshape(len(counts), -1), value)
 
 
 def _correlation(one: Floats, other: Floats) -> Table:
@@ -350,15 +345,13 @@ def tables(
     if kind in ("choice", "cloze"):
         return accuracy
     there = {_class_of(item) for each in (*golds, *predictions) for item in _items(each)}
-    classes = [*labels, *sorted(there - set(labels))]
-    arguments = golds, predictions, classes
-    macro = {"macro_f1": _macro_f1(*arguments)}
+    counts = _counts(golds, predictions, [*labels, *sorted(there - set(labels))])
+    macro = {"macro_f1": _macro_f1(counts)}
     if kind in ("tag", "spans"):
-        return {"f1": _micro_f1(*arguments)} | macro
+        return {"f1": _micro_f1(counts)} | macro
     if kind == "multilabel":
-        return accuracy | {"f1": _micro_f1(*arguments)} | macro
-    f1 = {"f1": _binary_f1(*arguments)}
-    return accuracy | f1 | macro | {"matthews": _matthews(*arguments)}
+        return accuracy | {"f1": _micro_f1(counts)} | macro
+    return accuracy | {"f1": _binary_f1(counts)} | macro | {"matthews": _matthews(counts)}
 
 
 # Baselines and intervals
