@@ -247,19 +247,19 @@ def _example(source: Source, number: int, row: Row) -> Example | None:
             texts[field] = _text(source, row, field, required=field in kind.fields)
     gold_key = source.column(kind.gold)
     value = None if gold_key is None else row.values.get(gold_key)
-    # NaN is what pandas writes for nothing; no text is no label, but a list without labels is gold.
-    if value != value or (config.task.kind != "multilabel" and str(value).strip() == ""):
-        value = None
-    if value is None and source.needs_gold:
-        raise DataError(
-            f"{row.where}: no {gold_key!r} (or an empty one), the gold of task.kind="
-            f"{config.task.kind}; keys: {', '.join(row.values)}; name it in data.fields.{kind.gold}"
-        )
     if not isinstance(value, (list, dict)) and value is not None:
         name = _name(value, row)
         if name in config.data.drop_labels:
             source.counts[f"dropped: label {name!r}"] += 1
             return None
+        # NaN is what pandas writes for nothing. No text is no label, but may be no labels.
+        if value != value or (name == "" and config.task.kind != "multilabel"):
+            value = None
+    if value is None and source.needs_gold:
+        raise DataError(
+            f"{row.where}: no {gold_key!r} (or an empty one), the gold of task.kind="
+            f"{config.task.kind}; keys: {', '.join(row.values)}; name it in data.fields.{kind.gold}"
+        )
     id_key = source.column("id") or "id"
     # CLUEWSC names it idx in train and id in test.
     id_ = row.values.get(id_key, row.values.get("id"))

@@ -61,12 +61,14 @@ ROW = {"sentence": "x", "label": "a"}
 
 
 def test_rows_without_gold_are_dropped_and_counted(folder: Folder) -> None:
-    rows = [{"sentence1": "甲", "sentence2": "乙", "label": y} for y in ("neutral", "-", "-")]
-    data = folder.read("pair", rows, drop_labels=["-"], **NLI)
+    rows = [{"sentence1": "甲", "sentence2": "乙", "label": y} for y in ("neutral", "-", "-", "")]
+    data = folder.read("pair", rows, drop_labels=["-", ""], **NLI)
     assert [(row.text, row.text_b, row.gold) for row in data.splits["train"]] == [
         ("甲", "乙", "neutral")
     ]
-    assert data.counts["train"] == {"dropped: label '-'": 2, "rows": 1}
+    assert data.counts["train"] == {
+        "dropped: label '-'": 2, "dropped: label ''": 1, "rows": 1,
+    }  # fmt: skip
 
 
 def test_labels_may_be_numbers_and_are_in_order(folder: Folder) -> None:
