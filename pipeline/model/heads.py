@@ -1,7 +1,7 @@
 """Heads on an encoder's hidden states: pooling, classes, choices, tags, spans, answers.
 
 A head makes scores; functions beside it make the loss of each row and the decision. Losses and
-dynamic programs are fp32 at least. A row without tokens, or without a label, has loss 0.
+dynamic programs are fp32 at least. A row without tokens has loss 0.
 
 Shapes: B rows of S slots, T tokens end to end, D hidden size, P documents, K classes or span
 types, C choices, H head size. A mask is true at what counts; `-inf` are scores of what does not.
@@ -22,7 +22,7 @@ Pool = Literal["cls", "mean", "first_last_avg", "pooler"]
 Kind = Literal["single_label", "multi_label", "regression"]
 
 IGNORED = -100
-"""The label of a token or row that has none, as in `torch.nn.functional.cross_entropy`."""
+"""The label of a token that has none, as in `torch.nn.functional.cross_entropy`."""
 
 _NEVER = float("-inf")
 
@@ -110,17 +110,14 @@ def class_losses(kind: Kind, scores_BK: Tensor, labels: Tensor) -> Tensor:
     Args:
         kind: cross-entropy, `multi_label_losses`, or the squared error.
         scores_BK: K is 1 for the regression of one value.
-        labels: (B,) int64, (B, K) bool, or (B,) numbers. `IGNORED` (single label) and NaN
-            (regression) are no label.
+        labels: (B,) int64, (B, K) bool, or (B,) numbers.
     """
     scores_BK = scores_BK.to(_wide(scores_BK))
     if kind == "multi_label":
         return multi_label_losses(scores_BK, labels.bool())
     if kind == "regression":
-        missing = labels.isnan()
-        gold = labels.to(scores_BK.dtype).masked_fill(missing, 0)
-        return (scores_BK[:, 0] - gold).square().masked_fill(missing, 0)
-    return F.cross_entropy(scores_BK, labels, ignore_index=IGNORED, reduction="none")
+        return (scores_BK[:, 0] - labels.to(scores_BK.dtype)).square()
+    return F.cross_entropy(scores_BK, labels, reduction="none")
 
 
 def multi_label_losses(scores: Tensor, gold: Tensor) -> Tensor:
@@ -224,7 +221,6 @@ class Span(NamedTuple):
     start: int
     end: int
     """Exclusive."""
-    score: float
 
 
 class GlobalPointer(nn.Module):
@@ -264,11 +260,9 @@ def span_losses(scores_BKSS: Tensor, gold_BKSS: Tensor) -> Tensor:
 
 def decode_spans(scores_BKSS: Tensor) -> list[list[Span]]:
     """Return each row's spans with a score above 0, by type, start and end; they may nest."""
-    places = (scores_BKSS > 0).nonzero()
-    values = scores_BKSS[tuple(places.T)].tolist()
     rows: list[list[Span]] = [[] for _ in scores_BKSS]
-    for (row, kind, start, last), score in zip(places.tolist(), values, strict=True):
-        rows[row].append(Span(kind, start, last + 1, score))
+    for row, kind, start, last in (scores_BKSS > 0).nonzero().tolist():
+        rows[row].append(Span(kind, start, last + 1))
     return rows
 
 
@@ -295,11 +289,11 @@ def answer_losses(
     """
     allowed = allowed_BS.bool().index_fill(1, torch.zeros(1, dtype=torch.int64).to(start_B), True)
     wide = scores_BS2.to(_wide(scores_BS2)).masked_fill(~allowed[..., None], _NEVER)
-    parts = (
-        F.cross_entropy(wide[..., side], gold, ignore_index=IGNORED, reduction="none")
+    start, last = (
+        F.cross_entropy(wide[..., side], gold, reduction="none")
         for side, gold in enumerate((start_B, last_B))
     )
-    return sum(parts, torch.zeros_like(wide[:, 0, 0])) / 2
+    return (start + last) / 2
 
 
 def best_answers(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DataError
+from pipeline.tasks.task import KINDS
 
 Floats = npt.NDArray[np.float64]
 _OTHER_NAMES = {"M": "I", "L": "E", "U": "S"}
@@ -385,12 +386,8 @@ def chance(
     """
     if kind in ("choice", "cloze"):
         return {"accuracy": float(np.mean([1 / num for num in num_choices]))}
-    if kind in ("tag", "spans"):
-        return {"f1": 0.0, "macro_f1": 0.0}
-    if kind == "qa":
-        return {"em": 0.0, "f1": 0.0}
-    if kind == "regress":
-        return {"pearson": 0.0, "spearman": 0.0}
+    if kind in ("tag", "spans", "qa", "regress"):
+        return dict.fromkeys(KINDS[kind].metrics, 0.0)
     is_multi = kind == "multilabel"
     rate = 1 / 2 if is_multi else 1 / len(labels)
     gold = _counts(golds, golds, labels)[..., 2].mean(0)
