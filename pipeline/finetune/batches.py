@@ -86,7 +86,8 @@ def tokenised(
     Raises:
         ConfigError: see `encode`.
     """
-    settings = (_VERSION, config.task.kind, config.input, tokenizer_sha256)
+    max_answer = config.head.max_answer  # what is longer is counted
+    settings = (_VERSION, config.task.kind, config.input, max_answer, tokenizer_sha256)
     key = hashlib.sha256(repr(settings).encode())
     for example in examples:
         key.update(repr((example.texts, example.gold, example.marks, example.words)).encode())

@@ -8,7 +8,7 @@ counted; scores take the gold of the file, so it counts as missed.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -135,7 +135,7 @@ class _Encoder:
                     texts = [example.text, example.text_b, choice]
                     yield self._row(number, part, [self._plain(each) for each in texts if each])
         elif kind == "coref":
-            yield self._row(number, 0, [self._plain(_marked(example))])
+            yield self._coref(number, example)
         elif kind in ("tag", "spans"):
             row = self._row(number, 0, [self._located(example.text)])
             yield self._with_entities(row, example)
@@ -189,6 +189,13 @@ class _Encoder:
         one, other = (_Tokens(side, [(-1, -1)] * len(side)) for side in sides)
         return self._joined(number, part, [one, candidate, other])
 
+    def _coref(self, number: int, example: Example) -> TokenRow:
+        text, places = _marked(example)
+        row = self._row(number, 0, [self._located(text)])
+        kept = [bool(np.any((row.offsets[:, 0] <= at) & (at < row.offsets[:, 1]))) for at in places]
+        self.counts["marked spans behind the cut"] += not all(kept)
+        return replace(row, offsets=np.full_like(row.offsets, -1))  # they were of the marked text
+
     def _with_entities(self, row: TokenRow, example: Example) -> TokenRow:
         spans = []
         gold = example.gold if isinstance(example.gold, tuple) else ()
@@ -205,7 +212,7 @@ class _Encoder:
             flat = _flat(spans)
             self.counts["entities inside others, which tags cannot hold"] += len(spans) - len(flat)
             spans = flat
-        return TokenRow(row.example, row.part, row.ids, row.offsets, tuple(spans))
+        return replace(row, spans=tuple(spans))
 
     def _windows(self, number: int, example: Example) -> Iterator[TokenRow]:
         """Yield [CLS] question [SEP] window [SEP]; every token of the passage is in some window."""
@@ -226,7 +233,7 @@ class _Encoder:
             for item in (example.gold if isinstance(example.gold, tuple) else ())
             if not isinstance(item, (str, Span)) and item.start is not None
         ]
-        is_held = False
+        held = 0
         # Slots of the passage begin behind [CLS] question [SEP].
         first = len(question.ids) + 2
         for part, (start, end, *best) in enumerate(_windows(len(passage.ids), room, config.stride)):
@@ -234,10 +241,11 @@ class _Encoder:
             places = (_slots(row, example.text, *each, exact=False) for each in answers)
             slots = next((each for each in places if each is not None), None)
             spans = () if slots is None else (TokenSpan("answer", *slots),)
-            is_held |= slots is not None
+            held = max(held, slots[1] - slots[0] if slots else 0)
             starts = first + best[0] - start, first + best[1] - start
-            yield TokenRow(number, part, row.ids, row.offsets, spans, starts)
-        self.counts["answers that no window holds"] += bool(answers) and not is_held
+            yield replace(row, spans=spans, starts=starts)
+        self.counts["answers that no window holds"] += bool(answers) and not held
+        self.counts["answers longer than head.max_answer"] += held > self.config.head.max_answer
 
 
 def _windows(length: int, room: int, stride: int) -> list[tuple[int, int, int, int]]:
@@ -294,17 +302,18 @@ def _flat(spans: Sequence[TokenSpan]) -> list[TokenSpan]:
     return sorted(kept, key=lambda span: span.start)
 
 
-def _marked(example: Example) -> str:
-    """Write the marks of coref around their spans."""
+def _marked(example: Example) -> tuple[str, list[int]]:
+    """Write the marks of coref around their spans; also return where the signs are."""
     signs = []
     for name, start, end in example.marks:
         before, behind = _MARKS[name]
         # At one place what closes comes first, then what opens; the longer span lies outside.
         signs += [(end, 0, end - start, behind), (start, 1, start - end, before)]
-    text = example.text
-    for place, _, _, sign in sorted(signs, reverse=True):
-        text = text[:place] + sign + text[place:]
-    return text
+    text, places = example.text, []
+    for number, (place, _, _, sign) in enumerate(sorted(signs)):
+        places.append(place + number)
+        text = text[: places[-1]] + sign + text[places[-1] :]
+    return text, places
 
 
 def _masked(text: str, blanks: Sequence[Span], start: int, end: int) -> str:

@@ -21,10 +21,15 @@ from tests.support.tiny_tasks import write_task
 
 
 def _predicted(
-    config: TaskConfig, model: Any, examples: list[Example], decide: Callable[[Any], list[Any]]
+    config: TaskConfig,
+    model: Any,
+    examples: list[Example],
+    decide: Callable[[Any], list[Any]],
+    folder: Path,
 ) -> list[Any]:
     """Make predictions of what `decide` says of the inputs of all rows."""
-    tokens = tokenised(config, model.tokenizer, "", examples, None)
+    for _ in range(2):  # the second time from the file of the first
+        tokens = tokenised(config, model.tokenizer, "", examples, folder / "tokens")
     spec = HeadSpec.of("t", config, ("ORG",))
     batch = collate(
         spec, tokens, tokens.units(spec.kind), pad_id=model.tokenizer.pad_id, with_gold=True
@@ -48,11 +53,15 @@ def test_gold_tags_become_the_gold_entities(
     (tmp_path / "a.bmes").write_text(content)
     config = build(TaskConfig, {"task": {"kind": "tag"}, "data": {"root": str(tmp_path)}}, "t")
     examples = read_file(config, "a.bmes", needs_gold=True)
-    found = _predicted(config, load(tiny_model), examples, lambda each: each["tags"].tolist())
+    found = _predicted(
+        config, load(tiny_model), examples, lambda each: each["tags"].tolist(), tmp_path
+    )
     assert found == [[["ORG", *bounds]] for bounds in golds]
 
 
-def test_answer_comes_from_the_window_with_the_most_context(tiny_model: Path) -> None:
+def test_answer_comes_from_the_window_with_the_most_context(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     task = {"task": {"kind": "qa"}, "input": {"max_length": 12, "stride": 2, "max_question": 2}}
     text = "good bad fine poor film book red green blue what who where"
     example = Example(id="0", where="", text=text, text_b="the", gold=(Answer("red", 29),))
@@ -68,7 +77,7 @@ def test_answer_comes_from_the_window_with_the_most_context(tiny_model: Path) ->
         return list(zip(*(each.tolist() for each in every), strict=True))
 
     config = build(TaskConfig, task, "t")
-    assert _predicted(config, load(tiny_model), [example], decide) == ["book"]
+    assert _predicted(config, load(tiny_model), [example], decide, tmp_path) == ["book"]
 
 
 def test_model_that_gives_nan_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def test_candidate_stands_in_its_blank(wordpiece: WordPieceTokenizer) -> None:
         ((2, 3), (0, 2), "[ 浙 商 ] _ 银 _ 行 企 业"),
         ((0, 4), (2, 4), "_ 浙 商 [ 银 行 ] _ 企 业"),
         ((0, 2), (0, 4), "[ _ 浙 商 _ 银 行 ] 企 业"),
+        ((0, 1), (1, 2), "_ 浙 _ [ 商 ] 银 行 企 业"),
     ],
 )
 def test_both_spans_of_coref_are_marked(
@@ -203,6 +204,11 @@ def test_both_spans_of_coref_are_marked(
     marks = (Span("span1", *first), Span("span2", *second))
     [row], _ = _encode(wordpiece, _config("coref"), text="浙商银行企业", marks=marks, gold="true")
     assert _words(wordpiece, row) == f"[CLS] {words} [SEP]"
+    _, counts = _encode(
+        wordpiece, _config("coref", max_length=8), text="浙商银行企业", marks=marks, gold="true"
+    )
+    is_lost = max(first[1], second[1]) + 4 > 6  # of ten characters six are left
+    assert counts.get("marked spans behind the cut", 0) == is_lost
 
 
 # Windows
@@ -257,6 +263,12 @@ def test_window_trains_on_whichever_answer_it_holds(wordpiece: WordPieceTokenize
     assert [text_spans(row, row.spans) for row in rows] == [
         [Span("answer", 2, 4)], [], [Span("answer", 20, 22)], [],
     ]  # fmt: skip
+
+
+def test_answer_that_is_never_given_is_counted(wordpiece: WordPieceTokenizer) -> None:
+    fields = {"text": CHINESE, "text_b": "博士", "gold": (Answer(CHINESE[:31], 0),)}
+    _, counts = _encode(wordpiece, _config("qa", max_length=40, stride=8), **fields)
+    assert counts == {"answers longer than head.max_answer": 1}, "30 tokens"
 
 
 def test_answer_that_no_window_holds_is_counted(wordpiece: WordPieceTokenizer) -> None:
