@@ -361,20 +361,28 @@ def tables(
 def majority(
     kind: str, golds: Sequence[Any], *, labels: Sequence[str] = (), scorer: str = "squad"
 ) -> dict[str, float]:
-    """Score the best constant prediction: the commonest gold, the mean, no span, no answer."""
-    constant: Any
+    """Score the best constant prediction: the commonest gold, the mean, no span, no answer.
+
+    Of two classes either counts: the rarer one has the higher f1 where it is the second.
+    """
+    constants: list[Any]
     if kind == "qa":
-        constant = ""
+        constants = [""]
     elif kind in ("tag", "spans"):
-        constant = []
+        constants = [[]]
     elif kind == "regress":
-        constant = float(np.mean(golds))
+        constants = [float(np.mean(golds))]
     else:
         counts = Counter(item for gold in golds for item in _items(gold))
-        constant = min(counts, key=lambda item: (-counts[item], str(item)), default="")
-        constant = [constant] if kind == "multilabel" else constant
-    every = tables(kind, golds, [constant] * len(golds), labels=labels, scorer=scorer)
-    return {name: table.score for name, table in every.items()}
+        constants = sorted(counts, key=lambda item: (-counts[item], str(item))) or [""]
+        constants = constants[: 2 if len(labels) == 2 else 1]
+        if kind == "multilabel":
+            constants = [[name] for name in constants]
+    every = [
+        tables(kind, golds, [constant] * len(golds), labels=labels, scorer=scorer)
+        for constant in constants
+    ]
+    return {name: max(each[name].score for each in every) for name in every[0]}
 
 
 def chance(
