@@ -1,6 +1,7 @@
 """`postnorm predict`: a fine-tuned model answers the rows of any file of its task."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +39,7 @@ class Answers:
     path: Path
     num_rows: int
     counts: dict[str, int]
-    """Rows that were cut and the like, in words."""
+    """Rows that were dropped or cut and the like, in words."""
     scores: dict[str, float]
     """Where the file has gold for every row; else empty."""
 
@@ -82,7 +83,8 @@ def predict(
     """
     tuned = load_fine_tuned(folder)
     spec, task = tuned.model.task.spec, tuned.config
-    examples = read_file(task, file.resolve(), needs_gold=False)
+    read: Counter[str] = Counter()
+    examples = read_file(task, file.resolve(), needs_gold=False, counts=read)
     known = set(spec.labels)
     for example in examples:
         names = example.gold if isinstance(example.gold, tuple) else [example.gold]
@@ -105,7 +107,7 @@ def predict(
         out = write_submission(out, task, spec.name, made, source=file, texts=texts)
     else:
         write_predictions(out, made)
-    return Answers(out, len(made), counts, _scores(task, spec, made))
+    return Answers(out, len(made), dict(+read) | counts, _scores(task, spec, made))
 
 
 def _scores(task: TaskConfig, spec: HeadSpec, made: list[Prediction]) -> dict[str, float]:

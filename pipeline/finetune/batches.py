@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_BATCHES = 32
 """Batches whose examples are sorted by length together."""
-_VERSION = 1
+_VERSION = 2
 """Of files of tokens; another one is tokenised again."""
 
 
@@ -86,7 +86,8 @@ def tokenised(
     Raises:
         ConfigError: see `encode`.
     """
-    settings = (_VERSION, config.task.kind, config.input, tokenizer_sha256)
+    max_answer = config.head.max_answer  # what is longer is counted
+    settings = (_VERSION, config.task.kind, config.input, max_answer, tokenizer_sha256)
     key = hashlib.sha256(repr(settings).encode())
     for example in examples:
         key.update(repr((example.texts, example.gold, example.marks, example.words)).encode())
@@ -110,7 +111,7 @@ def _write(path: Path, rows: Sequence[TokenRow], counts: dict[str, int]) -> None
             np.savez(
                 file,
                 lengths=np.array([len(row.ids) for row in rows]),
-                places=np.array([(row.example, row.part) for row in rows]),
+                places=np.array([(row.example, row.part, *row.starts) for row in rows]),
                 ids=np.concatenate([row.ids for row in rows]),
                 offsets=np.concatenate([row.offsets for row in rows]),
                 spans=np.array(json.dumps([row.spans for row in rows])),
@@ -133,8 +134,9 @@ def _read(path: Path) -> tuple[list[TokenRow], dict[str, int]]:
             parts["ids"][start:end],
             parts["offsets"][start:end],
             tuple(TokenSpan(*each) for each in spans[number]),
+            tuple(starts),
         )
-        for number, ((example, part), start, end) in enumerate(
+        for number, ((example, part, *starts), start, end) in enumerate(
             zip(parts["places"].tolist(), [0, *ends], ends, strict=False)
         )
     ]
@@ -153,7 +155,8 @@ def collate(
     """Make a batch of one row a document, padded at the end.
 
     `inputs` have `mask` (B, S) bool; for kinds with places also `text` (B, S) bool, the slots that
-    may be labelled; and with gold what the loss of the kind needs.
+    may be labelled; of qa `starts` (B, S) bool, those an answer may begin at; and with gold what
+    the loss of the kind needs.
     """
     rows = [data.rows[row] for unit in units for row in unit]
     shape = len(rows), max(len(row.ids) for row in rows)
@@ -174,6 +177,10 @@ def collate(
         inputs["text"] = np.zeros(shape, np.bool_)
         for number, row in enumerate(rows):
             inputs["text"][number, labelled(row, data.examples[row.example])] = True
+    if spec.kind == "qa":
+        inputs["starts"] = np.zeros(shape, np.bool_)
+        for number, row in enumerate(rows):
+            inputs["starts"][number, slice(*row.starts)] = True
     if with_gold:
         inputs |= _gold(spec, data, rows, [data.rows[unit[0]] for unit in units], shape)
         if row_weights is not None:
@@ -341,7 +348,9 @@ class TaskStream:
         )
         if self._corrupt is None:
             return made
-        return self._corrupt(made, [(epoch, row) for epoch, unit in taken for row in self._units[unit]])
+        return self._corrupt(
+            made, [(epoch, row) for epoch, unit in taken for row in self._units[unit]]
+        )
 
     def _located(self, first: int, size: int) -> list[tuple[int, int]]:
         """Return (epoch, unit) of some places of the stream."""

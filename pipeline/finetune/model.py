@@ -14,6 +14,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.model import heads
 from pipeline.model.encoder import Encoder, EncoderModel
+from pipeline.model.layers import Trace
 from pipeline.model.layout import Layout, rows
 from pipeline.objectives.base import Sum, Sums, minimised
 from pipeline.tasks.task import TaskConfig
@@ -92,21 +93,24 @@ class TaskHead(nn.Module):
     def forward(
         self,
         encoder: Encoder,
-        x_BSD: Tensor,
+        input_ids: Tensor,
         layout: Layout,
         inputs: dict[str, Tensor],
         *,
         with_losses: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Score rows, of which `x_BSD` is what `encoder` gave; see `TaskModel.forward`."""
+        """Score rows by an encoder; see `TaskModel.forward`."""
+        pool: Any = self.spec.pool
+        trace = Trace(keep_probabilities=False) if pool == "first_last_avg" else None
+        x_BSD = encoder(input_ids, layout, trace=trace)
         mask_BS, kind = inputs["mask"], self.spec.kind
         if kind == "spans":
             scores: Tensor = self.pointer(x_BSD, layout.positions, inputs["text"])
         elif kind in ("tag", "qa"):
             scores = self.linear(x_BSD)
         else:
-            pool: Any = self.spec.pool
-            pooled = heads.pool(pool, [x_BSD], heads.masked_documents(mask_BS), encoder)
+            hidden = [x_BSD] if trace is None else trace.hidden
+            pooled = heads.pool(pool, hidden, heads.masked_documents(mask_BS), encoder)
             if kind in CHOOSES:
                 scores = heads.choice_scores(self.linear, pooled, inputs["choices"])
             else:
@@ -146,7 +150,9 @@ class TaskHead(nn.Module):
         if kind == "spans":
             return heads.decode_spans(scores)
         if kind == "qa":
-            found = heads.best_answers(scores, inputs["text"], self.spec.max_answer)
+            found = heads.best_answers(
+                scores, inputs["starts"], inputs["text"], self.spec.max_answer
+            )
             return list(zip(*(each.tolist() for each in found), strict=True))
         if kind == "tag":
             labelled = inputs["text"]
@@ -184,9 +190,8 @@ class TaskModel(EncoderModel):
             (B, K) scores of classes, (U, C) of choices, (B, S, K) of tags, (B, K, S, S) of spans or
             (B, S, 2) of starts and ends; and the losses, (B,) or (U,), if asked for.
         """
-        x_BSD = self.encoder(input_ids, layout)
         found: tuple[Tensor, Tensor | None] = self.task(
-            self.encoder, x_BSD, layout, inputs, with_losses=with_losses
+            self.encoder, input_ids, layout, inputs, with_losses=with_losses
         )
         return found
 

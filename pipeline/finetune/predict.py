@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import Share
+from pipeline.errors import DataError
 from pipeline.finetune.batches import TaskRows, by_length, collate, labelled
 from pipeline.finetune.model import CHOOSES, NAMES, HeadSpec, TaskHead, layout_of
 from pipeline.finetune.result import Prediction
@@ -73,6 +74,10 @@ class Predictor:
                 with_losses=with_gold,
                 **self._more,
             )
+            # What stands at padding means nothing.
+            of_tokens = scores[batch.inputs["mask"]] if spec.kind in ("tag", "qa") else scores
+            if bool(of_tokens.isnan().any()):
+                raise DataError("the model's scores are NaN: it has diverged; lower train.lr")
             found = self._head.decide(scores, batch.inputs)
             decided |= {unit[0]: each for unit, each in zip(units, found, strict=True)}
             total += float(losses.sum()) if losses is not None else 0.0
@@ -135,14 +140,14 @@ def _gold(spec: HeadSpec, example: Example) -> Any:
 def _tagged(
     spec: HeadSpec, example: Example, row: TokenRow, tags: Sequence[int]
 ) -> list[list[Any]]:
-    """Read entities from tags of slots; ends are those of words where the file has words."""
+    """Read entities from tags of slots; an end is that of the word, or of a token of several."""
     slots = labelled(row, example).tolist()
     names = [spec.tags[tags[slot]] if tags[slot] != IGNORED else "O" for slot in slots]
     ends = dict(example.words)
     bounds = []
     for slot in slots:
         start, end = row.offsets[slot].tolist()
-        bounds.append((start, ends.get(start, end)))
+        bounds.append((start, max(end, ends.get(start, end))))
     return [
         [kind, bounds[first][0], bounds[last - 1][1]] for kind, first, last in decode_tags(names)
     ]

@@ -293,6 +293,7 @@ def tokenizer_of(folder: Path, tokenizer: Any) -> tuple[str, bytes]:
 
 
 def hash_of(values: Any) -> str:
+    """Return the sha256 of values as JSON."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -429,6 +430,7 @@ class TaskWork:
 
 
 def pad_id(prepared: Prepared) -> int:
+    """Return the token of padding."""
     return int(prepared.trained.require_tokenizer().pad_id)
 
 

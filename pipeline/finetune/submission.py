@@ -16,31 +16,19 @@ from pipeline.runtime.files import write_atomic
 from pipeline.tasks.task import TaskConfig
 
 _CLUE = {
-    "afqmc": "afqmc",
-    "iflytek": "iflytek",
-    "tnews": "tnews1{}",
-    "cmnli": "cmnli",
+    **{name: name for name in ("afqmc", "iflytek", "cmnli", "csl", "cmrc2018", "cluener")},
+    **{name: f"{name}1{{}}" for name in ("tnews", "cluewsc", "chid", "c3")},
     "ocnli": "ocnli_50k",
-    "cluewsc": "cluewsc1{}",
-    "csl": "csl",
-    "cmrc2018": "cmrc2018",
-    "chid": "chid1{}",
-    "c3": "c31{}",
-    "cluener": "cluener",
 }
 """By name of the shipped task; {} is 0 for test1.0.json, else 1."""
 _FEWCLUE = {
-    "fewclue-bustm": "bustm",
-    "fewclue-eprstmt": "eprstmt",
-    "fewclue-csldcp": "csldcp",
-    "fewclue-chid": "chidf",
-    "fewclue-cluewsc": "cluewscf",
-    "fewclue-csl": "cslf",
-    "fewclue-iflytek": "iflytekf",
-    "fewclue-ocnli": "ocnlif",
-    "fewclue-tnews": "tnewsf",
+    **{f"fewclue-{name}": name for name in ("bustm", "eprstmt", "csldcp")},
+    **{
+        f"fewclue-{name}": f"{name}f"
+        for name in ("chid", "cluewsc", "csl", "iflytek", "ocnli", "tnews")
+    },
 }
-_TEXT_IDS = (*(name for name in _CLUE if name != "cluener"), "fewclue-tnews")
+_TEXT_IDS = {*_CLUE, "fewclue-tnews"} - {"cluener"}
 
 
 def official_name(task: str, source: str | Path) -> str:

@@ -1,7 +1,7 @@
 """Heads on an encoder's hidden states: pooling, classes, choices, tags, spans, answers.
 
 A head makes scores; functions beside it make the loss of each row and the decision. Losses and
-dynamic programs are fp32 at least. A row without tokens, or without a label, has loss 0.
+dynamic programs are fp32 at least. A row without tokens has loss 0.
 
 Shapes: B rows of S slots, T tokens end to end, D hidden size, P documents, K classes or span
 types, C choices, H head size. A mask is true at what counts; `-inf` are scores of what does not.
@@ -22,7 +22,7 @@ Pool = Literal["cls", "mean", "first_last_avg", "pooler"]
 Kind = Literal["single_label", "multi_label", "regression"]
 
 IGNORED = -100
-"""The label of a token or row that has none, as in `torch.nn.functional.cross_entropy`."""
+"""The label of a token that has none, as in `torch.nn.functional.cross_entropy`."""
 
 _NEVER = float("-inf")
 
@@ -104,27 +104,20 @@ class LinearHead(nn.Module):
         return self.output(self.dropout(x))  # type: ignore[no-any-return]
 
 
-def class_losses(
-    kind: Kind, scores_BK: Tensor, labels: Tensor, class_weights: Tensor | None = None
-) -> Tensor:
+def class_losses(kind: Kind, scores_BK: Tensor, labels: Tensor) -> Tensor:
     """Compute the (B,) losses of rows.
 
     Args:
         kind: cross-entropy, `multi_label_losses`, or the squared error.
         scores_BK: K is 1 for the regression of one value.
-        labels: (B,) int64, (B, K) bool, or (B,) numbers. `IGNORED` (single label) and NaN
-            (regression) are no label.
-        class_weights: (K,) factors of the losses of single-label rows, by gold class.
+        labels: (B,) int64, (B, K) bool, or (B,) numbers.
     """
     scores_BK = scores_BK.to(_wide(scores_BK))
     if kind == "multi_label":
         return multi_label_losses(scores_BK, labels.bool())
     if kind == "regression":
-        missing = labels.isnan()
-        gold = labels.to(scores_BK.dtype).masked_fill(missing, 0)
-        return (scores_BK[:, 0] - gold).square().masked_fill(missing, 0)
-    weights = None if class_weights is None else class_weights.to(scores_BK.dtype)
-    return F.cross_entropy(scores_BK, labels, weights, ignore_index=IGNORED, reduction="none")
+        return (scores_BK[:, 0] - labels.to(scores_BK.dtype)).square()
+    return F.cross_entropy(scores_BK, labels, reduction="none")
 
 
 def multi_label_losses(scores: Tensor, gold: Tensor) -> Tensor:
@@ -180,9 +173,24 @@ class Crf(nn.Module):
         return self._log_partition(scores, mask) - self._path_score(scores, tags, mask)
 
     def decode(self, scores_BSK: Tensor, mask_BS: Tensor) -> Tensor:
-        """(B, S) int64 tags of the best paths, `IGNORED` where the mask is false."""
-        weights = self.transitions, self.start, self.end
-        return viterbi(scores_BSK, mask_BS, *(weight.detach() for weight in weights))
+        """Find the (B, S) int64 tags of the best paths, `IGNORED` where the mask is false.
+
+        Of equal paths the one whose tags, read from the end, come first. Source: Viterbi 1967.
+        """
+        scores, mask, order = _to_front(scores_BSK, mask_BS.bool())
+        state_BK, steps = self.start.to(scores.dtype) + scores[:, 0], []
+        stay_BK = torch.arange(len(self.start), device=scores.device).expand_as(state_BK)
+        for step in range(1, mask.shape[1]):
+            best, source_BK = (state_BK[:, :, None] + self.transitions).max(1)
+            state_BK = torch.where(mask[:, step, None], best + scores[:, step], state_BK)
+            steps.append(torch.where(mask[:, step, None], source_BK, stay_BK))
+        tag_B1 = (state_BK + self.end).argmax(-1, keepdim=True)
+        path = [tag_B1]
+        for source_BK in reversed(steps):
+            tag_B1 = source_BK.gather(1, tag_B1)
+            path.append(tag_B1)
+        tags_BS = torch.cat(path[::-1], 1).masked_fill(~mask, IGNORED)
+        return torch.empty_like(tags_BS).scatter(1, order, tags_BS)
 
     def _log_partition(self, scores_BSK: Tensor, mask_BS: Tensor) -> Tensor:
         state_BK = self.start.to(scores_BSK.dtype) + scores_BSK[:, 0]
@@ -199,30 +207,6 @@ class Crf(nn.Module):
         return (emitted + moved + ends).where(mask_BS[:, 0], 0)
 
 
-def viterbi(
-    scores_BSK: Tensor, mask_BS: Tensor, transitions_KK: Tensor, start_K: Tensor, end_K: Tensor
-) -> Tensor:
-    """Find the (B, S) int64 tags of the best paths, `IGNORED` where the mask is false.
-
-    Of equal paths the one whose tags, read from the end, come first. Transitions of 0 and -inf
-    keep softmax tags to legal sequences. Source: Viterbi 1967.
-    """
-    scores, mask, order = _to_front(scores_BSK, mask_BS.bool())
-    state_BK, steps = start_K + scores[:, 0], []
-    stay_BK = torch.arange(len(start_K), device=scores.device).expand_as(state_BK)
-    for step in range(1, mask.shape[1]):
-        best, source_BK = (state_BK[:, :, None] + transitions_KK).max(1)
-        state_BK = torch.where(mask[:, step, None], best + scores[:, step], state_BK)
-        steps.append(torch.where(mask[:, step, None], source_BK, stay_BK))
-    tag_B1 = (state_BK + end_K).argmax(-1, keepdim=True)
-    path = [tag_B1]
-    for source_BK in reversed(steps):
-        tag_B1 = source_BK.gather(1, tag_B1)
-        path.append(tag_B1)
-    tags_BS = torch.cat(path[::-1], 1).masked_fill(~mask, IGNORED)
-    return torch.empty_like(tags_BS).scatter(1, order, tags_BS)
-
-
 def _to_front(scores_BSK: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Move what the mask keeps to the front of rows; also the moved mask, and where from."""
     order_BS = (~mask_BS).int().argsort(dim=1, stable=True)
@@ -237,27 +221,21 @@ class Span(NamedTuple):
     start: int
     end: int
     """Exclusive."""
-    score: float
 
 
 class GlobalPointer(nn.Module):
     """Scores every span of every type by its first and last token, so spans may nest.
 
-    Sources: Su 2021 (kexue.fm/archives/8373); efficient, which shares queries and keys among types
-    and adds a bias of each type at start and end, Su 2022 (kexue.fm/archives/8877);
-    bojone/bert4keras `bert4keras/layers.py`, GlobalPointer and EfficientGlobalPointer.
+    Sources: Su 2021 (kexue.fm/archives/8373); bojone/bert4keras `bert4keras/layers.py`.
     """
 
     def __init__(
-        self, config: ModelConfig, num_types: int, *, dropout: float, efficient: bool = False,
-        head_size: int = 64,
-    ) -> None:  # fmt: skip
+        self, config: ModelConfig, num_types: int, *, dropout: float, head_size: int = 64
+    ) -> None:
         super().__init__()
-        self.head_size, self.num_types = head_size, num_types
+        self.head_size = head_size
         self.dropout = nn.Dropout(dropout)
-        num_pairs = 1 if efficient else num_types
-        self.query_key = nn.Linear(config.hidden_size, 2 * num_pairs * head_size)
-        self.bounds = nn.Linear(2 * head_size, 2 * num_types) if efficient else None
+        self.query_key = nn.Linear(config.hidden_size, 2 * num_types * head_size)
         initialise(self, config)
 
     def forward(self, x_BSD: Tensor, positions_BS: Tensor, mask_BS: Tensor) -> Tensor:
@@ -270,13 +248,9 @@ class GlobalPointer(nn.Module):
         query, key = both.unflatten(-1, (-1, 2, self.head_size)).unbind(-2)
         query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         scores = torch.einsum("bmkh,bnkh->bkmn", query, key) / self.head_size**0.5
-        scores = scores.to(_wide(scores))
-        if self.bounds is not None:
-            start_BKS, end_BKS = self.bounds(both).transpose(1, 2).chunk(2, 1)
-            scores = scores + (start_BKS[..., :, None] + end_BKS[..., None, :]) / 2
         mask_BS = mask_BS.bool()
         legal_BSS = (mask_BS[:, :, None] & mask_BS[:, None, :]).triu()
-        return torch.where(legal_BSS[:, None], scores, _NEVER)
+        return torch.where(legal_BSS[:, None], scores.to(_wide(scores)), _NEVER)
 
 
 def span_losses(scores_BKSS: Tensor, gold_BKSS: Tensor) -> Tensor:
@@ -284,18 +258,16 @@ def span_losses(scores_BKSS: Tensor, gold_BKSS: Tensor) -> Tensor:
     return multi_label_losses(scores_BKSS.flatten(2), gold_BKSS.flatten(2)).mean(-1)
 
 
-def decode_spans(scores_BKSS: Tensor, threshold: float = 0.0) -> list[list[Span]]:
-    """Return each row's spans above the threshold, by type, start and end; they may nest."""
-    places = (scores_BKSS > threshold).nonzero()
-    values = scores_BKSS[tuple(places.T)].tolist()
+def decode_spans(scores_BKSS: Tensor) -> list[list[Span]]:
+    """Return each row's spans with a score above 0, by type, start and end; they may nest."""
     rows: list[list[Span]] = [[] for _ in scores_BKSS]
-    for (row, kind, start, last), score in zip(places.tolist(), values, strict=True):
-        rows[row].append(Span(kind, start, last + 1, score))
+    for row, kind, start, last in (scores_BKSS > 0).nonzero().tolist():
+        rows[row].append(Span(kind, start, last + 1))
     return rows
 
 
 class Answers(NamedTuple):
-    """The best legal answer of each window, or of each question."""
+    """The best legal answer of each window."""
 
     start: Tensor
     """(B,) int64 slot of the first token."""
@@ -317,54 +289,34 @@ def answer_losses(
     """
     allowed = allowed_BS.bool().index_fill(1, torch.zeros(1, dtype=torch.int64).to(start_B), True)
     wide = scores_BS2.to(_wide(scores_BS2)).masked_fill(~allowed[..., None], _NEVER)
-    parts = (
-        F.cross_entropy(wide[..., side], gold, ignore_index=IGNORED, reduction="none")
+    start, last = (
+        F.cross_entropy(wide[..., side], gold, reduction="none")
         for side, gold in enumerate((start_B, last_B))
     )
-    return sum(parts, torch.zeros_like(wide[:, 0, 0])) / 2
+    return (start + last) / 2
 
 
-def best_answers(scores_BS2: Tensor, allowed_BS: Tensor, max_tokens: int) -> Answers:
+def best_answers(
+    scores_BS2: Tensor, starts_BS: Tensor, allowed_BS: Tensor, max_tokens: int
+) -> Answers:
     """Find the best pair of start <= last of each window among all pairs, not among n best.
 
     Args:
         scores_BS2: of `LinearHead` with two outputs.
-        allowed_BS: true at the tokens of the context that an answer may begin and end at.
+        starts_BS: true at the tokens of the context that an answer may begin at.
+        allowed_BS: true at those that it may end at.
         max_tokens: of an answer.
     """
     wide = scores_BS2.to(_wide(scores_BS2))
     null = wide[:, 0].sum(-1)
-    start_BS, last_BS = wide.masked_fill(~allowed_BS.bool()[..., None], _NEVER).unbind(-1)
+    start_BS = wide[..., 0].masked_fill(~starts_BS.bool(), _NEVER)
+    last_BS = wide[..., 1].masked_fill(~allowed_BS.bool(), _NEVER)
     num_slots = start_BS.shape[1]
     near_SS = torch.ones(num_slots, num_slots, dtype=torch.bool, device=wide.device)
     near_SS = near_SS.triu().tril(max_tokens - 1)
     pairs = (start_BS[:, :, None] + last_BS[:, None, :]).masked_fill(~near_SS, _NEVER)
     score, place = pairs.flatten(1).max(-1)
     return Answers(place // num_slots, place % num_slots, score, null)
-
-
-def over_windows(
-    answers: Answers, question_B: Tensor, num_questions: int
-) -> tuple[Answers, Tensor]:
-    """Choose the best window of each question, and the smallest null score over its windows.
-
-    A question is unanswerable if null - score exceeds a threshold, chosen on dev. Source:
-    google-research/bert `run_squad.py`, write_predictions.
-
-    `question_B` are int64 numbers of questions, each of which has a window.
-
-    Returns:
-        Answers of questions, and the numbers (Q,) of their windows.
-    """
-    highest = answers.score.new_full((num_questions,), _NEVER)
-    highest = highest.scatter_reduce(0, question_B, answers.score, "amax")
-    null = torch.full_like(highest, float("inf"))
-    null = null.scatter_reduce(0, question_B, answers.null, "amin")
-    number = torch.arange(len(question_B), device=question_B.device)
-    best = number.where(answers.score == highest[question_B], len(number))
-    window = torch.full((num_questions,), len(number), device=number.device)
-    window = window.scatter_reduce(0, question_B, best, "amin")
-    return Answers(answers.start[window], answers.last[window], highest, null), window
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -163,7 +163,7 @@ def smallest(gram: Floats, is_main: npt.NDArray[np.bool_]) -> Floats:
     here = np.ix_(has, has)
     found = np.zeros(len(gram))
     found[has] = nonnegative(gram[here] / scale + np.outer(main, main)[here], main[has])
-    return found / (main @ found)
+    return np.asarray(found / (main @ found))
 
 
 def pcgrad(gram: Floats, seed: int, step: int) -> Floats:

@@ -164,7 +164,9 @@ class MultiTaskConfig:
     seed: int = param(1, "of heads, draws, order and dropout", ge=0, le=2**32 - 1)
     data: DataConfig | None = param(None, "dataset of the task mlm, as in pre-training")
     root: str | None = param(None, "data.root of all tasks; null leaves each task's own")
-    tasks: dict[str, Any] = param(REQUIRED, "by name: {from: TASK FILE, share: 5}; mlm: {share: 60}")
+    tasks: dict[str, Any] = param(
+        REQUIRED, "by name: {from: TASK FILE, share: 5}; mlm: {share: 60}"
+    )
     sampling: SamplingConfig = section(SamplingConfig, "how often each task is drawn")
     balance: BalanceConfig = section(BalanceConfig, "how much each task counts")
     corrupt: CorruptConfig = section(CorruptConfig, "noise in the inputs of supervised tasks")
@@ -184,7 +186,9 @@ class MultiTaskConfig:
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ConfigError("tasks is empty: name at least one, such as tnews: {from: tnews.yaml}")
+            raise ConfigError(
+                "tasks is empty: name at least one, such as tnews: {from: tnews.yaml}"
+            )
         if (MLM in self.tasks) != (self.data is not None):
             raise ConfigError(
                 "the task mlm and data belong together: data names the dataset that mlm reads; "

@@ -130,9 +130,7 @@ class Corruption:
         is_random = chosen & (how >= 0.8) & (how < 0.9)
         ids[is_random] = draws[2][is_random] % self.vocab_size
 
-    def _pairs(
-        self, ids: npt.NDArray[np.int64], num: int, draws: npt.NDArray[np.uint32]
-    ) -> None:
+    def _pairs(self, ids: npt.NDArray[np.int64], num: int, draws: npt.NDArray[np.uint32]) -> None:
         """Corrupt neighbours together, as RoFormerV2's published code does.
 
         Of n tokens floor(share n / 2) 2 positions after the first are drawn and sorted; each second

@@ -17,7 +17,9 @@ _CHUNK = 4096
 """Steps whose draws are counted together."""
 
 
-def shares(sizes: Sequence[float], cap: float | None, temperature: float) -> npt.NDArray[np.float64]:
+def shares(
+    sizes: Sequence[float], cap: float | None, temperature: float
+) -> npt.NDArray[np.float64]:
     """(tasks,) probabilities proportional to min(size, cap)^(1 / temperature).
 
     Source: Raffel et al. 2020, arXiv 1910.10683, section 3.5.2.

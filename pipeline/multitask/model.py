@@ -42,8 +42,7 @@ class MultiTaskModel(MaskedLanguageModel):
         """Score rows as `TaskModel.forward` does for a task; without one, as the MLM does."""
         if task is None:
             return super().forward(input_ids, layout, *given, **named)
-        x_BSD = self.encoder(input_ids, layout)
-        return self.tasks[task](self.encoder, x_BSD, layout, inputs, with_losses=with_losses)
+        return self.tasks[task](self.encoder, input_ids, layout, inputs, with_losses=with_losses)
 
     def measure_output(self) -> None:
         """From now on, add up squares of the gradient of the encoder's output."""
@@ -54,7 +53,7 @@ class MultiTaskModel(MaskedLanguageModel):
 
         def hook(module: nn.Module, given: Any, output: Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(measure)
+                output.register_hook(measure)  # type: ignore[no-untyped-call]
 
         self.encoder.register_forward_hook(hook)
 

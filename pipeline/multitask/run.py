@@ -34,7 +34,7 @@ from pipeline.finetune.run import (
 )
 from pipeline.model.architecture import TASK_HEADS, tokenizer_path
 from pipeline.model.encoder import EncoderModel
-from pipeline.multitask.config import MLM, MlmConfig, Mix
+from pipeline.multitask.config import MLM, Mix, MlmConfig
 from pipeline.multitask.data import Corruption, MixedStream
 from pipeline.multitask.draws import Draws, shares
 from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
@@ -247,10 +247,8 @@ class MultiTaskWork:
         assert self._mix.config.data is not None, "checked by the config"
         assert self._dataset is not None
         place = plan.at(0)
-        sizes = {"global_batch": place.size, "micro_batch": place.micro_batch}
-        text = replace(
-            config, data=self._mix.config.data, train=replace(config.train, **sizes)
-        )
+        train = replace(config.train, global_batch=place.size, micro_batch=place.micro_batch)
+        text = replace(config, data=self._mix.config.data, train=train)
         return open_data(text, self._dataset, MaskedLanguageModeling(), share)
 
     def _corruption(self, number: int) -> Corruption | None:
@@ -320,9 +318,7 @@ class MultiTaskWork:
         scores = {
             name: DevScores(
                 each,
-                Predictor(
-                    model.tasks[name], engine.model, engine.device, pad_id(each), task=name
-                ),  # type: ignore[arg-type]
+                Predictor(model.tasks[name], engine.model, engine.device, pad_id(each), task=name),  # type: ignore[arg-type]
             )
             for name, each in self._prepared.items()
         }
@@ -373,7 +369,12 @@ class MixedScores:
         loss = 1.0 - mean if main else values.get(f"{MLM}_loss", 0.0)
         images = {}
         cosines = self._balancer.take_cosines()
-        if shows and self._balancer.config.method in ("pcgrad", "cagrad", "mgda", "main_and_helpers"):
+        if shows and self._balancer.config.method in (
+            "pcgrad",
+            "cagrad",
+            "mgda",
+            "main_and_helpers",
+        ):
             names = self._balancer.names
             listed = ", ".join(f"{number} {name}" for number, name in enumerate(names))
             images["tasks/cosines"] = heat_map(

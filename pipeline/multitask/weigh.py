@@ -233,8 +233,9 @@ class StepWeighing:
             main = [name in config.main for name in names]
             found = rules.smallest(products, np.array(main if any(main) else [True] * len(main)))
         self._note_products(names, products)
-        self._weights = dict(zip(names, found.tolist(), strict=True))
-        return found.tolist()
+        coefficients: list[float] = found.tolist()
+        self._weights = dict(zip(names, coefficients, strict=True))
+        return coefficients
 
     def _note_products(self, names: Sequence[str], products: npt.NDArray[np.float64]) -> None:
         cosines = rules.cosines(products)
@@ -337,4 +338,3 @@ class StepWeighing:
     def values(self) -> dict[str, float]:
         """Weights and norms of the step."""
         return self._shown | self._cosines
-

@@ -8,7 +8,7 @@ counted; scores take the gold of the file, so it counts as missed.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -61,6 +61,8 @@ class TokenRow:
     """(n, 2) characters of the example's text that a slot covers, -1 for all other slots."""
     spans: tuple[TokenSpan, ...] = ()
     """Gold of tag and spans; of qa the answer, if this window holds it."""
+    starts: tuple[int, int] = (0, 0)
+    """qa: the slots, end exclusive, that no other window has with more context around them."""
 
 
 class _Tokens(NamedTuple):
@@ -133,7 +135,7 @@ class _Encoder:
                     texts = [example.text, example.text_b, choice]
                     yield self._row(number, part, [self._plain(each) for each in texts if each])
         elif kind == "coref":
-            yield self._row(number, 0, [self._plain(_marked(example))])
+            yield self._coref(number, example)
         elif kind in ("tag", "spans"):
             row = self._row(number, 0, [self._located(example.text)])
             yield self._with_entities(row, example)
@@ -177,13 +179,22 @@ class _Encoder:
             self.tokenizer.encode_with_masks(_masked(example.text, others, *bounds))
             for bounds in ((0, start), (end, len(example.text)))
         )
+        most = self.config.input.max_length - 4
         candidate = self._plain(choice)
-        room = self.config.input.max_length - 4 - len(candidate.ids)
+        candidate = candidate.take(range(min(len(candidate.ids), most)))
+        room = most - len(candidate.ids)
         before = min(len(left), max(room // 2, room - len(right)))
         sides = left[len(left) - before :], right[: room - before]
         self.counts["rows that were cut"] += len(sides[0]) + len(sides[1]) < len(left) + len(right)
         one, other = (_Tokens(side, [(-1, -1)] * len(side)) for side in sides)
         return self._joined(number, part, [one, candidate, other])
+
+    def _coref(self, number: int, example: Example) -> TokenRow:
+        text, places = _marked(example)
+        row = self._row(number, 0, [self._located(text)])
+        kept = [bool(np.any((row.offsets[:, 0] <= at) & (at < row.offsets[:, 1]))) for at in places]
+        self.counts["marked spans behind the cut"] += not all(kept)
+        return replace(row, offsets=np.full_like(row.offsets, -1))  # they were of the marked text
 
     def _with_entities(self, row: TokenRow, example: Example) -> TokenRow:
         spans = []
@@ -201,12 +212,13 @@ class _Encoder:
             flat = _flat(spans)
             self.counts["entities inside others, which tags cannot hold"] += len(spans) - len(flat)
             spans = flat
-        return TokenRow(row.example, row.part, row.ids, row.offsets, tuple(spans))
+        return replace(row, spans=tuple(spans))
 
     def _windows(self, number: int, example: Example) -> Iterator[TokenRow]:
         """Yield [CLS] question [SEP] window [SEP]; every token of the passage is in some window."""
         config = self.config.input
         question = self._plain(example.text_b)
+        self.counts["questions that were cut"] += len(question.ids) > config.max_question
         question = question.take(range(min(len(question.ids), config.max_question)))
         passage = self._located(example.text)
         room = config.max_length - 3 - len(question.ids)
@@ -221,17 +233,41 @@ class _Encoder:
             for item in (example.gold if isinstance(example.gold, tuple) else ())
             if not isinstance(item, (str, Span)) and item.start is not None
         ]
-        is_held = False
-        for part, start in enumerate(range(0, max(1, len(passage.ids)), config.stride)):
-            end = min(start + room, len(passage.ids))
+        held = 0
+        # Slots of the passage begin behind [CLS] question [SEP].
+        first = len(question.ids) + 2
+        for part, (start, end, *best) in enumerate(_windows(len(passage.ids), room, config.stride)):
             row = self._joined(number, part, [question, passage.take(range(start, end))])
-            slots = _slots(row, example.text, *answers[0], exact=False) if answers else None
+            places = (_slots(row, example.text, *each, exact=False) for each in answers)
+            slots = next((each for each in places if each is not None), None)
             spans = () if slots is None else (TokenSpan("answer", *slots),)
-            is_held |= slots is not None
-            yield TokenRow(number, part, row.ids, row.offsets, spans)
-            if end == len(passage.ids):
-                break
-        self.counts["answers that no window holds"] += bool(answers) and not is_held
+            held = max(held, slots[1] - slots[0] if slots else 0)
+            starts = first + best[0] - start, first + best[1] - start
+            yield replace(row, spans=spans, starts=starts)
+        self.counts["answers that no window holds"] += bool(answers) and not held
+        self.counts["answers longer than head.max_answer"] += held > self.config.head.max_answer
+
+
+def _windows(length: int, room: int, stride: int) -> list[tuple[int, int, int, int]]:
+    """Return each window's tokens, and those of which it has the most context; ends are exclusive.
+
+    The context of a token is what stands on its smaller side, and a hundredth of the window; of
+    equal windows the first has it. Source: google-research/bert `run_squad.py`.
+    """
+    starts = range(0, max(1, length - room + stride), stride)
+    owner, most = np.full(length, -1), np.full(length, -1.0)
+    for number, start in enumerate(starts):
+        size = min(room, length - start)
+        right = np.arange(size)[::-1]
+        context = np.minimum(np.arange(size), right) + 0.01 * size
+        part = slice(start, start + size)
+        owner[part][context > most[part]] = number
+        most[part] = np.maximum(most[part], context)
+    bounds = np.searchsorted(owner, np.arange(len(starts) + 1)).tolist()
+    return [
+        (start, min(start + room, length), bounds[number], bounds[number + 1])
+        for number, start in enumerate(starts)
+    ]
 
 
 def _without_space(text: str, start: int, end: int) -> tuple[int, int]:
@@ -266,17 +302,18 @@ def _flat(spans: Sequence[TokenSpan]) -> list[TokenSpan]:
     return sorted(kept, key=lambda span: span.start)
 
 
-def _marked(example: Example) -> str:
-    """Write the marks of coref around their spans."""
-    signs = [
-        (place, sign)
-        for name, *bounds in example.marks
-        for place, sign in zip(bounds, _MARKS[name], strict=True)
-    ]
-    text = example.text
-    for place, sign in sorted(signs, key=lambda pair: -pair[0]):
-        text = text[:place] + sign + text[place:]
-    return text
+def _marked(example: Example) -> tuple[str, list[int]]:
+    """Write the marks of coref around their spans; also return where the signs are."""
+    signs = []
+    for name, start, end in example.marks:
+        before, behind = _MARKS[name]
+        # At one place what closes comes first, then what opens; the longer span lies outside.
+        signs += [(end, 0, end - start, behind), (start, 1, start - end, before)]
+    text, places = example.text, []
+    for number, (place, _, _, sign) in enumerate(sorted(signs)):
+        places.append(place + number)
+        text = text[: places[-1]] + sign + text[places[-1] :]
+    return text, places
 
 
 def _masked(text: str, blanks: Sequence[Span], start: int, end: int) -> str:

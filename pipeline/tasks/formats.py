@@ -5,10 +5,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from pipeline.errors import DataError
 from pipeline.tasks.scores import Span, decode_tags, split_tag
@@ -16,7 +17,6 @@ from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, TaskDataConfig
 
 _CONLL_SUFFIXES = (".conll", ".bio", ".bmes", ".bioes", ".iob", ".iob2", ".txt")
 _TURN_JOINER = "||"
-_HEADER = 1
 
 
 class Row(NamedTuple):
@@ -63,13 +63,16 @@ def detect(path: Path, config: TaskConfig) -> str:
         row = json.loads(first)
     except json.JSONDecodeError:
         row = None
-    if isinstance(row, dict) and "data" not in row:
+    if isinstance(row, dict) and not isinstance(row.get("data"), list):
         lists = isinstance(row.get("candidates"), list) and isinstance(row.get("content"), list)
         return "chid" if lists else "jsonl"
-    # A broken first line of JSON lines is told with its line by the reader of those.
-    if row is None and first.startswith("{") and len(first) > 1:
-        return "jsonl"
-    whole = _whole_json(path)
+    try:
+        whole = _whole_json(path)
+    except DataError:
+        # The reader of JSON lines names the line that is broken.
+        if first.startswith("{") and len(first) > 1:
+            return "jsonl"
+        raise
     if isinstance(whole, dict):
         items = whole.get("data")
         return "squad" if _has_key(items, "paragraphs") else "json"
@@ -84,26 +87,32 @@ def _has_key(items: Any, key: str) -> bool:
     )
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """Open a text file in which only a line feed ends a line."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines that are not blank with their numbers, from 1.
 
     Only a line feed ends a line: `str.splitlines` would also cut at U+2028 and the like, which
     stand in texts.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line.rstrip("\r\n")
 
 
 def _whole_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from None
+        with _opened(path) as file:
+            return json.load(file)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
 
@@ -134,9 +143,9 @@ def _mapping(item: Any, where: str) -> dict[str, Any]:
 
 def _table_rows(source: Source) -> Iterator[Row]:
     columns = list(source.data.columns)
-    for number, cells in TABLES[source.format](source.path):
+    for at, (number, cells) in enumerate(TABLES[source.format](source.path)):
         where = f"{source.path}:{number}"
-        if number == _HEADER and (not columns or source.column("text") in cells):
+        if at == 0 and (not columns or source.column("text") in cells):
             # Test files may have a header where train has none (CoLA).
             columns = cells
             continue
@@ -158,19 +167,20 @@ def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True)
+    with _opened(path) as file:
+        rows, number = csv.reader(file, strict=True), 1
         try:
-            for number, cells in enumerate(rows):
+            for cells in rows:
                 if cells:
-                    yield _HEADER if number == 0 else rows.line_num, cells
+                    yield number, cells
+                number = rows.line_num + 1  # a row may have several lines
         except csv.Error as error:
             raise DataError(f"{path}:{rows.line_num}: not valid CSV ({error})") from None
 
 
 def _conll_rows(source: Source) -> Iterator[Row]:
     """Yield sentences: a word a line, its tag in the last column, a blank line between two."""
-    sentences = _sentences(source.path)
+    sentences = _sentences(source)
     joiner = source.data.joiner
     if joiner is None:  # a file of characters, or one of words
         joiner = "" if all(len(word) == 1 for rows in sentences for _, word, _ in rows) else " "
@@ -179,33 +189,39 @@ def _conll_rows(source: Source) -> Iterator[Row]:
         for _, word, _ in rows:
             words.append((start, start + len(word)))
             start += len(word) + len(joiner)
-        tags = [tag for *_, tag in rows]
-        source.counts["tags that continue no entity"] += _num_illegal(tags)
-        spans = [Span(t, words[i][0], words[j - 1][1]) for t, i, j in decode_tags(tags)]
         text = joiner.join(word for _, word, _ in rows)
-        values = {"text": text, "spans": spans, "words": tuple(words)}
+        values: dict[str, Any] = {"text": text, "words": tuple(words)}
+        tags = [tag for *_, tag in rows]
+        if all(tags):
+            source.counts["tags that continue no entity"] += _num_illegal(tags)
+            values["spans"] = [
+                Span(t, words[i][0], words[j - 1][1]) for t, i, j in decode_tags(tags)
+            ]
         yield Row(f"{source.path}:{rows[0][0]}", values)
 
 
-def _sentences(path: Path) -> list[list[tuple[int, str, str]]]:
-    """Read (line, word, tag) of each sentence."""
+def _sentences(source: Source) -> list[list[tuple[int, str, str]]]:
+    """Read (line, word, tag) of each sentence; a file without gold may lack the tags, then ""."""
     sentences: list[list[tuple[int, str, str]]] = [[]]
     last = 0
-    for number, line in _lines(path):
-        cells = line.split()
+    for number, line in _lines(source.path):
+        where = f"{source.path}:{number}"
+        # Other white space, such as U+3000, can be a word of a file of characters.
+        cells = line.strip(" \t").replace("\t", " ").split(" ")
         if number != last + 1 and sentences[-1]:
             sentences.append([])
         last = number
         if cells[0] == "-DOCSTART-":
             continue
-        if len(cells) < 2:
-            raise DataError(f"{path}:{number}: expected a word and its tag, got {line!r}")
-        if cells[-1] != "O" and split_tag(cells[-1])[0] == "O":
+        tag = cells[-1] if len(cells) > 1 else ""
+        if not tag and source.needs_gold:
+            raise DataError(f"{where}: expected a word and its tag, got {line!r}")
+        if tag not in ("", "O") and split_tag(tag)[0] == "O":
             raise DataError(
-                f"{path}:{number}: tag {cells[-1]!r} is neither O nor a prefix (B I E S M) and a "
-                "type, such as B-ORG"
+                f"{where}: tag {tag!r} is neither O nor a prefix (B I E S M) and a type, such as "
+                "B-ORG"
             )
-        sentences[-1].append((number, cells[0], cells[-1]))
+        sentences[-1].append((number, cells[0], tag))
     return [rows for rows in sentences if rows]
 
 
@@ -219,19 +235,23 @@ def _num_illegal(tags: list[str]) -> int:
 
 
 def _squad_rows(source: Source) -> Iterator[Row]:
-    whole = _whole_json(source.path)
-    for i, article in enumerate(whole["data"]):
+    for i, article in enumerate(_whole_json(source.path)["data"]):
         for j, paragraph in enumerate(article.get("paragraphs", ())):
-            for question in paragraph.get("qas", ()):
-                id_ = str(question.get("id", f"{i}-{j}"))
-                where = f"{source.path}, question {id_}"
+            for n, question in enumerate(paragraph.get("qas", ())):
+                id_ = str(question.get("id", f"{i}-{j}-{n}"))
                 values = {"id": id_, "text": paragraph.get("context"), "group": f"{i}-{j}"}
                 values["text_b"] = question.get("question")
+                answers = question.get("answers")
                 if question.get("is_impossible"):
                     values["answers"] = []
-                elif "answers" in question:
-                    values["answers"] = question["answers"]
-                yield Row(where, values)
+                elif not answers or not all(_is_placeholder(each) for each in answers):
+                    values["answers"] = answers
+                yield Row(f"{source.path}, question {id_}", values)
+
+
+def _is_placeholder(answer: Any) -> bool:
+    """Say whether an answer only fills its place, as those of CLUE's cmrc2018/test.json do."""
+    return str(answer.get("text")).startswith("FAKE_ANSWER_") and answer.get("answer_start") == -1
 
 
 def _cmrc_rows(source: Source) -> Iterator[Row]:

@@ -18,6 +18,8 @@ from pipeline.tasks.scores import Span
 from pipeline.tasks.task import FIXED_FORMATS, TaskConfig, missing_fields
 
 _LIST_JOINER, _LABEL_JOINER = "；", ","
+_OFFSET_KINDS = ("tag", "spans", "qa", "coref")
+"""Kinds whose gold or marks are characters of the text, so that it cannot be a list."""
 _STEPS_BACK = 3  # characters that CMRC's reference code steps back for an answer to match
 
 
@@ -97,9 +99,15 @@ def read_task(config: TaskConfig, splits: Iterable[str] = ("train", "dev", "test
     labels = _labels(config, read)
     if config.data.hold_out and "dev" in read and "train" in read:
         read["train"], read["dev"] = _held_out(read["train"], config.data.hold_out)
+        if not read["train"]:
+            raise DataError(
+                f"data.hold_out={config.data.hold_out} leaves train without a text; name files in "
+                "data.dev"
+            )
     for name, examples in read.items():
         read[name] = limited(examples, config.data.splits[name][1], counts[name])
         counts[name]["rows"] = len(read[name])
+        _count_repeats(read[name], counts[name])
     data = TaskData({name: tuple(rows) for name, rows in read.items()}, labels, {})
     for name, counter in counts.items():
         if name != "train":
@@ -153,6 +161,15 @@ def _held_out(train: list[Example], share: float) -> tuple[list[Example], list[E
         [row for row in train if row.text not in held],
         [row for row in train if row.text in held],
     )
+
+
+def _count_repeats(examples: list[Example], counts: Counter[str]) -> None:
+    golds: dict[tuple[str, ...], set[Gold]] = {}
+    for row in examples:
+        golds.setdefault(row.texts, set()).add(row.gold)
+    counts["texts that stand before"] = len(examples) - len(golds)
+    counts["texts with several golds"] = sum(len(each) > 1 for each in golds.values())
+    counts["ids that stand before"] = len(examples) - len({row.id for row in examples})
 
 
 def limited(
@@ -230,19 +247,24 @@ def _example(source: Source, number: int, row: Row) -> Example | None:
             texts[field] = _text(source, row, field, required=field in kind.fields)
     gold_key = source.column(kind.gold)
     value = None if gold_key is None else row.values.get(gold_key)
-    if value is None and source.needs_gold:
-        raise DataError(
-            f"{row.where}: no {gold_key!r}, the gold of task.kind={config.task.kind}; keys: "
-            f"{', '.join(row.values)}; name it in data.fields.{kind.gold}"
-        )
     if not isinstance(value, (list, dict)) and value is not None:
         name = _name(value, row)
         if name in config.data.drop_labels:
             source.counts[f"dropped: label {name!r}"] += 1
             return None
-    id_key = source.column("id")
+        # NaN is what pandas writes for nothing. No text is no label, but may be no labels.
+        if value != value or (name == "" and config.task.kind != "multilabel"):
+            value = None
+    if value is None and source.needs_gold:
+        raise DataError(
+            f"{row.where}: no {gold_key!r} (or an empty one), the gold of task.kind="
+            f"{config.task.kind}; keys: {', '.join(row.values)}; name it in data.fields.{kind.gold}"
+        )
+    id_key = source.column("id") or "id"
     # CLUEWSC names it idx in train and id in test.
-    id_ = row.values.get(id_key or "id", row.values.get("id"))
+    id_ = row.values.get(id_key, row.values.get("id"))
+    if id_ is None and id_key != "id":
+        raise DataError(f"{row.where}: neither {id_key!r}, named by data.fields.id, nor 'id'")
     example = Example(
         id=str(number if id_ is None else id_),
         where=row.where,
@@ -266,9 +288,12 @@ def _text(source: Source, row: Row, field: str, *, required: bool) -> str:
             f"{row.where}: no {key!r}, named by data.fields.{field}; keys: {', '.join(row.values)}"
             + ("; a table without a header needs data.columns" if source.format in TABLES else "")
         )
-    if isinstance(value, list):
+    if isinstance(value, list) and source.config.task.kind not in _OFFSET_KINDS:
         joiner = _LIST_JOINER if source.data.joiner is None else source.data.joiner
         return joiner.join(map(str, value))
+    if isinstance(value, (list, dict)):
+        raise DataError(f"{row.where}: {key!r} must be a text, got {str(value)[:80]!r}")
+    source.counts["texts that are empty"] += key is not None and not str(value).strip()
     return str(value)
 
 
@@ -327,7 +352,9 @@ def _choice_gold(source: Source, row: Row, example: Example, value: Any) -> int:
     """Find the index of the choice; of equal choices it is the first."""
     if isinstance(value, str) and value in example.choices:
         return example.choices.index(value)
-    index = int(value) if str(value).isdecimal() else -1
+    # C3 answers by texts alone: "2" would be one that is not among the choices.
+    is_index = str(value).isdecimal() and source.format != "c3"
+    index = int(value) if is_index else -1
     if not 0 <= index < len(example.choices):
         raise DataError(
             f"{row.where}: answer {value!r} is neither one of the choices "
@@ -337,8 +364,10 @@ def _choice_gold(source: Source, row: Row, example: Example, value: Any) -> int:
 
 
 def _labels_gold(source: Source, row: Row, example: Example, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(source.data.joiner or _LABEL_JOINER) if part]
     if not isinstance(value, list):
-        value = [part for part in str(value).split(source.data.joiner or _LABEL_JOINER) if part]
+        value = [value]
     return tuple(sorted({_name(item, row) for item in value}))
 
 
@@ -402,11 +431,20 @@ def _answers_gold(source: Source, row: Row, example: Example, value: Any) -> tup
     Scores use the text alone, so an answer without a place still counts as gold.
     """
     answers = []
-    for item in value:
-        text = item if isinstance(item, str) else item.get("text")
-        if not isinstance(text, str):
-            raise DataError(f"{row.where}: answer {item!r} has no text")
-        stated = None if isinstance(item, str) else item.get("answer_start", -1)
+    try:
+        if isinstance(value, dict):  # the columns of Hugging Face's datasets
+            columns = zip(value["text"], value["answer_start"], strict=True)
+            value = [{"text": text, "answer_start": start} for text, start in columns]
+        items = [
+            (x, None) if isinstance(x, str) else (x["text"], x.get("answer_start")) for x in value
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        items = [(None, None)]
+    for text, stated in items:
+        if not isinstance(text, str) or isinstance(value, str):
+            raise DataError(
+                f"{row.where}: {str(value)[:80]!r} is not a list of {{text, answer_start}} or texts"
+            )
         answers.append(Answer(text, _place(source, example.text, text.strip(), stated)))
     if answers and all(answer.start is None for answer in answers):
         source.counts["questions whose answers are not in their text"] += 1
@@ -428,14 +466,10 @@ def _place(source: Source, context: str, answer: str, stated: int | None) -> int
 
 
 _GOLD: dict[str, Callable[[Source, Row, Example, Any], Gold]] = {
-    "classify": _class_gold,
-    "pair": _class_gold,
-    "coref": _class_gold,
-    "choice": _choice_gold,
-    "cloze": _choice_gold,
+    **dict.fromkeys(("classify", "pair", "coref"), _class_gold),
+    **dict.fromkeys(("choice", "cloze"), _choice_gold),
     "multilabel": _labels_gold,
     "regress": _number_gold,
-    "tag": _spans_gold,
-    "spans": _spans_gold,
+    **dict.fromkeys(("tag", "spans"), _spans_gold),
     "qa": _answers_gold,
 }

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DataError
+from pipeline.tasks.task import KINDS
 
 Floats = npt.NDArray[np.float64]
 _OTHER_NAMES = {"M": "I", "L": "E", "U": "S"}
@@ -135,8 +136,8 @@ def squad_scores(answers: Sequence[str], prediction: str) -> tuple[float, float]
     """Return (em, f1) of one question by SQuAD's rules; no answers: "" is right."""
     words = squad_words(prediction)
     best = (0.0, 0.0)
-    for answer in answers or [""]:
-        gold = squad_words(answer)
+    # As officially, an answer of which nothing is left counts only where all are so.
+    for gold in [gold for answer in answers if (gold := squad_words(answer))] or [[]]:
         common = (Counter(gold) & Counter(words)).total()
         f1 = _overlap_f1(common, len(words), len(gold)) if gold and words else float(gold == words)
         best = (max(best[0], float(gold == words)), max(best[1], f1))
@@ -255,43 +256,38 @@ def _f1(sums: Floats) -> Floats:
     return _ratio(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
 
 
-def _micro_f1(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
-    return Table(_counts(golds, predictions, classes).sum(1), _f1)
+def _micro_f1(counts: Floats) -> Table:
+    return Table(counts.sum(1), _f1)
 
 
-def _macro_f1(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
+def _macro_f1(counts: Floats) -> Table:
     """Average over the classes that stand in gold or prediction, as scikit-learn does."""
-    counts = _counts(golds, predictions, classes)
 
     def value(sums: Floats) -> Floats:
-        each = sums.reshape(*sums.shape[:-1], len(classes), 3)
+        each = sums.reshape(*sums.shape[:-1], -1, 3)
         present = (each[..., 1] + each[..., 2] > 0).astype(np.float64)
         return _ratio((_f1(each) * present).sum(-1), present.sum(-1))
 
-    return Table(counts.reshape(len(golds), -1), value)
+    return Table(counts.reshape(len(counts), -1), value)
 
 
-def _binary_f1(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
+def _binary_f1(counts: Floats) -> Table:
     """F1 of the second of two classes; of more classes it is micro, which equals accuracy."""
-    if len(classes) != 2:
-        return _micro_f1(golds, predictions, classes)
-    return Table(_counts(golds, predictions, classes)[:, 1], _f1)
+    return Table(counts[:, 1], _f1) if counts.shape[1] == 2 else _micro_f1(counts)
 
 
-def _matthews(golds: Sequence[Any], predictions: Sequence[Any], classes: Sequence[Any]) -> Table:
+def _matthews(counts: Floats) -> Table:
     """Correlate classes, by Gorodkin's form for any number of them; 0 if one side is constant."""
-    counts = _counts(golds, predictions, classes)
-    num = len(classes)
 
     def value(sums: Floats) -> Floats:
-        each = sums.reshape(*sums.shape[:-1], num, 3)
+        each = sums.reshape(*sums.shape[:-1], -1, 3)
         right, predicted, gold = each[..., 0].sum(-1), each[..., 1], each[..., 2]
         rows = gold.sum(-1)
         above = right * rows - (predicted * gold).sum(-1)
         below = (rows**2 - (predicted**2).sum(-1)) * (rows**2 - (gold**2).sum(-1))
         return _ratio(above, np.sqrt(np.maximum(below, 0)))
 
-    return Table(counts.reshape(len(golds), -1), value)
+    return Table(counts.reshape(len(counts), -1), value)
 
 
 def _correlation(one: Floats, other: Floats) -> Table:
@@ -350,15 +346,13 @@ def tables(
     if kind in ("choice", "cloze"):
         return accuracy
     there = {_class_of(item) for each in (*golds, *predictions) for item in _items(each)}
-    classes = [*labels, *sorted(there - set(labels))]
-    arguments = golds, predictions, classes
-    macro = {"macro_f1": _macro_f1(*arguments)}
+    counts = _counts(golds, predictions, [*labels, *sorted(there - set(labels))])
+    macro = {"macro_f1": _macro_f1(counts)}
     if kind in ("tag", "spans"):
-        return {"f1": _micro_f1(*arguments)} | macro
+        return {"f1": _micro_f1(counts)} | macro
     if kind == "multilabel":
-        return accuracy | {"f1": _micro_f1(*arguments)} | macro
-    f1 = {"f1": _binary_f1(*arguments)}
-    return accuracy | f1 | macro | {"matthews": _matthews(*arguments)}
+        return accuracy | {"f1": _micro_f1(counts)} | macro
+    return accuracy | {"f1": _binary_f1(counts)} | macro | {"matthews": _matthews(counts)}
 
 
 # Baselines and intervals
@@ -367,20 +361,28 @@ def tables(
 def majority(
     kind: str, golds: Sequence[Any], *, labels: Sequence[str] = (), scorer: str = "squad"
 ) -> dict[str, float]:
-    """Score the best constant prediction: the commonest gold, the mean, no span, no answer."""
-    constant: Any
+    """Score the best constant prediction: the commonest gold, the mean, no span, no answer.
+
+    Of two classes either counts: the rarer one has the higher f1 where it is the second.
+    """
+    constants: list[Any]
     if kind == "qa":
-        constant = ""
+        constants = [""]
     elif kind in ("tag", "spans"):
-        constant = []
+        constants = [[]]
     elif kind == "regress":
-        constant = float(np.mean(golds))
+        constants = [float(np.mean(golds))]
     else:
         counts = Counter(item for gold in golds for item in _items(gold))
-        constant = min(counts, key=lambda item: (-counts[item], str(item)), default="")
-        constant = [constant] if kind == "multilabel" else constant
-    every = tables(kind, golds, [constant] * len(golds), labels=labels, scorer=scorer)
-    return {name: table.score for name, table in every.items()}
+        constants = sorted(counts, key=lambda item: (-counts[item], str(item))) or [""]
+        constants = constants[: 2 if len(labels) == 2 else 1]
+        if kind == "multilabel":
+            constants = [[name] for name in constants]
+    every = [
+        tables(kind, golds, [constant] * len(golds), labels=labels, scorer=scorer)
+        for constant in constants
+    ]
+    return {name: max(each[name].score for each in every) for name in every[0]}
 
 
 def chance(
@@ -392,12 +394,8 @@ def chance(
     """
     if kind in ("choice", "cloze"):
         return {"accuracy": float(np.mean([1 / num for num in num_choices]))}
-    if kind in ("tag", "spans"):
-        return {"f1": 0.0, "macro_f1": 0.0}
-    if kind == "qa":
-        return {"em": 0.0, "f1": 0.0}
-    if kind == "regress":
-        return {"pearson": 0.0, "spearman": 0.0}
+    if kind in ("tag", "spans", "qa", "regress"):
+        return dict.fromkeys(KINDS[kind].metrics, 0.0)
     is_multi = kind == "multilabel"
     rate = 1 / 2 if is_multi else 1 / len(labels)
     gold = _counts(golds, golds, labels)[..., 2].mean(0)

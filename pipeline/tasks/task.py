@@ -51,6 +51,7 @@ KINDS = {
 }
 PROBED_KINDS = ("classify", "pair", "coref")
 """Kinds with one class a row, which `monitor.probes` takes."""
+_DECODERS = {"tag": ("softmax", "crf"), "spans": ("pointer",)}
 FIXED_FORMATS = {
     "conll": ("tag", "spans"),
     "squad": ("qa",),
@@ -156,10 +157,12 @@ class InputConfig:
 class HeadConfig:
     """The layers on top of the encoder."""
 
-    pool: Literal["cls", "mean", "pooler"] = param("cls", "vector of a row: [CLS], mean, or pooler")
+    pool: Literal["cls", "mean", "first_last_avg", "pooler"] = param(
+        "cls", "vector of a row: [CLS], mean of the last layer or of first and last, or pooler"
+    )
     dropout: float = param(0.1, "before the head", ge=0, lt=1)
     decoder: Literal["softmax", "crf", "pointer"] | None = param(
-        None, "of tag (softmax or crf), spans and qa (pointer); null takes softmax, and pointer"
+        None, "of tag: softmax (null takes it) or crf; of spans: pointer; other kinds have none"
     )
     scheme: Literal["bio", "bioes"] = param("bio", "tags that a tag head writes entities with")
     max_answer: int = param(30, "longest answer of qa", unit="tokens", ge=1)
@@ -268,6 +271,16 @@ class TaskConfig:
             raise ConfigError(
                 f"input.truncate=head_tail does not fit task.kind={name}: an entity could lie over "
                 "the gap; use tail or head"
+            )
+        if self.input.truncate != "tail" and name in ("qa", "cloze"):
+            raise ConfigError(
+                f"input.truncate={self.input.truncate} does not fit task.kind={name}, whose texts "
+                "are cut into windows; take it out"
+            )
+        if self.head.decoder not in (None, *_DECODERS.get(name, ())):
+            raise ConfigError(
+                f"head.decoder={self.head.decoder} does not fit task.kind={name}; expected "
+                f"{' or '.join(_DECODERS.get(name, ('none',)))}"
             )
         if self.input.stride >= self.input.max_length and name == "qa":
             raise ConfigError(

@@ -326,7 +326,7 @@ class Engine:
                 norm = gradients.norm()
             gradients.add(weighing.each(name, loss, norm))
         self.own_time.end()
-        if measures == "products":
+        if gradients is not None and measures == "products":
             gram = gradients.products().cpu().numpy()
             gradients.combine(weighing.combine(names, gram), 1 / len(names))
         if gradients is not None:

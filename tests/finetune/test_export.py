@@ -43,7 +43,7 @@ CASES = {
     # kind: model, pool, class, whether it is transformers' own
     "classify": ("own", "mean", "SequenceClassification", False),
     "pair": ("bert", "pooler", "SequenceClassification", True),
-    "multilabel": ("own", "cls", "SequenceClassification", False),
+    "multilabel": ("own", "first_last_avg", "SequenceClassification", False),
     "regress": ("bert", "cls", "SequenceClassification", False),
     "choice": ("roberta", "pooler", "MultipleChoice", True),
     "cloze": ("own", "pooler", "MultipleChoice", False),

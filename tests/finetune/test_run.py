@@ -390,7 +390,13 @@ def test_what_cannot_be_trained_is_refused(
 
 
 def test_file_of_another_task_is_refused(task_file: Make, tiny_model: Path, tmp_path: Path) -> None:
-    _run(task_file("classify", train={"epochs": 1}), tiny_model, tmp_path / "out")
+    path = task_file("classify", train={"epochs": 1}, data={"drop_labels": ["-"]})
+    _run(path, tiny_model, tmp_path / "out")
+    rows = [*rows_of("classify")[:2], {"text": "张伟", "label": "-"}]
+    answers = predict(
+        tmp_path / "out", write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a-answers.jsonl"
+    )
+    assert (answers.num_rows, answers.counts) == (2, {"dropped: label '-'": 1})
     other = write_rows(tmp_path / "other.jsonl", rows_of("coref"))
     with pytest.raises(DataError, match=r"other.jsonl:1: label 'false' is not one of the 4"):
         predict(tmp_path / "out", other, tmp_path / "answers.jsonl")

@@ -12,28 +12,29 @@ from pipeline.finetune.result import Prediction
 from pipeline.finetune.submission import official_name, submission_text, write_submission
 from pipeline.tasks.task import SuiteConfig, TaskConfig, load_task
 
-_NAMES = {
-    "afqmc": "afqmc_predict.json",
-    "iflytek": "iflytek_predict.json",
-    "tnews": "tnews11_predict.json",
-    "cmnli": "cmnli_predict.json",
-    "ocnli": "ocnli_50k_predict.json",
-    "cluewsc": "cluewsc11_predict.json",
-    "csl": "csl_predict.json",
-    "cmrc2018": "cmrc2018_predict.json",
-    "chid": "chid11_predict.json",
-    "c3": "c311_predict.json",
-    "cluener": "cluener_predict.json",
-    "fewclue-bustm": "bustm_predict.json",
-    "fewclue-eprstmt": "eprstmt_predict.json",
-    "fewclue-csldcp": "csldcp_predict.json",
-    "fewclue-chid": "chidf_predict.json",
-    "fewclue-cluewsc": "cluewscf_predict.json",
-    "fewclue-csl": "cslf_predict.json",
-    "fewclue-iflytek": "iflytekf_predict.json",
-    "fewclue-ocnli": "ocnlif_predict.json",
-    "fewclue-tnews": "tnewsf_predict.json",
-}
+# Task, file, and the first line for a row (id, prediction).
+_LABELS = [
+    ("afqmc", "afqmc_predict.json", ("0", "0"), '{"id": "0", "label": "0"}'),
+    ("iflytek", "iflytek_predict.json", ("0", "7"), '{"id": "0", "label": "7"}'),
+    ("tnews", "tnews11_predict.json", ("0", "108"), '{"id": "0", "label": "108"}'),
+    ("cmnli", "cmnli_predict.json", ("0", "neutral"), '{"id": "0", "label": "neutral"}'),
+    ("ocnli", "ocnli_50k_predict.json", ("7", "neutral"), '{"id": "7", "label": "neutral"}'),
+    ("cluewsc", "cluewsc11_predict.json", ("3", "true"), '{"id": "3", "label": "true"}'),
+    ("csl", "csl_predict.json", ("3", "1"), '{"id": "3", "label": "1"}'),
+    ("c3", "c311_predict.json", ("12", 3), '{"id": "12", "label": "3"}'),
+    ("cmrc2018", "cmrc2018_predict.json", ("Q", "二"), "{"),
+    ("chid", "chid11_predict.json", ("#idiom1#", 3), "{"),
+    ("cluener", "cluener_predict.json", ("0", []), '{"id": 0, "text": "x", "label": {}}'),
+    ("fewclue-bustm", "bustm_predict.json", ("3000", "1"), '{"id": 3000, "label": "1"}'),
+    ("fewclue-eprstmt", "eprstmt_predict.json", ("1", "N"), '{"id": 1, "label": "N"}'),
+    ("fewclue-csldcp", "csldcp_predict.json", ("0", "力学"), '{"id": 0, "label": "力学"}'),
+    ("fewclue-chid", "chidf_predict.json", ("3000", 0), '{"id": 3000, "answer": 0}'),
+    ("fewclue-cluewsc", "cluewscf_predict.json", ("1", "true"), '{"id": 1, "label": "true"}'),
+    ("fewclue-csl", "cslf_predict.json", ("2415", "0"), '{"id": 2415, "label": "0"}'),
+    ("fewclue-iflytek", "iflytekf_predict.json", ("0", "99"), '{"id": 0, "label": "99"}'),
+    ("fewclue-ocnli", "ocnlif_predict.json", ("0", "neutral"), '{"id": 0, "label": "neutral"}'),
+    ("fewclue-tnews", "tnewsf_predict.json", ("0", "101"), '{"id": "0", "label": "101"}'),
+]
 
 
 def _lines(task: str, rows: list[Prediction], texts: tuple[str, ...] = ()) -> list[str]:
@@ -44,11 +45,17 @@ def _predicted(*pairs: tuple[str, Any]) -> list[Prediction]:
     return [Prediction(id_, None, prediction) for id_, prediction in pairs]
 
 
-@pytest.mark.parametrize("suite", ["clue", "fewclue"])
-def test_every_task_of_the_suites_has_its_name(suite: str) -> None:
-    for task in load(SuiteConfig, suite).config.tasks:
-        test = load_task(task).data.test[0]
-        assert official_name(task, test) == _NAMES[task]
+@pytest.mark.parametrize(("task", "name", "row", "line"), _LABELS)
+def test_names_and_lines(task: str, name: str, row: tuple[str, Any], line: str) -> None:
+    assert official_name(task, load_task(task).data.test[0]) == name
+    assert _lines(task, _predicted(row), ("x",))[0] == line
+
+
+def test_every_task_of_the_suites_has_its_name() -> None:
+    tasks = {
+        task for suite in ("clue", "fewclue") for task in load(SuiteConfig, suite).config.tasks
+    }
+    assert tasks == {task for task, *_ in _LABELS}
 
 
 @pytest.mark.parametrize("task", ["tnews", "cluewsc", "chid", "c3"])
@@ -62,40 +69,10 @@ def test_a_task_of_another_suite_is_refused() -> None:
         official_name("sst2", "test.tsv")
 
 
-@pytest.mark.parametrize(
-    ("task", "rows", "lines"),
-    [
-        (
-            "tnews",
-            [("0", "108"), ("1", "104")],
-            ['{"id": "0", "label": "108"}', '{"id": "1", "label": "104"}'],
-        ),
-        ("afqmc", [("0", "0")], ['{"id": "0", "label": "0"}']),
-        ("ocnli", [("7", "neutral")], ['{"id": "7", "label": "neutral"}']),
-        ("cluewsc", [("3", "true")], ['{"id": "3", "label": "true"}']),
-        (
-            "c3",
-            [("12", 3), ("13", 0)],
-            ['{"id": "12", "label": "3"}', '{"id": "13", "label": "0"}'],
-        ),
-        ("fewclue-bustm", [("3000", "1")], ['{"id": 3000, "label": "1"}']),
-        ("fewclue-csldcp", [("0", "力学")], ['{"id": 0, "label": "力学"}']),
-        ("fewclue-iflytek", [("0", "99")], ['{"id": 0, "label": "99"}']),
-        ("fewclue-tnews", [("0", "101")], ['{"id": "0", "label": "101"}']),
-        ("fewclue-chid", [("3000", 0)], ['{"id": 3000, "answer": 0}']),
-    ],
-)
-def test_lines_of_labels(task: str, rows: list[Any], lines: list[str]) -> None:
-    assert _lines(task, _predicted(*rows)) == lines
-
-
 def test_answers_and_idioms_are_one_object() -> None:
     rows = _predicted(("TEST_0_QUERY_0", "第二艘"), ("TEST_0_QUERY_1", ""))
     found = json.loads("\n".join(_lines("cmrc2018", rows)))
     assert found == {"TEST_0_QUERY_0": "第二艘", "TEST_0_QUERY_1": ""}
-    rows = _predicted(("#idiom000378#", 3), ("#idiom000379#", 9))
-    found = json.loads("\n".join(_lines("chid", rows)))
-    assert found == {"#idiom000378#": 3, "#idiom000379#": 9}
     with pytest.raises(DataError, match="1 of 2 rows have an id that stands before"):
         _lines("chid", _predicted(("#idiom1#", 3), ("#idiom1#", 4)))
 

@@ -22,8 +22,8 @@ from pipeline.runtime import env
 from pipeline.runtime.rank import Rank
 from pipeline.use.model import load
 from pipeline.use.pretrain import own_process
-from tests.support.ranks import start
 from tests.support.processes import Processes
+from tests.support.ranks import start
 from tests.support.tiny_tasks import rows_of, write_rows, write_task
 
 TRAIN = {"num_steps": 6, "tasks_per_step": 3, "micro_batch": 8, "lr": 1e-3, "precision": "fp32",
@@ -166,8 +166,11 @@ def test_zero_stages_give_the_same_run(
 
 def test_rules_that_need_gradients_refuse_zero(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model)
-    with pytest.raises(ConfigError, match=r"measures the gradient of each task.*zero_stage=1.*"
-                       r"never holds as a whole: set train.zero_stage=0; or balance.norms=output"):
+    with pytest.raises(
+        ConfigError,
+        match=r"measures the gradient of each task.*zero_stage=1.*"
+        r"never holds as a whole: set train.zero_stage=0; or balance.norms=output",
+    ):
         load_mix(str(path), ("train.zero_stage=1",))
     with pytest.raises(ConfigError, match="compares the gradients of the tasks"):
         load_mix(str(path), ("train.zero_stage=2", "balance.method=mgda"))
@@ -203,9 +206,7 @@ def test_rows_that_are_evaluated_are_left_out(tmp_path: Path, tiny_model: Path) 
         run(path, *overrides, f"run_dir={tmp_path / 'none'}")
 
 
-def test_a_run_is_written_so_that_it_can_be_started_again(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_run_is_written_so_that_it_can_be_started_again(tmp_path: Path, tiny_model: Path) -> None:
     folder = run(write_mix(tmp_path, tiny_model))
     again = load_mix(str(folder / "multitask.yaml"))
     assert [*again.tasks] == ["classify", "regress", "tag"]

@@ -142,7 +142,9 @@ def reference(
     return losses, gradients
 
 
-def weighted(gradients: Gradients, shared: list[float], heads: list[float]) -> dict[str, np.ndarray]:
+def weighted(
+    gradients: Gradients, shared: list[float], heads: list[float]
+) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for each, in_encoder, in_head in zip(gradients.values(), shared, heads, strict=True):
         for key, gradient in each.items():

@@ -17,6 +17,7 @@ from pipeline.tokenizer.wordpiece import WordPieceTokenizer, build
 from tests.support import bert_vocabulary
 
 CHINESE = "浙商银行企业信贷部叶老桂博士则从另一个角度对五道门槛进行了解读"
+BACK = CHINESE[::-1]
 ENGLISH = "the old man and the sea is read by 3,000 people in U.S. cities"
 STRANGE = "“叶老桂”　Ａ ﬁne　𠮷野 \u200b西\u0301 É 1998年—x\ttab"
 
@@ -128,30 +129,39 @@ def test_pairs_are_cut_longest_first(wordpiece: WordPieceTokenizer) -> None:
     [row], counts = _encode(wordpiece, config, text=CHINESE, text_b="五道", gold="a")
     assert _words(wordpiece, row) == "[CLS] 浙 商 银 行 [SEP] 五 道 [SEP]"
     assert counts == {"rows that were cut": 1}
-    [row], _ = _encode(wordpiece, config, text=CHINESE, text_b=CHINESE, gold="a")
-    assert _words(wordpiece, row) == "[CLS] 浙 商 银 [SEP] 浙 商 银 [SEP]"
 
 
 @pytest.mark.parametrize(
-    ("truncate", "kept"), [("tail", "浙商银行企业"), ("head", "行了解读"), ("head_tail", "浙")]
+    ("truncate", "text_b", "expected"),
+    [
+        # Of 20 tokens 18 are left for one text and 17 for two; a quarter of each is head.
+        ("tail", "", [CHINESE[:18]]),
+        ("head", "", [CHINESE[-18:]]),
+        ("head_tail", "", [CHINESE[:4] + CHINESE[-14:]]),
+        ("tail", BACK, [CHINESE[:8], BACK[:9]]),
+        ("head", BACK, [CHINESE[-8:], BACK[-9:]]),
+        ("head_tail", BACK, [CHINESE[:2] + CHINESE[-6:], BACK[:2] + BACK[-7:]]),
+        ("head_tail", "五道门", [CHINESE[:3] + CHINESE[-11:], "五道门"]),
+    ],
 )
-def test_what_is_kept_of_a_long_text(
-    wordpiece: WordPieceTokenizer, truncate: str, kept: str
+def test_what_is_kept_of_long_texts(
+    wordpiece: WordPieceTokenizer, truncate: str, text_b: str, expected: list[str]
 ) -> None:
-    config = _config("classify", max_length=8, truncate=truncate)
-    [row], _ = _encode(wordpiece, config, text=CHINESE, gold="a")
-    words = _words(wordpiece, row).replace(" ", "").removeprefix("[CLS]").removesuffix("[SEP]")
-    assert len(words) == 6
-    assert words.startswith(kept) or words.endswith(kept)
-    if truncate == "head_tail":
-        assert words == CHINESE[:1] + CHINESE[-5:], "a quarter is head"
+    config = _config("pair", max_length=20, truncate=truncate)
+    [row], counts = _encode(wordpiece, config, text=CHINESE, text_b=text_b, gold="a")
+    assert len(row.ids) == 20
+    words = _words(wordpiece, row).replace(" ", "").removeprefix("[CLS]")
+    assert words.split("[SEP]")[:-1] == expected
+    assert counts == {"rows that were cut": 1}
 
 
-def test_head_tail_does_not_fit_entities() -> None:
-    with pytest.raises(ConfigError, match="an entity could lie over the gap"):
-        build_config(
-            TaskConfig, {"task": {"kind": "tag"}, "input": {"truncate": "head_tail"}}, "test"
-        )
+def test_offsets_are_those_of_what_is_kept(wordpiece: WordPieceTokenizer) -> None:
+    config = _config("tag", max_length=8, truncate="head")
+    gold = (Span("x", 0, 2), Span("x", len(CHINESE) - 4, len(CHINESE) - 2))
+    [row], counts = _encode(wordpiece, config, text=CHINESE, gold=gold)
+    assert row.offsets[1:-1, 0].tolist() == list(range(len(CHINESE) - 6, len(CHINESE)))
+    assert text_spans(row, row.spans) == [gold[1]]
+    assert counts == {"rows that were cut": 1, "entities behind the cut": 1}
 
 
 def test_choices_are_rows_and_repeats_have_none(wordpiece: WordPieceTokenizer) -> None:
@@ -172,15 +182,33 @@ def test_candidate_stands_in_its_blank(wordpiece: WordPieceTokenizer) -> None:
     rows, counts = _encode(wordpiece, _config("cloze", max_length=10), **fields)
     assert _words(wordpiece, rows[0]) == "[CLS] 博 士 [SEP] 企 业 [SEP] 银 行 [SEP]"
     assert counts == {"rows that were cut": 2}
+    fields["choices"] = (CHINESE, "信贷")
+    rows, _ = _encode(wordpiece, _config("cloze", max_length=10), **fields)
+    assert _words(wordpiece, rows[0]) == "[CLS] [SEP] 浙 商 银 行 企 业 [SEP] [SEP]"
 
 
-def test_both_spans_of_coref_are_marked(wordpiece: WordPieceTokenizer) -> None:
-    marks = (Span("span1", 4, 6), Span("span2", 0, 1))
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ((4, 6), (0, 1), "[ 浙 ] 商 银 行 _ 企 业 _"),
+        ((0, 2), (2, 3), "_ 浙 商 _ [ 银 ] 行 企 业"),
+        ((2, 3), (0, 2), "[ 浙 商 ] _ 银 _ 行 企 业"),
+        ((0, 4), (2, 4), "_ 浙 商 [ 银 行 ] _ 企 业"),
+        ((0, 2), (0, 4), "[ _ 浙 商 _ 银 行 ] 企 业"),
+        ((0, 1), (1, 2), "_ 浙 _ [ 商 ] 银 行 企 业"),
+    ],
+)
+def test_both_spans_of_coref_are_marked(
+    wordpiece: WordPieceTokenizer, first: tuple[int, int], second: tuple[int, int], words: str
+) -> None:
+    marks = (Span("span1", *first), Span("span2", *second))
     [row], _ = _encode(wordpiece, _config("coref"), text="浙商银行企业", marks=marks, gold="true")
-    assert _words(wordpiece, row) == "[CLS] [ 浙 ] 商 银 行 _ 企 业 _ [SEP]"
-    marks = (Span("span1", 0, 4), Span("span2", 2, 4))
-    [row], _ = _encode(wordpiece, _config("coref"), text="浙商银行", marks=marks, gold="true")
-    assert _words(wordpiece, row).count("_") == 2
+    assert _words(wordpiece, row) == f"[CLS] {words} [SEP]"
+    _, counts = _encode(
+        wordpiece, _config("coref", max_length=8), text="浙商银行企业", marks=marks, gold="true"
+    )
+    is_lost = max(first[1], second[1]) + 4 > 6  # of ten characters six are left
+    assert counts.get("marked spans behind the cut", 0) == is_lost
 
 
 # Windows
@@ -205,12 +233,53 @@ def test_windows_cover_the_passage_and_find_the_answer(tokenizer: Any) -> None:
     assert all(span == [Span("answer", start, start + 2)] for span in answers)
 
 
+@pytest.mark.parametrize("length", [5, 9, 10, 14, 23, 33])
+@pytest.mark.parametrize("stride", [1, 4, 9])
+def test_token_is_scored_where_it_has_most_context(
+    wordpiece: WordPieceTokenizer, length: int, stride: int
+) -> None:
+    config = _config("qa", max_length=14, stride=stride)
+    text = (CHINESE * 2)[:length]
+    rows, _ = _encode(wordpiece, config, text=text, text_b="博士")
+    found: dict[int, int] = {}
+    for row in rows:
+        for slot in range(*row.starts):
+            assert found.setdefault(int(row.offsets[slot, 0]), row.part) == row.part
+    for place in range(length):
+        contexts = {}
+        for row in rows:
+            places = [start for start, _ in row.offsets.tolist() if start >= 0]
+            if place in places:
+                at = places.index(place)
+                contexts[row.part] = min(at, len(places) - 1 - at) + 0.01 * len(places)
+        # As run_squad.py's _check_is_max_context: of equals the first.
+        assert found[place] == max(contexts, key=lambda part: (contexts[part], -part))
+
+
+def test_window_trains_on_whichever_answer_it_holds(wordpiece: WordPieceTokenizer) -> None:
+    config = _config("qa", max_length=14, stride=9)
+    gold = (Answer(CHINESE[2:4], 2), Answer(CHINESE[20:22], 20), Answer("none", None))
+    rows, _ = _encode(wordpiece, config, text=CHINESE, text_b="博士", gold=gold)
+    assert [text_spans(row, row.spans) for row in rows] == [
+        [Span("answer", 2, 4)], [], [Span("answer", 20, 22)], [],
+    ]  # fmt: skip
+
+
+def test_answer_that_is_never_given_is_counted(wordpiece: WordPieceTokenizer) -> None:
+    fields = {"text": CHINESE, "text_b": "博士", "gold": (Answer(CHINESE[:31], 0),)}
+    _, counts = _encode(wordpiece, _config("qa", max_length=40, stride=8), **fields)
+    assert counts == {"answers longer than head.max_answer": 1}, "30 tokens"
+
+
 def test_answer_that_no_window_holds_is_counted(wordpiece: WordPieceTokenizer) -> None:
     config = _config("qa", max_length=12, stride=4)
     gold = (Answer(CHINESE[2:20], 2),)
     rows, counts = _encode(wordpiece, config, text=CHINESE, text_b="博士", gold=gold)
     assert not any(row.spans for row in rows)
     assert counts == {"answers that no window holds": 1}
+    config = _config("qa", max_length=40, max_question=2, stride=8)
+    _, counts = _encode(wordpiece, config, text="博士", text_b=CHINESE)
+    assert counts == {"questions that were cut": 1}
 
 
 def test_answer_inside_a_token_becomes_that_token(wordpiece: WordPieceTokenizer) -> None:

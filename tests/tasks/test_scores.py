@@ -168,6 +168,7 @@ def test_entity_counts_if_type_start_and_end_are_equal() -> None:
         ([], "cat", 0, 0),
         (["cat"], "", 0, 0),
         (["the"], "", 1, 1),
+        (["the", "cat"], "", 0, 0),
     ],
 )
 def test_squad_rules(answers: list[str], prediction: str, em: float, f1: float) -> None:
@@ -257,6 +258,7 @@ def test_baselines() -> None:
     golds = ["a", "b", "b", "b"]
     assert majority("classify", golds, labels=["a", "b"])["accuracy"] == 0.75
     assert majority("classify", golds, labels=["a", "b"])["matthews"] == 0
+    assert majority("pair", ["0", "0", "1"], labels=["0", "1"])["f1"] == 0.5, "of always 1"
     assert majority("choice", [0, 1, 1])["accuracy"] == pytest.approx(2 / 3)
     assert majority("qa", [[], ["x"]])["em"] == 0.5
     assert majority("spans", [[["A", 0, 1]], []])["f1"] == 0

@@ -1,8 +1,10 @@
 """Task files: what they refuse, and every one that is shipped."""
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.config.load import load, to_yaml
 from pipeline.errors import ConfigError
@@ -50,17 +52,22 @@ def test_labels_are_a_word_or_a_list(tmp_path: Path) -> None:
         ("train.seeds=[1, 1]", "none twice"),
         ("train={batch: 10, accumulate: 3}", "must be a multiple of train.accumulate=3"),
         ("train.lr=0", "out of range"),
+        ("head.decoder=crf", "head.decoder=crf does not fit task.kind=pair; expected none"),
+        ("{task: {kind: spans}, head: {decoder: crf}}", "task.kind=spans; expected pointer"),
+        ("{task: {kind: tag}, input: {truncate: head_tail}}", "an entity could lie over the gap"),
+        ("{task: {kind: qa}, input: {truncate: head}}", "whose texts are cut into windows"),
+        ("{task: {kind: qa}}", "input.stride=128 must be below input.max_length=128"),
     ],
 )
 def test_what_is_wrong_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    overrides = [override]
+    if override.startswith("{"):
+        overrides = [
+            f"{name}={json.dumps(value)}" for name, value in yaml.safe_load(override).items()
+        ]
     with pytest.raises(ConfigError) as caught:
-        _task(tmp_path, PAIR, override)
+        _task(tmp_path, PAIR, *overrides)
     assert message in str(caught.value)
-
-
-def test_windows_that_leave_out_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"input\.stride=128 must be below input\.max_length=128"):
-        _task(tmp_path, "task: {kind: qa}\ndata: {train: [a.json], format: squad}\n")
 
 
 @pytest.mark.parametrize("name", TASKS)

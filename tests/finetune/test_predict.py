@@ -1,0 +1,92 @@
+"""From decisions about tokens to what stands in a file, without a model that was trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config.load import build
+from pipeline.data.run_order import Share
+from pipeline.errors import DataError
+from pipeline.finetune.batches import TaskRows, collate, tokenised
+from pipeline.finetune.model import HeadSpec, TaskModel
+from pipeline.finetune.predict import Predictor, predictions
+from pipeline.model.heads import best_answers
+from pipeline.tasks.readers import Answer, Example, read_file
+from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.use.model import load
+from tests.support.tiny_tasks import write_task
+
+
+def _predicted(
+    config: TaskConfig,
+    model: Any,
+    examples: list[Example],
+    decide: Callable[[Any], list[Any]],
+    folder: Path,
+) -> list[Any]:
+    """Make predictions of what `decide` says of the inputs of all rows."""
+    for _ in range(2):  # the second time from the file of the first
+        tokens = tokenised(config, model.tokenizer, "", examples, folder / "tokens")
+    spec = HeadSpec.of("t", config, ("ORG",))
+    batch = collate(
+        spec, tokens, tokens.units(spec.kind), pad_id=model.tokenizer.pad_id, with_gold=True
+    )
+    return [
+        row.prediction for row in predictions(spec, tokens, dict(enumerate(decide(batch.inputs))))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "golds"),
+    [
+        # A token of several characters that are words of the file, each on a line.
+        ("北 O\n京 B-ORG\ng M-ORG\no M-ORG\no M-ORG\nd E-ORG\n\nf S-ORG\n", [[1, 6], [0, 1]]),
+        ("good B-ORG\nfine I-ORG\n\nthe O\nboooks B-ORG\n", [[0, 9], [4, 10]]),
+    ],
+)
+def test_gold_tags_become_the_gold_entities(
+    tiny_model: Path, tmp_path: Path, content: str, golds: list[list[int]]
+) -> None:
+    (tmp_path / "a.bmes").write_text(content)
+    config = build(TaskConfig, {"task": {"kind": "tag"}, "data": {"root": str(tmp_path)}}, "t")
+    examples = read_file(config, "a.bmes", needs_gold=True)
+    found = _predicted(
+        config, load(tiny_model), examples, lambda each: each["tags"].tolist(), tmp_path
+    )
+    assert found == [[["ORG", *bounds]] for bounds in golds]
+
+
+def test_answer_comes_from_the_window_with_the_most_context(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    task = {"task": {"kind": "qa"}, "input": {"max_length": 12, "stride": 2, "max_question": 2}}
+    text = "good bad fine poor film book red green blue what who where"
+    example = Example(id="0", where="", text=text, text_b="the", gold=(Answer("red", 29),))
+
+    def decide(inputs: Any) -> list[Any]:
+        # Words 0 to 7 and 2 to 9. The first window is surest, of a word close to its end, which
+        # has more context in the second: that one is asked about it, and about "book".
+        scores = torch.zeros(*inputs["mask"].shape, 2)
+        scores[0, 3 + 6] = 9.0
+        scores[1, 3 + 5 - 2] = 5.0
+        starts, text = (torch.tensor(inputs[name]) for name in ("starts", "text"))
+        every = best_answers(scores, starts, text, 3)
+        return list(zip(*(each.tolist() for each in every), strict=True))
+
+    config = build(TaskConfig, task, "t")
+    assert _predicted(config, load(tiny_model), [example], decide, tmp_path) == ["book"]
+
+
+def test_model_that_gives_nan_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = load_task(str(write_task(tmp_path, "spans")))
+    source = load(tiny_model)
+    examples = read_file(config, "spans.jsonl", needs_gold=True)[:3]
+    tokens: TaskRows = tokenised(config, source.tokenizer, "", examples, None)
+    model = TaskModel(source.config, HeadSpec.of("t", config, ("all", "name", "place")))
+    torch.nn.init.constant_(model.pointer.query_key.bias, float("nan"))
+    predictor = Predictor(model, torch.device("cpu"), source.tokenizer.pad_id)
+    with pytest.raises(DataError, match="scores are NaN: it has diverged"):
+        predictor.decide(tokens, Share(0, 1))
