@@ -76,10 +76,12 @@ Judge = Callable[[str, int, int], bool]
 class Finetune:
     """Writes what `finetune` writes, and notes its calls."""
 
-    def __init__(self, is_right: Judge) -> None:
+    def __init__(self, is_right: Judge, **more: Any) -> None:
         self.calls: list[tuple[str, str]] = []
         self.fails: dict[tuple[str, str], Exception] = {}
-        self._is_right = is_right
+        self.protocols: dict[str, dict[str, Any]] = {}
+        """By source: what else its protocol says."""
+        self._is_right, self._more = is_right, more
 
     def __call__(
         self,
@@ -108,7 +110,9 @@ class Finetune:
                 "weights_sha256": f"sha of {source}",
                 "selected_on": "dev",
                 "lr": 1e-5,
+                **self.protocols.get(source, {}),
             },
+            **self._more,
         }
         scored = []
         for seed in seeds:
@@ -237,6 +241,34 @@ def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
         Finetune(_half_better), lambda body: None,
     )  # fmt: skip
     assert sampled["published"][0]["left_out"]["topic"] == "here train is a sample"
+    other_task = replace(_plan(tmp_path, "data.drop_labels=[c]"), out=tmp_path / "dropped")
+    changed, _ = run(other_task, Finetune(_half_better), lambda body: None)
+    assert changed["published"][0]["left_out"]["topic"] == "here data.drop_labels=[c]"
+
+
+def test_what_dev_chose_has_a_star(tmp_path: Path) -> None:
+    """The settings by a search, where the epoch is the last."""
+    finetune = Finetune(_half_better, search=[{"values": {"lr": 1}, "dev": 0.5}])
+    finetune.protocols["runs/a"] = {"selected_on": "last"}
+    body, _ = run(_plan(tmp_path), finetune, lambda body: None)
+    lines = benchmark_text.markdown(body).splitlines()
+    topic, which = (next(line for line in lines if line.startswith(f"| {name}"))
+                    for name in ("topic", "which"))  # fmt: skip
+    assert "| 75.0* [" in which and "*" not in topic  # noqa: PT018
+    assert any("Of one seed, intervals are over rows alone" in line for line in lines)
+
+
+def test_protocols_that_differ_name_their_model(tmp_path: Path) -> None:
+    finetune = Finetune(_half_better)
+    finetune.protocols = {"runs/b": {"encoder_dropout": 0.1}, "runs/a": {"encoder_dropout": 0.0}}
+    finetune.fails["topic", "runs/b"] = ValueError("a bug that nobody expects")
+    body, code = run(_plan(tmp_path, models=("runs/a", "runs/b")), finetune, lambda body: None)
+    assert code != 0
+    text = benchmark_text.markdown(body)
+    assert "failed: a bug that nobody expects" in text
+    assert "- topic: encoder_dropout 0.0" in text
+    assert "- names: encoder_dropout 0.0 (a), 0.1 (b)" in text
+    assert "- runs/b: weights sha of runs/b" in text
 
 
 def test_an_interrupted_benchmark_has_a_partial_table(tmp_path: Path) -> None:
@@ -286,6 +318,8 @@ def test_a_person_stops_it(tmp_path: Path) -> None:
 def test_models_that_would_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="share a folder"):
         _plan(tmp_path, models=("runs/a", "runs-a"))
+    with pytest.raises(ConfigError, match="share a folder"):
+        read_plan(str(tmp_path / "mine.yaml"), ["ngrams"], tmp_path, (), [], with_ngrams=True)
 
 
 @pytest.mark.usefixtures("processes")
