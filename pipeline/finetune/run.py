@@ -541,7 +541,9 @@ def _require_same(
         for values, model in ((old, read_architecture(folder / MODEL)[0]), (new, config.model)):
             values |= {f"model.{name}": value for name, value in asdict(model).items()}
     differing = [
-        f"{name}: {old.get(name)!r} there, {value!r} now"
+        f"{name}: other {name.removesuffix('_sha256')} now"
+        if name.endswith("_sha256")
+        else f"{name}: {old.get(name)!r} there, {value!r} now"
         for name, value in json.loads(json.dumps(new)).items()
         if old.get(name) != value
     ]

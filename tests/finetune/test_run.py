@@ -216,22 +216,31 @@ def test_search_does_not_run_where_its_result_has_no_place(
     assert not (out / "search").exists()
 
 
-def test_stopped_run_is_not_continued_with_another_model(
-    task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate, path, out = DevScores.__call__, task_file("classify"), tmp_path / "out"
+def _stopped(at: int | None, path: Path, model: Path, out: Path, **options: Any) -> None:
+    """Run until a signal comes while dev is scored: at a step, or at the first."""
+    evaluate = DevScores.__call__
 
     def ask_to_stop(self: DevScores, step: int, *, shows: bool) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if at in (None, step):
+            os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(self, step, shows=shows)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DevScores, "__call__", ask_to_stop)
-        with pytest.raises(PreemptedError):
-            _run(path, tiny_model, out)
+        with pytest.raises(PreemptedError, match="the same command continues it"):
+            _run(path, model, out, **options)
+
+
+def test_stopped_run_is_not_continued_with_another_model(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path, out = task_file("classify"), tmp_path / "out"
+    _stopped(None, path, tiny_model, out)
     assert published(out / "checkpoints")
     with pytest.raises(CheckpointError, match=r"protocol.lr: checkpoint 0.003, now 0.001"):
         _run(path, tiny_model, out, overrides=["train.lr=1e-3"])
+    with pytest.raises(CheckpointError, match=r"protocol.metric: checkpoint 'accuracy', now 'macro"):
+        _run(path, tiny_model, out, overrides=["task.metric=macro_f1"])
     with pytest.raises(CheckpointError, match=r"protocol.model: checkpoint .* now 'random:"):
         _run(path, f"random:{tiny_model}", out)
     assert _run(path, tiny_model, out)["test"]["accuracy"] == 1.0
@@ -294,20 +303,10 @@ def test_killed_run_continues_to_the_same_answers(
 
 
 def test_signal_after_the_last_step_is_not_forgotten(
-    task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
-    evaluate, path, out = DevScores.__call__, task_file("classify"), tmp_path / "out"
-
-    def ask_to_stop(self: DevScores, step: int, *, shows: bool) -> Any:
-        if step == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, step, shows=shows)
-
-    overrides = ["train.epochs=1"]
-    with monkeypatch.context() as patch:
-        patch.setattr(DevScores, "__call__", ask_to_stop)
-        with pytest.raises(PreemptedError, match="the same command continues it"):
-            _run(path, tiny_model, out, overrides=overrides, seeds=[1, 2])
+    path, out, overrides = task_file("classify"), tmp_path / "out", ["train.epochs=1"]
+    _stopped(8, path, tiny_model, out, overrides=overrides, seeds=[1, 2])
     assert not (out / "seed-2").exists()
     assert not (out / "seed-1/result.json").exists()
     assert _run(path, tiny_model, out, overrides=overrides, seeds=[1, 2])["seeds"] == [1, 2]
