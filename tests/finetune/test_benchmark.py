@@ -14,7 +14,7 @@ import pytest
 from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
 from pipeline.finetune import benchmark_text
-from pipeline.finetune.benchmark import Plan, difference, read_cell, read_plan, run
+from pipeline.finetune.benchmark import Plan, count_overlap, difference, read_cell, read_plan, run
 from pipeline.finetune.result import RESULT, Prediction, combine
 from pipeline.finetune.run import finetune
 from pipeline.runtime.files import write_json_atomic
@@ -297,6 +297,19 @@ def test_a_missing_file_fails_its_task_only(tmp_path: Path) -> None:
     assert code != 0
     assert "names.dev.jsonl" in body["tasks"][1]["columns"]["runs/a"]["failed"]
     assert body["mean"]["tasks"] == ["topic", "which"]
+
+
+@pytest.mark.usefixtures("processes")
+def test_overlap_is_counted_without_a_task_that_cannot_be_read(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "data.test_rows=5")
+    (tmp_path / "names.dev.jsonl").unlink()
+    # Which of a row is the text is not said.
+    fields = replace(plan.tasks["which"].data.fields, choices=None)
+    which = plan.tasks["which"]
+    plan.tasks["which"] = replace(which, data=replace(which.data, fields=fields))
+    (tmp_path / "corpus.txt").write_text("about everything")
+    found = count_overlap(plan, [str(tmp_path / "corpus.txt")])
+    assert found["sets"] == {"topic": {"rows": 5, "shared": 0, "too_short": 5}}
 
 
 def test_a_person_stops_it(tmp_path: Path) -> None:
