@@ -6,6 +6,7 @@ too short for one, stands in a document as a whole. Letters, n-grams and the sea
 counted as they are in the files: rules and deduplication are not applied.
 """
 
+import hashlib
 import io
 import json
 import logging
@@ -21,6 +22,7 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, DecontaminateConfig, PrepConfig, SourceConfig
 from data_prep.decontaminate.search import ARRAYS, Finder, Tables
 from data_prep.dedup.minhash import fold, shingle_hashes, shingle_lengths
+from data_prep.inputs import InputFile
 from data_prep.pieces import batches
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document
@@ -37,18 +39,22 @@ _PIECE_BYTES = 64_000_000
 def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, out: Path) -> None:
     """Count the shared rows of a file of rows and write the numbers as JSON.
 
+    A count of the same rows and settings, of files of the same sizes and times, is kept.
+
     Args:
         rows: a line a row: {"set": name, "texts": [...]}.
         corpus: inputs as a source takes them, or folders of datasets, which stand for their inputs.
         config: lengths of n-grams and of short texts.
-        out: the file to write: settings, documents read, and of each set `rows`, `shared` and
-            `too_short`, rows of which no text is long enough to search for.
+        out: the file to write: settings, documents read, a key of all that was counted, and of
+            each set `rows`, `shared` and `too_short`, rows of which no text is long enough to
+            search for.
 
     Raises:
         DataError: the corpus has no documents, or the file of rows is not as it should be.
     """
+    content = rows.read_bytes()
     try:
-        lines = rows.read_text(encoding="utf-8").splitlines()
+        lines = content.decode().splitlines()
         read = [(row["set"], row["texts"]) for row in map(json.loads, lines)]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -56,10 +62,15 @@ def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, ou
             '{"set": name, "texts": [...]}'
         ) from None
     sources, clean = _sources(corpus)
+    listed = [(source, inputs.find(source).files) for source in sources]
+    key = hashlib.sha256(repr((content, corpus, config, clean, listed)).encode()).hexdigest()
+    if _key_of(out) == key:
+        logger.info("%s is a count of these rows and files", out)
+        return
     texts = {text: normalise(text, clean) for _, parts in read for text in parts}
     search = _Search(sorted(set(texts.values())), config)
     num_documents = 0
-    for batch in batches(_documents(sources, clean)):
+    for batch in batches(_documents(listed, clean)):
         num_documents += len(batch)
         search.take([document["text"] for document in batch])
     if not num_documents:
@@ -73,27 +84,47 @@ def write_overlap(rows: Path, corpus: list[str], config: DecontaminateConfig, ou
         sets[name]["too_short"] += all(verdict is None for verdict in seen)
     lengths = ("ngram", "ngram_cjk", "min_chars", "min_chars_cjk")
     settings = {name: getattr(config, name) for name in lengths}
-    found = {"corpus": corpus, **settings, "documents": num_documents, "sets": dict(sets)}
+    found = {
+        "corpus": corpus,
+        "key": key,
+        **settings,
+        "documents": num_documents,
+        "sets": dict(sets),
+    }
     write_json_atomic(out, found)
+
+
+def _key_of(out: Path) -> str | None:
+    try:
+        return str(json.loads(out.read_bytes())["key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _sources(corpus: list[str]) -> tuple[list[SourceConfig], CleanConfig]:
     sources: list[SourceConfig] = []
-    clean = CleanConfig()
+    cleans: list[CleanConfig] = []
     for text in corpus:
         resolved = Path(text).expanduser() / RESOLVED_FILE
         if resolved.is_file():
             prep = load(PrepConfig, resolved).config
             sources += prep.sources
-            clean = prep.clean
+            cleans.append(prep.clean)
         else:
             sources.append(SourceConfig(name="corpus", inputs=(text,)))
-    return sources, clean
+    if any(clean != cleans[0] for clean in cleans):
+        raise DataError(
+            f"{', '.join(corpus)}: the datasets clean text in different ways, and rows are cleaned "
+            "as the corpus is; count them apart"
+        )
+    return sources, cleans[0] if cleans else CleanConfig()
 
 
-def _documents(sources: list[SourceConfig], clean: CleanConfig) -> Iterator[dict[str, str]]:
-    for source in sources:
-        for piece in inputs.pieces(source, inputs.find(source).files, _PIECE_BYTES):
+def _documents(
+    listed: list[tuple[SourceConfig, tuple[InputFile, ...]]], clean: CleanConfig
+) -> Iterator[dict[str, str]]:
+    for source, files in listed:
+        for piece in inputs.pieces(source, files, _PIECE_BYTES):
             logger.info("searching %s", ", ".join(file.name for file in piece.files))
             for item in read_piece(piece, clean.max_document_mb * 1_000_000, []):
                 if isinstance(item, Document):

@@ -46,6 +46,8 @@ _ROWS_FILE, _OVERLAP_FILE = "overlap-rows.jsonl", "overlap.json"
 RANDOM = "random:"
 """Before a model: its architecture and tokenizer with fresh weights."""
 LEFT_OUT = "left out by the limit of rows"
+_OTHER_TASK = re.compile(r"task\.|data\.(?!root=|\w+_rows=)")
+"""Overrides that make a task another one than scores were published for."""
 Body = dict[str, Any]
 """What `table.json` holds."""
 
@@ -64,6 +66,8 @@ class Plan:
     with_random: bool = True
     with_ngrams: bool = True
     published: tuple[PublishedConfig, ...] = ()
+    overrides: tuple[str, ...] = ()
+    """Of the command line, beside what the suite says itself."""
 
     @property
     def columns(self) -> list[str]:
@@ -125,7 +129,7 @@ def read_plan(
     names = dict.fromkeys(models)
     plan = Plan(
         name=Path(suite).stem, tasks=tasks, files=files, models=tuple(names), out=out,
-        published=config.published, **on,
+        published=config.published, overrides=tuple(overrides), **on,
     )  # fmt: skip
     if plan.with_ngrams and find_spec("sklearn") is None:
         raise ConfigError(
@@ -133,7 +137,7 @@ def read_plan(
             "leave it out by --no-baselines"
         )
     folders = [plan.folder("", column) for column in plan.columns]
-    if len(set(folders)) < len(folders):
+    if len(set(folders)) < len(folders) or (plan.with_ngrams and baselines.NAME in names):
         raise ConfigError(f"--from {', '.join(names)}: two of them would share a folder in {out}")
     return plan
 
@@ -164,8 +168,6 @@ def sweep(plan: Plan) -> dict[str, Any]:
 def count_overlap(plan: Plan, corpus: list[str]) -> dict[str, Any]:
     """Let data preparation count the rows that share text with a corpus.
 
-    An earlier count of the same rows and the same names of files is taken.
-
     Raises:
         DataError: the count failed.
     """
@@ -173,21 +175,15 @@ def count_overlap(plan: Plan, corpus: list[str]) -> dict[str, Any]:
     for name, config in plan.tasks.items():
         try:
             splits = read_task(config).splits
-        except DataError:
+        except PostnormError:
             continue  # its line of the table will say so
         rows = [row for row in splits["test"] if row.gold is not None] or splits["dev"]
         # One of several choices that occurs in the corpus says nothing about its row.
         texts = [[row.text, row.text_b] if row.text else [*row.choices] for row in rows]
         lines += [json.dumps({"set": name, "texts": each}) + "\n" for each in texts]
     rows_file, found_file = plan.out / _ROWS_FILE, plan.out / _OVERLAP_FILE
-    written = "".join(lines).encode()
-    if found_file.is_file() and rows_file.read_bytes() == written:
-        found: dict[str, Any] = json.loads(found_file.read_bytes())
-        if found["corpus"] == corpus:
-            return found
     plan.out.mkdir(parents=True, exist_ok=True)
-    write_atomic(rows_file, written)
-    found_file.unlink(missing_ok=True)  # of other rows
+    write_atomic(rows_file, "".join(lines).encode())
     words = ["overlap", str(rows_file), *corpus, "--out", str(found_file)]
     if subprocess.run([*module_command("data_prep"), *words], check=False).returncode:
         raise DataError(
@@ -253,9 +249,9 @@ class _Growing:
             self._cells[task, column] = read_cell(folder, result) if result else None
         except (StoppedError, PreemptedError):
             raise
-        # Torch says with a RuntimeError that memory is used up.
-        except (PostnormError, OSError, RuntimeError) as error:
-            logger.error("%s, %s: %s", task, column, error)
+        except Exception as error:  # whatever it is, the others go on
+            is_told = isinstance(error, (PostnormError, OSError))
+            logger.error("%s, %s: %s", task, column, error, exc_info=not is_told)
             self._cells[task, column] = str(error) or type(error).__name__
             self.exit_codes.append(getattr(error, "exit_code", EXIT_FAILED_RETRY))
 
@@ -330,6 +326,7 @@ class _Growing:
             "seeds": cell.result["seeds"],
             "minutes": cell.result["train_s"] / 60,
             "warnings": warnings,
+            "searched": bool(cell.result.get("search")),
             "protocol": cell.result["protocol"],
             "folder": str(self._plan.folder(task, column).relative_to(self._plan.out)),
         }
@@ -369,6 +366,9 @@ def _not_comparable(row: PublishedConfig, line: dict[str, Any], plan: Plan) -> s
         return f"of {row.split}, here {line['scored_on']}"
     if line["sampled"]:
         return f"here {' and '.join(line['sampled'])} is a sample"
+    changed = [each for each in plan.overrides if _OTHER_TASK.match(each)]
+    if changed:
+        return f"here {' '.join(changed)}"
     search = plan.tasks[line["task"]].search
     best = {"dev": "best epoch on dev", "last": "last epoch"}[protocols[0]["selected_on"]]
     # A mean of several runs estimates the same as one run.

@@ -56,6 +56,10 @@ def _section(body: Body) -> str:
     rule = ["---" if i < 4 else "---:" for i in range(len(rows[0]))]
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], rule, *cells[1:]])
+    cells_of = [
+        line["columns"].get(model, {}) for line in body["tasks"] for model in body["models"]
+    ]
+    is_alone = any(cell.get("n") == 1 for cell in cells_of)
     footnotes = [f"[{number}] {text}" for number, text in enumerate(notes, start=1)]
     parts = [
         [table],
@@ -63,9 +67,10 @@ def _section(body: Body) -> str:
         footnotes,
         [
             "Percent; mean ± standard deviation (number of seeds). Differences are paired, with "
-            "95% intervals by bootstrap over rows and seeds. *: dev chose the epoch and is what is "
-            "reported."
+            "95% intervals by bootstrap over rows and seeds. *: dev chose the epoch or the "
+            "settings, and is what is reported."
         ],
+        ["Of one seed, intervals are over rows alone: other seeds may differ by more."] * is_alone,
         [_overlap(body)],
         _protocols(body),
         _published(body),
@@ -142,7 +147,8 @@ def _score(line: dict[str, Any], column: str, shown: str, notes: list[str]) -> s
     if failed:
         return f"failed{mark}"
     protocol = cell["protocol"]
-    star = "*" if protocol["selected_on"] == protocol["scored_on"] == "dev" else ""
+    on_dev = cell["searched"] or protocol["selected_on"] == "dev"
+    star = "*" if on_dev and protocol["scored_on"] == "dev" else ""
     spread = f" ± {_percent(cell['sd'])} ({cell['n']})" if cell["n"] > 1 else ""
     return f"{_percent(cell['mean'])}{spread}{star}{mark}"
 
@@ -186,17 +192,26 @@ def _overlap(body: Body) -> str:
 
 
 def _protocols(body: Body) -> list[str]:
-    """List what the models have in common, then what differs by task, then the models."""
-    tags: dict[str, dict[str, Any]] = {}
-    weights: dict[str, str | None] = {}
+    """List what all cells of the models have in common, then what differs, by task and model."""
+    names = _short_names(body["models"])
+    tags: dict[str, dict[str, str]] = {}
+    weights: dict[str, str] = {}
     for line in body["tasks"]:
-        for model in body["models"]:
-            cell = line["columns"].get(model, {})
-            for name, value in cell.get("protocol", {}).items():
-                if name not in _HIDDEN:
-                    tags.setdefault(line["task"], {}).setdefault(name, value)
-            sha256 = cell.get("protocol", {}).get("weights_sha256")
-            weights.setdefault(model, sha256)
+        of_models = {
+            model: line["columns"][model]["protocol"]
+            for model in body["models"]
+            if "protocol" in line["columns"].get(model, {})
+        }
+        for model, protocol in of_models.items():
+            if not model.startswith(RANDOM):
+                weights[model] = protocol["weights_sha256"]
+        for name in dict.fromkeys(name for each in of_models.values() for name in each):
+            values = {model: str(each.get(name)) for model, each in of_models.items()}
+            shown = ", ".join(f"{value} ({names[model]})" for model, value in values.items())
+            if name not in _HIDDEN:
+                is_same = len(set(values.values())) == 1
+                text = next(iter(values.values())) if is_same else shown
+                tags.setdefault(line["task"], {})[name] = text
     if not tags:
         return []
     first = next(iter(tags.values()))
@@ -209,10 +224,7 @@ def _protocols(body: Body) -> list[str]:
     for task, of in tags.items():
         others = {name: value for name, value in of.items() if name not in same}
         lines += [f"- {task}: {_listed(others)}"] if others else []
-    return [
-        *lines,
-        *(f"- {model}: weights {sha256}" for model, sha256 in weights.items() if sha256),
-    ]
+    return [*lines, *(f"- {model}: weights {sha256}" for model, sha256 in weights.items())]
 
 
 def _listed(tags: dict[str, Any]) -> str:

@@ -111,11 +111,14 @@ def _one_run(run: Run, config: CanConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _prior(run: Run) -> Floats:
-    counts = run.stored.get("prior")
-    if not counts or set(counts) - set(run.labels) or not sum(counts.values()) > 0:
+    counts: Any = run.stored.get("prior")
+    is_whole = isinstance(counts, dict) and set(counts) <= set(run.labels)
+    is_whole = is_whole and all(type(num) is int and num >= 0 for num in counts.values())
+    num_rows = sum(counts.values()) if is_whole else 0
+    if not num_rows or run.stored.get("rows", {}).get("train", num_rows) != num_rows:
         raise DataError(
-            f"{run.folder / RESULT}: prior is {counts!r}; expected how many rows of train have "
-            f"each label ({', '.join(run.labels[:20])}), which --can needs"
+            f"{run.folder / RESULT}: prior is {counts!r}; expected how many of the rows of train "
+            f"have each label ({', '.join(run.labels[:20])}), which --can needs"
         )
     rows = np.array([counts.get(label, 0) for label in run.labels], dtype=np.float64)
     prior: Floats = rows / rows.sum()

@@ -1,12 +1,12 @@
 """What a benchmark costs before it runs: rows, steps, tokens, FLOPs and hours of GPUs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from pipeline.finetune.benchmark import Plan
-from pipeline.finetune.run import prepare, run_config
+from pipeline.finetune.run import Prepared, prepare, run_config
 from pipeline.model.cost import KNOWN, flops_per_token
 from pipeline.runtime.summary import Line, table
 
@@ -28,10 +28,13 @@ class TaskCost:
     scored_tokens: int
     """Of dev after each epoch, and of dev and test at the end."""
     flops: float
+    search_flops: float
+    """Of the runs of `search`, which one seed has."""
 
-    def hours(self, device: str) -> float:
+    def hours(self, device: str, num_seeds: int = 1, *, search: bool = False) -> float:
         """On one device at `SHARE_OF_PEAK`; small models need more, as they wait for the host."""
-        return self.flops / (KNOWN[device].bf16_flops * SHARE_OF_PEAK) / _S_PER_HOUR
+        flops = num_seeds * self.flops + search * self.search_flops
+        return flops / (KNOWN[device].bf16_flops * SHARE_OF_PEAK) / _S_PER_HOUR
 
 
 def costs(plan: Plan, model: str) -> list[TaskCost]:
@@ -43,48 +46,62 @@ def costs(plan: Plan, model: str) -> list[TaskCost]:
     found = []
     for name, config in plan.tasks.items():
         prepared = prepare(config, name, model, plan.out / "tokens")
-        settings = run_config(prepared, 1, Path(plan.out, name), 1)
-        steps, each_epoch = settings.train.num_steps, settings.monitor.eval_every_steps
-        lengths = {
-            split: np.array([len(row.ids) for row in rows.rows], np.int64)
-            for split, rows in prepared.rows.items()
-        }
-        units = len(prepared.rows["train"].units(config.task.kind))
-        seen = steps * config.train.batch / units
-        dev, test = (int(lengths[split].sum()) if split in lengths else 0
-                     for split in ("dev", "test"))  # fmt: skip
-        train_tokens = round(seen * int(lengths["train"].sum()))
-        scored = dev * (-(-steps // each_epoch) + 1) + test
-        squares = sum(int((of * of).sum()) for of in lengths.values())
-        mean_length = squares / max(1, sum(int(of.sum()) for of in lengths.values()))
-        each = flops_per_token(settings.model, config.input.max_length, 0.0, mean_length)
-        flops = each.total * train_tokens + each.forward * scored
-        found.append(TaskCost(name, len(lengths["train"]), steps, train_tokens, scored, flops))
+        trials = [replace(prepared, config=config.at(point)) for point in config.search.points]
+        search = sum(_cost(trial, Path(plan.out, name)).flops for trial in trials)
+        found.append(replace(_cost(prepared, Path(plan.out, name)), search_flops=search))
     return found
 
 
+def _cost(prepared: Prepared, folder: Path) -> TaskCost:
+    """Count one run without its search."""
+    config, settings = prepared.config, run_config(prepared, 1, folder, 1)
+    steps, each_epoch = settings.train.num_steps, settings.monitor.eval_every_steps
+    lengths = {
+        split: np.array([len(row.ids) for row in rows.rows], np.int64)
+        for split, rows in prepared.rows.items()
+    }
+    sums = {split: int(of.sum()) for split, of in lengths.items()}
+    seen = steps * config.train.batch / len(prepared.rows["train"].units(config.task.kind))
+    train_tokens = round(seen * sums["train"])
+    scored = sums.get("dev", 0) * (-(-steps // each_epoch) + 1) + sums.get("test", 0)
+    mean_length = sum(int((of * of).sum()) for of in lengths.values()) / max(1, sum(sums.values()))
+    each = flops_per_token(settings.model, config.input.max_length, 0.0, mean_length)
+    flops = each.total * train_tokens + each.forward * scored
+    rows = len(lengths["train"])
+    return TaskCost(prepared.name, rows, steps, train_tokens, scored, flops, 0.0)
+
+
 def cost_lines(found: list[TaskCost], num_seeds: int) -> list[Line]:
-    """Return a table of the costs of one seed, and the sum over all tasks and seeds."""
-    head = ("task", "rows", "steps", "M tokens", "scored", "FLOP")
-    rows = [(*head, *(f"{device} h" for device in _DEVICES))]
-    rows += [
+    """Return a table of the costs of one seed, and the sum over all tasks, seeds and searches."""
+    head = ("task", "rows", "steps", "M tokens", "scored", "FLOP", *_DEVICES)
+    rows = [
         (
             each.task,
             f"{each.train_rows:,}",
             f"{each.steps:,}",
-            f"{each.train_tokens / 1e6:.2f}",
-            f"{each.scored_tokens / 1e6:.2f}",
+            f"{each.train_tokens / 1e6:.3g}",
+            f"{each.scored_tokens / 1e6:.3g}",
             f"{each.flops:.2e}",
-            *(f"{each.hours(device):.3f}" for device in _DEVICES),
+            *(_time(each.hours(device)) for device in _DEVICES),
         )
         for each in found
     ]
-    hours = ", ".join(
-        f"{num_seeds * sum(each.hours(device) for each in found):.2f} h on one {device}"
+    times = ", ".join(
+        f"{_time(sum(each.hours(device, num_seeds, search=True) for each in found))} on one "
+        f"{device}"
         for device in _DEVICES
     )
+    with_search = " and the search" * any(each.search_flops for each in found)
     total = (
-        f"a model, {num_seeds} seed(s): {hours}, by FLOPs at {SHARE_OF_PEAK:.0%} of the bf16 peak, "
-        "which is assumed; small models wait for the host and need more"
+        f"a model, {num_seeds} seed(s){with_search}: {times}, by FLOPs at {SHARE_OF_PEAK:.0%} of "
+        "the bf16 peak, which is assumed; small models wait for the host and need more"
     )
-    return [*table(rows, right=(1, 2, 3, 4, 5, 6, 7)), total]
+    return [*table([head, *rows], right=(1, 2, 3, 4, 5, 6, 7)), total]
+
+
+def _time(hours: float) -> str:
+    """Write three digits in hours, or in minutes or seconds where it is less than one."""
+    for unit, value in (("h", hours), ("min", 60 * hours)):
+        if value >= 1:
+            return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+    return f"{_S_PER_HOUR * hours:.3g} s"

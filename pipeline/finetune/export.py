@@ -26,6 +26,7 @@ from pipeline.model.layout import rows
 from pipeline.runtime.files import write_atomic
 from pipeline.tasks.encode import encode
 from pipeline.tasks.readers import read_file
+from pipeline.tasks.task import TaskConfig
 from pipeline.use import hf
 from pipeline.use.folder import ExportReport, TrainedModel, fine_tuned, publishing, require_equal
 from pipeline.use.hf_tokenizer import write_hf_tokenizer
@@ -73,6 +74,8 @@ def export_hf(source: Path, out: Path) -> ExportReport:
             f"{hf.native_class(family, auto)} has a layer that head.pool={spec.pool} does not have"
         )
         family = None
+    cut = _cut(tuned.config)
+    note += f"; {cut}" if cut else ""
     with publishing(out) as unfinished:
         weights = tuned.model.state_dict()
         encoder = {name: each for name, each in weights.items() if name.startswith("encoder.")}
@@ -92,6 +95,18 @@ def export_hf(source: Path, out: Path) -> ExportReport:
         text = hf.model_card(out.name, trained, family, report.max_abs_diff, card)
         write_atomic(unfinished / "README.md", text.encode())
     return ExportReport(report.max_abs_diff, report.num_logits, f"{note}; compared on {origin}")
+
+
+def _cut(task: TaskConfig) -> str:
+    """Say how the run read long texts where a tokenizer alone reads them otherwise; "" if not."""
+    read = ""
+    if task.task.kind == "qa":
+        read = f"the run reads long passages in windows, {task.input.stride} tokens apart"
+    elif task.task.kind == "cloze":
+        read = "the run keeps what stands around the blank of long texts"
+    elif task.input.truncate == "head_tail":
+        read = f"the run keeps {task.input.head_share:g} of long texts from the head, the rest tail"
+    return read and f"{read}; the tokenizer keeps their beginning"
 
 
 def _require_class(spec: HeadSpec, source: Path) -> None:
@@ -223,6 +238,8 @@ _CLASS = "print(model.config.id2label[int(output.logits.argmax(-1))])"
 def _card(tuned: FineTuned, auto: str, folder: str, result: dict[str, Any]) -> hf.Card:
     spec, sep = tuned.model.task.spec, tuned.tokenizer.piece(tuned.tokenizer.sep_id)
     rows = {"task": f"{spec.name} ({spec.kind})"}
+    if cut := _cut(tuned.config):
+        rows["long texts"] = cut
     if spec.labels:
         rows["labels"] = ", ".join(spec.labels).replace("|", "\\|")
     if result:

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import ConfigError
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_json_atomic
 from pipeline.runtime.summary import number, table
@@ -134,9 +135,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="correct uncertain rows by the class frequencies of train, beside the raw scores",
     )
-    add("--top", type=int, metavar="K", default=3, help="of --can: classes of the entropy (3)")
-    add("--tau", type=float, default=0.9, help="of --can: least entropy of uncertain rows (0.9)")
-    add("--alpha", type=float, default=1.0, help="of --can: power of the probabilities (1)")
+    add("--top", type=int, metavar="K", help="of --can: classes of the entropy (3)")
+    add("--tau", type=float, help="of --can: least entropy of uncertain rows (0.9)")
+    add("--alpha", type=float, help="of --can: power of the probabilities (1)")
     add("--json", action="store_true", help="one JSON object")
 
 
@@ -144,7 +145,11 @@ def _rescore(arguments: argparse.Namespace) -> None:
     # Importing numpy takes a while.
     from pipeline.finetune.can import CanConfig
 
-    can = CanConfig(arguments.top, arguments.tau, arguments.alpha) if arguments.can else None
+    values = {name: getattr(arguments, name) for name in ("top", "tau", "alpha")}
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and not arguments.can:
+        raise ConfigError(f"--{' and --'.join(given)} without --can: add it, or leave them out")
+    can = CanConfig(**given) if arguments.can else None
     folder = arguments.folder
     bodies = recompute(folder, can)
     written = [str(path) for path in write_results(bodies)]

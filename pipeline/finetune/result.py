@@ -313,33 +313,34 @@ class Run:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Read the predictions of a folder of `finetune`, a run for each seed, and score them.
+    """Read the predictions of a folder of `finetune`, a run for each seed of its result.
+
+    Without a result it is all seeds that have a folder.
 
     Raises:
         DataError: a file is missing, damaged or does not fit the others; names it.
     """
-    found = [path for path in folder.glob("seed-*") if path.name[5:].isdecimal()]
-    runs = [read_run(path) for path in sorted(found, key=_seed) or [folder]]
+    found = {
+        int(path.name[5:]): path for path in folder.glob("seed-*") if path.name[5:].isdecimal()
+    }
+    seeds = sorted(found)
+    if found and (folder / RESULT).is_file():
+        seeds = read_result(folder).get("seeds") or seeds
+        if not set(seeds) <= set(found):
+            raise DataError(
+                f"{folder / RESULT} is of seeds {seeds}, but there are predictions of "
+                f"{sorted(found)}; put the missing folders back, or remove the file"
+            )
+    runs = [read_run(found[seed]) for seed in seeds] or [read_run(folder)]
     for run in runs[1:]:
         for split, rows in run.predictions.items():
             _require_same_rows(runs[0], run, split, rows)
-    if found and (folder / RESULT).is_file():
-        stored = read_result(folder).get("seeds")
-        if stored != [run.seed for run in runs]:
-            raise DataError(
-                f"{folder / RESULT} is of seeds {stored}, but there are predictions of "
-                f"{[run.seed for run in runs]}; put the missing folders back, or remove the file"
-            )
     return runs
 
 
 def seed_folders(folder: Path, seeds: Sequence[int]) -> list[Path]:
     """Name the folders that `finetune` gives the runs of its seeds."""
     return [folder] if len(seeds) == 1 else [folder / f"seed-{seed}" for seed in seeds]
-
-
-def _seed(folder: Path) -> int:
-    return int(folder.name.removeprefix("seed-"))
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -389,7 +390,7 @@ def read_run(folder: Path) -> Run:
             )
     seed = (stored.get("seeds") or [0])[0]
     if folder.name.startswith("seed-"):
-        seed = _seed(folder)
+        seed = int(folder.name.removeprefix("seed-"))
     scored = score_run(config, labels, predictions)
     return Run(folder, seed, config, labels, stored, predictions, scored)
 

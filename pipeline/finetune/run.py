@@ -37,6 +37,7 @@ from pipeline.errors import (
     PreemptedError,
 )
 from pipeline.finetune.batches import TaskRows, TaskStream, class_weights, tokenised
+from pipeline.finetune.can import CanConfig, can_result
 from pipeline.finetune.model import (
     NAMES,
     HeadSpec,
@@ -47,6 +48,7 @@ from pipeline.finetune.model import (
 from pipeline.finetune.predict import DTYPES, Predictor, predictions
 from pipeline.finetune.result import (
     RESULT,
+    SPLITS,
     Prediction,
     combine,
     predictions_file,
@@ -61,6 +63,7 @@ from pipeline.model.architecture import (
     HEAD_FILE,
     TASK_FILE,
     TOKENIZERS_FILE,
+    read_architecture,
     tokenizer_path,
 )
 from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
@@ -68,7 +71,7 @@ from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.tasks.readers import TaskData, read_task
-from pipeline.tasks.task import TaskConfig
+from pipeline.tasks.task import TaskConfig, load_task
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
@@ -176,13 +179,13 @@ def finetune(
     """
     given = tuple(config.train.seeds if seeds is None else seeds)
     config = replace(config, train=replace(config.train, seeds=given))
+    _require_layout(out, several=len(given) > 1)
     tokens = out / "tokens" if tokens is None else tokens
     prepared = prepare(config, name, source, tokens)
     found: list[dict[str, Any]] = []
     if config.search.points:
         prepared, found = _searched(prepared, given[0], out)
     folders = seed_folders(out, given)
-    _require_layout(out, several=len(given) > 1)
     for seed, folder in zip(given, folders, strict=True):
         _finetune_seed(prepared, seed, folder, found)
     if not env.process_info_or_alone().is_first:
@@ -241,6 +244,11 @@ def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> 
     if not config.data.train:
         raise ConfigError("data.train names no file; a model needs rows to train on")
     data = read_task(config)
+    if all(row.gold is None for split in SPLITS for row in data.splits[split]):
+        raise DataError(
+            "neither data.dev nor data.test has a row with gold, so that nothing could be scored; "
+            "name a dev file, or take dev from train by data.hold_out=0.1"
+        )
     trained = read_model(Path(source.removeprefix(RANDOM)))
     return prepare_rows(config, name, source, trained, data, tokens)
 
@@ -363,7 +371,7 @@ class TaskWork:
             "task": prepared.name,
             "rows_sha256": {name: rows.digest for name, rows in prepared.rows.items()},
             # So that a run is not continued with another model or other settings.
-            "protocol": _protocol(prepared, config),
+            "protocol": {**_asked(prepared.config), **_protocol(prepared, config)},
         }
         self.index = TaskIdentity(
             folder,
@@ -470,7 +478,7 @@ def _finetune_seed(
     config = run_config(prepared, seed, folder, process.world_size)
     protocol = _protocol(prepared, config)
     if (folder / RESULT).is_file():
-        _require_same(read_result(folder), protocol, seed, folder)
+        _require_same(prepared, config, protocol, folder)
         logger.info("%s is finished", folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -534,15 +542,30 @@ def _protocol(prepared: Prepared, config: PretrainConfig) -> dict[str, Any]:
     }
 
 
+def _asked(task: TaskConfig) -> dict[str, Any]:
+    """Return what decides how answers are made and scored, beside the protocol."""
+    kind = task.task
+    labels = list(task.data.labels) if task.data.labels != "auto" else []
+    return {"kind": kind.kind, "metric": task.metric, "scorer": kind.scorer, "labels": labels}
+
+
 def _require_same(
-    result: Mapping[str, Any], protocol: Mapping[str, Any], seed: int, folder: Path
+    prepared: Prepared, config: PretrainConfig, protocol: Mapping[str, Any], folder: Path
 ) -> None:
-    """Refuse to take a finished result for one with another seed or other settings."""
+    """Refuse to take a finished result for one with another seed, model or other settings."""
+    result = read_result(folder)
     old = {**result["protocol"], "seeds": result["seeds"]}
-    plain = json.loads(json.dumps({**protocol, "seeds": [seed]}))
+    new = {**protocol, "seeds": [config.seed], **_asked(prepared.config)}
+    old |= _asked(load_task(str(folder / TASK_FILE)))
+    if (folder / MODEL).is_dir():
+        # The hash of random weights does not tell an architecture.
+        for values, model in ((old, read_architecture(folder / MODEL)[0]), (new, config.model)):
+            values |= {f"model.{name}": value for name, value in asdict(model).items()}
     differing = [
-        f"{name}: {old.get(name)!r} there, {value!r} now"
-        for name, value in plain.items()
+        f"{name}: other {name.removesuffix('_sha256')} now"
+        if name.endswith("_sha256")
+        else f"{name}: {old.get(name)!r} there, {value!r} now"
+        for name, value in json.loads(json.dumps(new)).items()
         if old.get(name) != value
     ]
     if differing:
@@ -571,7 +594,7 @@ def _finish(
     model.to(device, DTYPES[config.train.precision]).eval()
     predictor = Predictor(model.task, model, device, pad_id(prepared))
     found: dict[str, list[Prediction]] = {}
-    for split in ("dev", "test"):
+    for split in SPLITS:
         if split in prepared.rows:
             decided, _ = predictor.decide(prepared.rows[split], Share(0, 1))
             found[split] = predictions(prepared.spec, prepared.rows[split], decided)
@@ -586,7 +609,7 @@ def _finish(
             for split, rows in prepared.rows.items()
         },
         "step": manifest.step,
-        "train_s": manifest.elapsed_s,
+        "train_s": read_manifest(published(folder / FOLDER)[0]).elapsed_s,
         "protocol": {**protocol, "revision": git_revision()},
         **more,
     }
@@ -643,6 +666,9 @@ def _combined(seeds: Sequence[int], folders: Sequence[Path], out: Path) -> dict[
     about: dict[str, Any] = {name: stored[name] for name in kept if name in stored}
     about["train_s"] = sum(float(run.stored["train_s"]) for run in runs)
     body = combine([run.scored for run in runs], seeds, about)
+    old = read_result(out).get("can") if (out / RESULT).is_file() else None
+    if old:  # of `rescore --can`
+        body["can"] = can_result(runs, CanConfig(**old["settings"]))
     for split in runs[0].predictions:
         shutil.copyfile(predictions_file(folders[0], split), predictions_file(out, split))
     write_json_atomic(out / RESULT, body)

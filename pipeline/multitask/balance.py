@@ -155,7 +155,7 @@ def smallest(gram: Floats, is_main: npt.NDArray[np.bool_]) -> Floats:
     scale = float(np.diag(gram).max(initial=0.0))
     main = is_main.astype(np.float64)
     if scale <= 0:
-        return main / main.sum()
+        return np.asarray(main / main.sum())
     # A task without a gradient is left out: with it, doing nothing would be the smallest update.
     has = np.diag(gram) > 0
     if not (has & is_main).any():

@@ -123,8 +123,8 @@ class BalanceConfig:
             )
         if bool(self.main) != (self.method == "main_and_helpers"):
             raise ConfigError(
-                f"balance.main={list(self.main)} with balance.method={self.method}: main_and_helpers"
-                " needs the names of its main tasks, the others take none"
+                f"balance.main={list(self.main)} with balance.method={self.method}: "
+                "main_and_helpers needs the names of its main tasks, the others take none"
             )
 
 

@@ -120,10 +120,8 @@ class StepWeighing:
 
     def before(self, names: Sequence[str]) -> list[float]:
         """Weigh what can be weighed without the step's losses."""
-        if self.measures == "nothing":
-            weights = self._known_weights(names)
-        else:
-            weights = [1.0] * len(names)
+        is_known = self.measures == "nothing"
+        weights = self._known_weights(names) if is_known else [1.0] * len(names)
         self._weights = dict(zip(names, weights, strict=True))
         return weights
 

@@ -85,8 +85,7 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
 
         last = False
         if log or wanted.saves:
-            more = weighing.values if weighing else {}
-            numbers = StepNumbers(alpha, lr, result.grad_norm, more)
+            numbers = StepNumbers(alpha, lr, result.grad_norm, weighing.values if weighing else {})
             interval = _close_interval(attempt, state, place, numbers, meter, clock)
             if attempt.rescue.must_go_back(state, interval, decide=regular):
                 return None

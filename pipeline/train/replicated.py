@@ -197,7 +197,8 @@ class TaskGradients:
             for group, places in zip(self._groups, self._shared, strict=True)
             for start, stop in places
         ]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
     @torch.no_grad()
     def add(self, weight: Tensor) -> None:

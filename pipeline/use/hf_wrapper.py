@@ -263,6 +263,13 @@ class PostnormForSequenceClassification(PostnormWithHead):
 
     output_class = SequenceClassifierOutput
 
+    def add_head(self) -> None:
+        """Make a classifier, and check what it reads."""
+        known = ("cls", "mean", "first_last_avg", *["pooler"] * bool(self.config.pooler))
+        if self.config.pool not in known:
+            raise ValueError(f"pool={self.config.pool!r}, this model has {', '.join(known)}")
+        super().add_head()
+
     def score(self, states: Any, mask_BS: Tensor | None) -> Tensor:
         """Return logits of rows."""
         x_BSD = states.last_hidden_state

@@ -268,6 +268,7 @@ class Model:
             (at most 32 * batch_size, D or K) float32 of consecutive texts.
 
         Raises:
+            CheckpointError: a vector is infinite or NaN.
             PostnormError: as `encode`, but no text gives no vectors.
         """
         if isinstance(texts, str):
@@ -493,6 +494,12 @@ class Model:
             for at in range(0, len(order), batch_size):
                 rows = order[at : at + batch_size]
                 vectors[rows] = self._pool([documents[row] for row in rows], pooling).cpu().numpy()
+            if not np.isfinite(vectors).all():
+                bad = number + int(np.flatnonzero(~np.isfinite(vectors).all(1))[0])
+                raise CheckpointError(
+                    f"the vector of texts[{bad}] is not finite: the model's training has diverged, "
+                    "or its weights are damaged; take an earlier checkpoint"
+                )
             number += len(window)
             yield vectors
 

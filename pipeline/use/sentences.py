@@ -70,6 +70,7 @@ class SentenceEncoder:
         task_name: str | None = None,
         prompt_type: Any = None,
         batch_size: int = 32,
+        normalize_embeddings: bool | None = None,
         **_: Any,
     ) -> Vectors:
         """Compute vectors in the order of the sentences; other keywords change nothing.
@@ -80,6 +81,7 @@ class SentenceEncoder:
             task_name: mteb 1's name of the task.
             prompt_type: "query", "document", or an enumeration of such values.
             batch_size: as in `Model.encode`.
+            normalize_embeddings: in place of `normalise`, as sentence-transformers calls it.
 
         Returns:
             (N, D or K) float32.
@@ -92,7 +94,8 @@ class SentenceEncoder:
         prompt = self._prompt(name, kind, getattr(prompt_type, "value", prompt_type))
         chosen = self.pooling, batch_size, self.max_length, self.whitening
         vectors = self.model.encode(_texts(sentences, prompt), *chosen)
-        return normalize(torch.from_numpy(vectors), dim=-1).numpy() if self.normalise else vectors
+        units = self.normalise if normalize_embeddings is None else normalize_embeddings
+        return normalize(torch.from_numpy(vectors), dim=-1).numpy() if units else vectors
 
     def similarity(self, one: Any, other: Any) -> Tensor:
         """Compute the (N, M) cosines of (N, K) and (M, K) vectors, or of single ones."""

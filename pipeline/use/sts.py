@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.heads import Pool
+from pipeline.runtime.summary import table
 from pipeline.tasks.readers import Example, read_task
 from pipeline.tasks.scores import ranks, tables
 from pipeline.tasks.task import TaskConfig, load_task
@@ -158,14 +159,12 @@ class Evaluation:
             f"{self.pairs}: {self.num_pairs:,} pairs; {self.num_cut:,} texts were cut at "
             f"{self.max_length} tokens"
         )
-        shown = [score.whitening or "-" for score in self.scores]
-        width = max(map(len, ("whitening", *shown)))
-        has_auc = self.scores[0].auc is not None
-        head = f"{'pooling':14}  {'whitening':{width}}  {'size':>5}  {'spearman':>8}"
-        yield head + ("  " + f"{'auc':>8}" if has_auc else "")
-        for score, fit_on in zip(self.scores, shown, strict=True):
-            line = f"{score.pooling:14}  {fit_on:{width}}  {score.size:5}  {score.spearman:8.4f}"
-            yield line + (f"  {score.auc:8.4f}" if has_auc else "")
+        auc = ("auc",) if self.scores[0].auc is not None else ()
+        rows = [("pooling", "whitening", "size", "spearman", *auc)]
+        for each in self.scores:
+            numbers = (f"{value:.4f}" for value in (each.spearman, each.auc) if value is not None)
+            rows.append((each.pooling, each.whitening or "-", str(each.size), *numbers))
+        yield from table(rows, right=(2, 3, 4))
         yield from self.notes
 
     def json(self) -> dict[str, Any]:

@@ -100,6 +100,35 @@ def test_a_dataset_stands_for_its_inputs(tmp_path: Path) -> None:
     assert _count(tmp_path, rows, list(source.inputs))["sets"]["a"]["shared"] == 0
 
 
+def test_a_count_is_kept_until_rows_corpus_or_lengths_change(tmp_path: Path) -> None:
+    text = "春眠不觉晓处处闻啼鸟夜来风雨声"
+    corpus, rows = _corpus(tmp_path / "c.jsonl.gz", [text]), [("a", [text])]
+    first = _count(tmp_path, rows, [corpus])
+    assert first["sets"]["a"]["shared"] == 1
+    times = {(tmp_path / "overlap.json").stat().st_mtime_ns}
+    assert _count(tmp_path, rows, [corpus]) == first
+    times.add((tmp_path / "overlap.json").stat().st_mtime_ns)
+    assert len(times) == 1
+    assert _count(tmp_path, rows * 2, [corpus])["sets"]["a"]["rows"] == 2
+    # Another corpus in a file of the same name.
+    _corpus(tmp_path / "c.jsonl.gz", ["花落知多少白日依山尽黄河入海流"])
+    assert _count(tmp_path, rows, [corpus])["sets"]["a"]["shared"] == 0
+    (tmp_path / "overlap.json").write_text("{")
+    assert _count(tmp_path, rows, [corpus])["sets"]["a"]["shared"] == 0
+
+
+def test_datasets_that_clean_in_other_ways_are_counted_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        clean = CleanConfig(simplified=folder.name == "a")
+        source = SourceConfig(name="s", inputs=("x",))
+        prep = PrepConfig(output_dir=str(folder), sources=(source,), clean=clean)
+        folder.mkdir()
+        (folder / "resolved.yaml").write_text(resolved_text(prep))
+    with pytest.raises(DataError, match="the datasets clean text in different ways"):
+        _count(tmp_path, [("a", ["text"])], [*map(str, folders)])
+
+
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     corpus = _corpus(tmp_path / "c.jsonl.gz", [])
     with pytest.raises(DataError, match="no document was found"):

@@ -3,9 +3,11 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.finetune.result import (
     Prediction,
+    Scored,
     combine,
     predictions_file,
     score_run,
@@ -34,25 +36,29 @@ def class_rows(seed: int, num_rows: int, skill: float = 3.0) -> list[Prediction]
     return rows
 
 
+ABOUT = {
+    "task": "made-up",
+    "rows": {"train": 60},
+    "counts": {"train": {"rows": 60}},
+    "prior": PRIOR,
+    "protocol": {"model": "runs/mine", "selected_on": "dev"},
+}
+
+
 def write_run(
-    folder: Path, seed: int, splits: dict[str, list[Prediction]], task: str = TASK
-) -> None:
+    folder: Path, seed: int, splits: dict[str, list[Prediction]], task: str = TASK,
+    about: dict[str, Any] = ABOUT,
+) -> Scored:  # fmt: skip
     """Write a finished folder of one seed."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "task.yaml").write_text(task, encoding="utf-8")
     for split, rows in splits.items():
         write_predictions(predictions_file(folder, split), rows)
     config = load_task(str(folder / "task.yaml"))
     labels = () if config.data.labels == "auto" else config.data.labels
-    about = {
-        "task": "made-up",
-        "rows": {"train": 60},
-        "counts": {"train": {"rows": 60}},
-        "prior": PRIOR,
-        "protocol": {"model": "runs/mine", "selected_on": "dev"},
-    }
-    body = combine([score_run(config, labels, splits)], [seed], about)
-    write_json_atomic(folder / "result.json", body)
+    scored = score_run(config, labels, splits)
+    write_json_atomic(folder / "result.json", combine([scored], [seed], about))
+    return scored
 
 
 def write_seeds(folder: Path, seeds: Sequence[int]) -> None:

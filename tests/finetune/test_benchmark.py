@@ -14,19 +14,13 @@ import pytest
 from pipeline.config.load import to_yaml
 from pipeline.errors import ConfigError, DataError, PreemptedError, StoppedError
 from pipeline.finetune import benchmark_text
-from pipeline.finetune.benchmark import Plan, difference, read_cell, read_plan, run
-from pipeline.finetune.result import (
-    RESULT,
-    Prediction,
-    combine,
-    predictions_file,
-    score_run,
-    write_predictions,
-)
+from pipeline.finetune.benchmark import Plan, count_overlap, difference, read_cell, read_plan, run
+from pipeline.finetune.result import RESULT, Prediction, combine
 from pipeline.finetune.run import finetune
 from pipeline.runtime.files import write_json_atomic
 from pipeline.tasks.readers import Example, read_task
 from pipeline.tasks.task import TaskConfig
+from tests.finetune.result_folders import write_run
 from tests.support.tiny_tasks import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -76,10 +70,12 @@ Judge = Callable[[str, int, int], bool]
 class Finetune:
     """Writes what `finetune` writes, and notes its calls."""
 
-    def __init__(self, is_right: Judge) -> None:
+    def __init__(self, is_right: Judge, **more: Any) -> None:
         self.calls: list[tuple[str, str]] = []
         self.fails: dict[tuple[str, str], Exception] = {}
-        self._is_right = is_right
+        self.protocols: dict[str, dict[str, Any]] = {}
+        """By source: what else its protocol says."""
+        self._is_right, self._more = is_right, more
 
     def __call__(
         self,
@@ -108,22 +104,19 @@ class Finetune:
                 "weights_sha256": f"sha of {source}",
                 "selected_on": "dev",
                 "lr": 1e-5,
+                **self.protocols.get(source, {}),
             },
+            **self._more,
         }
         scored = []
         for seed in seeds:
+            found = {
+                split: [self._answer(config, source, seed, *row) for row in enumerate(rows)]
+                for split, rows in data.splits.items()
+                if split != "train"
+            }
             part = out / f"seed-{seed}" if len(seeds) > 1 else out
-            part.mkdir(parents=True, exist_ok=True)
-            found = {}
-            for split in ("dev", "test"):
-                found[split] = [
-                    self._answer(config, source, seed, i, row)
-                    for i, row in enumerate(data.splits[split])
-                ]
-                write_predictions(predictions_file(part, split), found[split])
-            (part / "task.yaml").write_text(to_yaml(config))
-            scored.append(score_run(config, data.labels, found))
-            write_json_atomic(part / RESULT, combine(scored[-1:], [seed], about))
+            scored.append(write_run(part, seed, found, to_yaml(config), about))
         result = combine(scored, seeds, {**about, "train_s": 30.0 * len(seeds)})
         write_json_atomic(out / RESULT, result)
         return result
@@ -154,6 +147,10 @@ def _plan(
     )  # fmt: skip
 
 
+def _table(plan: Plan, finetune: Callable[..., Any]) -> tuple[dict[str, Any], int]:
+    return run(plan, finetune, lambda body: None)
+
+
 def _half_better(source: str, seed: int, number: int) -> bool:
     """A model is right about 3 of 4 rows, its random twin about 1 of 4, of which it shares half."""
     return number % 8 in ((0, 1) if source.startswith("random") else (1, 2, 3, 4, 5, 6))
@@ -161,7 +158,7 @@ def _half_better(source: str, seed: int, number: int) -> bool:
 
 def test_numbers_of_the_table(tmp_path: Path) -> None:
     plan = _plan(tmp_path)
-    body, code = run(plan, Finetune(_half_better), lambda body: None)
+    body, code = _table(plan, Finetune(_half_better))
     assert code == 0
     topic, names, which = body["tasks"]
     assert topic["columns"]["runs/a"]["mean"] == 0.75
@@ -187,7 +184,7 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
 def test_seeds_widen_the_interval(tmp_path: Path) -> None:
     # Seed 1 is right about 7 of 8 rows, seed 2 about 5: means differ more than rows explain.
     judge: Judge = lambda source, seed, i: i % 8 < (7 if seed == 1 else 5)  # noqa: E731
-    body, _ = run(_plan(tmp_path, seeds=(1, 2)), Finetune(judge), lambda body: None)
+    body, _ = _table(_plan(tmp_path, seeds=(1, 2)), Finetune(judge))
     cell = body["tasks"][0]["columns"]["runs/a"]
     assert (cell["scores"], cell["n"]) == ([7 / 8, 5 / 8], 2)
     assert cell["sd"] == pytest.approx(np.sqrt(2) / 8)
@@ -201,7 +198,7 @@ def test_markdown(tmp_path: Path) -> None:
     plan = _plan(tmp_path, "data.train_rows=10", models=("runs/a", "runs/b"))
     finetune = Finetune(lambda source, seed, i: source.endswith("a") or i % 2 == 0)
     finetune.fails["names", "runs/b"] = DataError("row 7 has no text")
-    body, code = run(plan, finetune, lambda body: None)
+    body, code = _table(plan, finetune)
     text = benchmark_text.markdown(body)
     assert code == 2
     [topic] = [line for line in text.splitlines() if line.startswith("| topic")]
@@ -224,7 +221,7 @@ def test_markdown(tmp_path: Path) -> None:
 
 
 def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
-    body, _ = run(_plan(tmp_path), Finetune(_half_better), lambda body: None)
+    body, _ = _table(_plan(tmp_path), Finetune(_half_better))
     one, other, third = body["published"]
     assert (one["scores"], one["left_out"]) == ({"topic": 0.615, "names": 0.5}, {})
     assert other["scores"] == {"which": 0.4}
@@ -232,11 +229,37 @@ def test_published_scores_only_of_the_same_protocol(tmp_path: Path) -> None:
     assert third["left_out"] == {"topic": "protocol: median of many seeds"}
     text = benchmark_text.markdown(body)
     assert "- P (test, one run, best epoch on dev; s): topic 61.50, names 50.00" in text
-    sampled, _ = run(
-        replace(_plan(tmp_path, "data.train_rows=10"), out=tmp_path / "other"),
-        Finetune(_half_better), lambda body: None,
-    )  # fmt: skip
+    sampled_plan = replace(_plan(tmp_path, "data.train_rows=10"), out=tmp_path / "other")
+    sampled, _ = _table(sampled_plan, Finetune(_half_better))
     assert sampled["published"][0]["left_out"]["topic"] == "here train is a sample"
+    other_task = replace(_plan(tmp_path, "data.drop_labels=[c]"), out=tmp_path / "dropped")
+    changed, _ = _table(other_task, Finetune(_half_better))
+    assert changed["published"][0]["left_out"]["topic"] == "here data.drop_labels=[c]"
+
+
+def test_what_dev_chose_has_a_star(tmp_path: Path) -> None:
+    """The settings by a search, where the epoch is the last."""
+    finetune = Finetune(_half_better, search=[{"values": {"lr": 1}, "dev": 0.5}])
+    finetune.protocols["runs/a"] = {"selected_on": "last"}
+    body, _ = _table(_plan(tmp_path), finetune)
+    lines = benchmark_text.markdown(body).splitlines()
+    topic, which = (next(line for line in lines if line.startswith(f"| {name}"))
+                    for name in ("topic", "which"))  # fmt: skip
+    assert "| 75.0* [" in which and "*" not in topic  # noqa: PT018
+    assert any("Of one seed, intervals are over rows alone" in line for line in lines)
+
+
+def test_protocols_that_differ_name_their_model(tmp_path: Path) -> None:
+    finetune = Finetune(_half_better)
+    finetune.protocols = {"runs/b": {"encoder_dropout": 0.1}, "runs/a": {"encoder_dropout": 0.0}}
+    finetune.fails["topic", "runs/b"] = ValueError("a bug that nobody expects")
+    body, code = _table(_plan(tmp_path, models=("runs/a", "runs/b")), finetune)
+    assert code != 0
+    text = benchmark_text.markdown(body)
+    assert "failed: a bug that nobody expects" in text
+    assert "- topic: encoder_dropout 0.0" in text
+    assert "- names: encoder_dropout 0.0 (a), 0.1 (b)" in text
+    assert "- runs/b: weights sha of runs/b" in text
 
 
 def test_an_interrupted_benchmark_has_a_partial_table(tmp_path: Path) -> None:
@@ -258,7 +281,7 @@ def test_an_interrupted_benchmark_has_a_partial_table(tmp_path: Path) -> None:
 
 def test_other_rows_give_no_difference(tmp_path: Path) -> None:
     plan = _plan(tmp_path)
-    one = run(plan, Finetune(_half_better), lambda body: None)[0]["tasks"][0]
+    one = _table(plan, Finetune(_half_better))[0]["tasks"][0]
     assert one["differences"][0]["mean"] == 0.5
     folder = tmp_path / "out/runs-a/topic"
     cell = read_cell(folder, one)
@@ -270,22 +293,37 @@ def test_other_rows_give_no_difference(tmp_path: Path) -> None:
 def test_a_missing_file_fails_its_task_only(tmp_path: Path) -> None:
     plan = _plan(tmp_path)
     (tmp_path / "names.dev.jsonl").unlink()
-    body, code = run(plan, Finetune(_half_better), lambda body: None)
+    body, code = _table(plan, Finetune(_half_better))
     assert code != 0
     assert "names.dev.jsonl" in body["tasks"][1]["columns"]["runs/a"]["failed"]
     assert body["mean"]["tasks"] == ["topic", "which"]
+
+
+@pytest.mark.usefixtures("processes")
+def test_overlap_is_counted_without_a_task_that_cannot_be_read(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "data.test_rows=5")
+    (tmp_path / "names.dev.jsonl").unlink()
+    # Which of a row is the text is not said.
+    fields = replace(plan.tasks["which"].data.fields, choices=None)
+    which = plan.tasks["which"]
+    plan.tasks["which"] = replace(which, data=replace(which.data, fields=fields))
+    (tmp_path / "corpus.txt").write_text("about everything")
+    found = count_overlap(plan, [str(tmp_path / "corpus.txt")])
+    assert found["sets"] == {"topic": {"rows": 5, "shared": 0, "too_short": 5}}
 
 
 def test_a_person_stops_it(tmp_path: Path) -> None:
     finetune = Finetune(_half_better)
     finetune.fails["names", "runs/a"] = StoppedError("STOP")
     with pytest.raises(StoppedError):
-        run(_plan(tmp_path), finetune, lambda body: None)
+        _table(_plan(tmp_path), finetune)
 
 
 def test_models_that_would_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="share a folder"):
         _plan(tmp_path, models=("runs/a", "runs-a"))
+    with pytest.raises(ConfigError, match="share a folder"):
+        read_plan(str(tmp_path / "mine.yaml"), ["ngrams"], tmp_path, (), [], with_ngrams=True)
 
 
 @pytest.mark.usefixtures("processes")
@@ -304,10 +342,10 @@ def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
         return finetune(config, **options)
 
     with pytest.raises(PreemptedError):
-        run(plan, interrupted, lambda body: None)
+        _table(plan, interrupted)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("result.json")}
     assert len(before) == 2 + 3 * 3, "n-grams of two tasks; two seeds and both, three times"
-    body, code = run(plan, finetune, lambda body: None)
+    body, code = _table(plan, finetune)
     assert (code, len(list((tmp_path / "out").rglob("result.json")))) == (0, 3 + 6 * 3)
     of_seeds = {path: time for path, time in before.items() if path.parent.name.startswith("seed")}
     assert of_seeds.items() <= {path: path.stat().st_mtime_ns for path in of_seeds}.items()
@@ -335,7 +373,7 @@ def test_real_models_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
     assert again["tasks"][0]["overlap"] == {"rows": 24, "shared": 0, "too_short": 24}
     assert plan.folder("card.md", model).read_text().startswith("## Evaluation\n")
     (tmp_path / "names.dev.jsonl").write_text(json.dumps(_row("names", "dev", 1)))
-    changed, code = run(plan, finetune, lambda body: None)
+    changed, code = _table(plan, finetune)
     assert code == 2
     assert "data_sha256" in changed["tasks"][1]["columns"][model]["failed"]
     assert changed["tasks"][0] == {**again["tasks"][0], "overlap": None}

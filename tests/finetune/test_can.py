@@ -177,20 +177,22 @@ def test_all_rows_uncertain_is_said(tmp_path: Path) -> None:
     assert "dev: all rows are uncertain at tau=0.9: CAN changes nothing" in body["warnings"]
 
 
-@pytest.mark.parametrize("prior", [None, {}, {"0": 0, "1": 0}, {"0": 1, "2": 1}])
+@pytest.mark.parametrize(
+    "prior",
+    [None, {}, [1, 1], {"0": 0, "1": 0}, {"0": 1, "2": 1}, {"0": 5, "1": -1}, {"0": "4", "1": 0},
+     {"0": 4, "1": 1}],
+)  # fmt: skip
 def test_a_prior_that_does_not_fit_is_refused(tmp_path: Path, prior: object) -> None:
     run = _run(tmp_path, _rows(("0", 0.1), ("1", 0.4)), prior)
-    with pytest.raises(DataError, match=r"result\.json: prior is .*expected how many rows"):
+    run.stored["rows"] = {"train": 4}
+    with pytest.raises(DataError, match=r"result\.json: prior is .*expected how many of the rows"):
         can_result([run], CanConfig())
 
 
-def test_rows_without_scores_are_refused(tmp_path: Path) -> None:
+def test_rows_without_scores_or_classes_are_refused(tmp_path: Path) -> None:
     rows = [row._replace(scores=None) for row in _rows(("0", 0.1), ("1", 0.4))]
     with pytest.raises(DataError, match="predictions of dev have no scores"):
         can_result([_run(tmp_path, rows, {"0": 1})], CanConfig())
-
-
-def test_kinds_without_classes_are_refused(tmp_path: Path) -> None:
     rows = [Prediction("1", 1.0, 2.0), Prediction("2", 2.0, 1.0)]
     with pytest.raises(DataError, match=r"task\.kind=regress has none \(expected classify, pair"):
         can_result([_run(tmp_path, rows, kind="regress")], CanConfig())

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from pipeline.finetune.benchmark import read_plan
-from pipeline.finetune.cost import cost_lines, costs
+from pipeline.finetune.cost import SHARE_OF_PEAK, TaskCost, cost_lines, costs
 from pipeline.finetune.run import finetune
-from pipeline.model.cost import flops_per_token
+from pipeline.model.cost import KNOWN, flops_per_token
 from pipeline.tasks.task import load_task
 from pipeline.use.model import load
 
@@ -39,5 +39,32 @@ def test_steps_and_tokens_are_those_of_a_run(
     assert cost.flops > low.total * cost.train_tokens + low.forward * cost.scored_tokens
     high = flops_per_token(load(tiny_model).config, 32, 0.0, 32)
     assert cost.flops < high.total * cost.train_tokens + high.forward * cost.scored_tokens
-    text = "\n".join(map(str, cost_lines([cost], 3)))
-    assert f"{3 * cost.hours('A100'):.2f} h on one A100" in text
+    assert cost.search_flops == 0
+
+
+def test_a_search_costs_a_run_for_each_point(
+    task_file: Callable[..., Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "suite.yaml").write_text("tasks: [my-classify.yaml]")
+    task_file("classify", train={"epochs": 3, "batch": 8}, search={"epochs": [1, 5], "batch": [8]})
+    plan = read_plan(str(tmp_path / "suite.yaml"), [], tmp_path / "out", (), [], with_ngrams=False)
+    [cost] = costs(plan, str(tiny_model))
+    # Dev and test are train: an epoch is trained (3 forward passes' worth) and dev scored; at the
+    # end come dev and test. So 3 epochs are 14, and one and five 6 + 22 of them.
+    assert cost.search_flops == pytest.approx(cost.flops * 28 / 14)
+    text = str(cost_lines([cost], 3)[-1])
+    assert "3 seed(s) and the search: " in text
+    hours = (3 + 2) * cost.hours("A100")
+    assert f"{hours * 3600:.3g} s on one A100" in text
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [(1234.6, "1,235 h"), (12.345, "12.3 h"), (1, "1 h"), (0.5, "30 min"), (0.0123, "44.3 s"),
+     (1e-6, "0.0036 s"), (0, "0 s")],
+)  # fmt: skip
+def test_times_have_a_unit_that_can_be_read(hours: float, shown: str) -> None:
+    flops = hours * 3600 * KNOWN["H100"].bf16_flops * SHARE_OF_PEAK
+    lines = cost_lines([TaskCost("t", 1, 1, 1, 1, flops, 0.0)], 1)
+    assert f"{shown} on one H100" in lines[-1]
+    assert str(lines[1]).endswith(shown)

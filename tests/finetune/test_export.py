@@ -51,6 +51,11 @@ CASES = {
     "qa": ("bert", "cls", "QuestionAnswering", True),
 }
 NUM_ROWS, MAX_LENGTH = 12, 24
+CUT = {
+    "classify": "the run keeps 0.25 of long texts from the head, the rest tail",
+    "cloze": "the run keeps what stands around the blank of long texts",
+    "qa": "the run reads long passages in windows, 8 tokens apart",
+}
 # What transformers answers alone, and what it saves again; it runs the card's example, too.
 READ = """
 import json, sys, torch, transformers
@@ -173,12 +178,15 @@ def exported(folder: Path, tiny_model: Path) -> dict[str, Any]:
     cases = {}
     for kind, (name, pool, auto, is_native) in CASES.items():
         model = _model(name, tiny_model, folder / name)
-        tuned = _tune(kind, model, folder / "tuned" / kind, f"head.pool={pool}")
+        cut = "head_tail" if kind == "classify" else "tail"
+        overrides = f"head.pool={pool}", f"input.truncate={cut}"
+        tuned = _tune(kind, model, folder / "tuned" / kind, *overrides)
         report = export_hf(tuned, folder / kind)
         assert report.max_abs_diff <= 1e-5
         assert f"AutoModelFor{auto}" in report.note
         assert f"compared on rows of {kind}.jsonl" in report.note
         assert ("trust_remote_code" in report.note) == (kind == "regress")
+        assert ("the tokenizer keeps their beginning" in report.note) == (kind in CUT)
         assert (folder / kind / "modeling_postnorm.py").exists() == (not is_native)
         card = (folder / kind / "README.md").read_text()
         rows = [_texts(kind, row) for row in rows_of(kind)[:NUM_ROWS]]
@@ -251,6 +259,7 @@ def test_card_says_what_was_trained_and_scored(exported: dict[str, Any], folder:
         assert f"my-{kind} ({kind})" in card
         assert f"{result['metric']} {result['dev'][result['metric']]:.4f}" in card
         assert f"{result['majority']:.4f} by majority" in card
+        assert CUT.get(kind, "") in card
         assert f"| protocol | model {CASES[kind][0]}; max_length {MAX_LENGTH}; " in card
         assert "; steps 2; batch 8; lr 0.003; selected_on dev; seed 1 |" in card
     assert (

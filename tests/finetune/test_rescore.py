@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.commands import GROUPS
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.finetune.result import Prediction, predictions_file
 from pipeline.runtime import cli
 from tests.finetune.result_folders import class_rows, write_run, write_seeds
@@ -146,6 +146,11 @@ def test_can_stands_beside_the_raw_scores(
     _rescore(str(folder))
     assert _read(folder)["can"] == can
     assert not list(folder.glob("result.*.json"))
+
+
+def test_settings_of_can_without_it_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--tau and --alpha without --can: add it, or leave"):
+        _rescore(str(_one(tmp_path)), "--tau", "0.5", "--alpha", "2")
 
 
 def test_can_of_seeds_is_the_mean(tmp_path: Path) -> None:

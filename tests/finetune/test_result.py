@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,62 +83,45 @@ def test_scores_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("kind", "line", "message"),
-    [
-        ("classify", '{"id": "2", "gold": "a", ', "expected a JSON object with id, gold and"),
-        ("classify", "", "expected a JSON object with id, gold and"),
-        ("classify", "[1]", "expected a JSON object with id, gold and"),
-        ("classify", '{"id": "2", "prediction": "a"}', "expected a JSON object with id, gold"),
-        ("classify", '{"id": 2, "gold": "a", "prediction": "c"}', "label 'c' of prediction is not"),
-        ("classify", '{"id": 2, "gold": "c", "prediction": "a"}', "label 'c' of gold is not one"),
-        ("classify", '{"id": 2, "gold": "a", "prediction": null}', "'None' does not fit"),
-        ("classify", '{"id": 2, "gold": "a", "prediction": 1}', "does not fit task.kind=classify"),
-        (
-            "classify",
-            '{"id": 2, "gold": "a", "prediction": "a", "scores": [1.0]}',
-            "1 scores, expected one for each of 2 labels",
-        ),
-        (
-            "classify",
-            '{"id": 2, "gold": "a", "prediction": "a", "scores": [1.0, NaN]}',
-            "are not finite numbers",
-        ),
-        (
-            "classify",
-            '{"id": 2, "gold": "a", "prediction": "a", "scores": [1.0, null]}',
-            "are not finite numbers",
-        ),
-        ("classify", '{"id": 2, "gold": "a", "prediction": "a", "scores": 1}', "are not finite"),
-        ("spans", '{"id": 2, "gold": [], "prediction": [["c", 0, 1]]}', "label 'c' of prediction"),
-        ("spans", '{"id": 2, "gold": [], "prediction": [["a", 0]]}', '[["type", 0, 1]]'),
-        ("qa", '{"id": 2, "gold": "x", "prediction": "x"}', 'such as ["answer"]'),
-        ("regress", '{"id": 2, "gold": 1, "prediction": Infinity}', "does not fit task.kind"),
-        ("choice", '{"id": 2, "gold": 0, "prediction": 0}', "scores are missing"),
-        (
-            "choice",
-            '{"id": 2, "gold": 0, "prediction": 1, "scores": [0.5, null]}',
-            "prediction 1 has no score",
-        ),
-        (
-            "choice",
-            '{"id": 2, "gold": 0, "prediction": -1, "scores": [0.5, 0.5]}',
-            "prediction -1 has no score",
-        ),
-    ],
-)
-def test_a_bad_row_is_told_with_its_line(
-    tmp_path: Path, kind: str, line: str, message: str
-) -> None:
-    good = {
-        "classify": Prediction("1", "a", "b"),
-        "spans": Prediction("1", [], []),
-        "qa": Prediction("1", [], ""),
-        "regress": Prediction("1", 0.5, 0.5),
-        "choice": Prediction("1", 0, 0, [1.0, None]),
-    }[kind]
+_GOOD = {
+    "classify": Prediction("1", "a", "b"),
+    "spans": Prediction("1", [], []),
+    "qa": Prediction("1", [], ""),
+    "regress": Prediction("1", 0.5, 0.5),
+    "choice": Prediction("1", 0, 0, [1.0, None]),
+}
+_NO_OBJECT = "expected a JSON object with id, gold and prediction"
+_FINITE = "are not finite numbers"
+_BAD: list[tuple[str, Any, str]] = [
+    # kind; a line, or gold, prediction and perhaps scores; what is said
+    ("classify", '{"id": "2", "gold": "a", ', _NO_OBJECT),
+    ("classify", "", _NO_OBJECT),
+    ("classify", "[1]", _NO_OBJECT),
+    ("classify", '{"id": "2", "prediction": "a"}', _NO_OBJECT),
+    ("classify", ("a", "c"), "label 'c' of prediction is not"),
+    ("classify", ("c", "a"), "label 'c' of gold is not one"),
+    ("classify", ("a", None), "'None' does not fit"),
+    ("classify", ("a", 1), "does not fit task.kind=classify"),
+    ("classify", ("a", "a", [1.0]), "1 scores, expected one for each of 2 labels"),
+    ("classify", ("a", "a", [1.0, math.nan]), _FINITE),
+    ("classify", ("a", "a", [1.0, None]), _FINITE),
+    ("classify", ("a", "a", 1), _FINITE),
+    ("spans", ([], [["c", 0, 1]]), "label 'c' of prediction"),
+    ("spans", ([], [["a", 0]]), '[["type", 0, 1]]'),
+    ("qa", ("x", "x"), 'such as ["answer"]'),
+    ("regress", (1, math.inf), "does not fit task.kind"),
+    ("choice", (0, 0), "scores are missing"),
+    ("choice", (0, 1, [0.5, None]), "prediction 1 has no score"),
+    ("choice", (0, -1, [0.5, 0.5]), "prediction -1 has no score"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), _BAD)
+def test_a_bad_row_is_told_with_its_line(tmp_path: Path, kind: str, row: Any, message: str) -> None:
     path = tmp_path / "predictions-dev.jsonl"
-    write_predictions(path, [good])
+    write_predictions(path, [_GOOD[kind]])
+    names = ("gold", "prediction", "scores")
+    line = row if isinstance(row, str) else json.dumps({"id": 2, **dict(zip(names, row))})  # noqa: B905
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(DataError) as caught:
         read_predictions(path, kind, ("a", "b"))
@@ -211,40 +195,24 @@ def test_the_scorer_and_metric_are_the_tasks(tmp_path: Path) -> None:
     assert (squad.body["metric"], squad.body["dev"]["em"]) == ("f1", 0.5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "labels", "pairs", "warning"),
-    [
-        (
-            "pair",
-            ("0", "1"),
-            [("0", "0"), ("0", "0"), ("1", "0")],
-            'dev: all 3 predictions are "0": accuracy 0.6667 is not above majority, 0.6667',
-        ),
-        (
-            "pair",
-            ("0", "1"),
-            [("0", "1"), ("0", "0"), ("1", "0")],
-            "dev: accuracy 0.3333 is not above majority, 0.6667",
-        ),
-        (
-            "spans",
-            ("A",),
-            [([["A", 0, 1]], []), ([["A", 2, 3]], [])],
-            "dev: all 2 predictions are []: f1 0.0000 is not above majority, 0.0000",
-        ),
-        ("qa", (), [([], ""), ([], "")], 'dev: all 2 predictions are "": f1 1.0000 is not above'),
-    ],
-)
+_MAJORITY = "accuracy 0.6667 is not above majority, 0.6667"
+_WARNED: list[tuple[str, str, list[Any], str]] = [
+    # kind, labels, pairs of gold and prediction, how the one warning begins; "" if there is none
+    ("pair", "01", ["00", "00", "10"], f'dev: all 3 predictions are "0": {_MAJORITY}'),
+    ("pair", "01", ["01", "00", "10"], "dev: accuracy 0.3333 is not above majority, 0.6667"),
+    ("spans", "A", [([["A", 0, 1]], []), ([["A", 2, 3]], [])], "dev: all 2 predictions are []: f1"),
+    ("qa", "", [([], ""), ([], "")], 'dev: all 2 predictions are "": f1 1.0000 is not above'),
+    ("pair", "abc", ["aa", "bb", "bb", "cb"], ""),  # a class that is never predicted
+]
+
+
+@pytest.mark.parametrize(("kind", "labels", "pairs", "warning"), _WARNED)
 def test_scores_that_need_no_model_are_warned_of(
-    tmp_path: Path, kind: str, labels: tuple[str, ...], pairs: list[Any], warning: str
+    tmp_path: Path, kind: str, labels: str, pairs: list[Any], warning: str
 ) -> None:
-    (found,) = _score(_config(tmp_path, kind), pairs, labels).body["warnings"]
-    assert found.startswith(warning)
-
-
-def test_a_class_that_is_never_predicted_is_not_a_warning(tmp_path: Path) -> None:
-    pairs = [("a", "a"), ("b", "b"), ("b", "b"), ("c", "b")]
-    assert _score(_config(tmp_path, "pair"), pairs, ("a", "b", "c")).body["warnings"] == []
+    found = _score(_config(tmp_path, kind), pairs, tuple(labels)).body["warnings"]
+    assert len(found) == bool(warning)
+    assert "".join(found).startswith(warning)
 
 
 def test_constant_predictions_of_an_unlabelled_test_are_warned_of(tmp_path: Path) -> None:
@@ -311,58 +279,51 @@ def test_folders_of_seeds_are_read_by_their_number(tmp_path: Path) -> None:
     assert [run.seed for run in read_runs(tmp_path / "seed-10")] == [10]
 
 
-def test_seeds_of_different_rows_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["fewer", "another file's"])
+def test_seeds_of_different_rows_are_refused(tmp_path: Path, other: str) -> None:
     write_seeds(tmp_path, [1])
-    write_run(tmp_path / "seed-2", 2, {"dev": class_rows(2, 40), "test": class_rows(2, 59)})
-    with pytest.raises(DataError, match=r"seed-2/predictions-test\.jsonl has 59 rows, .*has 60"):
+    splits = {"dev": class_rows(2, 40), "test": class_rows(2, 60)}
+    if other == "fewer":
+        splits["test"] = class_rows(2, 59)
+        message = r"seed-2/predictions-test\.jsonl has 59 rows, .*has 60"
+    else:
+        splits["dev"][5] = splits["dev"][5]._replace(id="other")
+        message = r"predictions-dev\.jsonl:6: row 'other'.*has '5'"
+    write_run(tmp_path / "seed-2", 2, splits)
+    with pytest.raises(DataError, match=message):
         read_runs(tmp_path)
 
 
-def test_seeds_with_rows_of_other_files_are_refused(tmp_path: Path) -> None:
-    write_seeds(tmp_path, [1])
-    dev = class_rows(2, 40)
-    dev[5] = dev[5]._replace(id="other")
-    write_run(tmp_path / "seed-2", 2, {"dev": dev, "test": class_rows(2, 60)})
-    with pytest.raises(DataError, match=r"predictions-dev\.jsonl:6: row 'other'.*has '5'"):
-        read_runs(tmp_path)
+_BROKEN: list[tuple[str, Callable[[str], str | None], str]] = [
+    # file, what becomes of its text (None: it is gone), and what is said
+    ("result.json", lambda _: None, "not a finished folder of `finetune`"),
+    ("result.json", lambda _: "{", "result.json is not valid JSON"),
+    ("result.json", lambda _: "[]", "expected a JSON object"),
+    ("predictions-test.jsonl", lambda _: None, "predictions-test.jsonl does not exist"),
+    (
+        "predictions-dev.jsonl",
+        lambda text: "".join(text.splitlines(True)[:-1]),
+        "predictions-dev.jsonl has 39 rows, result.json beside it says 40",
+    ),
+    (
+        "task.yaml",
+        lambda text: text.replace("[news, sport, tech]", "auto"),
+        "data.labels is auto; expected the labels of the model",
+    ),
+    ("task.yaml", lambda text: text.replace("tech", "art"), "label 'tech' of"),
+]
 
 
-@pytest.mark.parametrize(
-    ("break_it", "message"),
-    [
-        (lambda path: (path / "result.json").unlink(), "not a finished folder of `finetune`"),
-        (lambda path: (path / "result.json").write_text("{"), "result.json is not valid JSON"),
-        (lambda path: (path / "result.json").write_text("[]"), "expected a JSON object"),
-        (
-            lambda path: (path / "predictions-test.jsonl").unlink(),
-            "predictions-test.jsonl does not exist",
-        ),
-        (
-            lambda path: (path / "predictions-dev.jsonl").write_text(
-                "".join((path / "predictions-dev.jsonl").read_text().splitlines(True)[:-1])
-            ),
-            "predictions-dev.jsonl has 39 rows, result.json beside it says 40",
-        ),
-        (
-            lambda path: (path / "task.yaml").write_text(
-                (path / "task.yaml").read_text().replace("[news, sport, tech]", "auto")
-            ),
-            "data.labels is auto; expected the labels of the model",
-        ),
-        (
-            lambda path: (path / "task.yaml").write_text(
-                (path / "task.yaml").read_text().replace("tech", "art")
-            ),
-            "label 'tech' of",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "changed", "message"), _BROKEN)
 def test_folders_that_are_not_whole_are_refused(
-    tmp_path: Path, break_it: Any, message: str
+    tmp_path: Path, name: str, changed: Callable[[str], str | None], message: str
 ) -> None:
     folder = tmp_path / "run"
     write_run(folder, 1, {"dev": class_rows(1, 40), "test": class_rows(2, 60)})
-    break_it(folder)
+    text = changed((folder / name).read_text())
+    (folder / name).unlink()
+    if text is not None:
+        (folder / name).write_text(text)
     with pytest.raises(DataError) as caught:
         read_runs(folder)
     assert message in str(caught.value)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,14 @@ from pipeline.errors import (
 )
 from pipeline.finetune.answer import predict
 from pipeline.finetune.batches import TaskStream, class_weights, tokenised
+from pipeline.finetune.can import CanConfig
 from pipeline.finetune.model import TaskModel
+from pipeline.finetune.rescore_command import recompute, write_results
 from pipeline.finetune.run import DevScores, TaskWork, finetune, prepare, run_config
 from pipeline.inspect.status import run_status, summary
+from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.tasks.task import KINDS, load_task
+from pipeline.use.folder import load_model, write_model
 from pipeline.use.model import load
 from pipeline.use.pretrain import pretrain
 from tests.support.processes import Processes
@@ -123,6 +129,56 @@ def test_finished_result_is_kept(task_file: Make, tiny_model: Path, tmp_path: Pa
         _run(path, tiny_model, out, overrides=["head.dropout=0.2"])
     with pytest.raises(ConfigError, match=r"model: .* there, 'random:"):
         _run(path, f"random:{tiny_model}", out)
+    for override, message in (
+        ("task.metric=macro_f1", "metric: 'accuracy' there, 'macro_f1' now"),
+        ("task.scorer=cmrc", "scorer: 'squad' there, 'cmrc' now"),
+        ("data.labels=[想念,离开,喜欢,去了]", "labels: .* there"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _run(path, tiny_model, out, overrides=[override])
+    assert json.loads((out / "result.json").read_text()) == first
+
+
+def test_another_architecture_is_not_taken_for_finished(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    path, source = task_file("classify", train={"epochs": 1}), f"random:{tmp_path}/model"
+    _run(path, source, tmp_path / "out")
+    config = replace(load_model(tiny_model).model.config, num_layers=1)
+    write_model(tmp_path / "model", config, dict(MaskedLanguageModel(config).state_dict()), {})
+    with pytest.raises(ConfigError, match=r"\(model.num_layers: 2 there, 1 now\)"):
+        _run(path, source, tmp_path / "out")
+
+
+def test_rows_without_any_gold_are_refused_before_training(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = task_file("classify")
+    rows = [{"id": row["id"], "text": row["text"]} for row in rows_of("classify")]
+    write_rows(tmp_path / "plain.jsonl", rows)
+    for test in ("[plain.jsonl]", "[]"):
+        with pytest.raises(DataError, match=r"neither data\.dev nor data\.test has a row"):
+            _run(path, tiny_model, tmp_path / "out",
+                 overrides=["data.dev=[]", f"data.test={test}"])  # fmt: skip
+    assert not (tmp_path / "out/model").exists()
+
+
+def test_time_is_that_of_the_whole_run(
+    task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = DevScores.__call__
+
+    def best_at_first(self: DevScores, step: int, *, shows: bool) -> Any:
+        found = evaluate(self, step, shows=shows)
+        return found and replace(found, loss=float(step))
+
+    monkeypatch.setattr(DevScores, "__call__", best_at_first)
+    body = _run(task_file("classify", train={"epochs": 4}), tiny_model, tmp_path / "out")
+    assert body["step"] == 8
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    times = {line["step"]: line["elapsed_s"] for line in lines if line["kind"] == "train"}
+    assert body["train_s"] >= times[32] > times[8]
 
 
 def test_another_seed_is_not_taken_for_finished(
@@ -138,26 +194,53 @@ def test_another_seed_is_not_taken_for_finished(
     _run(path, tiny_model, tmp_path / "two", seeds=[1, 2])
     with pytest.raises(ConfigError, match="runs of several seeds, and one was asked for"):
         _run(path, tiny_model, tmp_path / "two", seeds=[1])
-    three = _run(path, tiny_model, tmp_path / "two", seeds=[1, 2, 3])
-    assert three["scores"][0] == first["mean"]
+    three = _run(path, tiny_model, tmp_path / "two", seeds=[3, 1, 2])
+    assert three["scores"][1] == first["mean"]
+    write_results(recompute(tmp_path / "two", CanConfig()))
+    # What `rescore` adds stays, and fewer seeds, or in another order, are not an error.
+    assert "can" in _run(path, tiny_model, tmp_path / "two", seeds=[3, 1, 2])
+    two = _run(path, tiny_model, tmp_path / "two", seeds=[2, 1])
+    assert two["scores"] == three["scores"][:0:-1]
+    [(stored, again)] = [each for path, each in recompute(tmp_path / "two").items()
+                         if path == tmp_path / "two"]  # fmt: skip
+    assert stored == again == two
+
+
+def test_search_does_not_run_where_its_result_has_no_place(
+    task_file: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path, out = task_file("classify", train={"epochs": 1}), tmp_path / "out"
+    _run(path, tiny_model, out)
+    with pytest.raises(ConfigError, match="the run of one seed, and several were asked for"):
+        _run(path, tiny_model, out, seeds=[1, 2], overrides=["search.lr=[1e-3,2e-3]"])
+    assert not (out / "search").exists()
+
+
+def _stopped(at: int | None, path: Path, model: Path, out: Path, **options: Any) -> None:
+    """Run until a signal comes while dev is scored: at a step, or at the first."""
+    evaluate = DevScores.__call__
+
+    def ask_to_stop(self: DevScores, step: int, *, shows: bool) -> Any:
+        if at in (None, step):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, step, shows=shows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DevScores, "__call__", ask_to_stop)
+        with pytest.raises(PreemptedError, match="the same command continues it"):
+            _run(path, model, out, **options)
 
 
 def test_stopped_run_is_not_continued_with_another_model(
-    task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
-    evaluate, path, out = DevScores.__call__, task_file("classify"), tmp_path / "out"
-
-    def ask_to_stop(self: DevScores, step: int, *, shows: bool) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, step, shows=shows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DevScores, "__call__", ask_to_stop)
-        with pytest.raises(PreemptedError):
-            _run(path, tiny_model, out)
+    path, out = task_file("classify"), tmp_path / "out"
+    _stopped(None, path, tiny_model, out)
     assert published(out / "checkpoints")
     with pytest.raises(CheckpointError, match=r"protocol.lr: checkpoint 0.003, now 0.001"):
         _run(path, tiny_model, out, overrides=["train.lr=1e-3"])
+    with pytest.raises(CheckpointError, match=r"protocol.metric: checkpoint 'accuracy', now"):
+        _run(path, tiny_model, out, overrides=["task.metric=macro_f1"])
     with pytest.raises(CheckpointError, match=r"protocol.model: checkpoint .* now 'random:"):
         _run(path, f"random:{tiny_model}", out)
     assert _run(path, tiny_model, out)["test"]["accuracy"] == 1.0
@@ -220,20 +303,10 @@ def test_killed_run_continues_to_the_same_answers(
 
 
 def test_signal_after_the_last_step_is_not_forgotten(
-    task_file: Make, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
-    evaluate, path, out = DevScores.__call__, task_file("classify"), tmp_path / "out"
-
-    def ask_to_stop(self: DevScores, step: int, *, shows: bool) -> Any:
-        if step == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, step, shows=shows)
-
-    overrides = ["train.epochs=1"]
-    with monkeypatch.context() as patch:
-        patch.setattr(DevScores, "__call__", ask_to_stop)
-        with pytest.raises(PreemptedError, match="the same command continues it"):
-            _run(path, tiny_model, out, overrides=overrides, seeds=[1, 2])
+    path, out, overrides = task_file("classify"), tmp_path / "out", ["train.epochs=1"]
+    _stopped(8, path, tiny_model, out, overrides=overrides, seeds=[1, 2])
     assert not (out / "seed-2").exists()
     assert not (out / "seed-1/result.json").exists()
     assert _run(path, tiny_model, out, overrides=overrides, seeds=[1, 2])["seeds"] == [1, 2]

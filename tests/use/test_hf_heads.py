@@ -290,5 +290,12 @@ def test_sentence_heads_read_what_the_config_says(modeling: ModuleType, pool: st
     assert torch.allclose(model(ids, mask).logits[0], model.classifier(expected), atol=1e-5)
 
 
+@pytest.mark.parametrize("pool", ["Mean", "max", "pooler"])
+def test_a_pool_that_there_is_not_is_refused(modeling: ModuleType, pool: str) -> None:
+    for name in ("ForSequenceClassification", "ForMultipleChoice"):
+        with pytest.raises(ValueError, match=f"pool='{pool}', this model has cls, mean, first_"):
+            _model(modeling, name, _config(modeling, pool=pool))
+
+
 def test_trainer_is_told_that_losses_are_means(modeling: ModuleType) -> None:
     assert modeling.PostnormForMaskedLM.accepts_loss_kwargs is False

@@ -73,6 +73,10 @@ def test_whitened_vectors_of_length_1(model: Any) -> None:
     expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     found = encoder.encode(TEXTS)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+    for normalise in (False, True):
+        other = postnorm.SentenceEncoder(model, whitening=whitening, normalise=not normalise)
+        sizes = np.linalg.norm(other.encode(TEXTS, normalize_embeddings=normalise), axis=1)
+        assert np.allclose(sizes, 1, atol=1e-5) == normalise
     cosines = expected @ expected.T
     np.testing.assert_allclose(encoder.similarity(found, found), cosines, atol=1e-5)
     np.testing.assert_allclose(encoder.similarity(2 * found[0], found), cosines[:1], atol=1e-5)

@@ -1,17 +1,19 @@
 """Scores of pairs against scipy and scikit-learn, the files they come from, and the commands."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
 from pipeline.commands import VERBS
 from pipeline.data.format import DatasetIndex
-from pipeline.errors import ConfigError, DataError, PostnormError
+from pipeline.errors import CheckpointError, ConfigError, DataError, PostnormError
 from pipeline.runtime import cli
 from pipeline.use.model import load
 from pipeline.use.sts import Pairs, cosines, evaluate, read_pairs
@@ -97,6 +99,18 @@ def test_vectors_of_zeros_are_said(folder: Path) -> None:
         (False, 8),
     ]
     assert found.notes == ("mean: 8 pairs have a vector of zeros, cosine 0",)
+
+
+def test_a_model_that_has_diverged_has_no_score(folder: Path) -> None:
+    """Its cosines would count as 0, and the correlation of a constant is 0."""
+    model = load(folder)
+    with torch.no_grad():
+        model.module.encoder.token_embedding.weight.fill_(math.nan)
+    first, second, gold = _columns()
+    with pytest.raises(CheckpointError, match=r"the vector of texts\[0\] is not finite"):
+        evaluate(model, Pairs("p", tuple(first), tuple(second), gold))
+    with pytest.raises(CheckpointError, match="take an earlier checkpoint"):
+        model.fit_whitening(first)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "txt"])
