@@ -144,7 +144,9 @@ def _benchmark_arguments(parser: argparse.ArgumentParser) -> None:
         help="train nothing: write all fine-tunings as a sweep, for `submit --sweep FILE`; "
         "afterwards, the same command without this option makes the table of them",
     )
-    cli.add_overrides(parser, "of every task, such as data.root=data train.epochs=1")
+    cli.add_overrides(
+        parser, "of every task, such as data.root=data train.epochs=1; of one: tnews.train.epochs=1"
+    )
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:

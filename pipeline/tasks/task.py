@@ -392,7 +392,9 @@ class SuiteConfig:
 
     tasks: tuple[str, ...] = param(REQUIRED, "task files, or names of shipped tasks")
     root: str | None = param(None, "data.root of all tasks; null leaves each task's own")
-    overrides: tuple[str, ...] = param((), "section.key=value for every task")
+    overrides: tuple[str, ...] = param(
+        (), "section.key=value for every task, or TASK.section.key=value for one"
+    )
     published: tuple[PublishedConfig, ...] = param((), "rows to stand beside the measured ones")
 
     def __post_init__(self) -> None:
