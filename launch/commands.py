@@ -45,6 +45,7 @@ from launch.submit import (
     config_of_resume,
     dry_run_text,
     prepare_evaluation,
+    prepare_mix,
     prepare_program,
     prepare_training,
     source_of_resume,
@@ -55,6 +56,7 @@ from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
+from pipeline.multitask.config import Mix, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.run_folder import RunFolder
@@ -171,12 +173,25 @@ def _submit(arguments: argparse.Namespace) -> int:
         return _submit_evaluation(arguments)
     if arguments.prep:
         return _submit_prep(arguments)
-    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    cluster = cluster_of(arguments.cluster)
+    if is_mix(arguments.config):
+        return _submit_mix(arguments, cluster)
+    config = _config(arguments)
     if arguments.local:
         config.batches.require_split(max(1, arguments.ranks))
         words = ["pipeline", PRETRAIN, arguments.config, *arguments.overrides]
         return _run_here(arguments, words, PRETRAIN, Path(config.run_dir), cluster)
     draft = prepare_training(config, cluster, _source(arguments, arguments.config))
+    return _hand_over(draft, dry_run=arguments.dry_run)
+
+
+def _submit_mix(arguments: argparse.Namespace, cluster: ClusterConfig) -> int:
+    mix = load_mix(arguments.config, arguments.overrides)
+    if arguments.local:
+        require_split(mix, max(1, arguments.ranks))
+        words = ["pipeline", "multitask", arguments.config, *arguments.overrides]
+        return _run_here(arguments, words, PRETRAIN, Path(mix.config.run_dir), cluster)
+    draft = prepare_mix(mix, cluster, _source(arguments, arguments.config))
     return _hand_over(draft, dry_run=arguments.dry_run)
 
 
@@ -319,7 +334,10 @@ def _resume(arguments: argparse.Namespace) -> int:
     source = source_of_resume(run_dir, arguments.overrides, arguments.cluster)
     config, cluster = config_of_resume(run_dir, source), cluster_of(source.cluster)
     os.chdir(source.work_dir)  # relative paths of the config start there
-    draft = prepare_training(config, cluster, source)
+    if isinstance(config, Mix):
+        draft = prepare_mix(config, cluster, source)
+    else:
+        draft = prepare_training(config, cluster, source)
     return _hand_over(draft, dry_run=arguments.dry_run, stop_file=RunFolder(run_dir).stop)
 
 

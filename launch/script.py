@@ -132,7 +132,8 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
 def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
     """Write the part that checks the nodes, for runs whose profile enables it."""
     preflight = cluster.preflight
-    if job.kind != PRETRAIN or not preflight.enabled:
+    # It looks at the text of pre-training, which a multi-task run has in another place.
+    if job.words[1] != PRETRAIN or not preflight.enabled:
         return []
     profile = ["--cluster", job.profile] if job.profile else []
     options = [*job.words[2:], *profile]

@@ -39,10 +39,19 @@ from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import BusyError, ConfigError
+from pipeline.multitask.config import (
+    MIX_FILE,
+    Mix,
+    MultiTaskConfig,
+    is_mix,
+    load_mix,
+    mix_text,
+    require_split,
+)
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.readers import read_task
-from pipeline.tasks.task import TaskConfig, probe_tasks
+from pipeline.tasks.task import RANDOM, TaskConfig, probe_tasks
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,8 @@ class Draft:
     run_dir: Path
     """Absolute path."""
     job: Job
-    config: PretrainConfig | None
-    """The resolved config of a training; None for other kinds of jobs."""
+    config: str | None
+    """The resolved config of a training, as YAML; None for other kinds of jobs."""
     cluster: ClusterConfig
     source: Source
 
@@ -100,7 +109,26 @@ def prepare_training(config: PretrainConfig, cluster: ClusterConfig, source: Sou
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", PRETRAIN, str(file))
     draft = _draft(PRETRAIN, run_dir, words, cluster, source, [config.data.dir, *roots])
-    return replace(draft, config=config)
+    return replace(draft, config=resolved_text(config))
+
+
+def prepare_mix(mix: Mix, cluster: ClusterConfig, source: Source) -> Draft:
+    """Draft the training of a multi-task run, as `prepare_training` does."""
+    config = mix.config
+    start = Path(source.work_dir, config.init_from.removeprefix(RANDOM))
+    if not start.is_dir():
+        raise ConfigError(f"init_from={config.init_from}: {start} does not exist; correct the path")
+    require_split(mix, cluster.num_ranks)
+    if config.data is not None:
+        require_index(config.data.dir, source.work_dir)
+    for task in mix.tasks.values():
+        read_task(replace(task, data=replace(task.data, root=_root(task, source.work_dir))))
+    run_dir = Path(source.work_dir, config.run_dir)
+    file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
+    inputs = [str(start), *(task.data.root or "" for task in mix.tasks.values())]
+    inputs += [config.data.dir] if config.data else []
+    draft = _draft(PRETRAIN, run_dir, ("pipeline", "multitask", str(file)), cluster, source, inputs)
+    return replace(draft, config=mix_text(mix, source.work_dir))
 
 
 def prepare_finetuning(config: TaskConfig, cluster: ClusterConfig, source: Source) -> Draft:
@@ -109,7 +137,7 @@ def prepare_finetuning(config: TaskConfig, cluster: ClusterConfig, source: Sourc
     run_dir = Path(source.work_dir, str(config.run_dir))
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     words = ("pipeline", FINETUNE, str(file))
-    inputs = [str(config.model).removeprefix("random:"), str(config.data.root)]
+    inputs = [str(config.model).removeprefix(RANDOM), str(config.data.root)]
     return _draft(FINETUNE, run_dir, words, cluster, source, inputs)
 
 
@@ -117,23 +145,31 @@ def require_task(config: TaskConfig, work_dir: str) -> None:
     """Refuse a fine-tuning without a model, or whose files are missing or do not fit."""
     if config.model is None:
         raise ConfigError("model is not set: say what the run starts from, a run or model folder")
-    model = Path(work_dir, config.model.removeprefix("random:"))
+    model = Path(work_dir, config.model.removeprefix(RANDOM))
     if not model.is_dir():
         raise ConfigError(f"model={config.model}: {model} does not exist; correct the path")
-    root = Path(work_dir, config.data.root or ".")
-    read_task(replace(config, data=replace(config.data, root=str(root))))
+    read_task(replace(config, data=replace(config.data, root=_root(config, work_dir))))
+
+
+def _root(config: TaskConfig, work_dir: str) -> str:
+    return str(Path(work_dir, config.data.root or "."))
 
 
 def require_data(config: PretrainConfig, work_dir: str) -> None:
     """Refuse a run whose dataset is missing or damaged, or whose probes cannot be read."""
-    data = Path(work_dir) / config.data.dir
+    require_index(config.data.dir, work_dir)
+    probe_tasks(config.monitor, work_dir)
+
+
+def require_index(folder: str, work_dir: str) -> None:
+    """Refuse a dataset that is missing or damaged."""
+    data = Path(work_dir, folder)
     if not (data / INDEX_FILE).is_file():
         raise ConfigError(
-            f"data.dir={config.data.dir}: {data} has no {INDEX_FILE}; prepare the dataset first "
+            f"data.dir={folder}: {data} has no {INDEX_FILE}; prepare the dataset first "
             "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
         )
     read_index(data)
-    probe_tasks(config.monitor, work_dir)
 
 
 def prepare_evaluation(
@@ -201,7 +237,8 @@ def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | Non
         folder, work_dir = submission_folder(run_dir, earlier[-1].number), earlier[-1].work_dir
         profile = cluster or str(folder / CLUSTER_FILE)
         return Source(str(folder / CONFIG_FILE), tuple(overrides), profile, work_dir)
-    config_path = RunFolder(run_dir).resolved
+    mix = run_dir / MIX_FILE
+    config_path = mix if mix.is_file() else RunFolder(run_dir).resolved
     if not config_path.is_file() or cluster is None:
         raise ConfigError(
             f"{run_dir} was never submitted; submit its config, or, if the run was started "
@@ -210,15 +247,20 @@ def source_of_resume(run_dir: Path, overrides: Sequence[str], cluster: str | Non
     return Source(str(config_path), tuple(overrides), cluster, str(Path.cwd()))
 
 
-def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig:
+def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig | Mix:
     """Load the config that a run resumes with, which must name its folder."""
-    config = load(PretrainConfig, source.config, source.overrides).config
+    loaded: PretrainConfig | Mix
+    if is_mix(source.config):
+        loaded = load_mix(source.config, source.overrides)
+        config: PretrainConfig | MultiTaskConfig = loaded.config
+    else:
+        loaded = config = load(PretrainConfig, source.config, source.overrides).config
     if (Path(source.work_dir) / config.run_dir).resolve() != run_dir.resolve():
         raise ConfigError(
             f"{source.config} belongs to run_dir={config.run_dir} in {source.work_dir}, which is "
             f"not {run_dir}: the folder was moved; submit its config from where it is now"
         )
-    return config
+    return loaded
 
 
 def submit(draft: Draft) -> str:
@@ -245,7 +287,7 @@ def submit(draft: Draft) -> str:
         (run_dir / "logs").mkdir(exist_ok=True)
         snapshot_for(Path(draft.job.start[0]), run_dir / FOLDER / CODE_FOLDER)
         if draft.config is not None:
-            write_atomic(folder / CONFIG_FILE, resolved_text(draft.config).encode())
+            write_atomic(folder / CONFIG_FILE, draft.config.encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
         job = sbatch([str(folder / SCRIPT_FILE)])

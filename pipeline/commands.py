@@ -340,7 +340,11 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from pipeline.inspect.run import find_text, open_run, skipped_text, step_text
+    from pipeline.multitask.config import MIX_FILE
 
+    if (arguments.run_dir / MIX_FILE).is_file():
+        _inspect_mix(arguments)
+        return
     run = open_run(arguments.run_dir, arguments.overrides)
     if arguments.find is not None:
         lines = find_text(run, arguments.find)
@@ -351,6 +355,19 @@ def _inspect(arguments: argparse.Namespace) -> None:
         place = run.batch_of_step(arguments.step) if by_step else run.batch(arguments.batch)
         lines = step_text(run, place, arguments.rank, arguments.world_size, as_json=arguments.json)
     for line in lines:
+        print(line)
+
+
+def _inspect_mix(arguments: argparse.Namespace) -> None:
+    if arguments.find is not None or arguments.skip:
+        raise ConfigError(
+            f"{arguments.run_dir} is a multi-task run, which --find and --skip do not know: use "
+            "--step N or --batch N; ledger.jsonl in it lists what was skipped"
+        )
+    from pipeline.multitask.show import step_lines
+
+    step, batch = arguments.step, arguments.batch
+    for line in step_lines(arguments.run_dir, step, batch, as_json=arguments.json):
         print(line)
 
 

@@ -311,6 +311,10 @@ class TaskStream:
         """Units of an epoch."""
         return len(self._units)
 
+    def rows_of(self, unit: int) -> list[int]:
+        """Return the numbers of a unit's rows."""
+        return self._units[unit]
+
     @property
     def description(self) -> str:
         """Its size in words."""

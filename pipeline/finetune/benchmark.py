@@ -37,14 +37,12 @@ from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.scores import Floats, Table, bootstrap, interval
-from pipeline.tasks.task import PublishedConfig, SuiteConfig, TaskConfig, load_task
+from pipeline.tasks.task import RANDOM, PublishedConfig, SuiteConfig, TaskConfig, load_task
 
 logger = logging.getLogger(__name__)
 
 TABLE_FILE = "table.json"
 _ROWS_FILE, _OVERLAP_FILE = "overlap-rows.jsonl", "overlap.json"
-RANDOM = "random:"
-"""Before a model: its architecture and tokenizer with fresh weights."""
 LEFT_OUT = "left out by the limit of rows"
 _OTHER_TASK = re.compile(r"task\.|data\.(?!root=|\w+_rows=)")
 """Overrides that make a task another one than scores were published for."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.finetune.baselines import NAME
-from pipeline.finetune.benchmark import RANDOM, Body
+from pipeline.finetune.benchmark import Body
 from pipeline.runtime import summary
 from pipeline.runtime.summary import Summary
+from pipeline.tasks.task import RANDOM
 
 _HIDDEN = ("model", "weights_sha256", "data_sha256")
 Rows = list[list[str]]

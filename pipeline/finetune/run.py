@@ -71,7 +71,7 @@ from pipeline.runtime import dist, env, tensors
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
 from pipeline.tasks.readers import TaskData, read_task
-from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.task import RANDOM, TaskConfig, load_task
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.train.build import train_run
 from pipeline.train.engine import Engine
@@ -90,7 +90,6 @@ from pipeline.use.pretrain import own_process
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
-RANDOM = "random:"
 _LINES_AN_EPOCH = 5
 _LOOK_EVERY_S = 0.2
 

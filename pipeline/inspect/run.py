@@ -73,19 +73,7 @@ class OpenedRun:
         Raises:
             DataError: there is no such step.
         """
-        if not 1 <= step <= self.num_steps:
-            raise DataError(
-                f"--step {step}: the run has steps 1 to {self.num_steps} (train.num_steps)"
-            )
-        number = step - 1
-        for record in reversed(self.records):
-            if record.step is not None and record.step <= step:
-                number = record.batch + step - record.step
-                if record.step < step:
-                    # Skipped batches behind the last step that was applied are not steps.
-                    number += sum(r.step is None and r.batch > record.batch for r in self.records)
-                break
-        return self.config.batches.number(number)
+        return self.config.batches.number(number_of_step(step, self.num_steps, self.records))
 
     def batch(self, number: int) -> BatchPlace:
         """Find a batch by its number, 0 for the first (DataError: the number is negative)."""
@@ -102,6 +90,20 @@ class OpenedRun:
     def num_batches(self) -> int:
         """Count the batches of the whole run, if no further one is skipped."""
         return self.num_steps + sum(record.step is None for record in self.records)
+
+
+def number_of_step(step: int, num_steps: int, records: Sequence[BatchRecord]) -> int:
+    """Find the number of a step's batch; see `OpenedRun.batch_of_step`."""
+    if not 1 <= step <= num_steps:
+        raise DataError(f"--step {step}: the run has steps 1 to {num_steps} (train.num_steps)")
+    for record in reversed(records):
+        if record.step is not None and record.step <= step:
+            number = record.batch + step - record.step
+            if record.step < step:
+                # Skipped batches behind the last step that was applied are not steps.
+                number += sum(r.step is None and r.batch > record.batch for r in records)
+            return number
+    return step - 1
 
 
 def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:

@@ -104,6 +104,8 @@ class RunStatus:
     warnings: list[str]
     probes: dict[str, Probe]
     """By name of the task."""
+    dev: dict[str, float]
+    """Of a multi-task run: each task's newest score on dev."""
     result: TaskResult | None
     """Of a fine-tuning; None: it is not finished, or the run is another one."""
 
@@ -156,6 +158,7 @@ def run_status(folder: Path, now_s: float | None = None) -> RunStatus:
         starts=starts,
         warnings=warnings,
         probes=_probes(lines),
+        dev=_dev(held_out),
         result=_result(run),
     )
 
@@ -181,6 +184,14 @@ def _probes(lines: list[dict[str, Any]]) -> dict[str, Probe]:
         (name := key.removeprefix(before)): Probe(value, newest[f"majority_{name}"], newest["step"])
         for key, value in newest.items()
         if key.startswith(before)
+    }
+
+
+def _dev(held_out: list[dict[str, Any]]) -> dict[str, float]:
+    newest: dict[str, Any] = held_out[-1] if held_out else {}
+    before = "dev_"
+    return {
+        key.removeprefix(before): value for key, value in newest.items() if key.startswith(before)
     }
 
 
@@ -354,6 +365,8 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
         found = status.result
         scored = f"{found.metric} {found.score:.4f} on {found.scored_on}"
         yield "result", f"{scored}   majority {found.majority:.4f}"
+    for name, score in status.dev.items():
+        yield f"dev {name}", f"{number(score, '.4f')} at step {status.held_out_step:,}"
     for name, probe in status.probes.items():
         accuracy = number(probe.accuracy, ".3f")
         at = f"majority {probe.majority:.3f}   at step {probe.step:,}"

@@ -1,12 +1,15 @@
 """The config of `postnorm multitask`: which tasks, how often each is drawn, and how they count."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from pipeline.config.data import DataConfig
-from pipeline.config.load import build, load
+from pipeline.config.load import build, load, to_yaml
+from pipeline.config.named import find
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.config.train import CheckpointConfig, KernelsConfig, MonitorConfig, SpikeConfig
 from pipeline.config.train import TrainConfig as SingleTrainConfig
@@ -14,6 +17,8 @@ from pipeline.errors import ConfigError
 from pipeline.tasks.task import TaskConfig
 
 MLM = "mlm"
+MIX_FILE = "multitask.yaml"
+"""In a run's folder: its config with all tasks."""
 Method = Literal[
     "equal",
     "initial",
@@ -226,7 +231,18 @@ class Mix:
         return self.members[name].batch or self.config.train.micro_batch
 
 
-def load_mix(path: str, overrides: tuple[str, ...] = ()) -> Mix:
+def require_split(mix: Mix, world_size: int) -> None:
+    """Refuse draws that do not split evenly over the ranks (ConfigError)."""
+    for name, member in mix.members.items():
+        if mix.batch_of(name) % (member.parts * world_size):
+            raise ConfigError(
+                f"tasks.{name}: a draw of {mix.batch_of(name)} examples must be a multiple of its "
+                f"{member.parts} parts times {world_size} ranks; change batch, train.micro_batch "
+                "or parts"
+            )
+
+
+def load_mix(path: str, overrides: Sequence[str] = ()) -> Mix:
     """Read a multi-task config and its tasks.
 
     Raises:
@@ -261,4 +277,16 @@ def as_task(member: MemberConfig) -> TaskConfig:
     return TaskConfig(**{field.name: getattr(member, field.name) for field in fields(TaskConfig)})
 
 
-METHODS: tuple[str, ...] = get_args(Method)
+def mix_text(mix: Mix, work_dir: str = "") -> str:
+    """Write the config with all tasks in it, whose files are found from anywhere."""
+    tasks: dict[str, Any] = json.loads(json.dumps({n: asdict(m) for n, m in mix.members.items()}))
+    for each in tasks.values():
+        if "data" in each:
+            each["data"]["root"] = str(Path(work_dir, each["data"]["root"] or ".").resolve())
+    return to_yaml(replace(mix.config, tasks=tasks, root=None))
+
+
+def is_mix(path: str) -> bool:
+    """Return whether a config file is that of a multi-task run, and not of pre-training."""
+    file = find(path, ("multitask", "train", ""))
+    return file.is_file() and re.search(r"^tasks:", file.read_text("utf-8"), re.M) is not None

@@ -64,6 +64,17 @@ class MixedStream:
             self._streams[task][1].samples(drawn)
         ]  # fmt: skip
 
+    def examples(self, place: BatchPlace) -> Iterator[tuple[str, int, int, int]]:
+        """Yield (task, epoch, example, rows) of each example of a step, in the order of its rows.
+
+        Of text an example is a sequence.
+        """
+        for task, drawn in self._drawn(place):
+            name, stream = self._streams[task]
+            for epoch, number in stream.samples(drawn):
+                rows = len(stream.rows_of(number)) if isinstance(stream, TaskStream) else 1
+                yield name, epoch, number, rows
+
     def tasks(self, place: BatchPlace) -> list[str]:
         """Return the tasks that a step draws."""
         return [self._streams[task][0] for task, _ in self._drawn(place)]

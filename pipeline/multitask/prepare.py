@@ -18,7 +18,7 @@ from pipeline.multitask import balance
 from pipeline.multitask.config import Mix
 from pipeline.multitask.weigh import Known
 from pipeline.tasks.readers import Example, TaskData, read_task
-from pipeline.tasks.task import TaskConfig, load_task
+from pipeline.tasks.task import load_task
 from pipeline.use.folder import TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ def read_mix(mix: Mix) -> tuple[dict[str, TaskData], dict[str, dict[str, int]]]:
     Raises:
         DataError: see `read_task`; also that nothing is left of a task.
     """
+    for name, config in mix.tasks.items():
+        if not config.data.train:
+            raise DataError(f"tasks.{name}: data.train names no file; a task of a mix needs rows")
     read = {name: read_task(config) for name, config in mix.tasks.items()}
     if not mix.config.decontaminate:
         return read, {}
@@ -96,7 +99,7 @@ def _plain(text: str) -> str:
 
 
 def prepare_mix(
-    mix: Mix, read: Mapping[str, TaskData], trained: TrainedModel, folder: Path, tokens: Path
+    mix: Mix, read: Mapping[str, TaskData], trained: TrainedModel, tokens: Path
 ) -> dict[str, Prepared]:
     """Tokenise all tasks for a model.
 
@@ -128,9 +131,3 @@ def known_losses(prepared: Prepared, factor: float) -> Known:
     if kind == "tag" and prepared.spec.decoder == "softmax":
         return Known(factor * math.log(len(prepared.spec.tags)), None)
     return Known(None, None)
-
-
-def require_trainable(config: TaskConfig, name: str) -> None:
-    """Refuse a task without training data (ConfigError is the reader's)."""
-    if not config.data.train:
-        raise DataError(f"tasks.{name}: data.train names no file; a task of a mix needs rows")

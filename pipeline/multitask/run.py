@@ -9,13 +9,11 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlan, DataConfig
-from pipeline.config.load import to_yaml
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import FORMAT_VERSION, DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
@@ -24,7 +22,6 @@ from pipeline.errors import ConfigError
 from pipeline.finetune.batches import TaskStream
 from pipeline.finetune.predict import Predictor
 from pipeline.finetune.run import (
-    RANDOM,
     DevScores,
     Prepared,
     TaskIdentity,
@@ -34,7 +31,7 @@ from pipeline.finetune.run import (
 )
 from pipeline.model.architecture import TASK_HEADS, tokenizer_path
 from pipeline.model.encoder import EncoderModel
-from pipeline.multitask.config import MLM, Mix, MlmConfig
+from pipeline.multitask.config import MIX_FILE, MLM, Mix, mix_text, require_split
 from pipeline.multitask.data import Corruption, MixedStream
 from pipeline.multitask.draws import Draws, shares
 from pipeline.multitask.model import MultiTaskModel, MultiTaskObjective
@@ -43,6 +40,7 @@ from pipeline.multitask.weigh import Balancer, Known, StepWeighing
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank
+from pipeline.tasks.task import RANDOM
 from pipeline.train.build import train_run
 from pipeline.train.data import open_data
 from pipeline.train.engine import Engine
@@ -55,7 +53,6 @@ from pipeline.use.model import read_model
 
 logger = logging.getLogger(__name__)
 
-MIX_FILE = "multitask.yaml"
 LEFT_OUT_FILE = "left-out.json"
 _TOKENS = "tokens"
 
@@ -69,15 +66,24 @@ def multitask(mix: Mix, rank: Rank) -> int:
     Raises:
         PostnormError: the user can fix it.
     """
-    config, process = mix.config, rank.process
-    for name in mix.members:
-        parts = mix.members[name].parts * process.world_size
-        if mix.batch_of(name) % parts:
-            raise ConfigError(
-                f"tasks.{name}: a draw of {mix.batch_of(name)} examples must be a multiple of its "
-                f"{mix.members[name].parts} parts times {process.world_size} ranks; change batch, "
-                "train.micro_batch or parts"
-            )
+    require_split(mix, rank.process.world_size)
+    folder = Path(mix.config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    work, config = open_work(mix)
+    if rank.process.is_first:
+        write_atomic(folder / work.index.tokenizer_file, work.tokenizer)
+        write_atomic(folder / MIX_FILE, mix_text(mix).encode())
+        write_json_atomic(folder / LEFT_OUT_FILE, work.left_out)
+    return train_run(config, rank, work)
+
+
+def open_work(mix: Mix) -> tuple["MultiTaskWork", PretrainConfig]:
+    """Read the model and all tasks of a run, and say in the trainer's terms what it is.
+
+    Raises:
+        PostnormError: the model or a task cannot be read, or they do not fit each other.
+    """
+    config = mix.config
     source = Path(config.init_from.removeprefix(RANDOM))
     trained = read_model(source)
     require_full_alpha(trained, source, "multi-task training starts at alpha 1")
@@ -85,15 +91,8 @@ def multitask(mix: Mix, rank: Rank) -> int:
     if index is not None:
         _require_tokenizer(index, source, config.init_from)
     read, left_out = read_mix(mix)
-    folder = Path(config.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    prepared = prepare_mix(mix, read, trained, folder, folder / _TOKENS)
-    work = MultiTaskWork(mix, trained, prepared, index)
-    if process.is_first:
-        write_atomic(folder / work.index.tokenizer_file, work.tokenizer)
-        write_atomic(folder / MIX_FILE, _mix_text(mix).encode())
-        write_json_atomic(folder / LEFT_OUT_FILE, left_out)
-    return train_run(run_config(mix, trained), rank, work)
+    prepared = prepare_mix(mix, read, trained, Path(config.run_dir, _TOKENS))
+    return MultiTaskWork(mix, trained, prepared, index, left_out), run_config(mix, trained)
 
 
 def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
@@ -103,21 +102,6 @@ def _require_tokenizer(index: DatasetIndex, source: Path, name: str) -> None:
             f"data.dir={index.folder} was made with another tokenizer than {name} has: "
             f"{'; '.join(other_ids)}; prepare the text with the model's tokenizer"
         )
-
-
-def _mix_text(mix: Mix) -> str:
-    """Write the config with all tasks in it, whose files are found from anywhere."""
-    tasks = {name: json.loads(json.dumps(_plain(each))) for name, each in mix.members.items()}
-    for each in tasks.values():
-        if "data" in each:
-            each["data"]["root"] = str(Path(each["data"]["root"] or ".").resolve())
-    return to_yaml(replace(mix.config, tasks=tasks, root=None))
-
-
-def _plain(config: Any) -> Any:
-    from dataclasses import asdict
-
-    return asdict(config)
 
 
 def run_config(mix: Mix, trained: TrainedModel) -> PretrainConfig:
@@ -151,8 +135,11 @@ class MultiTaskWork:
         trained: TrainedModel,
         prepared: Mapping[str, Prepared],
         index: DatasetIndex | None,
+        left_out: dict[str, dict[str, int]],
     ) -> None:
         config = mix.config
+        self.left_out = left_out
+        """Training rows left out, by task and by the evaluated set that has their text."""
         self._mix, self._trained, self._prepared, self._dataset = mix, trained, prepared, index
         self._names = list(mix.members)
         factors = {name: member.loss_scale for name, member in mix.members.items()}
@@ -177,14 +164,14 @@ class MultiTaskWork:
             "rows_sha256": {name: each.data_sha256 for name, each in prepared.items()},
             # So that a run is not continued with other draws.
             "draws": {
-                "sampling": _plain(config.sampling),
+                "sampling": asdict(config.sampling),
                 "per_step": config.train.tasks_per_step,
                 "tasks": {
                     name: [member.share, mix.batch_of(name), member.loss_scale]
                     for name, member in mix.members.items()
                 },
-                "corrupt": _plain(config.corrupt),
-                "balance": _plain(config.balance),
+                "corrupt": asdict(config.corrupt),
+                "balance": asdict(config.balance),
             },
         }
         folder = Path(config.run_dir)
@@ -200,6 +187,18 @@ class MultiTaskWork:
         return Known(
             factor * math.log(vocab_size), factor * self._dataset.unigram_entropy_nats or None
         )
+
+    def where(self, name: str, unit: int) -> str:
+        """Return the place of a task's training example in its file; of text, its number."""
+        if name == MLM:
+            return f"sequence {unit}"
+        rows = self._prepared[name].rows["train"]
+        first = rows.units(self._prepared[name].config.task.kind)[unit][0]
+        return rows.examples[rows.rows[first].example].where
+
+    def piece(self, token: int) -> str:
+        """Return the text of a token."""
+        return str(self._trained.require_tokenizer().piece(token))
 
     def open(self, config: PretrainConfig, share: Share) -> MixedStream:
         """Open the data of all tasks. Collective."""
@@ -366,7 +365,7 @@ class MixedScores:
             text.append(f"{MLM} loss {result.total.loss:.4f}")
         mean = sum(main.values()) / len(main) if main else float("nan")
         values |= {f"dev_{name}": value for name, value in main.items()}
-        loss = 1.0 - mean if main else values.get(f"{MLM}_loss", 0.0)
+        loss = values["loss"] = 1.0 - mean if main else values.get(f"{MLM}_loss", 0.0)
         images = {}
         cosines = self._balancer.take_cosines()
         if shows and self._balancer.config.method in (
@@ -383,8 +382,3 @@ class MixedScores:
                 row_name="task", column_name="task", unit="cosine",
             )  # fmt: skip
         return Evaluated(loss, f"dev  {'  '.join(text)}", values, images)
-
-
-def trains_text(mix: Mix) -> bool:
-    """Return whether masked language modelling is one of the tasks."""
-    return any(isinstance(member, MlmConfig) for member in mix.members.values())

@@ -49,6 +49,8 @@ KINDS = {
     "cloze": Kind(("text", "choices"), ("accuracy",)),
     "coref": Kind(("text", "target"), _CLASSES),
 }
+RANDOM = "random:"
+"""Before a model: its architecture and tokenizer with fresh weights."""
 PROBED_KINDS = ("classify", "pair", "coref")
 """Kinds with one class a row, which `monitor.probes` takes."""
 _DECODERS = {"tag": ("softmax", "crf"), "spans": ("pointer",)}

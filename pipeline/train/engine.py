@@ -245,6 +245,9 @@ class Engine:
         }
         watchdog.beat("forward and backward")
         stage = self._engine.zero_optimization_stage()
+        if stage == 3 and weighing is not None:
+            # It overwrites what has a gradient; a task that is not drawn keeps its last one.
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         if stage < 3:  # which gathers weights in the forward pass
             self.own_time.begin()
         if weighing is None:

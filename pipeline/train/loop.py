@@ -1,6 +1,7 @@
 """The training loop: restore, step, log, evaluate, save, stop."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from pipeline.data.record import BatchRecord
 from pipeline.errors import EXIT_FINISHED
 from pipeline.runtime import watchdog
 from pipeline.train.batch_log import BatchLog
+from pipeline.train.engine import StepResult
 from pipeline.train.faults import LeftOut, Rescue
 from pipeline.train.metrics import Interval, Meter
 from pipeline.train.requests import Wanted
@@ -48,8 +50,8 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
         DataError: a shard is damaged.
     """
     run = attempt.run
-    config, engine, intervals = run.config.train, run.engine, run.config.monitor
-    meter = Meter(engine, run.process, run.objective, config.grad_clip)
+    config, intervals = run.config.train, run.config.monitor
+    meter = Meter(run.engine, run.process, run.objective, config.grad_clip)
     clock = Clock(state.elapsed_s)
     if state.step == 0:
         _set_alpha(attempt, state)
@@ -72,9 +74,7 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
 
         alpha = _set_alpha(attempt, state)
         lr = schedule.learning_rate(state.step, config, state.elapsed_s)
-        _seed_dropout(attempt, state)
-        weighing = run.work.weighing(state, place.number)
-        result = engine.train_step(batches, run.objective, lr, run.requests.own(), weighing)
+        result, more = _step(attempt, state, place, batches, lr)
         wanted = Wanted(*map(bool, result.notes))
         state.advance(place.size, applied=result.applied)
         meter.end_step(result, place.number, batches)
@@ -85,7 +85,7 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
 
         last = False
         if log or wanted.saves:
-            numbers = StepNumbers(alpha, lr, result.grad_norm, weighing.values if weighing else {})
+            numbers = StepNumbers(alpha, lr, result.grad_norm, more)
             interval = _close_interval(attempt, state, place, numbers, meter, clock)
             if attempt.rescue.must_go_back(state, interval, decide=regular):
                 return None
@@ -110,6 +110,18 @@ def _set_alpha(attempt: Attempt, state: TrainState) -> float:
     alpha = schedule.alpha(state.step, attempt.run.config.train.alpha_warmup_steps)
     attempt.run.model.encoder.set_alpha(alpha)
     return alpha
+
+
+def _step(
+    attempt: Attempt, state: TrainState, place: BatchPlace, batches: list[MicroBatch], lr: float
+) -> tuple[StepResult, Mapping[str, float]]:
+    """Train on a batch; return also what its weighing wants to be seen."""
+    run = attempt.run
+    _seed_dropout(attempt, state)
+    weighing = run.work.weighing(state, place.number)
+    notes = run.requests.own()
+    result = run.engine.train_step(batches, run.objective, lr, notes, weighing)
+    return result, weighing.values if weighing else {}
 
 
 def _seed_dropout(attempt: Attempt, state: TrainState) -> None:

@@ -27,6 +27,7 @@ LAYERS = [
     {"pipeline.profile"},
     {"pipeline.use"},
     {"pipeline.finetune"},
+    {"pipeline.multitask"},
     {"pipeline.inspect"},
     {"pipeline.commands"},
     {"pipeline.__main__"},
@@ -67,6 +68,10 @@ TORCH_FREE = {
     "pipeline.finetune.can",
     "pipeline.finetune.rescore_command",
     "pipeline.finetune.submission",
+    "pipeline.multitask.balance",
+    "pipeline.multitask.commands",
+    "pipeline.multitask.config",
+    "pipeline.multitask.draws",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},

@@ -14,8 +14,8 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 205,
-    "lines": 47_500,
+    "modules": 215,
+    "lines": 49_500,
     "crumbs": 10,
     "long functions": 0,
     "long files": 0,

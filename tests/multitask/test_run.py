@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import yaml
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.checkpoints.state import read_weights
 from pipeline.errors import ConfigError
+from pipeline.inspect.status import run_status
 from pipeline.multitask.config import load_mix
 from pipeline.multitask.run import multitask
+from pipeline.multitask.show import step_lines
 from pipeline.runtime import env
 from pipeline.runtime.rank import Rank
 from pipeline.use.model import load
@@ -73,6 +76,22 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in found if line["kind"] == kind]
 
 
+def test_inspect_shows_the_rows_of_a_step(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_mix(tmp_path, tiny_model, ("classify", "choice"), corrupt={"rule": "tokens"})
+    folder = run(path)
+    rows = [json.loads(line) for line in step_lines(folder, 3, None, as_json=True)]
+    examples = {(row["task"], row["epoch"], row["example"]) for row in rows}
+    assert len(examples) == 3 * 8, "three draws of eight examples"
+    # A choice task has a row for each choice.
+    assert len(rows) > len(examples) or {task for task, _, _ in examples} == {"classify"}
+    given = {row["text"] for row in rows_of("classify")}
+    seen = [row for row in rows if row["task"] == "classify"]
+    texts = ["".join(row["tokens"][1:-1]) for row in seen]
+    assert any(text in given for text in texts)
+    assert any("[MASK]" in text for text in texts), "as the model sees them"
+    assert run_status(folder).dev.keys() == {"classify", "choice"}
+
+
 def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     kinds = ("classify", "pair", "choice", "tag", "spans", "qa", "multilabel", "regress",
              "cloze", "coref")  # fmt: skip
@@ -96,23 +115,30 @@ def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     assert np.isfinite(vectors).all()
 
 
-@pytest.mark.parametrize("method", ["gradient_norm", "dwa", "uncertainty", "pcgrad"])
-def test_run_that_stops_on_the_way_ends_alike(
-    method: str, tmp_path: Path, tiny_model: Path
+@pytest.mark.parametrize(
+    "balance",
+    [
+        {"method": "gradient_norm", "norms": "output"},
+        {"method": "dwa", "interval": 2},
+        {"method": "uncertainty"},
+        {"method": "gradnorm"},
+        {"method": "initial"},
+        {"method": "cagrad"},
+    ],
+    ids=lambda balance: balance["method"],
+)
+def test_what_a_rule_remembers_is_in_the_checkpoint(
+    balance: dict[str, Any], tmp_path: Path, tiny_model: Path
 ) -> None:
-    path = write_mix(tmp_path, tiny_model, balance={"method": method})
+    path = write_mix(tmp_path, tiny_model, ("classify", "spans", "qa"), balance=balance)
     whole = run(path, f"run_dir={tmp_path / 'whole'}")
-    parted = tmp_path / "parted"
-    run(path, f"run_dir={parted}", "train.num_steps=4", "train.warmup_steps=0")
-    # As if it had been killed after the save of step 2.
-    (published(parted / FOLDER)[0]).rename(tmp_path / "gone")
+    parted = run(path, f"run_dir={tmp_path / 'parted'}")
+    # As if it had been killed after the save of step 4.
+    shutil.rmtree(published(parted / FOLDER)[0])
+    (parted / "done.json").unlink()
     run(path, f"run_dir={parted}")
     assert len((parted / "attempts.jsonl").read_text().splitlines()) == 2
-    rates = {line["step"]: line["lr"] for line in lines(whole, "train")}
-    assert len(rates) == 6
-    if method == "gradient_norm":
-        return  # the shorter run had another schedule; the next test kills one
-    assert furthest(weights(whole), weights(parted)) < 0.1
+    assert furthest(weights(whole), weights(parted)) == 0
 
 
 def test_killed_run_continues_bit_for_bit(
@@ -161,7 +187,7 @@ def test_zero_stages_give_the_same_run(
     path = write_mix(tmp_path, tiny_model, balance={"method": "gradient_norm", "norms": "output"})
     none = run(path, f"run_dir={tmp_path / 'none'}")
     some = run(path, f"run_dir={tmp_path / 'some'}", f"train.zero_stage={stage}")
-    assert furthest(weights(none), weights(some)) < 2e-4
+    assert furthest(weights(none), weights(some)) < 1e-4
 
 
 def test_rules_that_need_gradients_refuse_zero(tmp_path: Path, tiny_model: Path) -> None:
@@ -181,7 +207,7 @@ def test_other_draws_are_another_run(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model)
     run(path)
     (tmp_path / "run/done.json").unlink()
-    with pytest.raises(Exception, match="belongs to other data"):
+    with pytest.raises(Exception, match=r"draws\.tasks\.tag .*checkpoint None, now 3\.0"):
         run(path, "tasks.tag.share=3")
 
 
