@@ -7,7 +7,7 @@ TASK is a task file or the name of a shipped one. By turns, as real runs of thei
 "pretrain" continues nothing and trains the run's config for some steps with the task's batch,
 "finetune" trains the task from RUN. "tokens_per_s": median over the log lines of all rounds but
 each run's first, real tokens without padding; "ratio": fine-tuning over pre-training. Sequences of
-pre-training have the task's `input.max_length`, those of the task are as long as its rows.
+pre-training are as long as the task's rows are in the mean, so that steps have equally many tokens.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
+from pipeline.finetune.run import prepare
 from pipeline.tasks.task import load_task
 
 
@@ -45,6 +46,8 @@ def main() -> None:
     run = load(PretrainConfig, arguments.run / "resolved.yaml").config
     task = load_task(arguments.task, tuple(arguments.overrides))
     batch, steps = task.train.batch, arguments.steps
+    rows = prepare(task, str(task.name), str(arguments.run), None).rows["train"].rows
+    length = max(8, round(statistics.mean(len(row.ids) for row in rows)))
     found: dict[str, list[float]] = {"pretrain": [], "finetune": []}
     for _ in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +57,7 @@ def main() -> None:
                     str(arguments.run / "resolved.yaml"), f"run_dir={out}/pretrain",
                     f"train.num_steps={steps}", "train.warmup_steps=1",
                     "train.alpha_warmup_steps=0", f"train.global_batch={batch}",
-                    f"train.micro_batch={batch}", f"data.seq_len={task.input.max_length}",
+                    f"train.micro_batch={batch}", f"data.seq_len={length}",
                     "monitor.log_every_steps=5", f"monitor.eval_every_steps={10 * steps}",
                     "monitor.eval_sequences=8", f"checkpoint.every_steps={10 * steps}",
                 ],
@@ -76,7 +79,7 @@ def main() -> None:
         "lines": {kind: len(values) for kind, values in found.items()},
         "task": task.name,
         "batch": batch,
-        "max_length": task.input.max_length,
+        "tokens_a_row": length,
         "precision": run.train.precision,
         "layers": run.model.num_layers,
         "hidden_size": run.model.hidden_size,

@@ -15,7 +15,7 @@ from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError
 from pipeline.finetune.commands import TASKS
-from pipeline.multitask.commands import MULTITASK
+from pipeline.multitask.commands import MULTITASK, TRANSFER
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.files import write_atomic
@@ -482,7 +482,7 @@ TRAIN = (
 )  # fmt: skip
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (*TRAIN, MULTITASK),
-    "tasks": TASKS,
+    "tasks": (*TASKS, TRANSFER),
     "use": USE,
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in GROUPS.values() for verb in verbs)

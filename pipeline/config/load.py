@@ -168,7 +168,7 @@ def _expand(
     if not isinstance(node.value, dict):
         return node
     own = {
-        key: _expand(child, path, parents, (*kinds[:1], key), mistakes)
+        key: _expand(child, path, parents, (key, *kinds), mistakes)
         for key, child in node.value.items()
         if key != "from"
     }

@@ -140,6 +140,9 @@ class TrainConfig(SingleTrainConfig):
     warmup_steps: int | None = param(  # type: ignore[assignment]
         None, "linear learning-rate warm-up; null is 6% of num_steps", unit="steps", ge=0
     )
+    zero_stage: int = param(
+        0, "as of pre-training; rules that need each task's own gradient need 0", ge=0, le=3
+    )
     tasks_per_step: int = param(8, "draws of a step; those of one task are one gradient", ge=1)
     micro_batch: int = param(16, "examples of a draw, over all ranks", unit="examples", ge=1)
 

@@ -140,12 +140,37 @@ class _Group:
 
 
 def _average(groups: Sequence[_Group], num_ranks: int) -> None:
+    if num_ranks == 1:
+        return
     for group in groups:
         dist.sum_over_ranks(group.sums).div_(num_ranks)
 
 
-_CHUNK = 1 << 20
-"""Elements that products are computed of at once, in float64."""
+_BLOCK = 1 << 12
+"""Elements whose products are added in fp32; blocks are added in float64, which takes longer."""
+_BLOCKS = 1 << 8
+"""Blocks of several tasks that are stacked at once."""
+
+
+def _products(rows: Sequence[Tensor]) -> Tensor:
+    """(n, n) float64 products of n flat tensors of equal size."""
+    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows[0].device)
+    whole = rows[0].numel() // _BLOCK * _BLOCK
+    for at in range(0, whole, _BLOCK * _BLOCKS):
+        stop = min(whole, at + _BLOCK * _BLOCKS)
+        blocks = torch.stack([row[at:stop].view(-1, _BLOCK) for row in rows], 1)
+        gram += (blocks @ blocks.mT).double().sum(0)
+    rest = torch.stack([row[whole:] for row in rows]).double()
+    gram += rest @ rest.T
+    return gram
+
+
+def _square(row: Tensor) -> Tensor:
+    """0-dimensional float64 square of the norm of a flat tensor."""
+    whole = row.numel() // _BLOCK * _BLOCK
+    blocks = torch.linalg.vector_norm(row[:whole].view(-1, _BLOCK), dim=1).double()
+    square: Tensor = blocks.square().sum() + row[whole:].double().square().sum()
+    return square
 
 
 class TaskGradients:
@@ -192,13 +217,12 @@ class TaskGradients:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """0-dimensional float64 norm of the task's gradient of the shared parameters."""
-        norms = [
-            torch.linalg.vector_norm(group.sums[start:stop], dtype=torch.float64)
+        squares = [
+            _square(group.sums[start:stop])
             for group, places in zip(self._groups, self._shared, strict=True)
             for start, stop in places
         ]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
+        return torch.stack(squares).sum().sqrt()
 
     @torch.no_grad()
     def add(self, weight: Tensor) -> None:
@@ -216,15 +240,12 @@ class TaskGradients:
     @torch.no_grad()
     def products(self) -> Tensor:
         """(tasks, tasks) float64 products of the gradients put aside, of shared parameters."""
-        num, device = len(self._kept), self._totals[0].device
-        gram = torch.zeros(num, num, dtype=torch.float64, device=device)
-        for which, places in enumerate(self._shared):
-            for start, stop in places:
-                for at in range(start, stop, _CHUNK):
-                    part = slice(at, min(stop, at + _CHUNK))
-                    rows = torch.stack([kept[which][part] for kept in self._kept]).double()
-                    gram += rows @ rows.T
-        return gram
+        parts = [
+            _products([kept[which][start:stop] for kept in self._kept])
+            for which, places in enumerate(self._shared)
+            for start, stop in places
+        ]
+        return torch.stack(parts).sum(0)
 
     @torch.no_grad()
     def combine(self, coefficients: Sequence[float], others: float) -> None:

@@ -190,6 +190,37 @@ def test_zero_stages_give_the_same_run(
     assert furthest(weights(none), weights(some)) < 1e-4
 
 
+def test_files_of_a_task_are_beside_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    write_task(tmp_path / "tasks", "classify")
+    body = {"run_dir": "r", "init_from": "m", "tasks": {"a": {"from": "tasks/my-classify.yaml",
+            "share": 2}, "b": {"from": "fewclue-tnews", "input": {"max_length": 64}}}}  # fmt: skip
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump(body))
+    mix = load_mix(str(tmp_path / "mix.yaml"))
+    assert mix.tasks["a"].data.root == str(tmp_path / "tasks")
+    assert mix.tasks["b"].input.max_length == 64
+    assert mix.config.train.warmup_steps == 60, "6% of the steps"
+    assert load_mix(str(tmp_path / "mix.yaml"), ("root=elsewhere",)).tasks["b"].data.root == (
+        "elsewhere"
+    )
+
+
+def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Path) -> None:
+    path = str(write_mix(tmp_path, tiny_model))
+    for override, message in (
+        ("tasks.tag.share=0", r"share = 0.* is out of range"),
+        ("tasks.tag.task.kind=tags", r"tasks\.tag\)?: expected one of|expected one of"),
+        ("tasks.mlm.share=1", "the task mlm and data belong together"),
+        ("tasks.tag=3", r"tasks\.tag = 3: expected \{from: TASK FILE"),
+        ("balance.main=[tag]", "main_and_helpers needs the names"),
+        ("balance.norms=late balance.method=equal", "belongs to balance.method=gradient_norm"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_mix(path, override.split())
+    with pytest.raises(ConfigError, match=r"tasks\.classify: a draw of 8 examples must be a multi"):
+        run(Path(path), "tasks.classify.parts=3")
+
+
 def test_rules_that_need_gradients_refuse_zero(tmp_path: Path, tiny_model: Path) -> None:
     path = write_mix(tmp_path, tiny_model)
     with pytest.raises(
