@@ -11,6 +11,8 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.cost import parameters
+from pipeline.multitask.config import load_mix
+from pipeline.multitask.transfer import TransferConfig
 from pipeline.tasks.task import TaskConfig
 from tests.support.pages import PAGES, Block, blocks
 
@@ -77,7 +79,15 @@ def test_paths_exist() -> None:
 def test_yaml_examples_load(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "example.yaml"
     path.write_text(block.text)
-    kinds = {"output_dir:": PrepConfig, "verb:": SweepConfig, "task:": TaskConfig}
+    kinds = {
+        "output_dir:": PrepConfig,
+        "verb:": SweepConfig,
+        "task:": TaskConfig,
+        "mix:": TransferConfig,
+    }
+    if re.search("^tasks:", block.text, re.M):
+        load_mix(str(path))
+        return
     kind = next((kinds[key] for key in kinds if re.search(f"^{key}", block.text, re.M)), None)
     if kind is not None:
         load(kind, path)
