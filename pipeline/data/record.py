@@ -22,6 +22,7 @@ Whole numbers only, so equal on every machine.
 Letters: B sequences, S slots each, M slots to be predicted.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -287,3 +288,23 @@ def how_to_fix(path: Path) -> str:
         f"Restore {path} from a copy; or move it away, then the run continues with a new file and "
         "without comparing batches with earlier attempts"
     )
+
+
+def number_of_step(step: int, num_steps: int, records: Sequence[BatchRecord]) -> int:
+    """Find the number of the batch of an optimizer step, 1 for the first.
+
+    The batch of a step to come is found as if no further step were skipped.
+
+    Raises:
+        DataError: there is no such step.
+    """
+    if not 1 <= step <= num_steps:
+        raise DataError(f"--step {step}: the run has steps 1 to {num_steps} (train.num_steps)")
+    for record in reversed(records):
+        if record.step is not None and record.step <= step:
+            number = record.batch + step - record.step
+            if record.step < step:
+                # Skipped batches behind the last step that was applied are not steps.
+                number += sum(r.step is None and r.batch > record.batch for r in records)
+            return number
+    return step - 1

@@ -25,7 +25,7 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
-from pipeline.data.record import BatchRecord, read_batches
+from pipeline.data.record import BatchRecord, number_of_step, read_batches
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import DataError
 from pipeline.objectives.inputs import train_steps
@@ -90,20 +90,6 @@ class OpenedRun:
     def num_batches(self) -> int:
         """Count the batches of the whole run, if no further one is skipped."""
         return self.num_steps + sum(record.step is None for record in self.records)
-
-
-def number_of_step(step: int, num_steps: int, records: Sequence[BatchRecord]) -> int:
-    """Find the number of a step's batch; see `OpenedRun.batch_of_step`."""
-    if not 1 <= step <= num_steps:
-        raise DataError(f"--step {step}: the run has steps 1 to {num_steps} (train.num_steps)")
-    for record in reversed(records):
-        if record.step is not None and record.step <= step:
-            number = record.batch + step - record.step
-            if record.step < step:
-                # Skipped batches behind the last step that was applied are not steps.
-                number += sum(r.step is None and r.batch > record.batch for r in records)
-            return number
-    return step - 1
 
 
 def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:

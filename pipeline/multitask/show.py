@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from pipeline.data.record import read_batches
+from pipeline.data.record import number_of_step, read_batches
 from pipeline.data.run_order import Share
-from pipeline.inspect.run import number_of_step
 from pipeline.multitask.config import MIX_FILE, load_mix
 from pipeline.multitask.run import open_work
 from pipeline.runtime.run_folder import RunFolder
