@@ -110,10 +110,6 @@ def read_plan(
     beside = find(suite, SuiteConfig.SHIPPED).parent
     root = [] if config.root is None else [f"data.root={json.dumps(config.root)}"]
     given = (*root, *config.overrides, *overrides)
-    names_of_tasks = [Path(text).stem for text in config.tasks]
-    # TASK.section.key=value is of that task alone.
-    own = [text for text in given if text.partition(".")[0] in names_of_tasks]
-    common = [text for text in given if text not in own]
     tasks: dict[str, TaskConfig] = {}
     files: dict[str, str] = {}
     for text in config.tasks:
@@ -122,8 +118,7 @@ def read_plan(
             raise ConfigError(f"{suite}: two tasks are called {name!r}; rename one of the files")
         path = beside / text
         files[name] = str(path) if path.is_file() else text
-        mine = [text.removeprefix(f"{name}.") for text in own if text.startswith(f"{name}.")]
-        task = load_task(files[name], (*common, *mine))
+        task = load_task(files[name], config.overrides_of(name, given))
         if seeds:
             task = replace(task, train=replace(task.train, seeds=seeds))
         tasks[name] = task

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -406,3 +406,10 @@ class SuiteConfig:
                     f"published scores of {row.model!r}: {len(row.scores)} numbers for "
                     f"{len(self.tasks)} tasks; write null where none is known"
                 )
+
+    def overrides_of(self, task: str, given: Sequence[str]) -> tuple[str, ...]:
+        """Return those of some overrides that are of a task, by its name, or of all of them."""
+        names = [Path(text).stem for text in self.tasks]
+        # TASK.section.key=value is of that task alone.
+        mine = [text.removeprefix(f"{task}.") for text in given if text.startswith(f"{task}.")]
+        return (*(text for text in given if text.partition(".")[0] not in names), *mine)

@@ -86,7 +86,7 @@ def test_model_that_gives_nan_is_refused(tiny_model: Path, tmp_path: Path) -> No
     examples = read_file(config, "spans.jsonl", needs_gold=True)[:3]
     tokens: TaskRows = tokenised(config, source.tokenizer, "", examples, None)
     model = TaskModel(source.config, HeadSpec.of("t", config, ("all", "name", "place")))
-    torch.nn.init.constant_(model.pointer.query_key.bias, float("nan"))
-    predictor = Predictor(model, torch.device("cpu"), source.tokenizer.pad_id)
+    torch.nn.init.constant_(model.task.pointer.query_key.bias, float("nan"))
+    predictor = Predictor(model.task, model, torch.device("cpu"), source.tokenizer.pad_id)
     with pytest.raises(DataError, match="scores are NaN: it has diverged"):
         predictor.decide(tokens, Share(0, 1))

@@ -87,7 +87,14 @@ def test_shipped_suite_names_shipped_tasks(name: str) -> None:
     suite = load(SuiteConfig, name).config
     assert set(suite.tasks) <= set(TASKS)
     for task in suite.tasks:
-        load_task(task, suite.overrides)
+        load_task(task, suite.overrides_of(task, suite.overrides))
+
+
+def test_overrides_of_one_task() -> None:
+    suite = SuiteConfig(tasks=("a.yaml", "b"), overrides=())
+    given = ("train.lr=1", "b.train.lr=2", "data.root=a.b")
+    assert suite.overrides_of("a", given) == ("train.lr=1", "data.root=a.b")
+    assert suite.overrides_of("b", given) == ("train.lr=1", "data.root=a.b", "train.lr=2")
 
 
 def test_suites_hold_all_of_their_benchmarks() -> None:
