@@ -22,7 +22,7 @@ from pipeline.runtime.files import write_atomic
 from pipeline.runtime.rank import Rank, run_as_rank
 from pipeline.use.evaluate_command import EVALUATE
 from pipeline.use.pretrain import train_as_rank
-from pipeline.use.vector_commands import ENCODE, STS, WHITEN, add_vector_options
+from pipeline.use.vector_commands import ENCODE, SIMILAR, STS, WHITEN, add_vector_options
 
 
 def _fill_mask_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +147,7 @@ USE: tuple[Verb, ...] = (
     ),
     ENCODE,
     WHITEN,
+    SIMILAR,
     STS,
     Verb(
         "export",

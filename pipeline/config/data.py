@@ -192,10 +192,20 @@ class DataConfig:
     mix: tuple[MixConfig, ...] = param(
         (), "weights of sources in place of those in the dataset; 0 leaves a source out"
     )
-    masking: Literal["token", "whole_word", "span"] = param(
+    masking: Literal["token", "whole_word", "span", "ngram"] = param(
         "whole_word",
-        "unit that is masked: single tokens, all tokens of a word together, or spans of up to ten "
-        "words as in SpanBERT",
+        "unit that is masked: single tokens, all tokens of a word together, spans of up to ten "
+        "words as in SpanBERT, or n-grams of words as in ALBERT",
+    )
+    ngram_weights: tuple[float, ...] = param(
+        (6.0, 3.0, 2.0),
+        "of ngram: how often one, two, ... words are masked together; 1/n up to 3 is ALBERT's, "
+        "[4, 3, 2, 1] MacBERT's",
+    )
+    similar: str | None = param(
+        None,
+        "file of `postnorm similar`: in place of [MASK] stands a similar token, as in MacBERT; "
+        "a random one where the file has none",
     )
     mask_selection: Literal["bernoulli", "exact"] = param(
         "bernoulli",
@@ -243,10 +253,15 @@ class DataConfig:
                 f"data.replace_mask_prob={self.replace_mask_prob} + data.replace_random_prob="
                 f"{self.replace_random_prob} must be at most 1; lower one of the two"
             )
-        if self.masking == "span" and self.mask_selection != "exact":
+        if not self.ngram_weights or min(self.ngram_weights) < 0 or not any(self.ngram_weights):
             raise ConfigError(
-                "data.masking=span takes spans until a budget is used, and data.mask_selection="
-                f"{self.mask_selection} has none; set data.mask_selection=exact"
+                f"data.ngram_weights={list(self.ngram_weights)}: expected numbers from 0, one of "
+                "them above 0"
+            )
+        if self.masking in ("span", "ngram") and self.mask_selection != "exact":
+            raise ConfigError(
+                f"data.masking={self.masking} takes words until a budget is used, and "
+                f"data.mask_selection={self.mask_selection} has none; set data.mask_selection=exact"
             )
         if (self.mask_prob_end is None) != (self.mask_prob_steps == 0):
             raise ConfigError(

@@ -7,6 +7,10 @@ except that each random replacement is drawn on its own:
 token        one token.
 whole_word   all tokens of a word (word starts are stored in the shards).
 span         up to ten words of a document (SpanBERT, Joshi et al. 2020, section 3.1).
+ngram        n words of a document, n drawn with given weights; each token is then treated on its
+             own (ALBERT, google-research/albert, create_pretraining_data.py), or with a table of
+             similar tokens all of them together, replaced by these (MacBERT, Cui et al. 2020,
+             section 3.2; its code was never released).
 
 A unit's draws belong to its first token: Philox of (position, epoch, sample id) gives one word for
 its selection, one for its treatment, one for a random token at that position, one for a span's
@@ -41,6 +45,8 @@ sequences, S slots each; a sequence has W words, which are single tokens in unit
 """
 
 import math
+from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +56,7 @@ from pipeline.config.data import DataConfig
 from pipeline.data.format import Vocabulary
 from pipeline.data.jit import inlined, kernel
 from pipeline.data.random import Purpose
+from pipeline.errors import DataError
 
 # An unsigned 64-bit number becomes a float when mixed with a signed one: hence the casts.
 _MULTIPLY_A = np.uint64(0xD2511F53)
@@ -106,6 +113,10 @@ class Rule(NamedTuple):
     mask_id: int
     in_text: npt.NDArray[np.int64]
     """(m,) ids that random replacements are drawn from."""
+    by_slot: bool
+    """Whether each token of a unit is treated on its own."""
+    similar: npt.NDArray[np.int64]
+    """(V, k) tokens that stand in place of [MASK], -1 for none; (0, 0) takes [MASK]."""
 
 
 def mask_tokens(
@@ -145,10 +156,45 @@ def _rule(config: DataConfig, vocabulary: Vocabulary, ratio: float) -> Rule:
         select_below=_share(ratio),
         mask_below=_share(config.replace_mask_prob),
         random_below=_share(config.replace_mask_prob + config.replace_random_prob),
-        longer_from=_LONGER_FROM if config.masking == "span" else _LONGER_FROM[:0],
+        longer_from=_lengths(config),
         mask_id=vocabulary.mask,
         in_text=vocabulary.in_text,
+        by_slot=config.masking == "ngram" and config.similar is None,
+        similar=_NO_TABLE if config.similar is None else similar_tokens(config.similar, vocabulary),
     )
+
+
+_NO_TABLE = np.empty((0, 0), np.int64)
+
+
+@lru_cache(maxsize=1)
+def similar_tokens(path: str, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
+    """Read a table of `postnorm similar`.
+
+    Raises:
+        DataError: there is none, or it is of another vocabulary.
+    """
+    try:
+        table = np.load(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.similar={path} cannot be read: {error}") from None
+    size = vocabulary.size
+    if table.ndim != 2 or len(table) < size or table.dtype.kind != "i" or table.max() >= size:
+        raise DataError(
+            f"data.similar={path} is of {table.dtype} {table.shape}; expected ids below {size} in "
+            f"({size}, k): make it with the model of this vocabulary, `postnorm similar`"
+        )
+    return np.ascontiguousarray(table, np.int64)
+
+
+def _lengths(config: DataConfig) -> npt.NDArray[np.uint64]:
+    if config.masking == "span":
+        return _LONGER_FROM
+    if config.masking != "ngram":
+        return _LONGER_FROM[:0]
+    weights = [Fraction(weight) for weight in config.ngram_weights]
+    shares = [sum(weights[:n], Fraction(0)) / sum(weights) for n in range(1, len(weights))]
+    return np.array([math.ceil(share * 2**32) for share in shares], np.uint64)
 
 
 def _share(share: float) -> np.uint64:
@@ -259,10 +305,23 @@ def mask_batch(
                 if not maskable[slot]:
                     continue
                 selected[row, slot] = True
-                if action < rule.mask_below:
+                if not rule.by_slot and not len(rule.similar) and action < rule.mask_below:
                     corrupted[row, slot] = rule.mask_id
-                elif action < rule.random_below:
+                elif rule.by_slot or action < rule.random_below:
                     draws = philox_words(np.uint64(slot), epoch, low, high, k0, k1)
+                    how = draws[1] if rule.by_slot else action
+                    if how < rule.mask_below:
+                        if not len(rule.similar):
+                            corrupted[row, slot] = rule.mask_id
+                            continue
+                        near = rule.similar[
+                            batch.tokens[row, slot], draws[2] % np.uint64(rule.similar.shape[1])
+                        ]
+                        if near >= 0:
+                            corrupted[row, slot] = near
+                            continue
+                    elif how >= rule.random_below:
+                        continue
                     # The bias of a remainder of 32 bits is below m / 2^32, 1 in 65,536 at most.
                     choice = draws[2] % np.uint64(len(rule.in_text))
                     corrupted[row, slot] = rule.in_text[choice]

@@ -1,4 +1,4 @@
-"""`postnorm encode`, `postnorm whiten` and `postnorm sts`: vectors of sentences."""
+"""`postnorm encode`, `whiten` and `sts`: vectors of sentences; `similar`: of tokens."""
 
 import argparse
 import json
@@ -165,6 +165,26 @@ def _sts(arguments: argparse.Namespace) -> None:
         print("\n".join(evaluation.lines()))
 
 
+def _similar_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "For each token that text can have, those whose embeddings are nearest by cosine: what "
+        "`data.similar` puts in place of [MASK]. Tokens that begin a word are compared with such "
+        "tokens only, and pieces within words with such pieces."
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="MODEL", help="run folder, or model folder")
+    add("--data", required=True, metavar="DATASET", help="whose vocabulary says what text can have")
+    add("--out", type=Path, required=True, metavar="FILE", help="such as similar.npy")
+    add("--top", type=int, default=5, help="tokens a token (default 5)")
+
+
+def _similar(arguments: argparse.Namespace) -> None:
+    from pipeline.use.similar import write_table
+
+    num = write_table(arguments.source, arguments.data, arguments.out, arguments.top)
+    print(f"{arguments.out}: {arguments.top} tokens for each of {num:,}")
+
+
 ENCODE = Verb(
     "encode",
     "vectors of texts on standard input, one a line",
@@ -178,6 +198,13 @@ WHITEN = Verb(
     _whiten_arguments,
     _whiten,
     "whiten models/bert --texts texts.txt --size 256 --out whitening.npz",
+)
+SIMILAR = Verb(
+    "similar",
+    "a table of similar tokens, for masking as MacBERT does",
+    _similar_arguments,
+    _similar,
+    "similar runs/mine --data data/mine --out similar.npy",
 )
 STS = Verb(
     "sts",

@@ -1,6 +1,7 @@
 """How words are selected: budgets, spans, at least one, ratios that change, against slow rules."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ from pipeline.config.data import DataConfig
 from pipeline.config.schedule import mask_ratio
 from pipeline.data.masking import Masked, Sequences, mask_tokens
 from pipeline.data.random import Purpose
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from tests.support.mask_reference import VOCABULARY, batch_of, draws_of, mask_by_words, span_cdf
 
 KEY = (11, Purpose.MASK)
 TOKEN = DataConfig(dir="unused", masking="token")
 EXACT = replace(TOKEN, mask_selection="exact")
 MODES = [("token", "bernoulli"), ("whole_word", "bernoulli"), ("token", "exact"),
-         ("whole_word", "exact"), ("span", "exact")]  # fmt: skip
+         ("whole_word", "exact"), ("span", "exact"), ("ngram", "exact")]  # fmt: skip
 
 
 def _mask(config: DataConfig, batch: Sequences, ratio: float | None = None) -> Masked:
@@ -39,6 +40,39 @@ def test_the_rules_as_written_give_the_same_masks(
         np.testing.assert_array_equal(found.selected, selected)
         np.testing.assert_array_equal(found.tokens, tokens)
         assert found.unmasked_documents.sum() == unmasked
+
+
+@pytest.mark.parametrize("masking", ["ngram", "whole_word"])
+def test_similar_tokens_stand_in_place_of_masks(masking: Any, tmp_path: Path) -> None:
+    table = 5 + (np.arange(VOCABULARY.size)[:, None] + np.array([1, 7, 9])) % 995
+    table[::5] = -1
+    np.save(tmp_path / "similar.npy", table)
+    config = DataConfig(
+        dir="unused", masking=masking, mask_selection="exact", ngram_weights=(4, 3, 2, 1),
+        similar=str(tmp_path / "similar.npy"),
+    )  # fmt: skip
+    batch = batch_of(40, 250, document_length=50, start_share=0.4)
+    tokens, selected, _ = mask_by_words(batch, config, VOCABULARY, KEY)
+    found = _mask(config, batch)
+    np.testing.assert_array_equal(found.selected, selected)
+    np.testing.assert_array_equal(found.tokens, tokens)
+    assert not (found.tokens == VOCABULARY.mask).any()
+    np.save(tmp_path / "other.npy", table[:50])
+    with pytest.raises(DataError, match="make it with the model of this vocabulary"):
+        _mask(replace(config, similar=str(tmp_path / "other.npy")), batch)
+
+
+def test_ngrams_have_their_weights() -> None:
+    rows, length = 3000, 512
+    batch = batch_of(rows, length, start_share=1.0)
+    config = replace(EXACT, masking="ngram", ngram_weights=(1.0, 0.0, 3.0))
+    # A budget of one n-gram: the first start has it whole.
+    counts = _mask(config, batch, 3 / length).selected
+    start = draws_of(batch, KEY)[0].argmin(axis=1)
+    row = np.flatnonzero(start < length - 4)
+    second = counts[row, start[row] + 1] & counts[row, start[row] + 2]
+    share = second.mean()
+    assert abs(share - 0.75) < 4 * np.sqrt(0.75 * 0.25 / len(row)) + 0.01
 
 
 @pytest.mark.parametrize("mask_prob", [0.01, 0.15, 0.5, 0.99])

@@ -67,11 +67,18 @@ def mask_by_words(
     for row in range(len(corrupted)):
         treated, missing = _chosen_words(batch, row, config, [array[row] for array in draws])
         unmasked += missing
-        for slots, action in treated:
+        table = None if config.similar is None else np.load(config.similar)
+        for slots, of_unit in treated:
             selected[row, slots] = True
             for slot in slots:
+                by_slot = config.masking == "ngram" and table is None
+                action = draws[1][row][slot] if by_slot else of_unit
                 if Fraction(action, 2**32) < config.replace_mask_prob:
                     corrupted[row, slot] = vocabulary.mask
+                    if table is not None:
+                        near = table[batch.tokens[row, slot], draws[2][row][slot] % table.shape[1]]
+                        pick = vocabulary.in_text[draws[2][row][slot] % len(vocabulary.in_text)]
+                        corrupted[row, slot] = pick if near < 0 else near
                 elif action / 2**32 < config.replace_mask_prob + config.replace_random_prob:
                     pick = draws[2][row][slot] % len(vocabulary.in_text)
                     corrupted[row, slot] = vocabulary.in_text[pick]
@@ -103,9 +110,15 @@ def _chosen_words(
             if w in action or not words[w]:
                 continue
             length = 1
+            drawn = Fraction(draws[3][starts[w]], 2**32)
             if config.masking == "span":
-                drawn = Fraction(draws[3][starts[w]], 2**32)
                 length = 1 + sum(drawn >= share for share in span_cdf())
+            elif config.masking == "ngram":
+                whole = sum(map(Fraction, config.ngram_weights))
+                below = Fraction(0)
+                for weight in config.ngram_weights[:-1]:
+                    below += Fraction(weight) / whole
+                    length += drawn >= below
             for v in range(w, min(w + length, len(words))):
                 if not words[v] or document[v] != document[w]:
                     break
