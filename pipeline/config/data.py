@@ -197,10 +197,10 @@ class DataConfig:
         "unit that is masked: single tokens, all tokens of a word together, spans of up to ten "
         "words as in SpanBERT, or n-grams of words as in ALBERT",
     )
-    ngram_weights: tuple[float, ...] = param(
-        (6.0, 3.0, 2.0),
-        "of ngram: how often one, two, ... words are masked together; 1/n up to 3 is ALBERT's, "
-        "[4, 3, 2, 1] MacBERT's",
+    ngram_weights: tuple[float, ...] | None = param(
+        None,
+        "of ngram: how often one, two, ... words are masked together; null is [6, 3, 2], 1/n as "
+        "ALBERT's; [4, 3, 2, 1] is MacBERT's",
     )
     similar: str | None = param(
         None,
@@ -253,10 +253,10 @@ class DataConfig:
                 f"data.replace_mask_prob={self.replace_mask_prob} + data.replace_random_prob="
                 f"{self.replace_random_prob} must be at most 1; lower one of the two"
             )
-        if not self.ngram_weights or min(self.ngram_weights) < 0 or not any(self.ngram_weights):
+        weights = self.ngram_weights
+        if weights is not None and (min(weights, default=-1.0) < 0 or not any(weights)):
             raise ConfigError(
-                f"data.ngram_weights={list(self.ngram_weights)}: expected numbers from 0, one of "
-                "them above 0"
+                f"data.ngram_weights={list(weights)}: expected numbers from 0, one of them above 0"
             )
         if self.masking in ("span", "ngram") and self.mask_selection != "exact":
             raise ConfigError(

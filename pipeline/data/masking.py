@@ -165,6 +165,7 @@ def _rule(config: DataConfig, vocabulary: Vocabulary, ratio: float) -> Rule:
 
 
 _NO_TABLE = np.empty((0, 0), np.int64)
+_ALBERT = (6.0, 3.0, 2.0)
 
 
 @lru_cache(maxsize=1)
@@ -192,7 +193,7 @@ def _lengths(config: DataConfig) -> npt.NDArray[np.uint64]:
         return _LONGER_FROM
     if config.masking != "ngram":
         return _LONGER_FROM[:0]
-    weights = [Fraction(weight) for weight in config.ngram_weights]
+    weights = [Fraction(weight) for weight in config.ngram_weights or _ALBERT]
     shares = [sum(weights[:n], Fraction(0)) / sum(weights) for n in range(1, len(weights))]
     return np.array([math.ceil(share * 2**32) for share in shares], np.uint64)
 

@@ -114,9 +114,10 @@ def _chosen_words(
             if config.masking == "span":
                 length = 1 + sum(drawn >= share for share in span_cdf())
             elif config.masking == "ngram":
-                whole = sum(map(Fraction, config.ngram_weights))
+                weights = config.ngram_weights or (1, Fraction(1, 2), Fraction(1, 3))
+                whole = sum(map(Fraction, weights))
                 below = Fraction(0)
-                for weight in config.ngram_weights[:-1]:
+                for weight in weights[:-1]:
                     below += Fraction(weight) / whole
                     length += drawn >= below
             for v in range(w, min(w + length, len(words))):
