@@ -15,11 +15,11 @@ from pipeline.train.engine import Engine
 _original = Engine.train_step
 
 
-def _train_step(self: Engine, batches: Any, objective: Any, lr: float, notes: Any) -> Any:
+def _train_step(self: Engine, batches: Any, objective: Any, lr: float, *rest: Any) -> Any:
     wanted = {int(text) for text in os.environ["SPIKE_HASHES"].split(",")}
     if any(dist.gather(any(batch.hash in wanted for batch in batches))):
         lr *= 1000
-    return _original(self, batches, objective, lr, notes)
+    return _original(self, batches, objective, lr, *rest)
 
 
 if __name__ == "__main__":
