@@ -61,8 +61,8 @@ class CorruptConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberConfig(TaskConfig):
-    """A task of the mix: a task file, `from: FILE`, and what the mix adds to it."""
+class DrawConfig:
+    """What a mix says of a task; of mlm there is nothing more."""
 
     share: float | None = param(None, "draws relative to the other tasks'; null is 1", gt=0)
     loss_scale: float = param(1.0, "factor of its loss", gt=0)
@@ -73,15 +73,8 @@ class MemberConfig(TaskConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlmConfig:
-    """Masked language modelling as a task of the mix."""
-
-    share: float | None = param(None, "draws relative to the other tasks'; null is 1", gt=0)
-    loss_scale: float = param(1.0, "factor of its loss", gt=0)
-    batch: int | None = param(
-        None, "sequences of a draw over all ranks; null: train.micro_batch", ge=1
-    )
-    parts: int = param(1, "forward passes that a rank's sequences of a draw are computed in", ge=1)
+class MemberConfig(TaskConfig, DrawConfig):
+    """A task of the mix: a task file, `from: FILE`, and what the mix adds to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +219,7 @@ class Mix:
     config: MultiTaskConfig
     tasks: dict[str, TaskConfig]
     """Supervised ones, by name, in the order of the file."""
-    members: dict[str, MemberConfig | MlmConfig]
+    members: dict[str, DrawConfig]
     """All of them."""
 
     def batch_of(self, name: str) -> int:
@@ -253,13 +246,13 @@ def load_mix(path: str, overrides: Sequence[str] = ()) -> Mix:
     """
     loaded = load(MultiTaskConfig, path, overrides)
     config = loaded.config
-    members: dict[str, MemberConfig | MlmConfig] = {}
+    members: dict[str, DrawConfig] = {}
     for name, values in config.tasks.items():
         where = f"{path}, tasks.{name}"
         if not name.isidentifier() and not name.replace("-", "_").isidentifier():
             raise ConfigError(f"tasks.{name}: a name has letters, digits, - and _ only")
         if name == MLM:
-            members[name] = build(MlmConfig, values or {}, where)
+            members[name] = build(DrawConfig, values or {}, where)
             continue
         if not isinstance(values, Mapping):
             raise ConfigError(f"tasks.{name} = {values!r}: expected {{from: TASK FILE, share: 1}}")
