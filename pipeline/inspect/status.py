@@ -366,7 +366,7 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
         scored = f"{found.metric} {found.score:.4f} on {found.scored_on}"
         yield "result", f"{scored}   majority {found.majority:.4f}"
     for name, score in status.dev.items():
-        yield f"dev {name}", f"{number(score, '.4f')} at step {status.held_out_step:,}"
+        yield "dev", f"{number(score, '.4f')}  {name}   at step {status.held_out_step:,}"
     for name, probe in status.probes.items():
         accuracy = number(probe.accuracy, ".3f")
         at = f"majority {probe.majority:.3f}   at step {probe.step:,}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.errors import DataError
+from pipeline.finetune.batches import labelled
 from pipeline.finetune.model import CHOOSES, NAMES
 from pipeline.finetune.run import Prepared, prepare_rows
 from pipeline.multitask import balance
@@ -115,19 +116,41 @@ def prepare_mix(
 
 def known_losses(prepared: Prepared, factor: float) -> Known:
     """Reckon what the loss of a task begins with, and what the frequencies of answers give."""
-    config, data = prepared.config, prepared.data
+    data, kind = prepared.data, prepared.config.task.kind
     golds = [row.gold for row in data.splits["train"]]
-    kind = config.task.kind
+    prior = None
     if kind in NAMES:
-        entropy = balance.prior_loss(list(Counter(map(str, golds)).values()))
-        return Known(factor * math.log(len(data.labels)), factor * entropy or None)
+        prior = balance.prior_loss(list(Counter(map(str, golds)).values()))
+    elif kind == "regress":
+        prior = float(np.array(golds, np.float64).var())
+    return Known(factor * _without_scores(prepared) or None, factor * prior if prior else None)
+
+
+def _without_scores(prepared: Prepared) -> float:
+    """Return the mean loss of a head whose scores are all 0, over train."""
+    data, kind, spec = prepared.data, prepared.config.task.kind, prepared.spec
+    examples, rows = data.splits["train"], prepared.rows["train"]
+    if kind in NAMES:
+        return math.log(len(data.labels))
     if kind in CHOOSES:
-        choices = [math.log(sum(row.distinct)) for row in data.splits["train"]]
-        return Known(factor * float(np.mean(choices)) or None, None)
+        return float(np.mean([math.log(sum(row.distinct)) for row in examples]))
     if kind == "regress":
-        numbers = np.array(golds, np.float64)
-        mean_square, variance = float((numbers**2).mean()), float(numbers.var())
-        return Known(factor * mean_square or None, factor * variance or None)
-    if kind == "tag" and prepared.spec.decoder == "softmax":
-        return Known(factor * math.log(len(prepared.spec.tags)), None)
-    return Known(None, None)
+        return float((np.array([row.gold for row in examples], np.float64) ** 2).mean())
+    if kind == "multilabel":
+        chosen = [len(row.gold) for row in examples if isinstance(row.gold, tuple)]
+        return float(np.mean([math.log1p(len(data.labels) - num) + math.log1p(num)
+                              for num in chosen]))  # fmt: skip
+    sizes = [len(labelled(row, examples[row.example])) for row in rows.rows]
+    if kind == "qa":
+        return float(np.mean(np.log1p(sizes)))
+    if kind == "tag":
+        # Of a CRF all tags of a row together are one choice.
+        weight = float(np.mean(sizes)) if spec.decoder == "crf" else 1.0
+        return weight * math.log(len(spec.tags))
+    losses = []
+    for row, size in zip(rows.rows, sizes, strict=True):
+        of_type = Counter(span.type for span in row.spans)
+        for label in data.labels:
+            spans = size * (size + 1) // 2
+            losses.append(math.log1p(spans - of_type[label]) + math.log1p(of_type[label]))
+    return float(np.mean(losses))

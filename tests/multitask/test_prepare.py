@@ -1,0 +1,39 @@
+"""What is known of a task's loss before training, against a head whose weights are all 0."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.data.run_order import Share
+from pipeline.finetune.model import TaskModel
+from pipeline.finetune.predict import Predictor
+from pipeline.finetune.run import prepare
+from pipeline.multitask.prepare import known_losses
+from pipeline.tasks.task import load_task
+from tests.support.tiny_tasks import write_task
+
+KINDS = [("classify", {}), ("pair", {}), ("choice", {}), ("tag", {}), ("tag", {"decoder": "crf"}),
+         ("spans", {}), ("qa", {}), ("multilabel", {}), ("regress", {}), ("cloze", {}),
+         ("coref", {})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "head"), KINDS, ids=str)
+def test_loss_without_scores(
+    kind: str, head: dict[str, Any], tmp_path: Path, tiny_model: Path
+) -> None:
+    config = load_task(str(write_task(tmp_path, kind, head={"dropout": 0.0, **head})))
+    prepared = prepare(config, kind, str(tiny_model), None)
+    model = TaskModel(prepared.trained.model.config, prepared.spec)
+    for parameter in model.task.parameters():
+        torch.nn.init.zeros_(parameter)
+    predictor = Predictor(model.task, model, torch.device("cpu"), 0)
+    rows = prepared.rows["train"]
+    _, total = predictor.decide(rows, Share(0, 1))
+    measured = total / len(rows.units(kind))
+    found = known_losses(prepared, 3.0)
+    assert found.initial == pytest.approx(3 * measured, rel=1e-5)
+    if kind in ("classify", "pair", "coref", "regress"):
+        assert found.prior is not None
+        assert found.prior <= found.initial * (1 + 1e-9)
