@@ -197,6 +197,16 @@ class MultiTaskConfig:
             )
         if MLM in self.tasks and len(self.tasks) == 1:
             raise ConfigError("mlm is the only task: use `postnorm pretrain`, or add a task")
+        if self.train.global_batch != SingleTrainConfig.global_batch:
+            raise ConfigError(
+                f"train.global_batch={self.train.global_batch} has no meaning here: a step is "
+                "train.tasks_per_step draws of train.micro_batch examples; set those"
+            )
+        if self.monitor.probes:
+            raise ConfigError(
+                f"monitor.probes={list(self.monitor.probes)}: a multi-task run scores dev of its "
+                "own tasks and has no probes; leave it out"
+            )
         balance, stage = self.balance, self.train.zero_stage
         if balance.needs_gradients and stage > 0:
             also = "; or balance.norms=output" if balance.method == "gradient_norm" else ""
@@ -284,5 +294,5 @@ def mix_text(mix: Mix, work_dir: str = "") -> str:
 
 def is_mix(path: str) -> bool:
     """Return whether a config file is that of a multi-task run, and not of pre-training."""
-    file = find(path, ("multitask", "train", ""))
+    file = find(path, ("train", "", "multitask"))
     return file.is_file() and re.search(r"^tasks:", file.read_text("utf-8"), re.M) is not None

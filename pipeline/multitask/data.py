@@ -52,8 +52,6 @@ class MixedStream:
                     replace(batch, weights={name: sum(batch.weights.values())})
                     for batch in next(opened[task])
                 ]
-                if task in opened:
-                    before[task] += 1
             yield made
             step += 1
 

@@ -1,7 +1,7 @@
 """`postnorm multitask`: many tasks as one run of the trainer's.
 
 The run is as that of pre-training: its checkpoints hold encoder, MLM head and all tasks' heads.
-`fine-tuning`, `encode` and `export` read them and leave the heads of tasks out.
+`finetune`, `encode` and `export` read them and leave the heads of tasks out.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from pipeline.data.format import FORMAT_VERSION, DatasetIndex, read_index
 from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.run_order import Share
 from pipeline.errors import ConfigError
-from pipeline.finetune.batches import TaskStream
+from pipeline.finetune.batches import TaskStream, class_weights
 from pipeline.finetune.predict import Predictor
 from pipeline.finetune.run import (
     DevScores,
@@ -209,7 +209,9 @@ class MultiTaskWork:
             if name == MLM:
                 stream, self._held_out = self._open_text(config, plans[name], share)
             else:
-                prepared = self._prepared[name]
+                prepared, weights = self._prepared[name], None
+                if prepared.config.train.class_weights == "balanced":
+                    weights = class_weights(prepared.data.splits["train"], prepared.data.labels)
                 stream = TaskStream(
                     prepared.spec,
                     prepared.rows["train"],
@@ -217,7 +219,7 @@ class MultiTaskWork:
                     share,
                     seed=mix.config.seed,
                     pad_id=pad_id(prepared),
-                    row_weights=None,
+                    row_weights=weights,
                     corrupt=self._corruption(number),
                 )
             streams[name] = stream

@@ -156,9 +156,7 @@ class StepWeighing:
         return 1 / (num * known) if known else 1e-3 / num
 
     def _by_first_loss(self, name: str) -> float:
-        """Return 1 / L_i; 0 in the first draw of a task of whose loss nothing is known: it
-        measures.
-        """
+        """Return 1 / L_i; 0 in the first draw of a task without a known loss, which measures it."""
         known = self.balancer.known[name]
         value = known.prior if self.balancer.config.method == "prior" else known.initial
         value = value or self.memory.get("first_loss", {}).get(name)
@@ -186,13 +184,15 @@ class StepWeighing:
         """Weigh one task's gradient."""
         config = self.balancer.config
         loss, norm = loss.double(), norm.double()
-        self._norms[name] = norm
+        if config.method not in _OF_LOSSES:  # of which no norm is measured
+            self._norms[name] = norm
         if config.method in _OF_LOSSES:
             share, gamma = self._share(name), config.gamma
             if config.method == "real_time":
                 weight = share / loss
             else:
-                self._powers.append(share * (loss.log() if gamma == 0 else loss**gamma))
+                power = share * (loss.log() if gamma == 0 else loss**gamma)
+                self._powers.append(torch.where(loss > 0, power, torch.zeros_like(loss)))
                 weight = share * loss ** (gamma - 1)
             # A task without a valid row has the loss 0 and no gradient.
             weight = torch.where(loss > 0, weight, torch.zeros_like(loss))

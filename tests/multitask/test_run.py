@@ -17,7 +17,7 @@ from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.checkpoints.state import read_weights
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import run_status
-from pipeline.multitask.config import load_mix
+from pipeline.multitask.config import is_mix, load_mix
 from pipeline.multitask.run import multitask
 from pipeline.multitask.show import step_lines
 from pipeline.runtime import env
@@ -204,6 +204,11 @@ def test_files_of_a_task_are_beside_its_own_file(tmp_path: Path) -> None:
     )
 
 
+def test_a_shipped_recipe_of_pre_training_is_no_mix() -> None:
+    assert not is_mix("roformer_v2-base")
+    assert is_mix("small")
+
+
 def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Path) -> None:
     path = str(write_mix(tmp_path, tiny_model))
     for override, message in (
@@ -211,6 +216,8 @@ def test_mistakes_in_a_mix_are_told_with_the_task(tmp_path: Path, tiny_model: Pa
         ("tasks.tag.task.kind=tags", r"tasks\.tag\)?: expected one of|expected one of"),
         ("tasks.mlm.share=1", "the task mlm and data belong together"),
         ("tasks.tag=3", r"tasks\.tag = 3: expected \{from: TASK FILE"),
+        ("train.global_batch=64", "set those"),
+        ("monitor.probes=[tnews]", "has no probes; leave it out"),
         ("balance.main=[tag]", "main_and_helpers needs the names"),
         ("balance.norms=late balance.method=equal", "belongs to balance.method=gradient_norm"),
     ):

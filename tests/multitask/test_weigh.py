@@ -266,6 +266,15 @@ def test_task_without_a_valid_row_gives_no_nan(method: str) -> None:
     assert all(np.isfinite([*each.values()]).all() for each in memory.values())
 
 
+@pytest.mark.parametrize("gamma", [0.0, -1.0, 2.0])
+def test_generalised_mean_of_a_step_with_an_empty_task(gamma: float) -> None:
+    given = rows(["a", "b"])
+    empty = [batch("b", p.inputs["x"][:0], p.inputs["y"][:0]) for p in given["b"][:1]]
+    found, _ = taken("generalised_mean", {**given, "b": empty}, gamma=gamma)
+    assert all(np.isfinite(each).all() for each in found.values())
+    assert any(each.any() for each in found.values())
+
+
 def test_late_norms_are_those_that_were_measured() -> None:
     given = rows(["a", "b"])
     _, gradients = reference(given)
