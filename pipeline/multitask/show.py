@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from pipeline.data.record import number_of_step, read_batches
 from pipeline.data.run_order import Share
 from pipeline.multitask.config import MIX_FILE, load_mix
 from pipeline.multitask.run import open_work
+from pipeline.runtime import dist, env
 from pipeline.runtime.run_folder import RunFolder
+
+_TIMEOUT_S = 600.0
 
 
 def step_lines(
@@ -28,7 +33,11 @@ def step_lines(
         number = number_of_step(step, mix.config.train.num_steps, records)
     assert number is not None, "one of the two is given"
     work, config = open_work(mix)
-    data = work.open(config, Share(0, 1))
+    with env.restored():
+        # Text is opened by all ranks together: here by one.
+        dist.open_group(env.process_info_or_alone(), torch.device("cpu"), _TIMEOUT_S)
+        data = work.open(config, Share(0, 1))
+        dist.close_group()
     place = config.batches.number(number)
     rows = (
         ids[seen].tolist()
