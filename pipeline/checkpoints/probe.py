@@ -31,7 +31,7 @@ from pipeline.errors import (
     PostnormError,
     RejectedError,
 )
-from pipeline.model.architecture import read_config
+from pipeline.model.architecture import BESIDE_MODEL, read_config
 from pipeline.model.encoder import without_storage
 from pipeline.runtime import env
 from pipeline.runtime.files import forget_cached, sync_path, write_atomic
@@ -67,7 +67,9 @@ def probe(path: Path) -> ProbeReport:
     verify(path)
     saved = SavedState(path)
     model = without_storage(read_config(manifest.identity["model"], str(path)))
-    saved.require_shapes({name: tuple(p.shape) for name, p in model.named_parameters()})
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    beside = {name: each for name, each in saved.shapes.items() if name.startswith(BESIDE_MODEL)}
+    saved.require_shapes(shapes | beside)
     for name, shape in saved.shapes.items():
         for kind in KINDS:
             _require_sound(saved, kind, name, math.prod(shape))

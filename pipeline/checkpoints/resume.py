@@ -22,6 +22,7 @@ from pipeline.checkpoints.manifest import (
     remove,
 )
 from pipeline.checkpoints.state import HasState, LossHistory, SavedState, TrainState, state_paths
+from pipeline.config.objective import MLM
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import FORMAT_VERSION, INDEX_FILE, DataIdentity
 from pipeline.data.ledger import Ledger, read_ledger
@@ -188,6 +189,8 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
         "train": train,
         "phases": phases,
     }
+    if config.objective != MLM:  # checkpoints from before there were others say nothing of it
+        values["objective"] = tree["objective"]
     # Compared with a manifest's, and JSON turns tuples into lists.
     as_read: dict[str, Any] = json.loads(json.dumps(values))
     return as_read

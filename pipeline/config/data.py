@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError
 
@@ -280,6 +281,7 @@ class TrainDataConfig:
     data: DataConfig
     batches: BatchPlan
     """Sizes and lengths of the steps' batches."""
+    objective: ObjectiveConfig = MLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,3 +293,4 @@ class EvalDataConfig:
     """At most so many, of all ranks together."""
     micro_batch: int
     """Sequences of a forward pass of one rank."""
+    objective: ObjectiveConfig = MLM

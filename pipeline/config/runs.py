@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.objective import ObjectiveConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.config.train import (
     CheckpointConfig,
@@ -29,6 +30,7 @@ class PretrainConfig:
         None, "run or model folder whose weights a new run starts from; null starts at random"
     )
     model: ModelConfig = section(ModelConfig, "architecture")
+    objective: ObjectiveConfig = section(ObjectiveConfig, "what is predicted and minimised")
     data: DataConfig = section(DataConfig, "dataset, packing and masking")
     train: TrainConfig = section(TrainConfig, "optimisation")
     kernels: KernelsConfig = section(KernelsConfig, "implementations, chosen for speed")
@@ -70,13 +72,16 @@ class PretrainConfig:
     @property
     def train_data(self) -> TrainDataConfig:
         """What a training loader needs of this config."""
-        return TrainDataConfig(seed=self.seed, data=self.data, batches=self.batches)
+        return TrainDataConfig(
+            seed=self.seed, data=self.data, batches=self.batches, objective=self.objective
+        )
 
     @property
     def eval_data(self) -> EvalDataConfig:
         """What a loader of held-out text needs of this config."""
         return EvalDataConfig(
             data=self.data,
+            objective=self.objective,
             sequences=self.monitor.eval_sequences,
             micro_batch=self.train.micro_batch,
         )

@@ -27,7 +27,7 @@ from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch
 from pipeline.data.run_order import Share
 from pipeline.model.cost import flops_per_token, limits
-from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.summary import table
@@ -319,7 +319,7 @@ def profile_run(
     with tempfile.TemporaryDirectory() as folder:
         # Counts of sequences are stored there if the dataset's folder is not writable.
         config = replace(config, run_dir=folder)
-        objective = MaskedLanguageModeling()
+        objective = make_objective(config.objective)
         model = make_model(config, objective, device)
         share = Share(process.rank, process.world_size)
         loader, _ = open_data(config, index, objective, share)

@@ -10,6 +10,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
+from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.runtime.files import sha256_file
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.wordpiece import difference_of_ids
@@ -60,7 +61,8 @@ def start_from(
             config.init_from,
             text,
         )
-    model.load_state_dict(initial.weights)
+    missing = model.load_state_dict(initial.weights, strict=False).missing_keys
+    assert all(name.startswith(OBJECTIVE_PARTS) for name in missing), missing
     logger.info("weights are those of %s", config.init_from)
 
 

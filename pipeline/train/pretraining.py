@@ -13,7 +13,7 @@ from pipeline.data.loader import EvalLoader, TrainLoader
 from pipeline.data.run_order import Share
 from pipeline.errors import ConfigError
 from pipeline.model.encoder import EncoderModel
-from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.objectives.choose import make_objective
 from pipeline.runtime.rank import Rank
 from pipeline.sinks.base import find_sinks
 from pipeline.tasks.task import probe_tasks
@@ -80,7 +80,7 @@ class Pretraining:
         initial: Callable[[], InitialWeights] | None,
     ) -> None:
         self.index = index
-        self.objective = MaskedLanguageModeling()
+        self.objective = make_objective(config.objective)
         self.unigram_entropy: float | None = index.unigram_entropy_nats
         self._config = config
         self._initial = initial

@@ -24,7 +24,7 @@ from pipeline.data.loader import EvalLoader
 from pipeline.data.run_order import Share
 from pipeline.errors import CheckpointError, DataError, PostnormError
 from pipeline.model.architecture import is_model_folder, tokenizer_path
-from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.objectives.choose import make_objective
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.rank import AgreedStop
@@ -73,7 +73,7 @@ class Evaluator:
         Raises:
             PostnormError: on all ranks, if one finds that something is wrong.
         """
-        self._objective, self._dtype = MaskedLanguageModeling(), _DTYPES[precision]
+        self._objective, self._dtype = make_objective(config.objective), _DTYPES[precision]
         self._device, self._stop = device, stop
         self.index: DatasetIndex = read_index(config.data.dir)
         seq_len = config.data.seq_len

@@ -30,13 +30,13 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.format import NUM_SPECIAL
 from pipeline.errors import CheckpointError
 from pipeline.model.architecture import (
+    BESIDE_MODEL,
     CONFIG_FILE,
     FORMAT,
     FORMAT_VERSION,
     HEAD_FILE,
     SENTENCEPIECE_FILE,
     TASK_FILE,
-    TASK_HEADS,
     TOKENIZERS_FILE,
     WEIGHTS_FILE,
     is_model_folder,
@@ -260,7 +260,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest]:
     weights = {
         name: tensor
         for name, tensor in read_weights(path).items()
-        if not name.startswith(TASK_HEADS)
+        if not name.startswith(BESIDE_MODEL)
     }
     model = build_model(config, weights, str(path))
     model.encoder.set_alpha(manifest.alpha)
