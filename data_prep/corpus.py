@@ -40,6 +40,11 @@ class Corpus:
         return self.output / "work"
 
     @property
+    def lease(self) -> Path:
+        """Folder of the lease on `output`; see `data_prep.lease`."""
+        return self.work / "lease"
+
+    @property
     def key(self) -> str:
         """Hash of everything that the dataset depends on."""
         settings = asdict(self.config)
@@ -108,6 +113,20 @@ class Progress:
     def written(self) -> list[Done]:
         """Records of the stage that wrote the texts last."""
         return self.records[self._texts]
+
+    def files(self, stages: Sequence[str]) -> list[tuple[Path, str]]:
+        """List files of stages with their sha256, but texts, and tars, which no stage reads.
+
+        TEXTS and MASKS stand for the stages that wrote those last.
+        """
+        last = {"TEXTS": self._texts, "MASKS": next(reversed(self.masks), "")}
+        return [
+            (task.folder / name, file["sha256"])
+            for stage in dict.fromkeys(last.get(stage, stage) for stage in stages)
+            for task, done in zip(self.tasks[stage], self.records[stage], strict=True)
+            for name, file in done.files.items()
+            if not name.endswith((".jsonl.zst", ".tar"))
+        ]
 
     @property
     def kept(self) -> Done:
