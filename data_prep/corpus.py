@@ -28,6 +28,8 @@ class Corpus:
     tokenizer: GivenTokenizer | None
     """None if one is to be trained."""
     eval_sets: dict[str, tuple[inputs.InputFile, ...]]
+    unreadable: tuple[str, ...] = ()
+    """What is left out because it cannot be read."""
 
     @property
     def output(self) -> Path:
@@ -61,13 +63,17 @@ def find(config: PrepConfig) -> Corpus:
         DataError: an input or a file of an evaluation set does not exist or is not a text file, or
             the tokenizer's file is unusable.
     """
-    pieces = []
+    pieces: list[inputs.Piece] = []
+    unreadable: list[str] = []
     for source in config.sources:
         listing = inputs.find(source)
         if listing.ignored:
             shown = ", ".join(listing.ignored[:3])
             text = "source %s: %d files are not text by their suffix and are left out, such as %s"
             logger.warning(text, source.name, len(listing.ignored), shown)
+        for text in listing.unreadable:
+            logger.warning("source %s: left out, cannot be read: %s", source.name, text)
+        unreadable += listing.unreadable
         if not listing.files:
             raise DataError(
                 f"source {source.name!r}: no text files in {list(source.inputs)}; "
@@ -75,7 +81,11 @@ def find(config: PrepConfig) -> Corpus:
             )
         pieces += inputs.pieces(source, listing.files, config.piece_mb * 1_000_000)
     return Corpus(
-        config, tuple(pieces), read_given(config.tokenizer), eval_items.find(config.decontaminate)
+        config,
+        tuple(pieces),
+        read_given(config.tokenizer),
+        eval_items.find(config.decontaminate),
+        tuple(unreadable),
     )
 
 
