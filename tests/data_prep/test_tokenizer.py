@@ -66,6 +66,8 @@ def test_vocabulary_larger_than_the_text_supports() -> None:
 
     with pytest.raises(DataError, match=r"tokenizer\.vocab_size=5000 does not fit.*<= \d+"):
         train(sentences(), vocab_size=5000, model_type="unigram", character_coverage=0.9995)
+    with pytest.raises(DataError, match=r"Raise tokenizer\.vocab_size"):
+        train(sentences(), vocab_size=265, model_type="unigram", character_coverage=0.9995)
 
 
 def test_foreign_model_is_refused(tmp_path: Path) -> None:

@@ -129,6 +129,21 @@ def test_a_folder_without_permission_is_an_error(tmp_path: Path) -> None:
         corpus.find(_source(tmp_path))
 
 
+def test_three_documents_make_a_dataset_with_the_defaults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = " ".join(f"{word} of document" for word in sys.stdlib_module_names)
+    (tmp_path / "a.txt").write_text("\n\n".join(text[i : i + 3000] for i in (0, 1000, 2000)))
+    config = tmp_path / "prep.yaml"
+    config.write_text(
+        f"output_dir: {tmp_path}/out\nsources: [{{name: s, inputs: [{tmp_path}/a.txt]}}]"
+    )
+    report = run(load(PrepConfig, config).config)
+    assert report["totals"]["eval"]["documents"] == 1
+    assert report["totals"]["train"]["documents"] == 2
+    assert "fewer than the default of 50,000" in caplog.text
+
+
 def _source(folder: Path, on_unreadable: str = "stop") -> PrepConfig:
     text = f"sources=[{{name: s, inputs: [{folder}], on_unreadable: {on_unreadable}}}]"
     return load(PrepConfig, "configs/prep/demo.yaml", [text, f"output_dir={folder}/out"]).config
