@@ -141,7 +141,7 @@ def test_three_documents_make_a_dataset_with_the_defaults(
     report = run(load(PrepConfig, config).config)
     assert report["totals"]["eval"]["documents"] == 1
     assert report["totals"]["train"]["documents"] == 2
-    assert "fewer than the default of 50,000" in caplog.text
+    assert "not the default of 50,000" in caplog.text
 
 
 def _source(folder: Path, on_unreadable: str = "stop") -> PrepConfig:
