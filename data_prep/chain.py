@@ -43,6 +43,9 @@ class Step:
     wanted: Callable[[PrepConfig], Any] = lambda config: True
     gives: Literal["", "texts", "masks", "tokenizer", "shards"] = ""
     """Results that the report is about; empty if only the next stages use them."""
+    reads: str = ""
+    """Earlier stages of which it reads more than texts: names, or TEXTS and MASKS for the stages
+    that wrote those last."""
 
 
 def _eval_sets(progress: Progress, folder: Path) -> list[Task[Any]]:
@@ -90,20 +93,25 @@ STEPS = (
     Step("eval_sets", _eval_sets, evaluated.run_eval_sets, _HAS_SETS),
     Step("ingest", _ingest, ingest.run, gives="texts"),
     Step("line_hashes", lines.hash_tasks, lines.run_hashes, _HAS_LINES),
-    Step("line_parts", _line_parts, lines.run_part, _HAS_LINES),
-    Step("lines", lines.rewrite_tasks, lines.run_rewrite, _HAS_LINES, gives="texts"),
-    Step("exact", _exact, exact.run_exact),
-    Step("dedup", _dedup, exact.run_dedup, gives="masks"),
-    Step("signatures", near.signature_tasks, near.run_signatures, _HAS_NEAR),
-    Step("buckets", near.bucket_tasks, near.run_buckets, _HAS_NEAR),
-    Step("candidates", _candidates, near.run_candidates, _HAS_NEAR),
-    Step("near", _near, near.run_near, _HAS_NEAR, gives="masks"),
-    Step("overlaps", evaluated.overlap_tasks, evaluated.run_overlaps, _HAS_SETS),
-    Step("decontaminate", evaluated.tasks, evaluated.run, _HAS_SETS, gives="masks"),
-    Step("tokenizer", vocabulary.tasks, vocabulary.run, gives="tokenizer"),
-    Step("shards", shards.tasks, shards.run, gives="shards"),
-    Step("index", index.tasks, index.run),
-)
+    Step("line_parts", _line_parts, lines.run_part, _HAS_LINES, reads="line_hashes"),
+    Step("lines", lines.rewrite_tasks, lines.run_rewrite, _HAS_LINES, gives="texts",
+         reads="ingest line_hashes line_parts"),
+    Step("exact", _exact, exact.run_exact, reads="TEXTS"),
+    Step("dedup", _dedup, exact.run_dedup, gives="masks", reads="TEXTS exact"),
+    Step("signatures", near.signature_tasks, near.run_signatures, _HAS_NEAR, reads="TEXTS"),
+    Step("buckets", near.bucket_tasks, near.run_buckets, _HAS_NEAR, reads="signatures MASKS"),
+    Step("candidates", _candidates, near.run_candidates, _HAS_NEAR,
+         reads="signatures buckets MASKS"),
+    Step("near", _near, near.run_near, _HAS_NEAR, gives="masks",
+         reads="TEXTS signatures candidates MASKS"),
+    Step("overlaps", evaluated.overlap_tasks, evaluated.run_overlaps, _HAS_SETS,
+         reads="eval_sets MASKS"),
+    Step("decontaminate", evaluated.tasks, evaluated.run, _HAS_SETS, gives="masks",
+         reads="TEXTS eval_sets overlaps MASKS"),
+    Step("tokenizer", vocabulary.tasks, vocabulary.run, gives="tokenizer", reads="TEXTS MASKS"),
+    Step("shards", shards.tasks, shards.run, gives="shards", reads="MASKS tokenizer"),
+    Step("index", index.tasks, index.run, reads="tokenizer shards"),
+)  # fmt: skip
 
 
 def estimates(size: Size) -> dict[str, Estimate]:
@@ -126,15 +134,39 @@ def walk(corpus: Corpus, visit: Callable[[Stage], list[Done] | None]) -> bool:
         visit: receives each stage; returns the records of all its tasks, or None to stop there.
     """
     progress = Progress(corpus)
+    num_documents = None
     for step in steps(corpus.config):
         tasks = step.tasks(progress, progress.folder(step.name))
-        records = visit(Stage(step.name, tasks, step.run))
+        records = visit(Stage(step.name, tasks, step.run, progress.files(step.reads.split())))
         if records is None:
             return False
         progress.add(step.name, tasks, records, step.gives)
+        num_documents = _reconcile(step.name, records, num_documents)
         if step.name == "ingest":
             _refuse_empty(progress)
     return True
+
+
+def _reconcile(stage: str, records: list[Done], came: int | None) -> int | None:
+    """Follow the number of documents through a stage; `came` from the one before.
+
+    Raises:
+        DataError: documents appeared, or went without a reason.
+    """
+    for name in INGEST_STAGES if stage == "ingest" else (stage,):
+        if name not in records[0].result or "documents_in" not in records[0].result[name]:
+            return came  # it neither takes nor drops text
+        counts = Counts.total(done.result[name] for done in records)
+        left = counts.documents_in - counts.documents_rejected
+        if came not in (None, counts.documents_in) or left != counts.documents_out:
+            raise DataError(
+                f"documents do not add up in stage {name}: {came or counts.documents_in:,} came "
+                f"from the stage before, it read {counts.documents_in:,}, rejected "
+                f"{counts.documents_rejected:,} with a reason, and gave {counts.documents_out:,}; "
+                "files of two runs may be mixed: remove the folder work/ and run again"
+            )
+        came = counts.documents_out
+    return came
 
 
 def look(corpus: Corpus) -> list[tuple[Stage, list[Done | None]]]:

@@ -44,6 +44,12 @@ class SourceConfig:
         "id", "key or column of the document's id; without it, ids are file@OFFSET in bytes"
     )
 
+    on_unreadable: Literal["stop", "skip"] = param(
+        "stop",
+        "what to do about files, folders and links in an input folder that cannot be read: stop, "
+        "or leave them out, listed in the log and counted in the report",
+    )
+
     def __post_init__(self) -> None:
         if (self.kind == "files") != bool(self.inputs):
             raise ConfigError(

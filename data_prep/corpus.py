@@ -28,6 +28,8 @@ class Corpus:
     tokenizer: GivenTokenizer | None
     """None if one is to be trained."""
     eval_sets: dict[str, tuple[inputs.InputFile, ...]]
+    unreadable: tuple[str, ...] = ()
+    """What is left out because it cannot be read."""
 
     @property
     def output(self) -> Path:
@@ -38,6 +40,11 @@ class Corpus:
     def work(self) -> Path:
         """Folder of all intermediate files."""
         return self.output / "work"
+
+    @property
+    def lease(self) -> Path:
+        """Folder of the lease on `output`; see `data_prep.lease`."""
+        return self.work / "lease"
 
     @property
     def key(self) -> str:
@@ -56,13 +63,17 @@ def find(config: PrepConfig) -> Corpus:
         DataError: an input or a file of an evaluation set does not exist or is not a text file, or
             the tokenizer's file is unusable.
     """
-    pieces = []
+    pieces: list[inputs.Piece] = []
+    unreadable: list[str] = []
     for source in config.sources:
         listing = inputs.find(source)
         if listing.ignored:
             shown = ", ".join(listing.ignored[:3])
             text = "source %s: %d files are not text by their suffix and are left out, such as %s"
             logger.warning(text, source.name, len(listing.ignored), shown)
+        for text in listing.unreadable:
+            logger.warning("source %s: left out, cannot be read: %s", source.name, text)
+        unreadable += listing.unreadable
         if not listing.files:
             raise DataError(
                 f"source {source.name!r}: no text files in {list(source.inputs)}; "
@@ -70,7 +81,11 @@ def find(config: PrepConfig) -> Corpus:
             )
         pieces += inputs.pieces(source, listing.files, config.piece_mb * 1_000_000)
     return Corpus(
-        config, tuple(pieces), read_given(config.tokenizer), eval_items.find(config.decontaminate)
+        config,
+        tuple(pieces),
+        read_given(config.tokenizer),
+        eval_items.find(config.decontaminate),
+        tuple(unreadable),
     )
 
 
@@ -108,6 +123,20 @@ class Progress:
     def written(self) -> list[Done]:
         """Records of the stage that wrote the texts last."""
         return self.records[self._texts]
+
+    def files(self, stages: Sequence[str]) -> list[tuple[Path, str]]:
+        """List files of stages with their sha256, but texts, and tars, which no stage reads.
+
+        TEXTS and MASKS stand for the stages that wrote those last.
+        """
+        last = {"TEXTS": self._texts, "MASKS": next(reversed(self.masks), "")}
+        return [
+            (task.folder / name, file["sha256"])
+            for stage in dict.fromkeys(last.get(stage, stage) for stage in stages)
+            for task, done in zip(self.tasks[stage], self.records[stage], strict=True)
+            for name, file in done.files.items()
+            if not name.endswith((".jsonl.zst", ".tar"))
+        ]
 
     @property
     def kept(self) -> Done:

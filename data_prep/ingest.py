@@ -60,7 +60,8 @@ def tasks(
     made = []
     for i, piece in enumerate(pieces):
         described = asdict(piece)
-        del described["source"]["weight"]  # says how often text is used, not which text it is
+        # They say how often text is used, and which files there are, not which text they hold.
+        del described["source"]["weight"], described["source"]["on_unreadable"]
         key = make_key(described, *settings)
         made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, filters)))
     return made

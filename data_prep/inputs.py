@@ -4,7 +4,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -59,11 +59,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Listing:
-    """Files of a source, and files that are left out."""
+    """Files of a source, and what is left out."""
 
     files: tuple[InputFile, ...]
     ignored: tuple[str, ...]
     """Files in given folders whose suffix says that they are not text."""
+    unreadable: tuple[str, ...] = ()
+    """Files, folders and links in given folders that cannot be read, with the reason."""
 
 
 def format_of(path: str, source: SourceConfig) -> str | None:
@@ -82,8 +84,9 @@ def find(source: SourceConfig) -> Listing:
         return Listing(tuple(input_file(path, name) for path, name in pairs), ())
     files: dict[str, InputFile] = {}
     ignored: list[str] = []
+    unreadable: list[str] = []
     for text in source.inputs:
-        matches = matching_files(f"source {source.name!r}", text)
+        matches = matching_files(f"source {source.name!r}", text, unreadable)
         is_folder = Path(text).expanduser().is_dir()
         for path, name in matches:
             by_name = _format_by_name(str(path))
@@ -94,8 +97,15 @@ def find(source: SourceConfig) -> Listing:
                 raise DataError(f"source {source.name!r}: {path} is of an unknown kind; {_KINDS}")
             else:
                 ignored.append(str(path))
+    if unreadable and source.on_unreadable == "stop":
+        raise DataError(
+            f"source {source.name!r}: {len(unreadable)} files or folders cannot be read, such as "
+            f"{'; '.join(unreadable[:3])}; repair them, or set the source's on_unreadable: skip to "
+            "leave them out"
+        )
     named = _unique_names(source, list(files.values()))
-    return Listing(tuple(sorted(named, key=lambda file: file.name)), tuple(ignored))
+    ordered = tuple(sorted(named, key=lambda file: file.name))
+    return Listing(ordered, tuple(ignored), tuple(unreadable))
 
 
 _KINDS = (
@@ -182,11 +192,14 @@ def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFil
     return named
 
 
-def matching_files(owner: str, text: str) -> list[tuple[Path, str]]:
-    """List the files of one input of `owner`: a folder, glob or file, with their names in ids."""
+def matching_files(owner: str, text: str, unreadable: list[str]) -> list[tuple[Path, str]]:
+    """List the files of one input of `owner`: a folder, glob or file, with their names in ids.
+
+    In folders, links are followed; what cannot be read there is added to `unreadable`.
+    """
     path = Path(text).expanduser()
     if path.is_dir():
-        below = [p for p in sorted(path.rglob("*")) if p.is_file()]
+        below = sorted(_files_below(path, unreadable))
         return [(p, p.relative_to(path).as_posix()) for p in below]
     if path.is_file():
         return [(path, path.name)]
@@ -199,6 +212,30 @@ def matching_files(owner: str, text: str) -> list[tuple[Path, str]]:
     # Names start below the glob's fixed part, so that a/x.txt and b/x.txt stay apart.
     fixed = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
     return [(hit, hit.relative_to(fixed).as_posix()) for hit in hits if hit.is_file()]
+
+
+def _files_below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
+    """Yield the files below a folder; a link to a folder above it is not followed."""
+
+    def failed(error: OSError) -> None:
+        unreadable.append(f"{error.filename} ({error.strerror})")
+
+    for parent, folders, files in os.walk(folder, onerror=failed, followlinks=True):
+        here = Path(parent)
+        above = {each.resolve() for each in (here, *here.parents)}
+        folders[:] = [
+            name
+            for name in folders
+            if not (here / name).is_symlink() or (here / name).resolve() not in above
+        ]
+        for name in files:
+            path = here / name
+            try:
+                if path.stat() and path.is_file():
+                    with path.open("rb"):
+                        yield path
+            except OSError as error:
+                failed(error)
 
 
 def input_file(path: Path, name: str) -> InputFile:

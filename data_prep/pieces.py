@@ -32,7 +32,8 @@ import numpy.typing as npt
 from backports import zstd
 
 from data_prep.readers.items import Rejected
-from data_prep.stage import Task, replacing
+from data_prep.stage import Task, recorded_sha256, replacing, require_written
+from pipeline.errors import DataError
 
 _SUFFIXES = (
     ".jsonl.zst",
@@ -98,11 +99,44 @@ def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
         np.save(files[5], np.array(writer.id_hashes, dtype=np.uint64))
 
 
-def _compressed(file: IO[bytes]) -> io.BufferedWriter:
+@contextmanager
+def _compressed(file: IO[bytes]) -> Iterator[io.BufferedWriter]:
     # A MB at a time: the compressor's tables and those of normalisation push each other out of the
     # processor's cache if they take turns from document to document.
-    compressor = cast("io.RawIOBase", zstd.open(file, "wb", level=3))
-    return io.BufferedWriter(compressor, 1 << 20)
+    compressor = cast("io.RawIOBase", zstd.open(file, "wb", options=_ZSTD))
+    with io.BufferedWriter(compressor, 1 << 20) as writer:
+        yield writer
+    if not file.tell():  # the library writes nothing, and zstdcat does not read that
+        file.write(zstd.compress(b"", options=_ZSTD))
+
+
+_ZSTD: dict[int, int] = {
+    zstd.CompressionParameter.compression_level: 3,
+    zstd.CompressionParameter.checksum_flag: 1,
+}
+
+
+class _Hashed(io.RawIOBase):
+    """A file whose bytes are hashed as they are read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        self._digest.update(data)
+        return len(data)
+
+    def hexdigest(self) -> str:
+        """Return the sha256 of the whole file, whose rest is read."""
+        while self.read(1 << 20):
+            pass
+        return self._digest.hexdigest()
 
 
 def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, str]]:
@@ -111,13 +145,28 @@ def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[d
 
 
 def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
-    """Read the values of any of the `.jsonl.zst` files: those of all lines, or of some."""
+    """Read the values of any of the `.jsonl.zst` files: those of all lines, or of some.
+
+    Raises:
+        DataError: at the latest after the last line, if the file is not as its task wrote it.
+    """
+    expected = recorded_sha256(path)
     if not path.stat().st_size:
-        return  # nothing was written, so the file does not even hold an empty frame
-    with zstd.open(path, "rb") as lines:
-        for row, line in enumerate(lines):
-            if rows is None or row in rows:
-                yield json.loads(line)
+        return  # earlier versions wrote nothing where there was nothing
+    with path.open("rb", buffering=0) as file:
+        hashed = _Hashed(file)
+        try:
+            with zstd.open(io.BufferedReader(hashed, 1 << 17), "rb") as lines:
+                for row, line in enumerate(lines):
+                    if rows is None or row in rows:
+                        yield json.loads(line)
+        except (zstd.ZstdError, EOFError, ValueError) as error:
+            if expected is None:
+                raise DataError(f"{path} cannot be read: {error}") from error
+            # Damage shows here before its sha256 is known.
+            require_written(path, f"unreadable ({error})", expected)
+        if expected is not None:
+            require_written(path, hashed.hexdigest(), expected)
 
 
 def batches(

@@ -11,6 +11,7 @@ from data_prep.chain import steps, walk
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.datasheet.gather import REPORT_FILE
+from data_prep.lease import held, this_process
 from data_prep.stage import Counts, Done, Stage, finished, run_tasks, table
 from pipeline.config.load import resolved_text
 from pipeline.errors import ConfigError, DataError
@@ -28,12 +29,15 @@ def run(config: PrepConfig, *, replace: bool = False) -> dict[str, Any]:
     `replace` allows a finished dataset made from other inputs or settings to be replaced.
 
     Raises:
-        DataError: the input is unusable, or `output_dir` holds another finished dataset.
+        DataError: the input is unusable, `output_dir` holds another finished dataset, or what a
+            stage reads is not what was written.
+        BusyError: another run writes to `output_dir`.
     """
     given = corpus.find(config)
-    _open_output(given, replace=replace)
     workers = config.workers or available_cores()
-    walk(given, lambda stage: run_tasks(stage, workers))
+    with held(given.lease, this_process(given.key, None)) as hosts:
+        _open_output(given, replace=replace)
+        walk(given, lambda stage: run_tasks(stage, workers, hosts=hosts))
     report: dict[str, Any] = json.loads((given.output / REPORT_FILE).read_bytes())
     return report
 
@@ -48,6 +52,7 @@ def run_part(
     Raises:
         ConfigError: the config has no such stage, or rank and world do not fit.
         DataError: an earlier stage is not complete; see also `run`.
+        BusyError: another run, or the same part of this one, writes to `output_dir`.
     """
     names = [step.name for step in steps(config)]
     if name not in names:
@@ -55,18 +60,20 @@ def run_part(
     if not 0 <= rank < world:
         raise ConfigError(f"--rank {rank} --world {world}: expected 0 <= rank < world")
     given = corpus.find(config)
-    # Another part of the last stage may have written the index just now.
-    _open_output(given, replace=replace, is_last=name == names[-1])
+    with held(given.lease, this_process(given.key, (name, rank, world))) as hosts:
+        # Another part of the last stage may have written the index just now.
+        _open_output(given, replace=replace, is_last=name == names[-1])
 
-    def visit(stage: Stage) -> list[Done] | None:
-        if stage.name != name:
-            return _records(stage, name)
-        done = run_tasks(stage, config.workers or available_cores(), rank, world)
-        counts = (len(done), len(stage.tasks))
-        logger.info("stage %s, part %d of %d: %d of %d tasks", name, rank, world, *counts)
-        return None
+        def visit(stage: Stage) -> list[Done] | None:
+            if stage.name != name:
+                return _records(stage, name)
+            workers = config.workers or available_cores()
+            done = run_tasks(stage, workers, rank, world, hosts=hosts)
+            counts = (len(done), len(stage.tasks))
+            logger.info("stage %s, part %d of %d: %d of %d tasks", name, rank, world, *counts)
+            return None
 
-    walk(given, visit)
+        walk(given, visit)
 
 
 def available_cores() -> int:

@@ -7,6 +7,7 @@ index.
 import hashlib
 import io
 import json
+import math
 import mmap
 import tarfile
 from collections.abc import Iterator
@@ -81,7 +82,8 @@ def plan(kept_bytes: list[int], shard_mb: int) -> list[list[int]]:
 
 def tasks(progress: Progress, folder: Path) -> list[Task[ShardJob]]:
     """Make one task per group of `plan`; shards belong to the dataset, not to work/."""
-    pieces, config = progress.pieces, progress.corpus.config.shards
+    pieces = progress.pieces
+    config = _holding_out_one(progress.corpus.config.shards, pieces)
     kept_bytes = [int(pieces.kept_sizes(name).sum()) for name in pieces.names]
     made = []
     for number, group in enumerate(plan(kept_bytes, config.shard_mb)):
@@ -96,6 +98,26 @@ def tasks(progress: Progress, folder: Path) -> list[Task[ShardJob]]:
         job = ShardJob(replace(pieces, names=names), progress.tokenizer_path, config)
         made.append(Task(f"{number:06d}", progress.corpus.output / SHARD_FOLDER, key, job))
     return made
+
+
+def _holding_out_one(config: ShardsConfig, pieces: Pieces) -> ShardsConfig:
+    """Raise the share of held-out documents so that a small corpus has one of them, if it has two.
+
+    Documents are drawn by their ids, each by itself: of few, all may be drawn for training.
+    """
+    rows = {name: set(pieces.kept_rows(name).tolist()) for name in pieces.names}
+    # Of more documents none is held out once in 10^9 corpora.
+    if sum(map(len, rows.values())) > 20 / config.eval_fraction:
+        return config
+    draws = sorted(
+        hash_share(text, "split")
+        for name in pieces.names
+        for row, text in enumerate(pieces.ids(name))
+        if row in rows[name]
+    )
+    if len(draws) < 2 or draws[0] < config.eval_fraction:
+        return config
+    return replace(config, eval_fraction=math.nextafter(draws[0], 1))
 
 
 def run(task: Task[ShardJob]) -> Result:

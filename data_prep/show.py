@@ -21,6 +21,7 @@ from data_prep import corpus
 from data_prep.chain import estimates, look, steps
 from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
+from data_prep.lease import holders
 from data_prep.pieces import id_hash, read_documents, read_lines
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document
@@ -193,6 +194,7 @@ def status(config: PrepConfig) -> DatasetStatus:
         counts = Counter[str](state.name for state in states)
         stages[stage.name] = {name: counts[name] for name in _COLUMNS}
         remarks += _remarks(stage, states)
+    remarks += [f"in use by {holder}" for holder in holders(given.lease)]
     last, records = seen[-1]
     later = [step.name for step in steps(config)][len(seen) :]
     is_complete = all(records) and not later

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.config import PrepConfig
-from pipeline.errors import EXIT_FAILED_RETRY, BusyError
+from pipeline.errors import EXIT_FAILED_RETRY, BusyError, DataError
 from pipeline.runtime.files import (
     is_alive,
     remove_abandoned,
@@ -54,6 +54,9 @@ CODE_VERSION = 6
 INGEST_STAGES = ("ingest", "normalise", "filter")
 """Names under which the one pass over the input files counts its three parts."""
 REPEATED_IDS = "documents with the id of another"
+SEEN_LINE = "line seen before"
+OF_LINES = (SEEN_LINE,)
+"""Reasons for which lines are rejected, not documents."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ class Stage:
     tasks: Sequence[Task[Any]]
     function: Function[Any]
     """Defined at the top of a module: other processes import it."""
+    reads: Sequence[tuple[Path, str]] = ()
+    """Files of earlier stages that the tasks read, with their sha256 as recorded; texts are not
+    among them: they are compared while they are read."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,13 @@ class Counts:
         """Count one rejected document, or `count` rejected lines."""
         documents, total = self.rejected.get(reason, [0, 0])
         self.rejected[reason] = [documents + count, total + num_bytes]
+
+    @property
+    def documents_rejected(self) -> int:
+        """Documents that came in and do not go on; rejected lines are not documents."""
+        return sum(
+            documents for reason, (documents, _) in self.rejected.items() if reason not in OF_LINES
+        )
 
     def mask(self, sizes: npt.NDArray[np.int64], keep: npt.NDArray[np.bool_], reason: str) -> None:
         """Count documents of (d,) `sizes` in bytes; those outside (d,) `keep` are rejected."""
@@ -278,21 +291,60 @@ def state_of(task: Task[Any]) -> State:
         return State("waiting")
 
 
-def run_tasks(stage: Stage, workers: int, rank: int = 0, world: int = 1) -> list[Done]:
+def recorded_sha256(path: Path) -> str | None:
+    """Look up what the task that wrote a file recorded; None if it has no record yet."""
+    marker = path.with_name(f"{path.name.partition('.')[0]}.done.json")
+    try:
+        return str(json.loads(marker.read_bytes())["files"][path.name]["sha256"])
+    except (FileNotFoundError, KeyError):
+        return None
+
+
+def require_written(path: Path, found: str, expected: str) -> None:
+    """Check that a file is as its task wrote it.
+
+    Raises:
+        DataError: it is not.
+    """
+    if found != expected:
+        marker = path.with_name(f"{path.name.partition('.')[0]}.done.json")
+        raise DataError(
+            f"{path} is not what its task wrote: its sha256 is {found}, {marker.name} has "
+            f"{expected}; something changed or damaged it since. Check the storage, remove "
+            f"{marker}, and run again: the task is repeated, and what depends on it"
+        )
+
+
+def _check(reads: Sequence[tuple[Path, str]], workers: int) -> None:
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        for (path, expected), found in zip(
+            reads, pool.map(lambda each: sha256_file(each[0]), reads), strict=True
+        ):
+            require_written(path, found, expected)
+
+
+def run_tasks(
+    stage: Stage, workers: int, rank: int = 0, world: int = 1, *, hosts: Iterable[str] = ()
+) -> list[Done]:
     """Run the unfinished tasks of a part of a stage over several processes, with a progress bar.
 
-    Task i belongs to rank i % world. Returns the records of the part's tasks, in order.
+    Task i belongs to rank i % world. Before, the rank's share of what the stage reads is compared
+    with what was written. Temporary files of other `hosts` are left alone. Returns the records of
+    the part's tasks, in order.
 
     Raises:
         BusyError: a process was killed.
+        DataError: a file is not as its task wrote it.
         Exception: the first failure of a task; tasks already done stay done.
     """
     tasks = stage.tasks[rank::world]
     for folder in {task.folder for task in tasks}:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder)
+        remove_abandoned(folder, hosts)
     records = [finished(task) for task in tasks]
     waiting = [i for i, record in enumerate(records) if record is None]
+    if waiting or world > 1:  # other ranks may have work to do
+        _check(stage.reads[rank::world], workers)
     for task, record in zip(tasks, records, strict=True):
         if record:  # its process may have been killed between the record and the end
             task.path(".running.json").unlink(missing_ok=True)

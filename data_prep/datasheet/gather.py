@@ -63,6 +63,7 @@ def gather(progress: Progress) -> dict[str, Any]:
         notes.update(done.result["notes"])
     # Ingestion counts them within a piece, stage dedup over all pieces.
     notes[REPEATED_IDS] = deduplicated.result["repeated_ids"]
+    notes["files and folders that cannot be read"] = len(corpus.unreadable)
     sources = _by_source(progress)
     lengths = Counter[int]()
     for source in sources.values():

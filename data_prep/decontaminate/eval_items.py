@@ -58,13 +58,18 @@ def read(file: InputFile, reading: Reading) -> Items:
 def _find(chosen: EvalSetConfig) -> tuple[InputFile, ...]:
     owner = f"evaluation set {chosen.name!r}"
     files: dict[str, InputFile] = {}
+    unreadable: list[str] = []
     for text in chosen.inputs:
-        matches = matching_files(owner, text)
+        matches = matching_files(owner, text, unreadable)
         for path, name in matches:
             if _suffix(str(path)) in SUFFIXES:
                 files.setdefault(str(path.resolve()), input_file(path, name))
             elif len(matches) == 1:
                 raise DataError(f"{owner}: {path} is of an unknown kind; {_KINDS}")
+    if unreadable:
+        raise DataError(
+            f"{owner}: cannot be read: {'; '.join(unreadable[:3])}; repair or remove it"
+        )
     if not files:
         raise DataError(f"{owner}: no usable file in {list(chosen.inputs)}; {_KINDS}")
     return tuple(sorted(files.values(), key=lambda file: (file.name, file.path)))

@@ -32,10 +32,19 @@ import numpy as np
 from data_prep.corpus import Progress
 from data_prep.pieces import Hashes, Mask, Numbers, piece_paths, piece_writer, read_documents
 from data_prep.readers.items import Rejected
-from data_prep.stage import Counts, Done, Estimate, Result, Size, Task, make_key, save_array
+from data_prep.stage import (
+    SEEN_LINE,
+    Counts,
+    Done,
+    Estimate,
+    Result,
+    Size,
+    Task,
+    make_key,
+    save_array,
+)
 
 PART_LINES = 16_000_000
-REASON = "line seen before"
 NOTHING_NEW = "no long line that was not seen before"
 _BLANK_LINES = re.compile("\n{3,}")
 _LINE_BYTES = 90  # of an average line, for estimates
@@ -161,7 +170,7 @@ def run_rewrite(task: Task[RewriteJob]) -> Result:
             size, left = (len(part.encode()) for part in (document["text"], text))
             counts.take(size)
             if num_dropped:
-                counts.reject(REASON, size - left, num_dropped)
+                counts.reject(SEEN_LINE, size - left, num_dropped)
             reason = None
             if num_dropped and not num_kept:
                 reason = NOTHING_NEW

@@ -61,8 +61,9 @@ def read_file(
 ) -> Iterator[Document | Rejected]:
     """Yield, in order, the documents that begin in one file or range of a file.
 
-    A file that is cut short or damaged gives all documents before the break, then one `Rejected`
-    with the beginning of the document that the break goes through.
+    A file that is cut short gives all documents before the break, one with a damaged member (of
+    gzip, xz or zstd) those before that member; then one `Rejected` follows with the beginning of
+    the document that the break goes through.
     """
     place = Place(source.name, file.path, file.name)
     try:

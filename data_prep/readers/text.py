@@ -80,8 +80,13 @@ class _Decompressed(io.RawIOBase):
     (lzma, zstd), and because they lose the output before an exception.
     """
 
-    def __init__(self, file: IO[bytes], suffix: str) -> None:
+    def __init__(self, file: IO[bytes], suffix: str, damage: "_Damage | None" = None) -> None:
+        """Read up to the damage, if that is known."""
         self.problem: BrokenFileError | None = None
+        self.member_start = 0
+        """Bytes of output before the current member."""
+        self._given = 0
+        self._damage = damage
         self._file = file
         self._make, self._padding = _DECODERS[suffix]
         self._decoder = self._make()
@@ -94,13 +99,20 @@ class _Decompressed(io.RawIOBase):
         if self.problem:
             return 0
         data = b""
+        limit = min(len(buffer), _STEP)
+        if self._damage:
+            limit = min(limit, self._damage.start - self._given)
+            if not limit:
+                self.problem = self._damage.problem
+                return 0
         try:
-            data = self._read(min(len(buffer), _STEP))
+            data = self._read(limit)
         except EOFError:
             self.problem = BrokenFileError(CUT_SHORT, "the compressed data has no end")
         except (zlib.error, lzma.LZMAError, zstd.ZstdError) as error:
             self.problem = BrokenFileError(DAMAGED, str(error))
         buffer[: len(data)] = data
+        self._given += len(data)
         return len(data)
 
     def _read(self, limit: int) -> bytes:
@@ -127,7 +139,32 @@ class _Decompressed(io.RawIOBase):
                 return False
             rest = data.lstrip(self._padding)
         self._decoder, self._input = self._make(), rest
+        self.member_start = self._given
         return True
+
+
+@dataclass(frozen=True)
+class _Damage:
+    """The first damaged member of a compressed file."""
+
+    start: int
+    """Bytes of output before it."""
+    problem: BrokenFileError
+
+
+def _find_damage(path: str, suffix: str) -> _Damage | None:
+    """Decompress a file for its checksums alone.
+
+    A member's checksum stands at its end: by then its text would be in the dataset. The second
+    pass costs 1 core-hour of 280 GB of text in .xz, and 15 minutes in .gz.
+    """
+    buffer = memoryview(bytearray(_STEP))
+    with Path(path).open("rb") as file:
+        stream = _Decompressed(file, suffix)
+        while stream.readinto(buffer):
+            pass
+    damaged = stream.problem is not None and stream.problem.reason == DAMAGED
+    return _Damage(stream.member_start, stream.problem) if damaged and stream.problem else None
 
 
 @dataclass(frozen=True)
@@ -144,12 +181,16 @@ class Stream:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[Stream]:
-    """Open a file, decompressing by its suffix."""
+def opened(path: str, *, only_head: bool = False) -> Iterator[Stream]:
+    """Open a file, decompressing by its suffix; it breaks off before a damaged member.
+
+    That is not known of a file of which only the head is read.
+    """
     suffix = Path(path).suffix.lower()
     with Path(path).open("rb") as file:
         if suffix in _DECODERS:
-            decompressed = _Decompressed(file, suffix)
+            damage = None if only_head else _find_damage(path, suffix)
+            decompressed = _Decompressed(file, suffix, damage)
             yield Stream(io.BufferedReader(decompressed, _STEP), decompressed)
         else:
             yield Stream(file, None)
@@ -199,7 +240,7 @@ def detect_encoding(path: str) -> Encoding:
     A character that is cut at the end of the head does not count as invalid. A file that is valid
     in neither is read as UTF-8 with bad lines.
     """
-    with opened(path) as stream:
+    with opened(path, only_head=True) as stream:
         head = stream.buffer.read(_HEAD_BYTES)
     encodings: tuple[Encoding, ...] = ("utf-8", "gb18030")
     for encoding in encodings:

@@ -4,6 +4,7 @@ Writes tokenizer.model (sentencepiece) or tokenizer.json (WordPiece), and tokeni
 measurements on a sample of every source.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from data_prep.tokenizer.given import GivenTokenizer
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.tokenizer import sentencepiece
 from pipeline.tokenizer.wordpiece import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Sentencepiece skips longer lines without a warning; 4 bytes a character at most.
 _MAX_LINE_CHARS = 10_000
@@ -63,13 +66,7 @@ def run(task: Task[VocabularyJob]) -> Result:
     if job.given:
         write_atomic(path, job.given.content)
     else:
-        model = sentencepiece.train(
-            _lines(job.pieces, training),
-            vocab_size=job.config.vocab_size or DEFAULT_VOCAB_SIZE,
-            model_type=job.config.model_type,
-            character_coverage=job.config.character_coverage,
-        )
-        write_atomic(path, model)
+        write_atomic(path, _train(job, training))
     made = load_tokenizer(path)
     report_path = task.path(".report.json")
     write_json_atomic(report_path, sample.measure(made, job.pieces, others, training))
@@ -85,6 +82,30 @@ def run(task: Task[VocabularyJob]) -> Result:
     sample_bytes = sum(part.num_bytes for part in training)
     result = {"sample_bytes": sample_bytes, "sample": of_sources, "vocab_size": made.vocab_size}
     return result, [path, report_path]
+
+
+def _train(job: VocabularyJob, training: list[sample.Sample]) -> bytes:
+    """Train on the sample; a small corpus gets a smaller vocabulary if the config names none."""
+
+    def train(vocab_size: int) -> bytes:
+        return sentencepiece.train(
+            _lines(job.pieces, training),
+            vocab_size=vocab_size,
+            model_type=job.config.model_type,
+            character_coverage=job.config.character_coverage,
+        )
+
+    try:
+        return train(job.config.vocab_size or DEFAULT_VOCAB_SIZE)
+    except sentencepiece.VocabularyTooLargeError as error:
+        if job.config.vocab_size is not None:
+            raise
+        logger.warning(
+            "the text supports a vocabulary of %s tokens, not the default of %s: it is taken",
+            f"{error.largest:,}",
+            f"{DEFAULT_VOCAB_SIZE:,}",
+        )
+        return train(error.largest)
 
 
 def estimates(size: Size) -> dict[str, Estimate]:

@@ -104,7 +104,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     run = RunFolder.started(folder)
     newest = read_json_lines(run.attempts)[-1]
     config = load(PretrainConfig, run.resolved, overrides).config
-    index = read_index(config.data.dir)
+    index = read_index(run.as_started(config.data.dir))
     expected = newest.get("fingerprint", index.fingerprint)
     if expected != index.fingerprint:
         raise DataError(

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,21 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
-def remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path, hosts: Iterable[str] = ()) -> None:
     """Remove temporary files whose process was killed.
 
-    Of this machine's processes that is known; files of other machines count as abandoned when
-    nobody has written to them for an hour.
+    Of this machine's processes that is known; files of other machines, except `hosts`, count as
+    abandoned when nobody has written to them for an hour.
     """
     for path in folder.glob(".*.tmp"):
         host, _, process = path.name.removesuffix(".tmp").rpartition(".")
         here = host.endswith(f".{socket.gethostname()}") and process.isdigit()
         try:
             idle_s = time.time() - path.stat().st_mtime
-            if (here and not is_alive(int(process))) or idle_s > _ABANDONED_AFTER_S:
+            elsewhere = not any(host.endswith(f".{name}") for name in hosts)
+            if (here and not is_alive(int(process))) or (
+                not here and elsewhere and idle_s > _ABANDONED_AFTER_S
+            ):
                 path.unlink()
         except FileNotFoundError:
             continue  # its process was quicker

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.errors import RunFolderError
 from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.files import read_json_lines
 
 A_STARTED_RUN = "the run_dir of a started run"
 _OTHER_KINDS = {
@@ -49,6 +50,15 @@ class RunFolder:
         if not run.has_started:
             raise run.refusal(expected)
         return run
+
+    def as_started(self, path: str) -> str:
+        """Return a path of the run's config as it is to be read here.
+
+        One that does not exist here is taken to begin where the run was started.
+        """
+        records = read_json_lines(self.attempts)
+        cwd = records[-1].get("cwd") if records else None
+        return path if cwd is None or Path(path).exists() else str(Path(cwd) / path)
 
     @property
     def has_started(self) -> bool:

@@ -315,6 +315,15 @@ class _PlainText:
         return ids
 
 
+class VocabularyTooLargeError(DataError):
+    """Text does not have as many pieces as a vocabulary is to have."""
+
+    def __init__(self, text: str, largest: int) -> None:
+        super().__init__(text)
+        self.largest = largest
+        """Size that the text supports."""
+
+
 def train(
     sentences: Iterator[str], *, vocab_size: int, model_type: str, character_coverage: float
 ) -> bytes:
@@ -324,7 +333,8 @@ def train(
     to bytes.
 
     Raises:
-        DataError: the text does not support the vocabulary; says which size it would support.
+        VocabularyTooLargeError: the text supports a smaller vocabulary only.
+        DataError: the text does not support the vocabulary.
     """
     # Not into a file, because sentencepiece stores the file's path in the model.
     model = io.BytesIO()
@@ -355,10 +365,19 @@ def train(
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise DataError(
+        remedy = "Lower tokenizer.vocab_size, or provide more text (tokenizer.sample_mb, sources)"
+        if "smaller than required_chars" in str(error):
+            remedy = (
+                "Raise tokenizer.vocab_size above the number of characters that the text needs, or "
+                "lower tokenizer.character_coverage: the rest falls back to bytes"
+            )
+        text = (
             f"tokenizer.vocab_size={vocab_size} does not fit the text it is trained on: {error}. "
-            "Lower tokenizer.vocab_size, or provide more text (tokenizer.sample_mb, sources)"
-        ) from error
+            f"{remedy}"
+        )
+        if limit := re.search(r"<= (\d+)", str(error)):
+            raise VocabularyTooLargeError(text, int(limit[1])) from error
+        raise DataError(text) from error
     return model.getvalue()
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -257,6 +258,7 @@ def _record_attempt(run: Run, resumed_step: int | None, *, rewound: bool) -> int
         "fingerprint": run.work.index.fingerprint,
         "host": process.host,
         "job": process.job,
+        "cwd": os.getcwd(),
         **provenance(),
     }
     with path.open("a", encoding="utf-8") as file:

@@ -97,7 +97,7 @@ def evaluate_config(arguments: argparse.Namespace) -> EvaluateConfig:
         run = load(PretrainConfig, origin).config
         model, train = run.model, run.train
         values = {"micro_batch": train.micro_batch, "precision": train.precision}
-        values["data"] = asdict(run.data)
+        values["data"] = asdict(run.data) | {"dir": RunFolder(source).as_started(run.data.dir)}
     # Options as overrides, so that their ranges are checked as in a config.
     options = {
         "data.dir": None if arguments.data is None else json.dumps(str(arguments.data)),

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep.clean.normalise import normalise
+from data_prep.config import CleanConfig
 from pipeline.data.format import MASK_ID, NUM_SPECIAL, SPECIAL_TOKENS, DatasetIndex
 from pipeline.errors import DataError
 from pipeline.tokenizer.sentencepiece import Tokenizer, train
@@ -66,6 +68,8 @@ def test_vocabulary_larger_than_the_text_supports() -> None:
 
     with pytest.raises(DataError, match=r"tokenizer\.vocab_size=5000 does not fit.*<= \d+"):
         train(sentences(), vocab_size=5000, model_type="unigram", character_coverage=0.9995)
+    with pytest.raises(DataError, match=r"Raise tokenizer\.vocab_size"):
+        train(sentences(), vocab_size=265, model_type="unigram", character_coverage=0.9995)
 
 
 def test_foreign_model_is_refused(tmp_path: Path) -> None:
@@ -75,3 +79,14 @@ def test_foreign_model_is_refused(tmp_path: Path) -> None:
         Tokenizer(path)
     with pytest.raises(DataError, match="cannot be loaded"):
         Tokenizer(tmp_path / "missing.model")
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [("a\nb", "a b"), ("a\t\n b", "a b"), ("a\u200cb", "a b"), ("a\u200db", "a\u200db"),
+     ("a\u200bb", "ab"), ("a\ufeffb", "ab"), ("a\u00adb", "ab"), ("a\u2060b", "ab")],
+)  # fmt: skip
+def test_line_breaks_and_zero_width_characters_are_as_documented(
+    tokenizer: Tokenizer, text: str, read: str
+) -> None:
+    assert tokenizer.decode(tokenizer.encode(normalise(text, CleanConfig()))) == read

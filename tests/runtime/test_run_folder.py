@@ -1,6 +1,7 @@
 """The folder of a run: which other folders are told from it, its lock and its exit records."""
 
 import fcntl
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -98,3 +99,16 @@ def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
         record_exit(tmp_path, process_info({**group, "SLURM_RESTART_COUNT": restarts}), code)
     assert (tmp_path / "exit/17.0/rank-00001").read_text() == "75\n"
     assert (tmp_path / "exit/17.1/rank-00001").read_text() == "0\n"
+
+
+def test_paths_of_a_config_begin_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project" / "data").mkdir(parents=True)
+    (tmp_path / "attempts.jsonl").write_text(json.dumps({"cwd": f"{tmp_path}/project"}) + "\n")
+    run = RunFolder.started(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run.as_started("data") == f"{tmp_path}/project/data"
+    monkeypatch.chdir(tmp_path / "project")
+    assert run.as_started("data") == "data"
+    assert run.as_started("/nowhere/data") == "/nowhere/data"

@@ -1,0 +1,174 @@
+"""One output folder has one writer: real processes that race, die, stand still and come again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_prep import lease
+from data_prep.lease import Holder, held, holders, this_process
+from pipeline.errors import EXIT_FAILED_RETRY, BusyError
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from data_prep import lease
+lease._TOUCHED_EVERY_S = 0.05
+part = ("ingest", int(sys.argv[3]), 4) if sys.argv[3] else None
+with lease.held(Path(sys.argv[1]), lease.this_process(sys.argv[2], part)):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+def _hold(folder: Path, config: str, rank: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _HOLD, str(folder), config, rank]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _folder(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "work" / "lease"
+
+
+def _elsewhere(folder: Path, holder: Holder, age_s: float, number: int = 1) -> Path:
+    """Write the files of a process of another machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{number:06d}.json").write_text(json.dumps({"group": holder.group}))
+    path = folder / f"{number:06d}.{holder.part}.json"
+    path.write_text(json.dumps(vars(holder)))
+    then = time.time() - age_s
+    os.utime(path, (then, then))
+    return path
+
+
+def _remote(config: str = "c") -> Holder:
+    return replace(this_process(config, None), host="node7", group="run node7 1 2", job="812_3")
+
+
+@pytest.mark.usefixtures("processes")
+def test_another_run_is_refused_while_one_lives_and_let_in_when_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    folder = _folder(tmp_path)
+    first = _hold(folder, "one config")
+    assert first.stdout
+    assert first.stdout.readline() == "held\n"
+    for config in ("one config", "another"):
+        with (
+            pytest.raises(BusyError, match=rf"process {first.pid}.*choose another output_dir"),
+            held(folder, this_process(config, None)),
+        ):
+            pass
+    assert len(holders(folder)) == 1
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert holders(folder) == []
+    with held(folder, this_process("another", None)):
+        assert len(holders(folder)) == 1
+    assert holders(folder) == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_parts_of_one_array_are_let_in_and_everything_else_is_not(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    first = _hold(folder, "c", "1")
+    assert first.stdout
+    assert first.stdout.readline() == "held\n"
+    with held(folder, this_process("c", ("ingest", 0, 4))) as hosts:
+        assert len(hosts) == 1
+        assert len(holders(folder)) == 2
+    refused = [("c", ("ingest", 1, 4)), ("c", ("ingest", 0, 3)), ("c", ("shards", 0, 4))]
+    for config, part in [*refused, ("other", ("ingest", 0, 4))]:
+        with pytest.raises(BusyError), held(folder, this_process(config, part)):
+            pass
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    with held(folder, this_process("c", ("ingest", 1, 4))):  # the killed task again
+        pass
+    with held(folder, this_process("c", ("shards", 0, 4))):
+        pass
+
+
+def test_a_process_of_another_machine_is_believed_dead_only_when_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ours = _folder(tmp_path), this_process("c", None)
+    path = _elsewhere(folder, _remote(), age_s=0)
+    with pytest.raises(BusyError, match=r"node7, process .*, job 812_3"), held(folder, ours):
+        pass
+    monkeypatch.setattr(lease, "EXPIRES_S", 3.0)
+    monkeypatch.setattr(lease, "_LATE_S", 1.0)
+    then = time.time() - 1.5
+    os.utime(path, (then, then))
+    began = time.monotonic()
+    with held(folder, ours):
+        # Waited for, because it might have touched its file again.
+        assert time.monotonic() - began > 0.9
+    assert not path.exists()
+
+
+def test_a_late_process_that_comes_back_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "EXPIRES_S", 60.0)
+    monkeypatch.setattr(lease, "_LATE_S", 1.0)
+    folder = _folder(tmp_path)
+    path = _elsewhere(folder, _remote(), age_s=20)
+    sleep = time.sleep
+
+    def comes_back(seconds: float) -> None:
+        os.utime(path)
+        sleep(0)
+
+    monkeypatch.setattr(lease.time, "sleep", comes_back)
+    with pytest.raises(BusyError, match="node7"), held(folder, this_process("c", None)):
+        pass
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_process_that_stood_still_and_lost_its_folder_ends_at_once(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    first = _hold(folder, "c")
+    assert first.stdout
+    assert first.stdout.readline() == "held\n"
+    _elsewhere(folder, _remote("other"), age_s=0, number=2)
+    assert first.wait(timeout=60) == EXIT_FAILED_RETRY
+    assert "taken by another run" in first.stdout.read()
+
+
+_RACE = """
+import os, sys, time
+from pathlib import Path
+from data_prep.lease import held, this_process
+from pipeline.errors import BusyError
+folder, inside, entered = Path(sys.argv[1]), Path(sys.argv[2]), 0
+until = time.monotonic() + 5
+while time.monotonic() < until:
+    try:
+        with held(folder, this_process(sys.argv[3], None)):
+            os.close(os.open(inside, os.O_CREAT | os.O_EXCL))  # fails if another one is inside
+            time.sleep(0.001)
+            inside.unlink()
+            entered += 1
+    except BusyError:
+        pass
+print(entered)
+"""
+
+
+@pytest.mark.usefixtures("processes")
+def test_of_many_that_come_at_once_one_is_inside(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _RACE, str(_folder(tmp_path)), str(tmp_path / "inside")]
+    racing = [
+        subprocess.Popen([*command, f"config {number}"], stdout=subprocess.PIPE, text=True)
+        for number in range(4)
+    ]
+    counts = [int(process.communicate()[0] or -1) for process in racing]
+    assert [process.returncode for process in racing] == [0] * 4
+    assert sum(counts) > 20, counts

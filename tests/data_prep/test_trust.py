@@ -1,0 +1,149 @@
+"""A chain that notices: two runs at once, damaged intermediate files, documents that go missing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from backports import zstd
+
+from data_prep import corpus
+from data_prep.config import PrepConfig
+from data_prep.inputs import find
+from data_prep.run import run
+from pipeline.config.load import load
+from pipeline.data.format import DatasetIndex, read_index
+from pipeline.errors import EXIT_FAILED_RETRY, DataError
+
+
+def _config(prep_config: Path, output: Path, source: Path, *overrides: str) -> PrepConfig:
+    inputs = f"sources=[{{name: topics, inputs: [{source}]}}]"
+    return load(PrepConfig, prep_config, [f"output_dir={output}", inputs, *overrides]).config
+
+
+@pytest.fixture
+def copied(dataset: DatasetIndex, tmp_path: Path) -> Path:
+    """A finished dataset with its work folder, to be damaged."""
+    shutil.copytree(dataset.folder, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.usefixtures("processes")
+def test_two_runs_in_one_folder_do_not_mix(
+    dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "data"
+    source = f"sources=[{{name: topics, inputs: [{corpus}]}}]"
+    command = [sys.executable, "-m", "data_prep", "run", str(prep_config), f"output_dir={output}"]
+    command.append(source)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        while not list(output.rglob("*.running.json")):
+            assert first.poll() is None
+            time.sleep(0.01)
+        for more in ([], ["clean.min_chars=1000"]):
+            second = subprocess.run([*command, *more], capture_output=True, text=True)
+            assert second.returncode == EXIT_FAILED_RETRY
+            assert f"process {first.pid}" in second.stderr + second.stdout
+    assert first.returncode == 0
+    assert read_index(output).fingerprint == dataset.fingerprint
+
+
+@pytest.mark.parametrize("name", ["ingest/00000.jsonl.zst", "ingest/00000.bytes.npy"])
+def test_a_flipped_bit_in_an_intermediate_file_stops_the_run(
+    copied: Path, prep_config: Path, corpus: Path, name: str
+) -> None:
+    _flip(copied / "work" / name)
+    # Stages that come after it are made, the stage that wrote it is not.
+    changed = _config(prep_config, copied, corpus, "dedup.near_duplicates=true", "dedup.bands=4")
+    with pytest.raises(DataError, match=r"is not what its task wrote.*remove .*00000\.done\.json"):
+        run(changed, replace=True)
+    (copied / "work" / "ingest" / "00000.done.json").unlink()
+    run(changed, replace=True)
+
+
+def test_documents_that_do_not_add_up_stop_the_run(
+    copied: Path, prep_config: Path, corpus: Path
+) -> None:
+    marker = copied / "work" / "dedup" / "all.done.json"
+    record = json.loads(marker.read_bytes())
+    record["result"]["dedup"]["documents_out"] -= 1
+    marker.write_text(json.dumps(record))
+    with pytest.raises(DataError, match="documents do not add up in stage dedup"):
+        run(_config(prep_config, copied, corpus))
+
+
+def test_texts_carry_checksums_and_empty_files_are_frames(dataset: DatasetIndex) -> None:
+    work = dataset.folder / "work" / "ingest"
+    texts = sorted(work.glob("*.zst"))
+    assert texts
+    for path in texts:
+        head = path.read_bytes()[:5]
+        assert head[:4] == bytes.fromhex("28b52ffd"), path
+        assert head[4] & 4, path  # RFC 8878, section 3.1.1.1.1: Content_Checksum_flag
+    assert zstd.decompress((work / "00000.rejected.jsonl.zst").read_bytes()) == b""
+
+
+def test_links_in_a_folder_are_followed_once_and_loops_are_not(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "a.txt").write_text("a")
+    (tmp_path / "far" / "b.txt").write_text("b")
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "linked").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "deep" / "up").symlink_to(tmp_path / "far")
+    (given / "file.txt").symlink_to(tmp_path / "far" / "b.txt")
+    [source] = _source(given).sources
+    listing = find(source)
+    assert {file.name for file in listing.files} == {"file.txt", "linked/deep/a.txt"}
+    assert not listing.unreadable
+
+
+def test_what_cannot_be_read_is_an_error_or_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"1 files or folders cannot be read.*gone\.txt"):
+        corpus.find(_source(tmp_path))
+    found = corpus.find(_source(tmp_path, "skip"))
+    assert [file.name for piece in found.pieces for file in piece.files] == ["a.txt"]
+    assert len(found.unreadable) == 1
+    assert "gone.txt" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_without_permission_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "closed").mkdir(mode=0)
+    with pytest.raises(DataError, match="closed"):
+        corpus.find(_source(tmp_path))
+
+
+def test_three_documents_make_a_dataset_with_the_defaults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = " ".join(f"{word} of document" for word in sys.stdlib_module_names)
+    (tmp_path / "a.txt").write_text("\n\n".join(text[i : i + 3000] for i in (0, 1000, 2000)))
+    config = tmp_path / "prep.yaml"
+    config.write_text(
+        f"output_dir: {tmp_path}/out\nsources: [{{name: s, inputs: [{tmp_path}/a.txt]}}]"
+    )
+    report = run(load(PrepConfig, config).config)
+    assert report["totals"]["eval"]["documents"] == 1
+    assert report["totals"]["train"]["documents"] == 2
+    assert "not the default of 50,000" in caplog.text
+
+
+def _source(folder: Path, on_unreadable: str = "stop") -> PrepConfig:
+    text = f"sources=[{{name: s, inputs: [{folder}], on_unreadable: {on_unreadable}}}]"
+    return load(PrepConfig, "configs/prep/demo.yaml", [text, f"output_dir={folder}/out"]).config
