@@ -141,9 +141,7 @@ _DRAWN_FOR = {Purpose.MASK: Purpose.GENERATOR, Purpose.EVAL_MASK: Purpose.EVAL_G
 
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:
     """Return the inputs of training: masks follow from the run's seed."""
-    return MaskedInputs(
-        config.data, index.vocabulary, config.seed, Purpose.MASK, config.objective
-    )
+    return MaskedInputs(config.data, index.vocabulary, config.seed, Purpose.MASK, config.objective)
 
 
 def eval_inputs(config: EvalDataConfig, index: DatasetIndex) -> MaskedInputs:

@@ -31,7 +31,7 @@ from pipeline.runtime.rank import AgreedStop
 from pipeline.runtime.summary import duration
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.folder import load_checkpoint, load_model
+from pipeline.use.folder import load_model, load_objective
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Evaluator:
             self._stop.check()
             with dist.together():
                 try:
-                    model, manifest = load_checkpoint(path)
+                    model, manifest = load_objective(path, self._objective)
                 except (CheckpointError, OSError) as error:
                     raise _reading_error(path, error) from error
             self._require_fit(path, manifest.fingerprint, other_data=other_data)
