@@ -1,10 +1,11 @@
 """What a pre-training run minimises: `objective:` in its config."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.schema import param
+from pipeline.errors import ConfigError
 
 ObjectiveKind = Literal["mlm", "mlm_nsp", "mlm_sop", "mlm_sbo", "rtd"]
 
@@ -30,6 +31,24 @@ class ObjectiveConfig:
     discriminator_weight: float = param(
         50.0, "of rtd: factor of the discriminator's loss beside the generator's", gt=0
     )
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), _KINDS_OF.get(field.name)
+            if kinds and self.kind not in kinds and value != field.default:
+                raise ConfigError(
+                    f"objective.{field.name}={value} has no meaning with objective.kind="
+                    f"{self.kind}; leave it out, or set objective.kind={kinds[0]}"
+                )
+
+
+_KINDS_OF: dict[str, tuple[ObjectiveKind, ...]] = {
+    "generator_size": ("rtd",),
+    "generator_layers": ("rtd",),
+    "temperature": ("rtd",),
+    "discriminator_weight": ("rtd",),
+}
+"""Which kinds read a field."""
 
 
 MLM = ObjectiveConfig()

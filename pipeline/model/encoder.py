@@ -195,8 +195,8 @@ class Encoder(nn.Module):
         """Encode a batch.
 
         `input_ids` and `segments` (all 0 when None) are (B, S) or (T,) int64, as the layout has it.
-        Floating (..., E) vectors in place of ids are taken for token embeddings, or for what `embed`
-        returns if this encoder does not embed. A trace is filled.
+        Floating (..., E) vectors in place of ids are taken for token embeddings, or for the result
+        of `embed` if this encoder does not embed. A trace is filled.
 
         Returns:
             (..., D) in the parameters' dtype.

@@ -196,6 +196,7 @@ def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> f
         max(config.batches.seq_lens),
         targets / interval.num_tokens,
         interval.squared_lengths / interval.num_tokens,
+        config.objective,
     )
     return each.total * interval.num_tokens
 

@@ -215,7 +215,8 @@ def test_activations_equal_what_autograd_keeps(
     )  # fmt: skip
     masks, others = kept_bytes(config, 4, 15, dtype)
     assert masks == (0 if carries else config.num_layers * 4 * 24 * 24 * dtype.itemsize)
-    formula = cost.activation_bytes(config, 4 * 24, 24, dtype.itemsize, 15 / 96, dtype.itemsize)
+    sizes = cost.Sizes(dtype.itemsize, dtype.itemsize)
+    formula = cost.activation_bytes(config, 4 * 24, 24, sizes, 15 / 96)
     # Scalars, and the statistics of layernorm, which a CPU keeps in bf16 and a GPU in fp32.
     assert formula["total"] == pytest.approx(others, rel=0.01)
 
@@ -224,7 +225,7 @@ def test_activations_equal_what_autograd_keeps(
 def test_activations_of_random_configs(config: ModelConfig) -> None:
     batch = 1 if config.num_layers == 1 else 3  # one row is viewed, not copied, as a batch
     _, others = kept_bytes(config, batch, 10, torch.float32)
-    formula = cost.activation_bytes(config, batch * 24, 24, 4, 10 / (batch * 24), 4)
+    formula = cost.activation_bytes(config, batch * 24, 24, cost.Sizes(4, 4), 10 / (batch * 24))
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
 
