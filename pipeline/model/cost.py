@@ -223,8 +223,8 @@ def activation_bytes(
     Attention without carried scores counts as a fused kernel that keeps queries, keys, values, its
     output and one fp32 sum for each query and head, whatever its dropout. PyTorch's
     memory-efficient kernel, and the CPU's, also keep the mask in the dtype of the queries,
-    num_layers * T * S times the size of a value, which is not included; a CPU with attention dropout has no
-    fused kernel.
+    num_layers * T * S times the size of a value, which is not included; a CPU with attention
+    dropout has no fused kernel.
 
     With activation checkpointing the inputs of groups of layers are kept, and the activations of
     one group at a time, when backward has computed them again. The total is then a little above the
