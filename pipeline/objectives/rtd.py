@@ -38,7 +38,8 @@ from pipeline.objectives import inputs
 from pipeline.objectives.base import Sum, Sums
 
 _DRAW_BYTES = 20
-"""Of one logit while a token is drawn: logit, probability and its wide copy, and the sum so far."""
+"""Of one logit while a token is drawn: it, it over the temperature, its share, and the sum in fp64.
+"""
 
 
 class Generator(MaskedHead):
@@ -98,7 +99,7 @@ def draw_tokens(
         up_to = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
         whole = up_to[:, -1:].contiguous()
         found = torch.searchsorted(up_to, uniform[chunk, None].double() * whole, right=True)
-        # Rounded up the product may be the whole; behind the last of its ids lie only zeros.
+        # Behind the last id that adds something a draw of 1 would lie, and sums out of order.
         found = torch.minimum(found, torch.searchsorted(up_to, whole))
         # NaN is found nowhere; as an id, V would end the process before the step can be skipped.
         drawn[chunk] = found[:, 0].clamp(max=len(weight_VE) - 1)

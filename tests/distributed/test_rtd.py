@@ -96,9 +96,14 @@ def test_stage_trains_as_one_plain_process_does(
         assert means == pytest.approx({name: expected[1][name] for name in means}, rel=1e-5)
         assert norm == pytest.approx(expected[2], rel=1e-4)
     masters = read_weights(folder / place / str(case.NUM_STEPS))
-    assert masters.keys() == reference[-1][0].keys()
-    for name, value in masters.items():
-        assert torch.allclose(value, reference[-1][0][name], rtol=1e-3, atol=2e-5), name
+    begun = dict(case.model(seed=1).named_parameters())
+    assert masters.keys() == begun.keys()
+    after = reference[-1][0]
+    error, moved = (
+        torch.cat([(end[name] - start[name]).detach().flatten() for name in begun]).norm()
+        for start, end in ((after, masters), (begun, after))
+    )
+    assert error < 1e-4 * moved
 
 
 def test_resuming_gives_the_same_bits(folder: Path) -> None:
