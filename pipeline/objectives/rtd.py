@@ -43,41 +43,23 @@ _DRAW_BYTES = 20
 
 
 class Generator(MaskedHead):
-    """An encoder without tables of its own, and an MLM head on it."""
+    """An encoder without tables of its own, and an MLM head on it up to the output matrix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.encoder = Encoder(config, embeds=False)
         self.make_head()
-        self.fuses_loss = False
 
-    def forward(
-        self,
-        embedded: Tensor,
-        layout: Layout,
-        masked_index: Tensor,
-        weight_VE: Tensor,
-        targets: Tensor | None = None,
-        uniform: Tensor | None = None,
-        temperature: float = 1.0,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Predict the masked tokens.
-
-        `embedded` is what `Encoder.embed` returned, `weight_VE` the token embedding.
-
-        Returns:
-            With targets, sum of losses and number of hits, as `vocabulary_loss`, and (M,) int64
-            drawn ids. Without, (M, V) logits.
-        """
+    def forward(self, embedded: Tensor, layout: Layout, masked_index: Tensor) -> Tensor:
+        """Turn what `Encoder.embed` returned into (M, E) inputs of the output layer."""
         x = self.encoder(embedded, layout)
-        x_MD = x.reshape(-1, self.config.hidden_size)[masked_index]
-        if targets is None:
-            return self.project(x_MD, weight_VE)
-        assert uniform is not None, "what is replaced is drawn"
-        x_ME, bias_V = self._before_output(x_MD), self._output_bias()
-        loss, hits = vocabulary_loss(x_ME, weight_VE, bias_V, targets, fused=self.fuses_loss)
-        return loss, hits, draw_tokens(x_ME, weight_VE, bias_V, uniform, temperature)
+        return self._before_output(x.reshape(-1, self.config.hidden_size)[masked_index])
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """(V,)."""
+        return self._output_bias()
 
 
 @torch.no_grad()
@@ -139,6 +121,7 @@ class ReplacedTokenModel(EncoderModel):
         self.encoder = Encoder(config)
         self.objective = _Parts(config, generator_of(config, objective))
         self._temperature = objective.temperature
+        self._fuses_loss = False
 
     @property
     def encoders(self) -> tuple[Encoder, ...]:
@@ -147,7 +130,7 @@ class ReplacedTokenModel(EncoderModel):
 
     def fuse_loss(self) -> None:
         """From now on, the generator's cross-entropies are computed by the fused kernel."""
-        self.objective.generator.fuses_loss = True
+        self._fuses_loss = True
 
     def forward(
         self,
@@ -177,13 +160,14 @@ class ReplacedTokenModel(EncoderModel):
         # Only the encoder that is kept is told its alpha.
         generator.encoder.alpha.copy_(self.encoder.alpha)
         embedded = self.encoder.embed(input_ids, layout, segments)
-        # Asked for behind the lookup, after which ZeRO stage 3 takes the table apart again.
-        table_VE = self.encoder.token_embedding.weight
+        x_ME = generator(embedded, layout, masked_index)
+        # Asked for behind the modules that have them, after which ZeRO stage 3 takes them apart.
+        table_VE, bias_V = self.encoder.token_embedding.weight, generator.output_bias
         if targets is None:
-            return generator(embedded, layout, masked_index, table_VE)  # type: ignore[no-any-return]
-        loss, hits, drawn = generator(
-            embedded, layout, masked_index, table_VE, targets, uniform, self._temperature
-        )
+            return F.linear(x_ME, table_VE, bias_V)
+        assert uniform is not None, "what is replaced is drawn"
+        loss, hits = vocabulary_loss(x_ME, table_VE, bias_V, targets, fused=self._fuses_loss)
+        drawn = draw_tokens(x_ME, table_VE, bias_V, uniform, self._temperature)
         # Every masked slot gets a drawn token, so that no [MASK] is left.
         filled = input_ids.flatten().index_copy(0, masked_index, drawn).view_as(input_ids)
         x = self.encoder(filled, layout, segments=segments)
