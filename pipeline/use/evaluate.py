@@ -1,8 +1,9 @@
 """Held-out evaluation of checkpoints and models apart from training, on any number of ranks.
 
 Text, masks, alpha and precision are those of the trainer's own evaluation, which takes the first
-`monitor.eval_sequences`: for as many sequences the numbers are the same. The run may go on
-meanwhile: an evaluation does not take its lock and does not write to its metrics.
+`monitor.eval_sequences`: for as many sequences the numbers are the same. A run is evaluated with
+its own objective, a model folder as masked language modelling. The run may go on meanwhile: an
+evaluation does not take its lock and does not write to its metrics.
 """
 
 import logging
