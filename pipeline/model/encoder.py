@@ -285,6 +285,11 @@ class EncoderModel(nn.Module):
         """All encoders that a forward pass runs; the first is the one that is kept."""
         return (self.encoder,)
 
+    def set_alpha(self, value: float) -> None:
+        """Set the alpha of all encoders, as `Encoder.set_alpha`."""
+        for encoder in self.encoders:
+            encoder.set_alpha(value)
+
     def fuse_loss(self) -> None:
         """From now on, losses over the vocabulary are computed by the fused kernel."""
         raise NotImplementedError

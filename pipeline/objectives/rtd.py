@@ -157,8 +157,6 @@ class ReplacedTokenModel(EncoderModel):
             (M, V).
         """
         generator = self.objective.generator
-        # Only the encoder that is kept is told its alpha.
-        generator.encoder.alpha.copy_(self.encoder.alpha)
         embedded = self.encoder.embed(input_ids, layout, segments)
         x_ME = generator(embedded, layout, masked_index)
         # Asked for behind the modules that have them, after which ZeRO stage 3 takes them apart.

@@ -325,9 +325,7 @@ def profile_run(
         share = Share(process.rank, process.world_size)
         loader, _ = open_data(config, index, objective, share)
         engine = Engine(model, config.train, process, device)
-        model.encoder.set_alpha(
-            schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps)
-        )
+        model.set_alpha(schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps))
         seen: list[list[MicroBatch]] = []
         batches = loader.steps_from(0)
 

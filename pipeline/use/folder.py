@@ -275,7 +275,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest, list[str]]:
         # A head without parameters was not trained, either.
         made_new = made_new or ["the token embedding as its output"]
     model = build_model(config, weights, str(path))
-    model.encoder.set_alpha(manifest.alpha)
+    model.set_alpha(manifest.alpha)
     return model, manifest, made_new
 
 
@@ -285,7 +285,7 @@ def load_objective(path: Path, objective: Objective) -> tuple[EncoderModel, Mani
     with torch.device("meta"):
         model = objective.make_model(config)
     model = _filled(model, weights, str(path))
-    model.encoder.set_alpha(manifest.alpha)
+    model.set_alpha(manifest.alpha)
     return model, manifest
 
 

@@ -62,7 +62,7 @@ def main(folder: Path, job: str, process: ProcessInfo) -> None:
         engine.load_files(folder / saved / str(SAVED_AFTER))
     results = {}
     for step in range(SAVED_AFTER if saved else 0, NUM_STEPS):
-        made.encoder.set_alpha(0.5 + step / 10)
+        made.set_alpha(0.5 + step / 10)
         mine = micro_batches(step)[process.rank :: process.world_size]
         result = engine.train_step(mine, OBJECTIVE, case.learning_rate(step))
         sums = {name: [each.item() for each in pair] for name, pair in result.sums.items()}

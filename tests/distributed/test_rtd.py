@@ -51,7 +51,7 @@ def reference() -> list[tuple[dict[str, Tensor], dict[str, float], float]]:
     )  # fmt: skip
     steps = []
     for step in range(case.NUM_STEPS):
-        model.encoder.set_alpha(0.5 + step / 10)
+        model.set_alpha(0.5 + step / 10)
         model.zero_grad()
         sums = add_up([case.OBJECTIVE(model, batch) for batch in case.micro_batches(step)])
         means = {name: total / weight for name, (total, weight) in sums.items()}

@@ -230,10 +230,10 @@ def test_each_table_is_saved_once_and_a_reloaded_model_has_the_same_losses() -> 
     assert all(torch.equal(found[name].total, expected[name].total) for name in expected)
 
 
-def test_both_encoders_have_the_alpha_of_the_one_that_is_kept() -> None:
+def test_alpha_is_that_of_both_encoders() -> None:
     model, batch = _model(), _batch()
     before = _run(model, batch)
-    model.encoder.set_alpha(0.25)
+    model.set_alpha(0.25)
     after = _run(model, batch)
     assert [float(each.alpha) for each in model.encoders] == [0.25, 0.25]
     assert before[0] != after[0]
