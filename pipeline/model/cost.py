@@ -55,9 +55,14 @@ def parameters(config: ModelConfig, objective: ObjectiveConfig = MLM) -> dict[st
     return _with_total(groups)
 
 
-_BODY = (
-    "embedding projection", "attention", "feed-forward", "norms", "residual gains", "final norm",
-)  # fmt: skip
+_BODY = {
+    "embedding projection",
+    "attention",
+    "feed-forward",
+    "norms",
+    "residual gains",
+    "final norm",
+}
 """Groups of an encoder without tables."""
 
 
