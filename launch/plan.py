@@ -92,8 +92,9 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     last = config.batches.stretches[-1]
     share = last.size // ranks
     # Stage 0 divides nothing.
-    state = cost.state_bytes(model, ranks if config.train.zero_stage else 1)["total"]
-    parameters = cost.parameters(model)["total"]
+    divided_by = ranks if config.train.zero_stage else 1
+    state = cost.state_bytes(model, divided_by, config.objective)["total"]
+    parameters = cost.parameters(model, config.objective)["total"]
     checkpoint = _CHECKPOINT_BYTES * parameters
     save_s = checkpoint / (hardware.write_gb_per_s * 1e9)
     failure_s = hardware.node_mtbf_hours * 3600 / cluster.nodes
@@ -260,7 +261,9 @@ def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, float]:
         count = max(0, min(end, config.train.num_steps) - place.number)
         of_stretch = float(count * place.size * place.seq_len)
         slots += of_stretch
-        each = cost.flops_per_token(model, place.seq_len, config.data.mask_prob)
+        each = cost.flops_per_token(
+            model, place.seq_len, config.data.mask_prob, objective=config.objective
+        )
         flops += of_stretch * each.total
     return slots, flops
 
@@ -280,10 +283,11 @@ def _activations(
         model,
         micro_batch * seq_len,
         seq_len,
-        value,
+        cost.Sizes(value),
         config.data.mask_prob,
         checkpoint_layers=config.train.activation_checkpoint_layers,
         fused=fused,
+        objective=config.objective,
     )["total"]
 
 

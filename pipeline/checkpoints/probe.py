@@ -15,6 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from pipeline.checkpoints.manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
@@ -31,8 +33,8 @@ from pipeline.errors import (
     PostnormError,
     RejectedError,
 )
-from pipeline.model.architecture import BESIDE_MODEL, read_config
-from pipeline.model.encoder import without_storage
+from pipeline.model.architecture import TASK_HEADS, read_config
+from pipeline.objectives.choose import make_objective, read_objective
 from pipeline.runtime import env
 from pipeline.runtime.files import forget_cached, sync_path, write_atomic
 
@@ -66,9 +68,11 @@ def probe(path: Path) -> ProbeReport:
             forget_cached(path / name)
     verify(path)
     saved = SavedState(path)
-    model = without_storage(read_config(manifest.identity["model"], str(path)))
+    objective = make_objective(read_objective(manifest.identity, str(path)))
+    with torch.device("meta"):
+        model = objective.make_model(read_config(manifest.identity["model"], str(path)))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    beside = {name: each for name, each in saved.shapes.items() if name.startswith(BESIDE_MODEL)}
+    beside = {name: each for name, each in saved.shapes.items() if name.startswith(TASK_HEADS)}
     saved.require_shapes(shapes | beside)
     for name, shape in saved.shapes.items():
         for kind in KINDS:

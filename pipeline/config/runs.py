@@ -51,6 +51,14 @@ class PretrainConfig:
                 f"data.seq_len={longest} is longer than the {limit} learned positions of the "
                 "model; shorten it (phases have lengths, too), or raise model.max_positions"
             )
+        changes = self.data.replace_random_prob > 0 or self.data.similar is not None
+        if self.objective.kind == "rtd" and changes:
+            raise ConfigError(
+                f"objective.kind=rtd has a generator, which sees [MASK] or the token itself and no "
+                f"other; data.replace_random_prob={self.data.replace_random_prob} and data.similar="
+                f"{self.data.similar} put others there: set data.replace_mask_prob=0.85 "
+                "data.replace_random_prob=0, and leave out data.similar"
+            )
         saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
         if self.checkpoint.keep_best and saves % evaluations:
             raise ConfigError(

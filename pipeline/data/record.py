@@ -61,7 +61,8 @@ def sequence_hashes(
         input_ids: (B, S) corrupted token ids, below 2^32.
         documents: (B, S) number of the document piece in the sequence from 1, 0 at padding.
         predicted: (M,) rising flat indices b * S + s of the slots to predict.
-        targets: (M,) their original token ids, below 2^32.
+        targets: (M,) their original token ids, below 2^32; more that decides the step may stand
+            in the 31 bits above.
 
     Returns:
         (B,) uint64. Their sum modulo 2^64 is the batch's hash, and that of the sums of its parts.

@@ -5,11 +5,19 @@ torch. `tests/model/test_cost.py` compares them with the real module: its parame
 of its FLOPs, and the tensors that autograd keeps. All functions need `vocab_size`. Letters: D
 hidden size, E embedding width, F feed-forward size, N heads, H head size, V vocabulary, T tokens of
 a forward pass, S its sequence length, M its masked positions.
+
+What an objective adds to masked language modelling: replaced-token detection a generator, which is
+all that has an MLM head, and a head of the discriminator on every token; span boundaries a head of
+their own on the masked tokens, whose output is the token embedding again; pairs of segments a head
+of two logits a pair, whose FLOPs and activations, once in a document, are not counted, nor are
+those of the pooler below it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipeline.config.model import ModelConfig
+from pipeline.config.objective import MLM, ObjectiveConfig, generator_of
 from pipeline.kernels.choose import REFERENCE, Choice, padded_width
 
 WHOLE_STATE_BYTES = {"bf16 weights": 2, "bf16 gradient": 2, "fp32 gradient sum": 4}
@@ -19,13 +27,47 @@ DIVIDED_STATE_BYTES = {"fp32 master weights": 4, "fp32 Adam moments": 8}
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 _SEED = _INT64
+_PAIRS = ("mlm_nsp", "mlm_sop")
+_PLACES, _PLACE_WIDTH = 20, 200
+"""Of the table of places in a span, for the boundary head."""
 
 
-def parameters(config: ModelConfig) -> dict[str, int]:
+def parameters(config: ModelConfig, objective: ObjectiveConfig = MLM) -> dict[str, int]:
     """Count parameters by group, and their `total`; groups that a model lacks are 0.
 
-    The output matrix of the MLM head is the token embedding and is counted there.
+    The output matrix of the MLM head is the token embedding and is counted there. The generator of
+    replaced-token detection uses the model's embeddings.
     """
+    d, groups = config.hidden_size, _model_parameters(config)
+    if objective.kind == "rtd":
+        generator = _model_parameters(generator_of(config, objective))
+        body = sum(size for name, size in generator.items() if name in _BODY)
+        groups |= {"MLM head": 0, "generator": body, "generator head": generator["MLM head"]}
+        groups["discriminator head"] = d * d + d + d + 1
+    elif objective.kind == "mlm_sbo":
+        e = config.embedding_width
+        dense = _linear_size(config, 2 * d + _PLACE_WIDTH, d) + _linear_size(config, d, e)
+        norms = _norm_size(config, d) + _norm_size(config, e)
+        bias = _vocabulary(config) if config.bias else 0
+        groups["boundary head"] = _PLACES * _PLACE_WIDTH + dense + norms + bias
+    elif objective.kind in _PAIRS:
+        groups["pair head"] = 2 * d + 2
+    return _with_total(groups)
+
+
+_BODY = {
+    "embedding projection",
+    "attention",
+    "feed-forward",
+    "norms",
+    "residual gains",
+    "final norm",
+}
+"""Groups of an encoder without tables."""
+
+
+def _model_parameters(config: ModelConfig) -> dict[str, int]:
+    """Count those of an encoder with an MLM head."""
     d, e, layers = config.hidden_size, config.embedding_width, config.num_distinct_layers
     is_bert_head = config.mlm_head == "bert"
     inner = _inner_width(config)
@@ -47,7 +89,7 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     if is_bert_head:
         output_bias = _vocabulary(config) if config.bias else 0
         groups["MLM head"] += _norm_size(config, e) + output_bias
-    return _with_total(groups)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -55,11 +97,11 @@ class Flops:
     """FLOPs of the forward pass by part, per token; the matrix multiplications alone."""
 
     body: float
-    """Linear layers of the encoder."""
+    """Linear layers of the encoder, and of the generator."""
     attention: float
     """Scores, and probabilities times values."""
     head: float
-    """MLM head, at the masked positions."""
+    """MLM head, at the masked positions, and what else the objective has on top."""
 
     @property
     def forward(self) -> float:
@@ -78,12 +120,17 @@ class Flops:
 
 
 def flops_per_token(
-    config: ModelConfig, seq_len: int, masked_share: float = 0.15, document_len: float | None = None
+    config: ModelConfig,
+    seq_len: int,
+    masked_share: float = 0.15,
+    document_len: float | None = None,
+    objective: ObjectiveConfig = MLM,
 ) -> Flops:
     """Count FLOPs per token: matrix multiplications only, 2 a multiply-add; lookups are free.
 
-    Shared layers cost as much as separate ones. MLM does not use the pooler. Recomputation in the
-    backward pass of a fused kernel is not counted.
+    Shared layers cost as much as separate ones. MLM does not use the pooler. Recomputation is not
+    counted, be it in the backward pass of a fused kernel, or of the generator's logits, from which
+    tokens are drawn after the loss.
 
     Args:
         config: the model.
@@ -91,7 +138,31 @@ def flops_per_token(
         masked_share: share of the tokens that go through the head.
         document_len: keys that a token sees, if attention computes no others (kernels of variable
             length): the mean over tokens of their document's length, sum(n^2) / sum(n).
+        objective: what is trained.
     """
+    d, e = config.hidden_size, config.embedding_width
+    if objective.kind == "rtd":
+        # The discriminator has no MLM head.
+        found = _model_flops(config, seq_len, 0.0, document_len)
+        generator = _model_flops(
+            generator_of(config, objective), seq_len, masked_share, document_len
+        )
+        return Flops(
+            body=found.body + generator.body,
+            attention=found.attention + generator.attention,
+            head=generator.head + 2.0 * (d * d + d),
+        )
+    found = _model_flops(config, seq_len, masked_share, document_len)
+    if objective.kind != "mlm_sbo":
+        return found
+    boundary = (2 * d + _PLACE_WIDTH) * d + d * e + e * _vocabulary(config)
+    return replace(found, head=found.head + 2.0 * masked_share * boundary)
+
+
+def _model_flops(
+    config: ModelConfig, seq_len: int, masked_share: float, document_len: float | None
+) -> Flops:
+    """Count those of an encoder with an MLM head."""
     d, e = config.hidden_size, config.embedding_width
     layer = 4 * d * d + _inner_width(config) * d + config.ffn_size * d
     projection = e * d if e != d else 0
@@ -104,7 +175,9 @@ def flops_per_token(
     )
 
 
-def state_bytes(config: ModelConfig, num_ranks: int) -> dict[str, int]:
+def state_bytes(
+    config: ModelConfig, num_ranks: int, objective: ObjectiveConfig = MLM
+) -> dict[str, int]:
     """Count bytes of weights, gradients and optimizer state on a rank of a bf16 run, with `total`.
 
     Source: `pipeline/train/engine.py`, which makes DeepSpeed take its BF16_Optimizer (ZeRO stage 1,
@@ -112,27 +185,39 @@ def state_bytes(config: ModelConfig, num_ranks: int) -> dict[str, int]:
     gradient of the whole model in fp32 (deepspeed 0.19.8 `runtime/bf16_optimizer.py`,
     _setup_for_real_optimizer): 8 bytes a parameter, and 12 over the number of ranks. Partitions are
     padded to an even number of values. The bf16 gradient exists only during a backward pass; the
-    pooler has none in MLM. Temporary memory of an optimizer step is not included.
+    pooler has one with pairs alone. Temporary memory of an optimizer step is not included.
     """
-    groups = parameters(config)
+    groups = parameters(config, objective)
+    unused = 0 if objective.kind in _PAIRS else groups["pooler"]
     padded = -(-groups["total"] // (2 * num_ranks)) * 2 * num_ranks
     whole = {name: size * padded for name, size in WHOLE_STATE_BYTES.items()}
-    whole["bf16 gradient"] = WHOLE_STATE_BYTES["bf16 gradient"] * (
-        groups["total"] - groups["pooler"]
-    )
+    whole["bf16 gradient"] = WHOLE_STATE_BYTES["bf16 gradient"] * (groups["total"] - unused)
     divided = {name: size * padded // num_ranks for name, size in DIVIDED_STATE_BYTES.items()}
     return _with_total(whole | divided)
+
+
+class Sizes(NamedTuple):
+    """Bytes of what is kept."""
+
+    value: int = 2
+    """Of a weight or an activation: 2 for bf16, 4 for fp32."""
+    mask: int = 1
+    """Of dropout's mask for each value: a bool on a GPU; PyTorch on a CPU keeps a factor in the
+    dtype of the activations."""
+
+
+BF16_ON_GPU = Sizes()
 
 
 def activation_bytes(
     config: ModelConfig,
     tokens: int,
     seq_len: int,
-    bytes_per_value: int = 2,
+    sizes: Sizes = BF16_ON_GPU,
     masked_share: float = 0.15,
-    dropout_mask_bytes: int = 1,
     checkpoint_layers: int | None = None,
     fused: Choice = REFERENCE,
+    objective: ObjectiveConfig = MLM,
 ) -> dict[str, int]:
     """Count bytes that autograd keeps between a forward pass with its loss and backward, by group.
 
@@ -143,8 +228,8 @@ def activation_bytes(
     Attention without carried scores counts as a fused kernel that keeps queries, keys, values, its
     output and one fp32 sum for each query and head, whatever its dropout. PyTorch's
     memory-efficient kernel, and the CPU's, also keep the mask in the dtype of the queries,
-    num_layers * T * S * bytes_per_value, which is not included; a CPU with attention dropout has no
-    fused kernel.
+    num_layers * T * S times the size of a value, which is not included; a CPU with attention
+    dropout has no fused kernel.
 
     With activation checkpointing the inputs of groups of layers are kept, and the activations of
     one group at a time, when backward has computed them again. The total is then a little above the
@@ -158,37 +243,35 @@ def activation_bytes(
         config: the model.
         tokens: T of the micro-batch.
         seq_len: S.
-        bytes_per_value: size of weights and activations: 2 for bf16, 4 for fp32.
+        sizes: of values and masks.
         masked_share: M / T.
-        dropout_mask_bytes: size of dropout's mask for each value: a bool on a GPU; PyTorch on a CPU
-            keeps a factor in the dtype of the activations.
         checkpoint_layers: layers of a group, `train.activation_checkpoint_layers`; None keeps all.
         fused: whether `pipeline/kernels/carried.py` computes carried scores instead of the plain
             PyTorch of `pipeline/kernels/attention.py`, and `pipeline/kernels/norm.py` residuals and
             norms.
+        objective: what is trained.
 
     Returns:
         Bytes of `embeddings`, `layer inputs` (of checkpointed groups), `attention` (with the linear
         layers around it), `carried scores`, `feed-forward`, `norms and residuals`, `head`, `loss`,
-        and their `total`.
+        of the `generator` below the head, of `discriminator head` and `boundary head` with their
+        losses where there are any, and their `total`.
     """
-    kept = _Kept(config, tokens, seq_len, bytes_per_value, dropout_mask_bytes, fused)
+    kept = _Kept(config, tokens, seq_len, *sizes, fused)
     masked = masked_share * tokens
-    layers = config.num_layers
-    inputs = 0
-    if checkpoint_layers is not None:
-        inputs = kept.group_inputs(-(-layers // checkpoint_layers))
-        layers = min(layers, checkpoint_layers)
-    groups = {
-        "embeddings": kept.embeddings(),
-        "layer inputs": inputs,
-        "attention": layers * kept.attention() + kept.shared_by_layers(),
-        "carried scores": layers * kept.scores(),
-        "feed-forward": layers * kept.feed_forward(),
-        "norms and residuals": kept.residuals_and_norms(layers),
-        "head": kept.head(masked),
-        "loss": kept.loss(masked),
-    }
+    groups = kept.body(checkpoint_layers)
+    if objective.kind == "rtd":
+        generator = replace(kept, config=generator_of(config, objective))
+        groups |= {
+            "generator": sum(generator.body(checkpoint_layers).values()),
+            "head": generator.head(masked),
+            "loss": generator.loss(masked),
+            "discriminator head": kept.discriminator_head(),
+        }
+    else:
+        groups |= {"head": kept.head(masked), "loss": kept.loss(masked)}
+    if objective.kind == "mlm_sbo":
+        groups["boundary head"] = kept.boundary_head(masked)
     return _with_total({name: round(size) for name, size in groups.items()})
 
 
@@ -211,6 +294,21 @@ class _Kept:
     value: int
     mask: int
     fused: Choice
+
+    def body(self, checkpoint_layers: int | None) -> dict[str, float]:
+        """Count an encoder by group."""
+        layers, inputs = self.config.num_layers, 0
+        if checkpoint_layers is not None:
+            inputs = self.group_inputs(-(-layers // checkpoint_layers))
+            layers = min(layers, checkpoint_layers)
+        return {
+            "embeddings": self.embeddings(),
+            "layer inputs": inputs,
+            "attention": layers * self.attention() + self.shared_by_layers(),
+            "carried scores": layers * self.scores(),
+            "feed-forward": layers * self.feed_forward(),
+            "norms and residuals": self.residuals_and_norms(layers),
+        }
 
     def embeddings(self) -> float:
         config, width = self.config, self.config.embedding_width
@@ -314,6 +412,20 @@ class _Kept:
         shares = config.norm == "layernorm" or self.value == _FP32
         activation = 0 if config.activation == "relu" and shares else masked * width * self.value
         return index + dense + activation + self.norm(masked, width)
+
+    def discriminator_head(self) -> float:
+        """Count inputs of both linear layers and of gelu, and of the loss with its bool mask."""
+        hidden = self.tokens * self.config.hidden_size * self.value
+        # The fused norm keeps its output, which is the first layer's input.
+        layers = 2 if self.fused.residual_norm else 3
+        return layers * hidden + self.tokens * (2 * _FP32 + 1)
+
+    def boundary_head(self, masked: float) -> float:
+        """Count three indices, inputs of both linear layers, of gelu and of norms, and the loss."""
+        d, e = self.config.hidden_size, self.config.embedding_width
+        dense = masked * (2 * d + _PLACE_WIDTH + d + d + e) * self.value
+        norms = self.norm(masked, d) + self.norm(masked, e)
+        return 3 * masked * _INT64 + dense + norms + self.loss(masked)
 
     def loss(self, masked: float) -> float:
         """Count gradients of the output layer's inputs, weights and bias; see `vocabulary_loss`."""

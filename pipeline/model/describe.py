@@ -9,6 +9,7 @@ from pipeline.config import schema, strict_yaml
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.named import find
+from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import KernelsConfig
 from pipeline.errors import ConfigError
@@ -39,6 +40,7 @@ class Plan:
     checkpoint_layers: int | None = None
     """Layers of a group of which only the inputs are kept for backward; None keeps everything."""
     fused: Choice = REFERENCE
+    objective: ObjectiveConfig = MLM
 
     def __post_init__(self) -> None:
         sizes = {
@@ -79,6 +81,7 @@ def read_plan(
             run.train.micro_batch,
             masked_share=run.data.mask_prob,
             checkpoint_layers=run.train.activation_checkpoint_layers,
+            objective=run.objective,
         )
         kernels = run.kernels
     else:
@@ -102,7 +105,7 @@ def describe(plan: Plan) -> str:
         *_switches(plan.config),
         "",
         _row("vocabulary", [f"{size:,}" for size in sizes]),
-        *_parameters(configs),
+        *_parameters(plan, configs),
         *_flops(plan, configs),
         *_memory(plan, configs),
         "",
@@ -139,12 +142,12 @@ def _switches(config: ModelConfig) -> list[str]:
     return ["differs from the defaults:", *(changed or ["  nothing"])]
 
 
-def _parameters(configs: list[ModelConfig]) -> list[str]:
-    counted = [cost.parameters(config) for config in configs]
+def _parameters(plan: Plan, configs: list[ModelConfig]) -> list[str]:
+    counted = [cost.parameters(config, plan.objective) for config in configs]
     lines = ["", "parameters", *_rows(counted, 1.0, 0)]
     if len(configs) == 1:
         others = {
-            size: cost.parameters(replace(configs[0], vocab_size=size))["total"]
+            size: cost.parameters(replace(configs[0], vocab_size=size), plan.objective)["total"]
             for size in VOCABULARIES
         }
         lines += ["", "parameters at other vocabularies"]
@@ -183,10 +186,11 @@ def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
             masked_share=plan.masked_share,
             checkpoint_layers=plan.checkpoint_layers,
             fused=plan.fused,
+            objective=plan.objective,
         )
         for config in configs
     ]
-    states = [cost.state_bytes(config, plan.num_ranks) for config in configs]
+    states = [cost.state_bytes(config, plan.num_ranks, plan.objective) for config in configs]
     both = [
         {"activations and state": activations["total"] + state["total"]}
         for activations, state in zip(kept, states, strict=True)
@@ -208,7 +212,9 @@ def _memory(plan: Plan, configs: list[ModelConfig]) -> list[str]:
 
 
 def _flops_of(plan: Plan, config: ModelConfig) -> cost.Flops:
-    return cost.flops_per_token(config, plan.seq_len, plan.masked_share, plan.document_len)
+    return cost.flops_per_token(
+        config, plan.seq_len, plan.masked_share, plan.document_len, plan.objective
+    )
 
 
 def _num_keys(plan: Plan) -> int:

@@ -101,21 +101,24 @@ class Encoder(nn.Module):
         alpha: 0-dimensional fp32 buffer, the scale of the residual branches; see `set_alpha`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, embeds: bool = True) -> None:
         """Make an encoder and initialises it from torch's random state.
 
-        `config` has `vocab_size` set.
+        `config` has `vocab_size` set. One that does not embed has neither tables nor their norm:
+        it is given what `embed` of another returns.
         """
         super().__init__()
         assert config.vocab_size is not None, "the caller sets the vocabulary size"
         self.config = config
+        self._embeds = embeds
         width = config.embedding_width
-        self.token_embedding = nn.Embedding(config.vocab_size, width)
-        self.segment_embedding = nn.Embedding(config.type_vocab_size, width)
-        if config.positions == "learned":
-            self.position_embedding = nn.Embedding(config.max_positions, width)
-        self.embedding_norm = make_norm(config, width)
-        self.embedding_dropout = nn.Dropout(config.dropout)
+        if embeds:
+            self.token_embedding = nn.Embedding(config.vocab_size, width)
+            self.segment_embedding = nn.Embedding(config.type_vocab_size, width)
+            if config.positions == "learned":
+                self.position_embedding = nn.Embedding(config.max_positions, width)
+            self.embedding_norm = make_norm(config, width)
+            self.embedding_dropout = nn.Dropout(config.dropout)
         if width != config.hidden_size:
             self.embedding_projection = nn.Linear(width, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_distinct_layers))
@@ -192,12 +195,15 @@ class Encoder(nn.Module):
         """Encode a batch.
 
         `input_ids` and `segments` (all 0 when None) are (B, S) or (T,) int64, as the layout has it.
-        Floating (..., E) vectors in place of ids are taken for token embeddings. A trace is filled.
+        Floating (..., E) vectors in place of ids are taken for token embeddings, or for the result
+        of `embed` if this encoder does not embed. A trace is filled.
 
         Returns:
             (..., D) in the parameters' dtype.
         """
-        x = self._embed(input_ids, layout, segments)
+        x = self.embed(input_ids, layout, segments) if self._embeds else input_ids
+        if self.config.embedding_width != self.config.hidden_size:
+            x = self.embedding_projection(x)
         traces_probabilities = trace is not None and trace.keep_probabilities
         needed = layout.cu_seqlens if self.config.score_residual == "none" else layout.spans
         shared = SharedInputs(
@@ -237,7 +243,8 @@ class Encoder(nn.Module):
             x, carry_BNSS = run(layer, x, shared, carry_BNSS, index)
         return x, carry_BNSS
 
-    def _embed(self, input_ids: Tensor, layout: Layout, segments: Tensor | None) -> Tensor:
+    def embed(self, input_ids: Tensor, layout: Layout, segments: Tensor | None = None) -> Tensor:
+        """Embed a batch, as `forward` does before the projection: (..., E)."""
         tokens = input_ids if input_ids.is_floating_point() else self.token_embedding(input_ids)
         x = tokens + (
             self.segment_embedding.weight[0] if segments is None
@@ -249,8 +256,6 @@ class Encoder(nn.Module):
             x = self.embedding_norm(self.embedding_dropout(x))
         else:
             x = self.embedding_dropout(self.embedding_norm(x))
-        if self.config.embedding_width != self.config.hidden_size:
-            x = self.embedding_projection(x)
         return x  # type: ignore[no-any-return]
 
     def _tables(self, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -274,6 +279,16 @@ class EncoderModel(nn.Module):
 
     config: ModelConfig
     encoder: Encoder
+
+    @property
+    def encoders(self) -> tuple[Encoder, ...]:
+        """All encoders that a forward pass runs; the first is the one that is kept."""
+        return (self.encoder,)
+
+    def set_alpha(self, value: float) -> None:
+        """Set the alpha of all encoders, as `Encoder.set_alpha`."""
+        for encoder in self.encoders:
+            encoder.set_alpha(value)
 
     def fuse_loss(self) -> None:
         """From now on, losses over the vocabulary are computed by the fused kernel."""

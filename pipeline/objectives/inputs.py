@@ -1,5 +1,7 @@
 """Makes the model's inputs of masked language modelling from packed slots, without torch.
 
+Replaced-token detection also needs one draw for each slot to predict.
+
 B sequences of S slots each, M slots to be predicted.
 """
 
@@ -7,20 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.config import schedule
 from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
+from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex, Vocabulary
 from pipeline.data.masking import Sequences, mask_tokens
 from pipeline.data.order import Ints, Locations
 from pipeline.data.packing import Slots
-from pipeline.data.random import Purpose
+from pipeline.data.random import Purpose, philox
 from pipeline.data.record import sequence_hashes
 from pipeline.data.run_order import TrainSteps
 
 EVAL_MASK_SEED = 0
 """Not the run's seed: the evaluation masks are the same for every run."""
+
+_DRAW_BITS = 24
+"""Of a uniform draw: fp32 holds all its values."""
+_HALF = 32
+_LOW = (1 << _HALF) - 1
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,16 @@ class MaskedInputs:
 
     `masked_index` holds rising flat indices b * S + s of the slots to predict, `targets` their
     original token ids.
+
+    With rtd there is also `uniform` (M,), fp32 in [0, 1): the draws that turn the generator's
+    probabilities into tokens. The weight of `discriminator` is the number of tokens.
     """
 
     data: DataConfig
     vocabulary: Vocabulary
     seed: int
     purpose: Purpose
+    objective: ObjectiveConfig = MLM
 
     def __call__(
         self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
@@ -58,6 +71,12 @@ class MaskedInputs:
         masked_index = np.flatnonzero(selected)
         targets = slots.tokens.reshape(-1)[masked_index]
         num_sequences, seq_len = corrupted.shape
+        predicted = {"masked_index": masked_index, "targets": targets}
+        hashed = targets
+        if self.objective.kind == "rtd":
+            draws = self._draws(masked_index, locations, seq_len)
+            predicted["uniform"] = (draws * 2.0**-_DRAW_BITS).astype(np.float32)
+            hashed = targets | draws << _HALF
         hashes = sequence_hashes(
             np.arange(first_place, first_place + num_sequences),
             locations.sample_ids,
@@ -65,7 +84,7 @@ class MaskedInputs:
             corrupted,
             slots.documents,
             masked_index,
-            targets,
+            hashed,
         )
         # All sequences at once until here: a call costs more than a short sequence.
         firsts = np.arange(0, num_sequences, micro_batch)
@@ -74,19 +93,22 @@ class MaskedInputs:
         for first, masked_stop in zip(firsts.tolist(), masked_stops, strict=True):
             rows, masked = slice(first, first + micro_batch), slice(masked_first, masked_stop)
             documents = slots.documents[rows]
+            num_tokens = int(np.count_nonzero(documents))
+            of_rows = {name: array[masked] for name, array in predicted.items()}
+            of_rows["masked_index"] = of_rows["masked_index"] - first * seq_len
+            weights = {"loss": float(masked_stop - masked_first)}
+            if self.objective.kind == "rtd":
+                weights["discriminator"] = float(num_tokens)
             batches.append(
                 Batch(
                     input_ids=corrupted[rows],
                     documents=documents,
                     positions=slots.positions[rows],
                     segments=None,
-                    inputs={
-                        "masked_index": masked_index[masked] - first * seq_len,
-                        "targets": targets[masked],
-                    },
-                    weights={"loss": float(masked_stop - masked_first)},
+                    inputs=of_rows,
+                    weights=weights,
                     counts={"unmasked_documents": int(unmasked_documents[rows].sum())},
-                    num_tokens=int(np.count_nonzero(documents)),
+                    num_tokens=num_tokens,
                     hash=int(hashes[rows].sum()),
                 )
             )
@@ -98,20 +120,35 @@ class MaskedInputs:
         nothing = {name: array[:0] for name, array in batch.inputs.items()}
         return batch._replace(inputs=nothing, weights=dict.fromkeys(batch.weights, 0.0))
 
+    def _draws(
+        self, masked_index: npt.NDArray[np.int64], locations: Locations, seq_len: int
+    ) -> npt.NDArray[np.int64]:
+        """Draw a whole number below 2^24 for each slot to predict."""
+        row, slot = np.divmod(masked_index, seq_len)
+        sample_ids = locations.sample_ids[row]
+        counter = (slot, locations.epochs[row], sample_ids & _LOW, sample_ids >> _HALF)
+        words, *_ = philox(counter, (self.seed, _DRAWN_FOR[self.purpose]))
+        return words.astype(np.int64) >> (_HALF - _DRAW_BITS)
+
     def _ratio(self, number: int) -> float:
         if self.purpose is Purpose.EVAL_MASK:
             return self.data.mask_prob
         return schedule.mask_ratio(number, self.data)
 
 
+_DRAWN_FOR = {Purpose.MASK: Purpose.GENERATOR, Purpose.EVAL_MASK: Purpose.EVAL_GENERATOR}
+
+
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:
     """Return the inputs of training: masks follow from the run's seed."""
-    return MaskedInputs(config.data, index.vocabulary, config.seed, Purpose.MASK)
+    return MaskedInputs(config.data, index.vocabulary, config.seed, Purpose.MASK, config.objective)
 
 
 def eval_inputs(config: EvalDataConfig, index: DatasetIndex) -> MaskedInputs:
     """Return the inputs of evaluations: `mask_prob` of the tokens, whatever training's ratio."""
-    return MaskedInputs(config.data, index.vocabulary, EVAL_MASK_SEED, Purpose.EVAL_MASK)
+    return MaskedInputs(
+        config.data, index.vocabulary, EVAL_MASK_SEED, Purpose.EVAL_MASK, config.objective
+    )
 
 
 def train_steps(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import schedule
+from pipeline.config.objective import generator_of
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch
@@ -324,9 +325,7 @@ def profile_run(
         share = Share(process.rank, process.world_size)
         loader, _ = open_data(config, index, objective, share)
         engine = Engine(model, config.train, process, device)
-        model.encoder.set_alpha(
-            schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps)
-        )
+        model.set_alpha(schedule.alpha(config.train.num_steps, config.train.alpha_warmup_steps))
         seen: list[list[MicroBatch]] = []
         batches = loader.steps_from(0)
 
@@ -435,22 +434,26 @@ def attention_work(
 def model_work(config: PretrainConfig, batches: list[MicroBatch]) -> dict[str, Work]:
     """Return the work of the encoder's GEMMs and attention over micro-batches, in bf16.
 
-    GEMMs include padding; the bytes that they move are not counted.
+    The generator's, too. GEMMs include padding; the bytes that they move are not counted.
     """
-    model = config.model
+    encoders = [config.model]
+    if config.objective.kind == "rtd":
+        encoders.append(generator_of(config.model, config.objective))
     slots = sum(batch.input_ids.numel() for batch in batches)
     pairs = sum(2 * int(batch.positions.sum()) + batch.num_tokens for batch in batches)
     longest = max(int(batch.positions.max()) + 1 for batch in batches)
-    flops = flops_per_token(model, max(batch.input_ids.shape[-1] for batch in batches))
-    layer = attention_work(
-        slots,
-        pairs,
-        model.num_heads,
-        model.head_size,
-        carries=model.score_residual != "none",
-        longest=longest,
-    )
-    return {GEMM: Work(3 * flops.body * slots, 0.0), ATTENTION: layer * model.num_layers}
+    seq_len = max(batch.input_ids.shape[-1] for batch in batches)
+    flops = flops_per_token(config.model, seq_len, objective=config.objective)
+    carries = config.model.score_residual != "none"
+    layers = [
+        attention_work(
+            slots, pairs, each.num_heads, each.head_size, carries=carries, longest=longest
+        )
+        * each.num_layers
+        for each in encoders
+    ]
+    attention = Work(sum(each.flops for each in layers), sum(each.num_bytes for each in layers))
+    return {GEMM: Work(3 * flops.body * slots, 0.0), ATTENTION: attention}
 
 
 def roofline(

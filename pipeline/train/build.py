@@ -87,18 +87,21 @@ def make_model(config: PretrainConfig, objective: Objective, device: torch.devic
     """
     torch.manual_seed(config.seed)
     model = objective.make_model(config.model)
-    if config.train.activation_checkpoint_layers is not None:
-        model.encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
-    chosen = choose(config.kernels, config.model, config.train.precision, device)
-    if chosen.attention:
-        model.encoder.fuse_attention()
-    if chosen.residual_norm:
-        model.encoder.fuse_residual_norms()
-    if chosen.loss:
-        model.fuse_loss()
     if config.train.compile:
         require_compiler(device)
-        model.encoder.run_layers_by(CompiledLayer())
+    for encoder in model.encoders:
+        if config.train.activation_checkpoint_layers is not None:
+            encoder.checkpoint_activations(config.train.activation_checkpoint_layers)
+        # By encoder: a narrower one may have a width that a kernel does not take.
+        chosen = choose(config.kernels, encoder.config, config.train.precision, device)
+        if chosen.attention:
+            encoder.fuse_attention()
+        if chosen.residual_norm:
+            encoder.fuse_residual_norms()
+        if config.train.compile:
+            encoder.run_layers_by(CompiledLayer())
+    if chosen.loss:
+        model.fuse_loss()
     return model
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.runs import PretrainConfig
+from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.train.engine import Engine
 
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
@@ -42,10 +43,14 @@ class GroupNorms:
 
 
 def group_of(parameter: str) -> str:
-    """Return `embeddings`, `layer_00` and so on, or `head` for all after the last layer."""
+    """Return `embeddings`, `layer_00` and so on, `head` for all after the last layer, or
+    `objective` for what an objective has of its own.
+    """
     layer = _LAYER.match(parameter)
     if layer:
         return f"layer_{int(layer[1]):02d}"
+    if parameter.startswith(OBJECTIVE_PARTS):
+        return "objective"
     return "embeddings" if parameter.startswith("encoder.") and "embedding" in parameter else "head"
 
 

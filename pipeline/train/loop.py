@@ -106,9 +106,9 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
 
 
 def _set_alpha(attempt: Attempt, state: TrainState) -> float:
-    """Give the encoder the alpha of the step after `state`; nobody else sets it in training."""
+    """Give the model the alpha of the step after `state`; nobody else sets it in training."""
     alpha = schedule.alpha(state.step, attempt.run.config.train.alpha_warmup_steps)
-    attempt.run.model.encoder.set_alpha(alpha)
+    attempt.run.model.set_alpha(alpha)
     return alpha
 
 

@@ -165,7 +165,8 @@ class Watch:
 
     def _speed(self, interval: Interval) -> dict[str, float]:
         """Return rates of all ranks, the model's FLOP/s of one, and seconds a step."""
-        targets = sum(interval.weights.values())
+        # Of several tasks, all; of one text with several losses, its masked tokens.
+        targets = interval.weights.get("loss", sum(interval.weights.values()))
         flops = model_flops(self._config, interval, targets)
         per_device = flops / interval.elapsed_s / self._run.engine.world_size
         own_s = interval.wait_s + interval.compute_s
@@ -195,6 +196,7 @@ def model_flops(config: PretrainConfig, interval: Interval, targets: float) -> f
         max(config.batches.seq_lens),
         targets / interval.num_tokens,
         interval.squared_lengths / interval.num_tokens,
+        config.objective,
     )
     return each.total * interval.num_tokens
 

@@ -1,8 +1,9 @@
 """Held-out evaluation of checkpoints and models apart from training, on any number of ranks.
 
 Text, masks, alpha and precision are those of the trainer's own evaluation, which takes the first
-`monitor.eval_sequences`: for as many sequences the numbers are the same. The run may go on
-meanwhile: an evaluation does not take its lock and does not write to its metrics.
+`monitor.eval_sequences`: for as many sequences the numbers are the same. A run is evaluated with
+its own objective, a model folder as masked language modelling. The run may go on meanwhile: an
+evaluation does not take its lock and does not write to its metrics.
 """
 
 import logging
@@ -31,7 +32,7 @@ from pipeline.runtime.rank import AgreedStop
 from pipeline.runtime.summary import duration
 from pipeline.train.evaluate import EvalResult, combine, own_sums
 from pipeline.train.initial import tokenizer_differences
-from pipeline.use.folder import load_checkpoint, load_model
+from pipeline.use.folder import load_model, load_objective
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class Evaluator:
             self._stop.check()
             with dist.together():
                 try:
-                    model, manifest = load_checkpoint(path)
+                    model, manifest = load_objective(path, self._objective)
                 except (CheckpointError, OSError) as error:
                     raise _reading_error(path, error) from error
             self._require_fit(path, manifest.fingerprint, other_data=other_data)

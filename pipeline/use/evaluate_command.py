@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.config.data import DataConfig, EvalDataConfig
 from pipeline.config.load import build, load, provenance
 from pipeline.config.model import ModelConfig
+from pipeline.config.objective import ObjectiveConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import param, section
 from pipeline.config.train import TrainConfig
@@ -35,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Held-out loss and accuracy of a run's checkpoint or of a model folder, on one process or on many
-ranks. Text, masks and precision are the run's: with --sequences set to monitor.eval_sequences the
-numbers are those that the run logged. The run may go on training meanwhile. Each result of a run is
-also appended to RUN/evaluations.jsonl."""
+ranks. Objective, text, masks and precision are the run's: with --sequences set to
+monitor.eval_sequences the numbers are those that the run logged. A model folder is evaluated at
+masked tokens. The run may go on training meanwhile. Each result of a run is also appended to
+RUN/evaluations.jsonl."""
 MASK_FIELDS = (
     "masking",
     "mask_selection",
@@ -56,6 +58,7 @@ class EvaluateConfig:
     """All that the numbers depend on besides the model."""
 
     data: DataConfig = section(DataConfig, "dataset, packing and masking")
+    objective: ObjectiveConfig = section(ObjectiveConfig, "what is predicted")
     sequences: int = param(_ALL, "at most so many, of all ranks", unit="sequences", ge=1)
     micro_batch: int = param(
         TrainConfig.micro_batch, "of a forward pass of one rank", unit="sequences", ge=1
@@ -66,7 +69,10 @@ class EvaluateConfig:
     def eval_data(self) -> EvalDataConfig:
         """What a loader of held-out text needs of this config."""
         return EvalDataConfig(
-            data=self.data, sequences=self.sequences, micro_batch=self.micro_batch
+            data=self.data,
+            objective=self.objective,
+            sequences=self.sequences,
+            micro_batch=self.micro_batch,
         )
 
 
@@ -97,7 +103,8 @@ def evaluate_config(arguments: argparse.Namespace) -> EvaluateConfig:
         run = load(PretrainConfig, origin).config
         model, train = run.model, run.train
         values = {"micro_batch": train.micro_batch, "precision": train.precision}
-        values["data"] = asdict(run.data) | {"dir": RunFolder(source).as_started(run.data.dir)}
+        data = asdict(run.data) | {"dir": RunFolder(source).as_started(run.data.dir)}
+        values |= {"data": data, "objective": asdict(run.objective)}
     # Options as overrides, so that their ranges are checked as in a config.
     options = {
         "data.dir": None if arguments.data is None else json.dumps(str(arguments.data)),
@@ -192,14 +199,15 @@ class Report:
         if self._path is not None:
             AppendedFile(self._path).append((json.dumps(record) + "\n").encode(), end=b"\n")
 
-    def head(self) -> list[str]:
+    def head(self, found: "Evaluation") -> list[str]:
         """Describe the setting, above the first line of the table."""
         setting = self._setting
         about = (
             f"{self._source}: {setting['sequences']:,} held-out sequences of "
             f"{setting['seq_len']} from {setting['data']}, {setting['precision']}"
         )
-        names = ("step", "source", "loss", "perplexity", "accuracy", "masked tokens")
+        others = _others(found.result.total)
+        names = ("step", "source", "loss", "perplexity", "accuracy", *others, "masked tokens")
         return [about, self._line(*names)]
 
     def lines(self, found: "Evaluation") -> Iterator[str]:
@@ -208,16 +216,23 @@ class Report:
         if len(found.result.by_source) > 1:
             scores |= found.result.by_source
         step = "-" if found.step is None else f"{found.step:,}"
-        for name, score in scores.items():
+        for source, score in scores.items():
             values = _values(score)
-            loss, accuracy = (f"{values[key]:.5f}" for key in ("loss", "accuracy"))
+            names = ("loss", "accuracy", *_others(score))
+            loss, *means = (f"{values[key]:.5f}" for key in names)
             targets = f"{values['num_masked']:,.0f}"
-            yield self._line(step, name, loss, f"{score.perplexity:,.2f}", accuracy, targets)
+            yield self._line(step, source, loss, f"{score.perplexity:,.2f}", *means, targets)
 
     def _line(self, step: str, name: str, *numbers: str) -> str:
         width = max(map(len, ("source", *self._sources)))
-        cells = [text.rjust(width) for text, width in zip(numbers, (9, 12, 9, 14), strict=True)]
+        widths = (9, 12, 9, *[16] * (len(numbers) - 4), 14)
+        cells = [text.rjust(size) for text, size in zip(numbers, widths, strict=True)]
         return "  ".join([step.rjust(10), name.ljust(width), *cells])
+
+
+def _others(score: "Score") -> list[str]:
+    """Name the means of an objective that are not those of masked tokens."""
+    return [name for name in score.means if name not in ("loss", "accuracy")]
 
 
 def _numbers(score: "Score") -> dict[str, float | None]:
@@ -277,7 +292,7 @@ def _show(report: Report, found: "Iterator[Evaluation]", *, as_json: bool) -> No
         if as_json:
             print(json.dumps(record), flush=True)
         else:
-            head = [] if number else report.head()
+            head = [] if number else report.head(evaluation)
             print("\n".join([*head, *report.lines(evaluation)]), flush=True)
         report.append(record)
 

@@ -37,6 +37,7 @@ from pipeline.model.architecture import (
     HEAD_FILE,
     SENTENCEPIECE_FILE,
     TASK_FILE,
+    TASK_HEADS,
     TOKENIZERS_FILE,
     WEIGHTS_FILE,
     is_model_folder,
@@ -46,6 +47,8 @@ from pipeline.model.architecture import (
 )
 from pipeline.model.encoder import EncoderModel, fresh_head, without_storage
 from pipeline.model.layout import Layout, rows
+from pipeline.objectives.base import Objective
+from pipeline.objectives.choose import read_objective
 from pipeline.runtime import tensors
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
@@ -152,7 +155,11 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: str) ->
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape; names them.
     """
-    model = without_storage(config)
+    return _filled(without_storage(config), weights, origin)
+
+
+def _filled(model: EncoderModel, weights: dict[str, Tensor], origin: str) -> EncoderModel:
+    """Give a model without storage its weights; errors as `build_model`."""
     require_fit(dict(model.state_dict()), weights, origin)
     model.load_state_dict({name: weights[name].float() for name in model.state_dict()}, assign=True)
     return model.eval()
@@ -219,13 +226,15 @@ def load_trained(source: Path, step: int | None = None) -> TrainedModel:
     path = _newest(source)[0] if step is None else at_step(source, step)
     if step is not None:
         verify(path)
-    model, manifest = load_checkpoint(path)
-    facts = {
+    model, manifest, made_new = load_checkpoint(path)
+    facts: dict[str, Any] = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,
         "scores": _scores(source, manifest.step),
         "trained_with": manifest.provenance,
     }
+    if made_new:
+        facts[MADE_NEW] = made_new
     return TrainedModel(model, read_tokenizer(path), facts)
 
 
@@ -249,22 +258,47 @@ def require_full_alpha(trained: TrainedModel, source: Path, why: str) -> None:
         )
 
 
-def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest]:
+def load_checkpoint(path: Path) -> tuple[EncoderModel, Manifest, list[str]]:
     """Load one checkpoint in fp32 and evaluation mode, at its alpha, without verifying its files.
+
+    Returns:
+        An encoder with an MLM head, whatever it was trained with; its manifest; and what of the
+        head was made new, as `MADE_NEW` has it.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the architecture.
     """
+    manifest, config, weights = _read_checkpoint(path, BESIDE_MODEL)
+    made_new: list[str] = []
+    if read_objective(manifest.identity, str(path)).kind == "rtd":
+        weights, made_new = only_encoder(config, weights, str(path))
+        # A head without parameters was not trained, either.
+        made_new = made_new or ["the token embedding as its output"]
+    model = build_model(config, weights, str(path))
+    model.set_alpha(manifest.alpha)
+    return model, manifest, made_new
+
+
+def load_objective(path: Path, objective: Objective) -> tuple[EncoderModel, Manifest]:
+    """Load one checkpoint as `load_checkpoint` does, with all parts that its objective trains."""
+    manifest, config, weights = _read_checkpoint(path, (TASK_HEADS,))
+    with torch.device("meta"):
+        model = objective.make_model(config)
+    model = _filled(model, weights, str(path))
+    model.set_alpha(manifest.alpha)
+    return model, manifest
+
+
+def _read_checkpoint(
+    path: Path, left_out: tuple[str, ...]
+) -> tuple[Manifest, ModelConfig, dict[str, Tensor]]:
+    """Read architecture and weights, but for names that begin so."""
     manifest = read_manifest(path)
     config = read_config(manifest.identity["model"], str(path))
     weights = {
-        name: tensor
-        for name, tensor in read_weights(path).items()
-        if not name.startswith(BESIDE_MODEL)
+        name: tensor for name, tensor in read_weights(path).items() if not name.startswith(left_out)
     }
-    model = build_model(config, weights, str(path))
-    model.encoder.set_alpha(manifest.alpha)
-    return model, manifest
+    return manifest, config, weights
 
 
 def initial_weights(source: Path) -> InitialWeights:

@@ -12,6 +12,7 @@ heads, H head size, F inner width.
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.use.folder import (
+    MADE_NEW,
     build_model,
     copy_tokenizer,
     load_trained,
@@ -76,7 +78,7 @@ def grow(
     if noise:
         weights = _with_noise(weights, noise, seed)
     model = build_model(config, weights, str(source))
-    facts = {
+    facts: dict[str, Any] = {
         "grown_from": {
             "path": source.name,
             "model": asdict(trained.model.config),
@@ -84,6 +86,8 @@ def grow(
             "seed": seed,
         }
     }
+    if MADE_NEW in trained.facts:
+        facts[MADE_NEW] = trained.facts[MADE_NEW]
     with publishing(out) as folder:
         write_model(folder, config, weights, facts)
         copy_tokenizer(tokenizer_folder(source), folder)

@@ -458,7 +458,7 @@ def test_activations_equal_what_autograd_keeps(
     )  # fmt: skip
     _, others = kept_bytes(config, 4, 15, dtype, fused=True)
     formula = cost.activation_bytes(
-        config, 4 * 24, 24, dtype.itemsize, 15 / 96, dtype.itemsize,
+        config, 4 * 24, 24, cost.Sizes(dtype.itemsize, dtype.itemsize), 15 / 96,
         fused=Choice(attention=True, residual_norm=True),
     )  # fmt: skip
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
@@ -468,7 +468,7 @@ def test_checkpointed_memory_is_what_cost_says() -> None:
     config = replace(CHECKPOINTED, score_residual="sum", num_layers=3, hidden_size=64, num_heads=2)
     tokens = BATCH * SEQ_LEN
     formula = cost.activation_bytes(
-        config, tokens, SEQ_LEN, 2, NUM_MASKED / tokens, 2, 1,
+        config, tokens, SEQ_LEN, cost.Sizes(2, 2), NUM_MASKED / tokens, 1,
         Choice(attention=True, residual_norm=True),
     )  # fmt: skip
     lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))

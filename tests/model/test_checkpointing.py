@@ -118,14 +118,15 @@ def alive_bytes(
 def test_memory_is_what_cost_says(score_residual: str, group_size: int, dtype: torch.dtype) -> None:
     config = replace(CONFIG, score_residual=score_residual)  # type: ignore[arg-type]
     formula = cost.activation_bytes(
-        config, BATCH * SEQ_LEN, SEQ_LEN, dtype.itemsize, NUM_MASKED / (BATCH * SEQ_LEN),
-        dtype.itemsize, group_size,
+        config, BATCH * SEQ_LEN, SEQ_LEN, cost.Sizes(dtype.itemsize, dtype.itemsize),
+        NUM_MASKED / (BATCH * SEQ_LEN), group_size,
     )  # fmt: skip
     lasting = sum(formula[name] for name in ("embeddings", "layer inputs", "head", "loss"))
     # What all layers share: the rotary tables in fp32, the mask, and four int32 of the layout.
     shared = BATCH * SEQ_LEN * (config.head_size * 4 + SEQ_LEN + 4 * 4)
     assert alive_bytes(config, dtype, group_size) == pytest.approx(lasting + shared, abs=300)
-    everything = cost.activation_bytes(config, BATCH * SEQ_LEN, SEQ_LEN, dtype.itemsize)["total"]
+    sizes = cost.Sizes(dtype.itemsize)
+    everything = cost.activation_bytes(config, BATCH * SEQ_LEN, SEQ_LEN, sizes)["total"]
     assert formula["total"] < everything
 
 

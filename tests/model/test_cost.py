@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.model import cost
 from pipeline.model.describe import Plan, describe, read_plan
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layout import rows
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,7 @@ def test_random_configs_have_every_value_of_every_switch() -> None:
         assert {getattr(config, name) for config in RANDOM} == set(values)
 
 
-def _group(name: str) -> str:
+def group_of(name: str) -> str:
     """Group of a parameter of the real module, by its name."""
     places = {
         "encoder.token_embedding": "token embedding",
@@ -104,7 +105,7 @@ def _real_parameters(config: ModelConfig) -> dict[str, int]:
         model = MaskedLanguageModel(config)
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        found[_group(name)] = found.get(_group(name), 0) + parameter.numel()
+        found[group_of(name)] = found.get(group_of(name), 0) + parameter.numel()
     return found | {"total": sum(parameter.numel() for parameter in model.parameters())}
 
 
@@ -173,28 +174,34 @@ def test_flops_of_documents_shorter_than_the_row() -> None:
 def kept_bytes(
     config: ModelConfig, batch: int, num_masked: int, dtype: torch.dtype, *, fused: bool = False
 ) -> tuple[int, int]:
-    """Bytes of the distinct storages autograd keeps: fused attention's mask, and all others.
-
-    The mask (B, 1, S, S), which torch turns into numbers for each layer, is told by its shape.
-    """
+    """As `kept_by`, of random tokens."""
     seq_len = 24
     model = MaskedLanguageModel(config).to(dtype).train()
     if fused:
         model.encoder.fuse_attention()
         model.encoder.fuse_residual_norms()
+    return kept_by(model, lambda: _loss(model, batch, seq_len, num_masked), seq_len)
+
+
+def kept_by(model: EncoderModel, run: Callable[[], torch.Tensor], seq_len: int) -> tuple[int, int]:
+    """Bytes of the distinct storages autograd keeps: fused attention's mask, and all others.
+
+    The mask (B, 1, S, S), which torch turns into numbers for each layer, is told by its shape.
+    """
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     masks, others = {}, {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            is_mask = config.score_residual == "none" and tensor.shape[-2:] == (seq_len, seq_len)
+            plain = model.config.score_residual == "none"
+            is_mask = plain and tensor.shape[-2:] == (seq_len, seq_len)
             (masks if is_mask else others)[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     # The graph, alive until the end, holds what is kept: no address comes twice.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = _loss(model, batch, seq_len, num_masked)
+        loss = run()
     assert loss.requires_grad
     return sum(masks.values()), sum(others.values())
 
@@ -215,7 +222,8 @@ def test_activations_equal_what_autograd_keeps(
     )  # fmt: skip
     masks, others = kept_bytes(config, 4, 15, dtype)
     assert masks == (0 if carries else config.num_layers * 4 * 24 * 24 * dtype.itemsize)
-    formula = cost.activation_bytes(config, 4 * 24, 24, dtype.itemsize, 15 / 96, dtype.itemsize)
+    sizes = cost.Sizes(dtype.itemsize, dtype.itemsize)
+    formula = cost.activation_bytes(config, 4 * 24, 24, sizes, 15 / 96)
     # Scalars, and the statistics of layernorm, which a CPU keeps in bf16 and a GPU in fp32.
     assert formula["total"] == pytest.approx(others, rel=0.01)
 
@@ -224,7 +232,7 @@ def test_activations_equal_what_autograd_keeps(
 def test_activations_of_random_configs(config: ModelConfig) -> None:
     batch = 1 if config.num_layers == 1 else 3  # one row is viewed, not copied, as a batch
     _, others = kept_bytes(config, batch, 10, torch.float32)
-    formula = cost.activation_bytes(config, batch * 24, 24, 4, 10 / (batch * 24), 4)
+    formula = cost.activation_bytes(config, batch * 24, 24, cost.Sizes(4, 4), 10 / (batch * 24))
     assert formula["total"] == pytest.approx(others, abs=16)  # a few scalars
 
 

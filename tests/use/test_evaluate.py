@@ -32,7 +32,9 @@ from pipeline.errors import (
 from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.runtime import cli, stop
 from pipeline.runtime.stop import StopRequest
-from pipeline.use.evaluate_command import EVALUATE
+from pipeline.train.evaluate import EvalResult, Score
+from pipeline.use.evaluate import Evaluation
+from pipeline.use.evaluate_command import EVALUATE, Report
 from pipeline.use.folder import export, write_model
 from tests.support.ranks import Ranks, records, start
 
@@ -173,6 +175,43 @@ def test_one_process_gives_them_but_for_rounding(run: Path, evaluate: Command) -
     assert _scores(record) == pytest.approx(expected[8], rel=_OTHER_RANKS)
     assert record["micro_batch"] == 7
     assert record["perplexity"] == pytest.approx(2.718281828459045 ** record["loss"])
+
+
+def test_a_run_is_evaluated_with_its_own_objective(
+    tmp_path: Path, two_sources: DatasetIndex, start_ranks: type[Ranks], evaluate: Command
+) -> None:
+    run_dir = tmp_path / "run"
+    ranks = start_ranks(
+        run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
+        "data.masking=token", "data.mask_selection=exact", "data.replace_mask_prob=0.85",
+        "data.replace_random_prob=0", "train.num_steps=4", "monitor.eval_every_steps=4",
+        "monitor.eval_sequences=20", world_size=1,
+    )  # fmt: skip
+    assert ranks.wait() == [0], ranks.output
+    [record] = evaluate(run_dir, "--sequences", 20)
+    logged = records(run_dir, "eval")[-1]
+    means = ["loss", "accuracy", "sampled_accuracy", "discriminator", "auc", "recall"]
+    assert [record[name] for name in means] == pytest.approx(
+        [logged[name] for name in means], rel=_OTHER_RANKS
+    )
+    assert 0 < record["auc"] < 1
+
+
+def test_the_table_has_a_column_for_each_mean() -> None:
+    means = {"loss": 1.0, "accuracy": 0.5, "sampled_accuracy": 0.25, "auc": 0.75}
+    score = Score(means, {"num_masked": 7})
+    report = Report.__new__(Report)
+    report._source, report._sources = Path("run"), ("news",)
+    report._setting = {"sequences": 9, "seq_len": 64, "data": "data", "precision": "fp32"}
+    found = Evaluation(Path("run"), 4, 1.0, EvalResult(score, {"news": score}))
+    _, names = report.head(found)
+    [line] = report.lines(found)
+    assert len(names) == len(line)
+    assert names.split() == [
+        "step", "source", "loss", "perplexity", "accuracy", "sampled_accuracy", "auc", "masked",
+        "tokens",
+    ]  # fmt: skip
+    assert line.split() == ["4", "all", "1.00000", "2.72", "0.50000", "0.25000", "0.75000", "7"]
 
 
 def test_default_is_the_newest_checkpoint_on_all_held_out_text(

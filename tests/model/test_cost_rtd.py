@@ -1,0 +1,109 @@
+"""The cost of replaced-token detection against the real module, as `test_cost` for MLM."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.config.model import ModelConfig
+from pipeline.config.objective import ObjectiveConfig
+from pipeline.data.loader import MicroBatch, document_bounds
+from pipeline.kernels.choose import REFERENCE
+from pipeline.model import cost
+from pipeline.objectives.rtd import ReplacedTokenDetection, ReplacedTokenModel
+from tests.model.test_cost import BERT, ODD, RANDOM, TINY, group_of, kept_by
+
+RTD = ObjectiveConfig(kind="rtd", generator_size=0.5, generator_layers=0.4)
+ROWS, SEQ_LEN, NUM_MASKED = 3, 24, 10
+
+
+def _group(name: str) -> str:
+    if name.startswith("objective.generator.head_"):
+        return "generator head"
+    if name.startswith("objective.generator."):
+        return "generator"
+    return "discriminator head" if name.startswith("objective.") else group_of(name)
+
+
+def _loss(model: ReplacedTokenModel) -> Tensor:
+    """The training loss of random tokens; two documents in each row."""
+    documents = (1 + (np.arange(SEQ_LEN) >= SEQ_LEN // 2).astype(np.int32))[None].repeat(ROWS, 0)
+    batch = MicroBatch(
+        input_ids=torch.randint(0, 300, (ROWS, SEQ_LEN)),
+        documents=torch.from_numpy(documents),
+        positions=torch.arange(SEQ_LEN).expand(ROWS, -1),
+        segments=None,
+        cu_seqlens=torch.from_numpy(document_bounds(documents)),
+        inputs={
+            "masked_index": torch.randperm(ROWS * SEQ_LEN)[:NUM_MASKED].clone(),
+            "targets": torch.zeros(NUM_MASKED, dtype=torch.int64),
+            "uniform": torch.rand(NUM_MASKED),
+        },
+        weights={"loss": float(NUM_MASKED), "discriminator": float(ROWS * SEQ_LEN)},
+        counts={},
+        num_tokens=ROWS * SEQ_LEN,
+        hash=0,
+    )
+    sums = ReplacedTokenDetection(RTD)(model, batch)
+    return sums["loss"].total + 50 * sums["discriminator"].total
+
+
+@pytest.mark.parametrize("config", RANDOM[:30], ids=range(30))
+def test_parameters(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        model = ReplacedTokenModel(config, RTD)
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        found[_group(name)] = found.get(_group(name), 0) + parameter.numel()
+    counted = cost.parameters(config, RTD)
+    assert counted.pop("total") == sum(found.values())
+    assert {name: number for name, number in counted.items() if number} == found
+
+
+@pytest.mark.parametrize("config", RANDOM[:8], ids=range(8))
+def test_flops_equal_those_torch_counts(config: ModelConfig) -> None:
+    model = ReplacedTokenModel(config, RTD)
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward, torch.no_grad():
+            _loss(model)
+        with FlopCounterMode(display=False) as total:
+            _loss(model).backward()
+    tokens = ROWS * SEQ_LEN
+    flops = cost.flops_per_token(config, SEQ_LEN, NUM_MASKED / tokens, objective=RTD)
+    drawing = 2 * NUM_MASKED * config.embedding_width * 300
+    assert forward.get_total_flops() - drawing == pytest.approx(flops.forward * tokens, rel=1e-12)
+    assert total.get_total_flops() - drawing == pytest.approx(flops.total * tokens, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("changes", [{}, BERT, ODD], ids=["v2", "bert", "odd"])
+def test_activations_equal_what_autograd_keeps(
+    changes: dict[str, object], dropout: float, dtype: torch.dtype
+) -> None:
+    config = replace(
+        TINY, **changes, score_residual="sum", dropout=dropout, attention_dropout=dropout
+    )  # type: ignore[arg-type]
+    model = ReplacedTokenModel(config, RTD).to(dtype).train()
+    _, others = kept_by(model, lambda: _loss(model), SEQ_LEN)
+    sizes, tokens = cost.Sizes(dtype.itemsize, dtype.itemsize), ROWS * SEQ_LEN
+    formula = cost.activation_bytes(
+        config, tokens, SEQ_LEN, sizes, NUM_MASKED / tokens, None, REFERENCE, RTD
+    )
+    assert formula["total"] == pytest.approx(others, rel=0.01)
+
+
+def test_a_small_generator_is_cheap_and_head_and_body_are_where_they_are_said_to_be() -> None:
+    config = ModelConfig(vocab_size=30_522, num_layers=12, hidden_size=768, num_heads=12,
+                         ffn_size=3072, mlm_head="bert")  # fmt: skip
+    mlm = cost.flops_per_token(config, 512)
+    rtd = cost.flops_per_token(config, 512, objective=ObjectiveConfig(kind="rtd"))
+    # A quarter of the width and of the heads: a sixteenth of the products of weights.
+    layers = 12 * (12 * 192 * 192)
+    assert rtd.body - mlm.body == 2 * (layers + 768 * 192)
+    assert rtd.attention == 1.25 * mlm.attention
+    assert 1.05 < rtd.total / mlm.total < 1.15
