@@ -51,6 +51,13 @@ class PretrainConfig:
                 f"data.seq_len={longest} is longer than the {limit} learned positions of the "
                 "model; shorten it (phases have lengths, too), or raise model.max_positions"
             )
+        if self.objective.pairs and not (self.model.pooler and self.model.type_vocab_size >= 2):
+            raise ConfigError(
+                f"objective.kind={self.objective.kind} reads pairs of segments from the pooled "
+                f"[CLS], but model.pooler={str(self.model.pooler).lower()} and "
+                f"model.type_vocab_size={self.model.type_vocab_size}; set model.pooler=true and "
+                "model.type_vocab_size=2"
+            )
         saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
         if self.checkpoint.keep_best and saves % evaluations:
             raise ConfigError(
