@@ -10,14 +10,16 @@ A piece is a text of one document, of at most a sequence's length. Unlike in the
 
 - The other text of nsp is of the same block, so that no other block is read: of any other document
   with equal probability, from any of its sentences on. It is at most as long as the rest that it
-  replaces. Where that ends with a sentence, it is cut behind the last sentence that fits, if one
-  does: otherwise its cut end would tell the label.
+  replaces. Where that ends with a sentence, so does the other text, or its cut end would tell the
+  label: it starts with the first of ten sentences from there on that fits, and has as many as fit;
+  if none does, it is cut all the same.
 - Packing cuts long documents anywhere. A part of a sentence at either end of a piece stays there
   when sop exchanges whole sentences: a [SEP] behind half a sentence would tell the label.
 - A piece with too few sentences (nsp: two, whole or not; sop: two whole ones) is cut where a word
   starts, and has either label with probability 1/2; the other text of nsp then starts with a word,
-  not with a sentence. In BERT and ALBERT, a chunk of one sentence is always followed by another
-  text, with label 1: how A ends then gives the label away.
+  too: anywhere, or where it is to end with a sentence, in that sentence. In BERT and ALBERT, a
+  chunk of one sentence is always followed by another text, with label 1: how A ends then gives the
+  label away.
 - A piece of one word has no label and is a single segment. Without another document in the block,
   nsp takes the true rest.
 
@@ -54,6 +56,7 @@ _HALF = np.uint64(32)
 _ONE, _THREE, _SEVEN = np.uint64(1), np.uint64(3), np.uint64(7)
 _NO_LABEL = -1
 _IN_SENTENCE, _TOO_SHORT, _ALONE = range(3)
+_TRIES = 10
 
 
 class PairRule(NamedTuple):
@@ -263,23 +266,42 @@ def _other_text(
 ) -> tuple[int, int]:
     """Return from where to where a text of a document goes that has at most `longest` tokens."""
     draw, from_word = how
-    sentences = text.sentences
+    sentences, end = text.sentences, text.doc_ends[document]
     first = text.doc_ends[document - 1] if document else 0
-    stop = text.doc_ends[document]
-    if from_word:
-        start = first + int(np.int64(draw % np.uint64(stop - first)))
+    if from_word and not ends_whole:
+        start = first + int(np.int64(draw % np.uint64(end - first)))
         while start > first and not _starts_word(text.word_bits, start):
             start -= 1
-    else:
-        low, high = np.searchsorted(sentences, first), np.searchsorted(sentences, stop)
-        start = sentences[low + np.int64(draw % np.uint64(high - low))]
-    if stop - start > longest:
-        stop = start + longest
-        if ends_whole:
-            whole = sentences[np.searchsorted(sentences, stop, side="right") - 1]
-            if whole > start:
-                stop = whole
-    return int(start), int(stop)
+        return int(start), int(min(start + longest, end))
+    low, high = np.searchsorted(sentences, first), np.searchsorted(sentences, end)
+    which = low + np.int64(draw % np.uint64(high - low))
+    if ends_whole and not from_word:
+        for after in range(_TRIES):
+            at = low + (which - low + after) % (high - low)
+            if _sentence_end(sentences, at, end) - sentences[at] <= longest:
+                which = at
+                break
+    start = sentences[which]
+    if from_word:
+        end = _sentence_end(sentences, which, end)
+        if end - start > longest:
+            start = end - longest
+            while start < end - 1 and not _starts_word(text.word_bits, start):
+                start += 1
+    elif end - start > longest:
+        end = start + longest
+        whole = sentences[np.searchsorted(sentences, end, side="right") - 1]
+        if ends_whole and whole > start:
+            end = whole
+    return int(start), int(end)
+
+
+@inlined
+def _sentence_end(sentences: Ints, which: int, document_end: int) -> int:
+    """Return where a sentence of a document ends."""
+    if which + 1 == len(sentences):
+        return document_end
+    return int(min(sentences[which + 1], document_end))
 
 
 @kernel

@@ -159,6 +159,8 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
         count += 1
     if count:
         yield f"seen {count} times in {num_batches:,} batches"
+        if run.config.objective.pairs == "nsp":
+            yield "mlm_nsp replaces the second part of about half of the pieces: --step shows which"
     else:
         yield f"not seen in the {num_batches:,} batches of the run"
 

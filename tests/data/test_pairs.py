@@ -35,18 +35,22 @@ KINDS: tuple[PairKind, ...] = ("nsp", "sop")
 VOCABULARY = Vocabulary(len(PIECES))
 
 
-def _block(lengths: list[int], seed: int, dtype: type = np.uint16) -> Block:
+def _as_read(block: Block) -> Block:
+    for array in (block.tokens, block.doc_ends, block.word_bits):
+        array.flags.writeable = False
+    return block
+
+
+def _block(lengths: list[int], seed: int) -> Block:
     rng = np.random.default_rng(seed)
     ends = np.cumsum(lengths)
     block = Block(
-        tokens=rng.integers(4, len(PIECES), ends[-1]).astype(dtype),
+        tokens=rng.integers(4, len(PIECES), ends[-1]).astype(np.uint16),
         doc_ends=ends,
         word_bits=rng.integers(0, 256, -(-ends[-1] // 8)).astype(np.uint8),
         meta_json=b"",
     )
-    for array in (block.tokens, block.word_bits):
-        array.flags.writeable = False
-    return block
+    return _as_read(block)
 
 
 def _rule(kind: PairKind) -> PairRule:
@@ -117,18 +121,16 @@ def _require_row(slots: Slots, row: int, block: Block, made: list[Made]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("seq_len", "dtype", "lengths"),
+    ("seq_len", "lengths"),
     [
-        (8, np.uint16, [1, 2, 3, 4, 5, 6, 7, 30, 1, 1]),
-        (32, np.uint32, [1, 300, 29, 30, 58, 7, 2, 90] * 5),
-        (64, np.uint16, [*range(1, 130, 3)]),
-        (64, np.uint16, [400]),
+        (8, [1, 2, 3, 4, 5, 6, 7, 30, 1, 1]),
+        (32, [1, 300, 29, 30, 58, 7, 2, 90] * 5),
+        (64, [*range(1, 130, 3)]),
+        (64, [400]),
     ],
 )
-def test_pairs_are_those_of_the_reference(
-    kind: PairKind, seq_len: int, dtype: type, lengths: list[int]
-) -> None:
-    block = _block(lengths, seed=seq_len, dtype=dtype)
+def test_pairs_are_those_of_the_reference(kind: PairKind, seq_len: int, lengths: list[int]) -> None:
+    block = _block(lengths, seed=seq_len)
     slots, packing, locations = _laid_out(block, seq_len, kind)
     reference = ReferencePairs(block, PIECES, _rule(kind))
     starts = sentence_starts(block, _rule(kind).marks)
@@ -173,9 +175,7 @@ def _prose(num_documents: int) -> Block:
         ends.append(len(tokens))
     every = np.full(-(-len(tokens) // 8), 255, np.uint8)
     block = Block(np.array(tokens, np.uint16), np.array(ends, np.int64), every, b"")
-    for array in (block.tokens, block.word_bits):
-        array.flags.writeable = False
-    return block
+    return _as_read(block)
 
 
 def test_sentence_order_keeps_every_token_of_a_piece_and_the_label_tells_the_order() -> None:
@@ -216,8 +216,8 @@ def test_labels_are_even_and_nothing_but_the_text_tells_them(kind: PairKind) -> 
         if stop == block.doc_ends[document]:
             ends[int(bool(pair.label))].append(bool(block.tokens[second[-1]] == full_stop))
     assert all(ends[0])
-    # A first sentence that is longer than the room for it has to be cut.
-    assert np.mean(ends[1]) > 0.9
+    # Where none of the sentences tried has room, one has to be cut.
+    assert np.mean(ends[1]) > 0.95
 
 
 def test_a_random_text_is_of_another_document_and_not_longer_than_the_rest() -> None:
@@ -230,7 +230,7 @@ def test_a_random_text_is_of_another_document_and_not_longer_than_the_rest() -> 
         assert (of[0] != document) == bool(pair.label)
         assert 0 < end - start <= stop - int(pair.parts[1, 1])
         chosen += [of[0]] * bool(pair.label)
-    assert len(set(chosen)) > 250  # of 300, by 1,000 draws or so
+    assert len(set(chosen)) > 100  # of 300, by 200 draws or so
 
 
 def test_a_block_of_one_document_has_true_rests_only() -> None:

@@ -94,12 +94,26 @@ class ReferencePairs:
     ) -> list[int]:
         first, last = self.documents[document]
         sentences = self.sentences(document)
-        begins = sentences[draw % len(sentences)]
-        if from_word:
+        whole_ones = list(zip(sentences, [*sentences[1:], last], strict=True))
+        if from_word and not whole:
             token = first + draw % (last - first)
             begins = max(
                 at for at in range(first, token + 1) if at == first or self.starts_word[at]
             )
+            return [*range(begins, min(begins + longest, last))]
+        number = draw % len(sentences)
+        if from_word:
+            begins, stop = whole_ones[number]
+            room = range(max(begins, stop - longest), stop)
+            if len(room) == stop - begins:
+                return [*room]
+            words = [at for at in room if self.starts_word[at]]
+            return [*range(words[0] if words else stop - 1, stop)]
+        if whole:
+            turned = whole_ones[number:] + whole_ones[:number]
+            fitting = [each for each in (turned * 10)[:10] if each[1] - each[0] <= longest]
+            number = whole_ones.index(fitting[0]) if fitting else number
+        begins = sentences[number]
         stop = begins + longest
         if stop < last and whole:
             stop = max([at for at in sentences if begins < at <= stop], default=stop)
