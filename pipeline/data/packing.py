@@ -249,18 +249,17 @@ class Slots(NamedTuple):
     def empty(cls, num_sequences: int, seq_len: int, *, pairs: bool = False) -> "Slots":
         """Room for sequences; every one is to be filled by `lay_out`, or by `lay_out_pairs`."""
         shape = (num_sequences, seq_len)
-        marks = Pairs(
-            np.empty(shape, np.int64),
-            np.empty(shape, np.int8),
-            np.empty((num_sequences, 3), np.int64),
-        )
+        marks = None
+        if pairs:
+            counts = np.empty((num_sequences, 3), np.int64)
+            marks = Pairs(np.empty(shape, np.int64), np.empty(shape, np.int8), counts)
         return cls(
             tokens=np.empty(shape, np.int64),
             documents=np.empty(shape, np.int32),
             positions=np.empty(shape, np.int64),
             word_starts=np.empty(shape, np.bool_),
             maskable=np.empty(shape, np.bool_),
-            pairs=marks if pairs else None,
+            pairs=marks,
         )
 
 

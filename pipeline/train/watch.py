@@ -165,7 +165,8 @@ class Watch:
 
     def _speed(self, interval: Interval) -> dict[str, float]:
         """Return rates of all ranks, the model's FLOP/s of one, and seconds a step."""
-        targets = sum(interval.weights.values())
+        # Beside masked tokens an objective may count pairs of segments; a mix has only examples.
+        targets = interval.weights.get("loss", sum(interval.weights.values()))
         flops = model_flops(self._config, interval, targets)
         per_device = flops / interval.elapsed_s / self._run.engine.world_size
         own_s = interval.wait_s + interval.compute_s
