@@ -217,7 +217,7 @@ def test_labels_are_even_and_nothing_but_the_text_tells_them(kind: PairKind) -> 
             ends[int(bool(pair.label))].append(bool(block.tokens[second[-1]] == full_stop))
     assert all(ends[0])
     # Where none of the sentences tried has room, one has to be cut.
-    assert np.mean(ends[1]) > 0.95
+    assert np.mean(ends[1]) > 0.9
 
 
 def test_a_random_text_is_of_another_document_and_not_longer_than_the_rest() -> None:
@@ -298,7 +298,7 @@ def test_a_step_does_not_depend_on_ranks_and_micro_batch(
             np.testing.assert_array_equal(array, again[field], field)
         assert sum(part.hash for part in parts) % 2**64 == sum(b.hash for b in split) % 2**64
         for found in (parts, split):
-            assert sum(part.weights[name] for part in found) == len(whole["pair_labels"]) > 24
+            assert sum(part.weights[name] for part in found) == len(whole["pair_labels"]) > 12
         counts = [
             {key: sum(part.counts[key] for part in found) for key in parts[0].counts}
             for found in (parts, split)

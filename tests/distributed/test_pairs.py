@@ -12,7 +12,8 @@ from pipeline.use.folder import load_checkpoint
 from tests.support.ranks import Ranks, newest_state, records
 
 SETTINGS = (
-    "objective={kind: mlm_sop, pair_weight: 0.5}",
+    "objective.kind=mlm_sop",
+    "objective.pair_weight=0.5",
     "model.pooler=true",
     "train.zero_stage=1",
     "train.num_steps=24",

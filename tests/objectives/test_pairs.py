@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config.data import DataConfig
 from pipeline.config.model import ModelConfig
-from pipeline.config.objective import ObjectiveConfig, PairKind
+from pipeline.config.objective import ObjectiveConfig, ObjectiveKind, PairKind
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.errors import ConfigError
@@ -18,6 +19,7 @@ from pipeline.objectives.choose import make_objective
 from pipeline.objectives.pairs import PairClassification, PairModel
 from tests.distributed.engine_main import micro_batch
 
+KIND: dict[PairKind, ObjectiveKind] = {"nsp": "mlm_nsp", "sop": "mlm_sop"}
 CONFIG = ModelConfig(
     vocab_size=200, num_layers=2, hidden_size=32, num_heads=2, ffn_size=64, pooler=True,
     dropout=0.0, attention_dropout=0.0, bias=True, norm_affine=True, mlm_head="bert", init="unit",
@@ -53,7 +55,7 @@ def _model() -> PairModel:
 
 def _total(model: PairModel, batch: MicroBatch, kind: PairKind, weight: float) -> torch.Tensor:
     """The minimised loss, as the engine puts it together."""
-    objective = make_objective(ObjectiveConfig(kind=f"mlm_{kind}", pair_weight=weight))
+    objective = make_objective(ObjectiveConfig(kind=KIND[kind], pair_weight=weight))
     sums = objective(model, batch)
     terms = [factor * sums[n].total / sums[n].weight for n, factor in objective.losses.items()]
     return torch.stack(terms).sum()
@@ -81,14 +83,14 @@ def test_sums_are_those_written_out(kind: PairKind) -> None:
         one, other = weights["objective.weight"] @ pooled + weights["objective.bias"]
         expected += math.log(math.exp(one) + math.exp(other)) - (one, other)[label]
         right += int(other > one) == label
-    assert sums[kind].total.item() == pytest.approx(expected, rel=1e-12)
+    assert sums[kind].total.item() == pytest.approx(expected, rel=1e-10)
     assert sums[f"{kind}_accuracy"].total.item() == right
     assert sums[kind].weight.item() == sums[f"{kind}_accuracy"].weight.item() == 3
     logits = model(batch.input_ids, layout, batch.inputs["masked_index"], batch.segments)
     of_tokens = 0.0
     for row, target in zip(logits.tolist(), batch.inputs["targets"].tolist(), strict=True):
         of_tokens += math.log(sum(math.exp(value) for value in row)) - row[target]
-    assert sums["loss"].total.item() == pytest.approx(of_tokens, rel=1e-12)
+    assert sums["loss"].total.item() == pytest.approx(of_tokens, rel=1e-10)
     # Segments matter: the same tokens without them have another loss.
     other_sums = PairClassification(kind, 1.0)(model, replace(batch, segments=None))
     assert abs(other_sums["loss"].total.item() - of_tokens) > 1e-3
@@ -138,11 +140,13 @@ def test_a_bf16_model_sums_in_fp32_and_the_loss_is_that_of_masked_tokens() -> No
 
 
 def test_what_a_config_may_ask_for() -> None:
+    data = DataConfig(dir="unused")
     with pytest.raises(ConfigError, match=r"model\.pooler=false.*set model\.pooler=true"):
-        PretrainConfig(run_dir="x", objective=ObjectiveConfig(kind="mlm_sop"))
+        PretrainConfig(run_dir="x", data=data, objective=ObjectiveConfig(kind="mlm_sop"))
     with pytest.raises(ConfigError, match=r"model\.type_vocab_size=1"):
         PretrainConfig(
             run_dir="x",
+            data=data,
             model=ModelConfig(pooler=True, type_vocab_size=1),
             objective=ObjectiveConfig(kind="mlm_nsp"),
         )
