@@ -22,7 +22,7 @@ def _run(dataset: DatasetIndex, folder: Path, kind: ObjectiveKind) -> OpenedRun:
         model=ModelConfig(pooler=True),
         objective=ObjectiveConfig(kind=kind),
         data=DataConfig(dir=str(dataset.folder), seq_len=64),
-        train=TrainConfig(num_steps=10, global_batch=16, micro_batch=8),
+        train=TrainConfig(global_batch=16, micro_batch=8),
     )
     return OpenedRun(folder, config.train_data, 10, (), dataset, [], world_size=1)
 
