@@ -277,7 +277,7 @@ def _other_text(
     which = low + np.int64(draw % np.uint64(high - low))
     if ends_whole and not from_word:
         for after in range(_TRIES):
-            at = low + (which - low + after) % (high - low)
+            at = int(low + (which - low + after) % (high - low))
             if _sentence_end(sentences, at, end) - sentences[at] <= longest:
                 which = at
                 break

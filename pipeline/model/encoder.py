@@ -347,7 +347,7 @@ class MaskedLanguageModel(EncoderModel, MaskedHead):
         masked_index: Tensor,
         segments: Tensor | None = None,
         targets: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Losses or logits of chosen positions only; no (B, S, V) tensor is made.
 
         Args:
