@@ -274,7 +274,7 @@ def _other_text(
             start -= 1
         return int(start), int(min(start + longest, end))
     low, high = np.searchsorted(sentences, first), np.searchsorted(sentences, end)
-    which = low + np.int64(draw % np.uint64(high - low))
+    which = int(low + np.int64(draw % np.uint64(high - low)))
     if ends_whole and not from_word:
         for after in range(_TRIES):
             at = int(low + (which - low + after) % (high - low))
