@@ -322,6 +322,8 @@ def _coverage(arguments: argparse.Namespace) -> int:
     else:
         for line in coverage_text(report):
             print(line)
+        if config.objective.pairs == "nsp":
+            print("mlm_nsp then replaces the second part of about half of the pieces")
     return EXIT_FINISHED if report.is_exact else EXIT_FAILED_DO_NOT_RETRY
 
 

@@ -8,6 +8,7 @@ from pipeline.config.schema import param
 from pipeline.errors import ConfigError
 
 ObjectiveKind = Literal["mlm", "mlm_nsp", "mlm_sop", "mlm_sbo", "rtd"]
+PairKind = Literal["nsp", "sop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,10 @@ class ObjectiveConfig:
         50.0, "of rtd: factor of the discriminator's loss beside the generator's", gt=0
     )
 
+    pair_weight: float = param(
+        1.0, "of mlm_nsp and mlm_sop: factor of the pairs' loss beside that of masked tokens", gt=0
+    )
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kinds = getattr(self, field.name), _KINDS_OF.get(field.name)
@@ -41,8 +46,15 @@ class ObjectiveConfig:
                     f"{self.kind}; leave it out, or set objective.kind={kinds[0]}"
                 )
 
+    @property
+    def pairs(self) -> PairKind | None:
+        """What is asked of a pair [CLS] A [SEP] B [SEP]; None: text is not laid out in pairs."""
+        kinds: dict[str, PairKind] = {"mlm_nsp": "nsp", "mlm_sop": "sop"}
+        return kinds.get(self.kind)
+
 
 _KINDS_OF: dict[str, tuple[ObjectiveKind, ...]] = {
+    "pair_weight": ("mlm_nsp", "mlm_sop"),
     "generator_size": ("rtd",),
     "generator_layers": ("rtd",),
     "temperature": ("rtd",),

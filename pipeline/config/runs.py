@@ -59,6 +59,13 @@ class PretrainConfig:
                 f"{self.data.similar} put others there: set data.replace_mask_prob=0.85 "
                 "data.replace_random_prob=0, and leave out data.similar"
             )
+        if self.objective.pairs and not (self.model.pooler and self.model.type_vocab_size >= 2):
+            raise ConfigError(
+                f"objective.kind={self.objective.kind} reads pairs of segments from the pooled "
+                f"[CLS], but model.pooler={str(self.model.pooler).lower()} and "
+                f"model.type_vocab_size={self.model.type_vocab_size}; set model.pooler=true and "
+                "model.type_vocab_size=2"
+            )
         saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
         if self.checkpoint.keep_best and saves % evaluations:
             raise ConfigError(

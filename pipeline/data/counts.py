@@ -1,7 +1,8 @@
 """Numbers of sequences and pieces of every block, counted once for a dataset and a length.
 
 They follow from documents' lengths alone, so a file beside the dataset, `packing-SEQLEN.npz`,
-serves all runs. If that folder is not writable, the file is in the run's folder, or there is none.
+serves all runs; objectives with pairs have `packing-SEQLEN-pairs.npz`. If that folder is not
+writable, the file is in the run's folder, or there is none.
 """
 
 import io
@@ -15,8 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.packing import RULE_VERSION, SPECIALS_PER_PIECE, Ints, pack
+from pipeline.data.packing import (
+    RULE_VERSION,
+    SPECIALS_PER_PIECE,
+    Ints,
+    counts_file,
+    pack,
+    specials_per_piece,
+)
 from pipeline.data.reader import BlockReader
 from pipeline.runtime import watchdog
 from pipeline.runtime.files import write_atomic
@@ -37,41 +46,53 @@ class Counts(NamedTuple):
 
 
 def sequences_at(
-    index: DatasetIndex, seq_lens: Iterable[int], run_dir: str | Path | None
+    index: DatasetIndex,
+    seq_lens: Iterable[int],
+    run_dir: str | Path | None,
+    objective: ObjectiveConfig = MLM,
 ) -> dict[int, Ints]:
     """Count packed sequences for several lengths, by length; see `packing_counts`."""
-    return {length: packing_counts(index, length, run_dir).sequences for length in seq_lens}
+    return {
+        length: packing_counts(index, length, run_dir, objective).sequences for length in seq_lens
+    }
 
 
-def packing_counts(index: DatasetIndex, seq_len: int, run_dir: str | Path | None) -> Counts:
+def packing_counts(
+    index: DatasetIndex,
+    seq_len: int,
+    run_dir: str | Path | None,
+    objective: ObjectiveConfig = MLM,
+) -> Counts:
     """Count the sequences and pieces that the blocks of a dataset make at a length.
 
-    They are stored in `run_dir` if the dataset's folder is not writable.
+    An objective with pairs packs fewer tokens into a sequence. The counts are stored in `run_dir`
+    if the dataset's folder is not writable.
 
     Raises:
         DataError: a shard is missing or damaged.
         StorageError: a shard cannot be read at the moment.
     """
+    specials = specials_per_piece(objective.pairs)
     folders = [index.folder, *([Path(run_dir)] if run_dir is not None else [])]
-    paths = [folder / f"packing-{seq_len}.npz" for folder in folders]
+    paths = [folder / counts_file(seq_len, specials) for folder in folders]
     for path in paths:
         try:
-            return _read(path, index, seq_len)
+            return _read(path, index, seq_len, specials)
         except FileNotFoundError:
             continue
         except Exception as error:  # noqa: BLE001 - zipfile and numpy raise many kinds
             logger.warning("%s is not used: %s; counting the sequences again", path, error)
-    counts = _count(index, seq_len)
-    _keep(counts, paths, index, seq_len)
+    counts = _count(index, seq_len, specials)
+    _keep(counts, paths, index, seq_len, specials)
     return counts
 
 
-def _read(path: Path, index: DatasetIndex, seq_len: int) -> Counts:
+def _read(path: Path, index: DatasetIndex, seq_len: int, specials: int) -> Counts:
     """Read stored counts; raise ValueError and others if they are damaged or for other data."""
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
         made_for = str(arrays["made_for"])
         counts = Counts(arrays["sequences_per_block"], arrays["pieces_per_block"])
-    expected = _made_for(index, seq_len)
+    expected = _made_for(index, seq_len, specials)
     if made_for != expected:
         raise ValueError(f"it is for {made_for}, expected {expected}")
     for numbers in counts:
@@ -80,7 +101,7 @@ def _read(path: Path, index: DatasetIndex, seq_len: int) -> Counts:
                 f"it has {numbers.dtype} numbers of shape {numbers.shape}, expected int64 for "
                 f"{len(index.blocks)} blocks"
             )
-    longest = seq_len - SPECIALS_PER_PIECE
+    longest = seq_len - specials
     tokens, documents = index.blocks.num_tokens, index.blocks.num_documents
     wrong = np.flatnonzero(
         (counts.sequences * longest < tokens)
@@ -96,7 +117,7 @@ def _read(path: Path, index: DatasetIndex, seq_len: int) -> Counts:
     return counts
 
 
-def _count(index: DatasetIndex, seq_len: int) -> Counts:
+def _count(index: DatasetIndex, seq_len: int, specials: int) -> Counts:
     """Pack every block; packing and reading release the interpreter's lock."""
     reader = BlockReader(index)
     total = len(index.blocks)
@@ -107,7 +128,7 @@ def _count(index: DatasetIndex, seq_len: int) -> Counts:
     started = reported = time.monotonic()
 
     def count(row: int) -> tuple[int, int]:
-        packing = pack(reader.doc_ends(row), seq_len)
+        packing = pack(reader.doc_ends(row), seq_len, specials)
         return packing.num_sequences, len(packing.piece_doc)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="counts") as pool:
@@ -127,12 +148,18 @@ def _count(index: DatasetIndex, seq_len: int) -> Counts:
     return counts
 
 
-def _keep(counts: Counts, paths: list[Path], index: DatasetIndex, seq_len: int) -> None:
+def _keep(
+    counts: Counts,
+    paths: list[Path],
+    index: DatasetIndex,
+    seq_len: int,
+    specials: int = SPECIALS_PER_PIECE,
+) -> None:
     """Store the counts in the first writable folder; without one, the next start counts again."""
     buffer = io.BytesIO()
     np.savez(
         buffer,
-        made_for=_made_for(index, seq_len),
+        made_for=_made_for(index, seq_len, specials),
         sequences_per_block=counts.sequences,
         pieces_per_block=counts.pieces,
     )
@@ -146,5 +173,6 @@ def _keep(counts: Counts, paths: list[Path], index: DatasetIndex, seq_len: int) 
     logger.warning("the counts of sequences are not stored: the next start counts them again")
 
 
-def _made_for(index: DatasetIndex, seq_len: int) -> str:
-    return f"dataset {index.fingerprint}, {seq_len} slots, packing rule {RULE_VERSION}"
+def _made_for(index: DatasetIndex, seq_len: int, specials: int) -> str:
+    of_pairs = "" if specials == SPECIALS_PER_PIECE else " of pairs"
+    return f"dataset {index.fingerprint}, {seq_len} slots{of_pairs}, packing rule {RULE_VERSION}"

@@ -6,7 +6,7 @@ A dataset folder holds
     tokenizer.model          sentencepiece, or tokenizer.json: BERT's WordPiece
     shards/*.tar             webdataset tars; a shard's members come in groups of four, a block
     shards/*.json            sidecar of each shard, from which the index is made
-    packing-SEQLEN.npz       written by training, see `pipeline/data/counts.py`; may be deleted
+    packing-SEQLEN*.npz      written by training, see `pipeline/data/counts.py`; may be deleted
 
     KEY.tokens.npy   (n,) uint16 or uint32     token ids of the block's documents, no specials
     KEY.docs.npy     (d,) int64                end offset of each document

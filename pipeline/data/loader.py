@@ -106,7 +106,7 @@ class TrainLoader:
         """
         config.batches.require_split(share.world_size)
         if counts is None:
-            counts = sequences_at(index, config.batches.seq_lens, None)
+            counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         self.steps = TrainSteps(index, config, inputs, counts)
         self._share = share
         self._prefetched = max(config.data.prefetch_steps, config.data.workers)
@@ -189,8 +189,8 @@ class EvalLoader:
     ) -> None:
         self._seq_len = config.data.seq_len
         if counts is None:
-            counts = sequences_at(index, [self._seq_len], None)
-        self.split = PackedSplit(index, "eval", config.data, counts)
+            counts = sequences_at(index, [self._seq_len], None, config.objective)
+        self.split = PackedSplit(index, "eval", config.data, counts, inputs.pairs)
         self.sources = tuple(source.name for source in index.sources)
         """Names; those without held-out text, too."""
         of_block = self.split.counts[self._seq_len]

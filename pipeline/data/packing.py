@@ -1,9 +1,10 @@
 """Packs the documents of a block into sequences, and lays their tokens out in slots.
 
 A document longer than a sequence becomes successive pieces; nothing is dropped. Every piece takes
-two more slots, for [CLS] and [SEP]. Packing is a pure function of the documents' lengths, not of
-seed or epoch: attention never crosses documents, so it does not matter which of them share a
-sequence. A sequence therefore keeps one number, by which its masks are drawn.
+two more slots, for [CLS] and [SEP], or three where it becomes a pair of segments. Packing is a pure
+function of the documents' lengths, not of seed or epoch: attention never crosses documents, so it
+does not matter which of them share a sequence. A sequence therefore keeps one number, by which its
+masks are drawn.
 
 Letters: B sequences of S slots.
 """
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.config.objective import PairKind
 from pipeline.data.format import Vocabulary
 from pipeline.data.jit import kernel
 from pipeline.data.reader import Block
@@ -21,9 +23,23 @@ from pipeline.data.reader import Block
 Ints = npt.NDArray[np.int64]
 
 SPECIALS_PER_PIECE = 2
+"""Of a piece that is a single segment."""
 RULE_VERSION = 1
 """Raise it when packing changes, because stored counts are wrong then."""
 _WORD = 32  # bits used of an int64, without its sign
+
+
+def specials_per_piece(pairs: PairKind | None) -> int:
+    """Return how many slots packing keeps for the special tokens of a piece; see `ObjectiveConfig`.
+
+    A pair has a [SEP] in its middle, too.
+    """
+    return SPECIALS_PER_PIECE + (pairs is not None)
+
+
+def counts_file(seq_len: int, specials: int) -> str:
+    """Name the file of the stored counts of sequences."""
+    return f"packing-{seq_len}{'' if specials == SPECIALS_PER_PIECE else '-pairs'}.npz"
 
 
 @dataclass(frozen=True)
@@ -50,18 +66,20 @@ class Packing:
         return range(begin, int(self.sequence_ends[sequence]))
 
 
-def pack(doc_ends: Ints, seq_len: int) -> Packing:
+def pack(doc_ends: Ints, seq_len: int, specials: int = SPECIALS_PER_PIECE) -> Packing:
     """Pack documents by best fit, longest piece first.
 
     Among the sequences with the least sufficient room, the one that reached it last is taken.
 
-    `doc_ends` (d,) rise; `seq_len` includes specials.
+    `doc_ends` (d,) rise; `seq_len` includes specials, of which each piece has as many.
     """
     starts = np.concatenate((doc_ends[:1] * 0, doc_ends[:-1]))
-    return _pack_ranges(starts, doc_ends, np.arange(len(doc_ends)), seq_len)
+    return _pack_ranges((starts, doc_ends, np.arange(len(doc_ends))), seq_len, specials)
 
 
-def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
+def repack(
+    packing: Packing, sequences: Ints, seq_len: int, specials: int = SPECIALS_PER_PIECE
+) -> Packing:
     """Pack the pieces of some sequences of a block again, for another length.
 
     Adjacent pieces of a document are joined first.
@@ -72,16 +90,17 @@ def repack(packing: Packing, sequences: Ints, seq_len: int) -> Packing:
     first = np.ones(len(rows), np.bool_)
     first[1:] = (doc[1:] != doc[:-1]) | (start[1:] != stop[:-1])
     last = np.append(first[1:], True)
-    return _pack_ranges(start[first], stop[last], doc[first], seq_len)
+    return _pack_ranges((start[first], stop[last], doc[first]), seq_len, specials)
 
 
-def _pack_ranges(starts: Ints, stops: Ints, docs: Ints, seq_len: int) -> Packing:
-    """Pack ranges of tokens, each of one document."""
-    ranges = (_for_compiler(starts), _for_compiler(stops), _for_compiler(docs))
-    start, stop, doc = _split(ranges, seq_len - SPECIALS_PER_PIECE)
-    need = stop - start + SPECIALS_PER_PIECE
+def _pack_ranges(ranges: tuple[Ints, Ints, Ints], seq_len: int, specials: int) -> Packing:
+    """Pack ranges of tokens, each of one document: starts, stops and documents."""
+    starts, stops, docs = ranges
+    of_one_type = (_for_compiler(starts), _for_compiler(stops), _for_compiler(docs))
+    start, stop, doc = _split(of_one_type, seq_len - specials)
+    need = stop - start + specials
     by_length = _longest_first(need, seq_len)
-    sequence, num_sequences = _best_fit(need, by_length, seq_len)
+    sequence, num_sequences = _best_fit(need, by_length, seq_len, specials)
     order, ends = _grouped(sequence, by_length, num_sequences)
     return Packing(start[order], stop[order], doc[order], ends)
 
@@ -132,7 +151,7 @@ def _longest_first(need: Ints, seq_len: int) -> Ints:
 
 
 @kernel
-def _best_fit(need: Ints, by_length: Ints, seq_len: int) -> tuple[Ints, int]:
+def _best_fit(need: Ints, by_length: Ints, seq_len: int, specials: int) -> tuple[Ints, int]:
     """Return the sequence of each piece, and the number of sequences."""
     sequence_of = np.empty(len(need), np.int64)
     # Sequences with k free slots form a stack with top top[k]; below s lies below[s].
@@ -153,7 +172,7 @@ def _best_fit(need: Ints, by_length: Ints, seq_len: int) -> tuple[Ints, int]:
                 occupied[space // _WORD] &= ~(1 << (space % _WORD))
         sequence_of[piece] = sequence
         rest = space - slots
-        if rest > SPECIALS_PER_PIECE:
+        if rest > specials:
             below[sequence] = top[rest]
             top[rest] = sequence
             occupied[rest // _WORD] |= 1 << (rest % _WORD)
@@ -199,6 +218,17 @@ def _grouped(sequence_of: Ints, by_length: Ints, num_sequences: int) -> tuple[In
 _ONE, _THREE, _SEVEN = np.uint64(1), np.uint64(3), np.uint64(7)
 
 
+class Pairs(NamedTuple):
+    """What sequences of pairs have beside their slots; see `pipeline.data.pairs`."""
+
+    segments: npt.NDArray[np.int64]
+    """(B, S) 1 from behind a piece's first [SEP] to its second, else 0."""
+    labels: npt.NDArray[np.int8]
+    """(B, S) at the [CLS] of a pair 1 if B does not follow A, 0 if it does; -1 elsewhere."""
+    counts: npt.NDArray[np.int64]
+    """(B, 3) pieces cut within a sentence, too short for a pair, without another document."""
+
+
 class Slots(NamedTuple):
     """The sequences of a micro-batch before they are masked."""
 
@@ -212,21 +242,24 @@ class Slots(NamedTuple):
     """(B, S) bool. [CLS], a piece's first token, [SEP] and padding bound words."""
     maskable: npt.NDArray[np.bool_]
     """(B, S) bool, false at special tokens and padding."""
-
-    def rows(self, first: int, stop: int) -> "Slots":
-        """Those of some sequences, in the same memory."""
-        return Slots._make(array[first:stop] for array in self)
+    pairs: Pairs | None = None
+    """None: each piece is one segment."""
 
     @classmethod
-    def empty(cls, num_sequences: int, seq_len: int) -> "Slots":
-        """Room for sequences; every one is to be filled by `lay_out`."""
+    def empty(cls, num_sequences: int, seq_len: int, *, pairs: bool = False) -> "Slots":
+        """Room for sequences; every one is to be filled by `lay_out`, or by `lay_out_pairs`."""
         shape = (num_sequences, seq_len)
+        marks = None
+        if pairs:
+            counts = np.empty((num_sequences, 3), np.int64)
+            marks = Pairs(np.empty(shape, np.int64), np.empty(shape, np.int8), counts)
         return cls(
             tokens=np.empty(shape, np.int64),
             documents=np.empty(shape, np.int32),
             positions=np.empty(shape, np.int64),
             word_starts=np.empty(shape, np.bool_),
             maskable=np.empty(shape, np.bool_),
+            pairs=marks,
         )
 
 
@@ -267,6 +300,31 @@ def _lay_out(
 
 
 @kernel
+def put_text(
+    into: tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]],
+    to_maskable: npt.NDArray[np.bool_],
+    block: tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]],
+    start: int,
+    special: tuple[int, int, int, int, int],
+) -> None:
+    """Copy as many tokens as there is room for, with their words' starts, from `start` on."""
+    to_tokens, to_words = into
+    block_tokens, word_bits = block
+    pad, unk, cls, sep, mask = special
+    # Loops over whole slices: the compiler makes vector code of them.
+    text = block_tokens[start : start + len(to_tokens)]
+    for i in range(len(text)):
+        token = np.int64(text[i])
+        to_tokens[i] = token
+        to_maskable[i] = (
+            (token != pad) & (token != unk) & (token != cls) & (token != sep) & (token != mask)
+        )
+    for i in range(len(to_words)):
+        bit = np.uint64(start + i)
+        to_words[i] = (word_bits[bit >> _THREE] >> (_SEVEN - (bit & _SEVEN))) & _ONE
+
+
+@kernel
 def _lay_out_row(
     slots: Slots,
     row: int,
@@ -276,9 +334,8 @@ def _lay_out_row(
 ) -> None:
     tokens, documents, positions = slots.tokens[row], slots.documents[row], slots.positions[row]
     word_starts, maskable = slots.word_starts[row], slots.maskable[row]
-    block_tokens, word_bits = block
     starts, stops, first, last = pieces
-    pad, unk, cls, sep, mask = special
+    pad, _, cls, sep, _ = special
     slot = 0
     for piece in range(first, last):
         start, stop = starts[piece], stops[piece]
@@ -288,18 +345,13 @@ def _lay_out_row(
         of_piece = positions[slot:end]
         for i in range(len(of_piece)):
             of_piece[i] = i
-        text = block_tokens[start:stop]
-        to_tokens, to_maskable = tokens[slot + 1 : end - 1], maskable[slot + 1 : end - 1]
-        for i in range(len(text)):
-            token = np.int64(text[i])
-            to_tokens[i] = token
-            to_maskable[i] = (
-                (token != pad) & (token != unk) & (token != cls) & (token != sep) & (token != mask)
-            )
-        to_words = word_starts[slot + 1 : end - 1]
-        for i in range(len(to_words)):
-            bit = np.uint64(start + i)
-            to_words[i] = (word_bits[bit >> _THREE] >> (_SEVEN - (bit & _SEVEN))) & _ONE
+        put_text(
+            (tokens[slot + 1 : end - 1], word_starts[slot + 1 : end - 1]),
+            maskable[slot + 1 : end - 1],
+            block,
+            start,
+            special,
+        )
         tokens[slot], tokens[end - 1] = cls, sep
         maskable[slot] = maskable[end - 1] = False
         word_starts[slot] = word_starts[slot + 1] = word_starts[end - 1] = True

@@ -34,6 +34,8 @@ class Purpose(IntEnum):
     TASK_DRAWS = 5
     TASK_WEIGHTS = 6
     TASK_NOISE = 7
+    PAIRS = 8
+    EVAL_PAIRS = 9
     GENERATOR = 10
     EVAL_GENERATOR = 11
 

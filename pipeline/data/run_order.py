@@ -286,7 +286,7 @@ class RunOrder:
             packing = before.leftovers[block]
         else:
             packing = self._split.packing(block, before.seq_len)
-        return repack(packing, rest.sequences[mine], seq_len)
+        return repack(packing, rest.sequences[mine], seq_len, self._split.specials)
 
 
 def _groups(index: DatasetIndex, config: TrainDataConfig, split: PackedSplit) -> list[Group]:
@@ -333,9 +333,9 @@ class TrainSteps:
     ) -> None:
         """Open the training split; see `PackedSplit` and `RunOrder` for what can fail."""
         if counts is None:
-            counts = sequences_at(index, config.batches.seq_lens, None)
+            counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         self.plan = config.batches
-        self.split = PackedSplit(index, "train", config.data, counts)
+        self.split = PackedSplit(index, "train", config.data, counts, inputs.pairs)
         self.order = RunOrder(index, config, self.split)
         self._inputs = inputs
 

@@ -88,7 +88,10 @@ def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
         DataError: the dataset is damaged.
     """
     index = read_index(config.data.dir)
-    counts = {length: packing_counts(index, length, None) for length in config.batches.seq_lens}
+    counts = {
+        length: packing_counts(index, length, None, config.objective)
+        for length in config.batches.seq_lens
+    }
     steps = train_steps(index, config, {length: each.sequences for length, each in counts.items()})
     stop = _pass_end(steps)
     last = steps.plan.holding(stop)
@@ -223,7 +226,7 @@ def _stretches(
     for place, end in zip(firsts, ends, strict=True):
         each = counts[place.seq_len]
         slots = int(each.sequences[rows].sum()) * place.seq_len
-        fill = (tokens + 2 * int(each.pieces[rows].sum())) / slots
+        fill = (tokens + steps.split.specials * int(each.pieces[rows].sum())) / slots
         yield StretchCoverage(
             first_step=place.number + 1,
             num_steps=end - place.number,

@@ -25,6 +25,8 @@ from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.ledger import Ledger, read_ledger
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
+from pipeline.data.pairs import Pair
+from pipeline.data.reader import Block
 from pipeline.data.record import BatchRecord, number_of_step, read_batches
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import DataError
@@ -57,7 +59,8 @@ class OpenedRun:
     @cached_property
     def steps(self) -> TrainSteps:
         """The run's batches, made as training makes them."""
-        counts = sequences_at(self.index, self.config.batches.seq_lens, self.folder)
+        lengths, objective = self.config.batches.seq_lens, self.config.objective
+        counts = sequences_at(self.index, lengths, self.folder, objective)
         return train_steps(self.index, self.config, counts)
 
     @cached_property
@@ -156,6 +159,8 @@ def find_text(run: OpenedRun, document_id: str) -> Iterator[str]:
         count += 1
     if count:
         yield f"seen {count} times in {num_batches:,} batches"
+        if run.config.objective.pairs == "nsp":
+            yield "mlm_nsp replaces the second part of about half of the pieces: --step shows which"
     else:
         yield f"not seen in the {num_batches:,} batches of the run"
 
@@ -250,6 +255,27 @@ class Piece:
     num_document_tokens: int
     slots: tuple[int, int]
     """First slot, [CLS], and one past the last, [SEP]."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of tokens of one document in a segment of a pair."""
+
+    segment: int
+    document_id: str
+    first_token: int
+    stop_token: int
+
+
+@dataclass(frozen=True)
+class PairPiece(Piece):
+    """A piece that was made a pair of segments; the document's tokens are those it was made of."""
+
+    label: int | None
+    """1: the second segment does not follow the first; None: there is only one."""
+    cut_in_sentence: bool
+    parts: tuple[Part, ...]
+    """What stands in the segments, in order."""
 
 
 @dataclass(frozen=True)
@@ -351,21 +377,21 @@ def _sequence(
     seq_len = batch.input_ids.shape[1]
     first = row * seq_len
     mine = slice(*np.searchsorted(batch.inputs["masked_index"], (first, first + seq_len)).tolist())
-    pieces, slot = [], 0
-    for piece in packing.pieces(int(one.sequences[0])):
+    pieces, slot = list[Piece](), 0
+    pairs = split.pairs(one, packing)
+    for count, piece in enumerate(packing.pieces(int(one.sequences[0]))):
         document = int(packing.piece_doc[piece])
         begin = int(block.doc_ends[document - 1]) if document else 0
         start, stop = int(packing.piece_start[piece]), int(packing.piece_stop[piece])
-        end = slot + stop - start + 2
-        pieces.append(
-            Piece(
-                document_id=block.document_ids[document],
-                first_token=start - begin,
-                stop_token=stop - begin,
-                num_document_tokens=int(block.doc_ends[document]) - begin,
-                slots=(slot, end),
-            )
+        end = slot + int(np.count_nonzero(batch.documents[row] == count + 1))
+        made = Piece(
+            document_id=block.document_ids[document],
+            first_token=start - begin,
+            stop_token=stop - begin,
+            num_document_tokens=int(block.doc_ends[document]) - begin,
+            slots=(slot, end),
         )
+        pieces.append(made if pairs is None else _as_pair(made, block, pairs[count]))
         slot = end
     assert slot == int(np.count_nonzero(batch.documents[row]))
     return Row(
@@ -382,6 +408,20 @@ def _sequence(
     )
 
 
+def _as_pair(piece: Piece, block: Block, pair: Pair) -> PairPiece:
+    parts = []
+    for number, (start, stop) in enumerate(pair.parts.tolist()):
+        if start == stop:
+            continue
+        document = int(np.searchsorted(block.doc_ends, start, side="right"))
+        begin = int(block.doc_ends[document - 1]) if document else 0
+        of_document = block.document_ids[document]
+        parts.append(Part(number // 2, of_document, start - begin, stop - begin))
+    return PairPiece(
+        **vars(piece), label=pair.label, cut_in_sentence=pair.in_sentence, parts=tuple(parts)
+    )
+
+
 def _as_text(run: OpenedRun, sequence: Row, place: BatchPlace) -> str:
     lines = [
         "",
@@ -394,8 +434,28 @@ def _as_text(run: OpenedRun, sequence: Row, place: BatchPlace) -> str:
             f"  document {piece.document_id}: tokens {piece.first_token} to {piece.stop_token - 1} "
             f"of {piece.num_document_tokens}, slots {piece.slots[0]} to {piece.slots[1] - 1}"
         )
+        if isinstance(piece, PairPiece):
+            lines.append("    " + _pair_text(piece))
         lines.append("    " + _marked(run, sequence, piece).replace("\n", "\n    "))
     return "\n".join(lines)
+
+
+def _pair_text(piece: PairPiece) -> str:
+    """Say what stands in the segments, where tokens of another document do, and the label."""
+    if piece.label is None:
+        return "no pair: the piece is one word"
+    segments = []
+    for segment in range(2):
+        runs = [
+            ("" if part.document_id == piece.document_id else f"document {part.document_id}: ")
+            + f"tokens {part.first_token} to {part.stop_token - 1}"
+            for part in piece.parts
+            if part.segment == segment
+        ]
+        segments.append(f"segment {segment} {', '.join(runs)}")
+    follows = "does not follow" if piece.label else "follows"
+    cut = ", cut within a sentence" if piece.cut_in_sentence else ""
+    return f"{'; '.join(segments)}; label {piece.label}: the second {follows} the first{cut}"
 
 
 def _marked(run: OpenedRun, sequence: Row, piece: Piece) -> str:

@@ -7,11 +7,14 @@ from pipeline.config import schema, strict_yaml
 from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.objectives.base import TextObjective
 from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.objectives.pairs import PairClassification
 from pipeline.objectives.rtd import ReplacedTokenDetection
 
 
 def make_objective(config: ObjectiveConfig) -> TextObjective:
     """Return the objective of a pre-training run."""
+    if config.pairs is not None:
+        return PairClassification(config.pairs, config.pair_weight)
     if config.kind == "rtd":
         return ReplacedTokenDetection(config)
     return MaskedLanguageModeling()

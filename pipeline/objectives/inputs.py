@@ -2,7 +2,7 @@
 
 Replaced-token detection also needs one draw for each slot to predict.
 
-B sequences of S slots each, M slots to be predicted.
+B sequences of S slots each, M slots to be predicted, P pairs of segments.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,22 @@ import numpy.typing as npt
 
 from pipeline.config import schedule
 from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
-from pipeline.config.objective import MLM, ObjectiveConfig
+from pipeline.config.objective import MLM, ObjectiveConfig, PairKind
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex, Vocabulary
 from pipeline.data.masking import Sequences, mask_tokens
 from pipeline.data.order import Ints, Locations
-from pipeline.data.packing import Slots
+from pipeline.data.packing import Pairs, Slots
+from pipeline.data.pairs import PairRule, sentence_marks
 from pipeline.data.random import Purpose, philox
 from pipeline.data.record import sequence_hashes
 from pipeline.data.run_order import TrainSteps
+from pipeline.tokenizer.wordpiece import load_tokenizer
 
 EVAL_MASK_SEED = 0
-"""Not the run's seed: the evaluation masks are the same for every run."""
+"""Not the run's seed: the evaluation masks and pairs are the same for every run."""
+_PAIRS_BIT = 24
+"""Above the documents' numbers, of which a sequence of 65,536 slots has fewer than 2^16."""
 
 _DRAW_BITS = 24
 """Of a uniform draw: fp32 holds all its values."""
@@ -41,6 +45,8 @@ class MaskedInputs:
 
     With rtd there is also `uniform` (M,), fp32 in [0, 1): the draws that turn the generator's
     probabilities into tokens. The weight of `discriminator` is the number of tokens.
+    With pairs it also has `pair_first` (P,) and `pair_labels` (P,), both int64: rising flat indices
+    of the [CLS] of pairs, and 1 if the second segment does not follow the first, 0 if it does.
     """
 
     data: DataConfig
@@ -48,6 +54,7 @@ class MaskedInputs:
     seed: int
     purpose: Purpose
     objective: ObjectiveConfig = MLM
+    pairs: PairRule | None = None
 
     def __call__(
         self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
@@ -82,7 +89,7 @@ class MaskedInputs:
             locations.sample_ids,
             locations.epochs,
             corrupted,
-            slots.documents,
+            slots.documents if slots.pairs is None else _marked(slots.documents, slots.pairs),
             masked_index,
             hashed,
         )
@@ -99,19 +106,21 @@ class MaskedInputs:
             weights = {"loss": float(masked_stop - masked_first)}
             if self.objective.kind == "rtd":
                 weights["discriminator"] = float(num_tokens)
-            batches.append(
-                Batch(
-                    input_ids=corrupted[rows],
-                    documents=documents,
-                    positions=slots.positions[rows],
-                    segments=None,
-                    inputs=of_rows,
-                    weights=weights,
-                    counts={"unmasked_documents": int(unmasked_documents[rows].sum())},
-                    num_tokens=num_tokens,
-                    hash=int(hashes[rows].sum()),
-                )
+            batch = Batch(
+                input_ids=corrupted[rows],
+                documents=documents,
+                positions=slots.positions[rows],
+                segments=None,
+                inputs=of_rows,
+                weights=weights,
+                counts={"unmasked_documents": int(unmasked_documents[rows].sum())},
+                num_tokens=num_tokens,
+                hash=int(hashes[rows].sum()),
             )
+            if self.pairs is not None and slots.pairs is not None:
+                mine = Pairs._make(array[rows] for array in slots.pairs)
+                batch = _with_pairs(batch, mine, self.pairs.kind)
+            batches.append(batch)
             masked_first = masked_stop
         return batches
 
@@ -139,16 +148,57 @@ class MaskedInputs:
 _DRAWN_FOR = {Purpose.MASK: Purpose.GENERATOR, Purpose.EVAL_MASK: Purpose.EVAL_GENERATOR}
 
 
+def _marked(documents: npt.NDArray[np.int32], pairs: Pairs) -> npt.NDArray[np.int32]:
+    """Put segments and labels above the documents' numbers, so that a hash covers them."""
+    marks = pairs.segments + 2 * (pairs.labels.astype(np.int64) + 1)
+    return documents | (marks << _PAIRS_BIT).astype(np.int32)
+
+
+def _with_pairs(batch: Batch, pairs: Pairs, kind: PairKind) -> Batch:
+    """Add what the loss of pairs needs, and what the log says of them."""
+    labels = pairs.labels.reshape(-1)
+    first = np.flatnonzero(labels >= 0)
+    inputs = {"pair_first": first, "pair_labels": labels[first].astype(np.int64)}
+    in_sentence, too_short, alone = pairs.counts.sum(axis=0).tolist()
+    counts = {
+        "num_pairs": len(first),
+        "num_random" if kind == "nsp" else "num_swapped": int(inputs["pair_labels"].sum()),
+        "num_cut_in_sentence": in_sentence,
+        "num_unpaired": too_short,
+    }
+    if kind == "nsp":
+        counts["num_without_other"] = alone
+    return batch._replace(
+        segments=pairs.segments,
+        inputs=batch.inputs | inputs,
+        weights=batch.weights | {kind: float(len(first))},
+        counts=batch.counts | counts,
+    )
+
+
+def _pair_rule(
+    objective: ObjectiveConfig, index: DatasetIndex, seed: int, purpose: Purpose
+) -> PairRule | None:
+    if objective.pairs is None:
+        return None
+    tokenizer = load_tokenizer(index.folder / index.tokenizer_file)
+    marks = sentence_marks(tokenizer.piece(token) for token in range(index.vocab_size))
+    return PairRule(objective.pairs, seed, purpose, marks)
+
+
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:
-    """Return the inputs of training: masks follow from the run's seed."""
-    return MaskedInputs(config.data, index.vocabulary, config.seed, Purpose.MASK, config.objective)
+    """Return the inputs of training: masks and pairs follow from the run's seed."""
+    pairs = _pair_rule(config.objective, index, config.seed, Purpose.PAIRS)
+    return MaskedInputs(
+        config.data, index.vocabulary, config.seed, Purpose.MASK, config.objective, pairs
+    )
 
 
 def eval_inputs(config: EvalDataConfig, index: DatasetIndex) -> MaskedInputs:
     """Return the inputs of evaluations: `mask_prob` of the tokens, whatever training's ratio."""
-    return MaskedInputs(
-        config.data, index.vocabulary, EVAL_MASK_SEED, Purpose.EVAL_MASK, config.objective
-    )
+    pairs = _pair_rule(config.objective, index, EVAL_MASK_SEED, Purpose.EVAL_PAIRS)
+    given = config.data, index.vocabulary, EVAL_MASK_SEED, Purpose.EVAL_MASK
+    return MaskedInputs(*given, config.objective, pairs)
 
 
 def train_steps(

@@ -21,7 +21,8 @@ def open_data(
     """
     index = _where_shards_are_read(config, index, share)
     counts = dist.on_first(
-        lambda: sequences_at(index, config.batches.seq_lens, config.run_dir), "counting sequences"
+        lambda: sequences_at(index, config.batches.seq_lens, config.run_dir, config.objective),
+        "counting sequences",
     )
     watchdog.beat("opening the data")
     train, held_out = config.train_data, config.eval_data

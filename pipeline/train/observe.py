@@ -36,14 +36,18 @@ class AttentionStatistics:
 
 @torch.no_grad()
 def attention_statistics(
-    encoder: Encoder, input_ids: Tensor, layout: Layout, real: Tensor
+    encoder: Encoder,
+    input_ids: Tensor,
+    layout: Layout,
+    real: Tensor,
+    segments: Tensor | None = None,
 ) -> AttentionStatistics:
     """Run the encoder once, at the alpha that it has, and measure its attention.
 
     `real`, as input_ids, are the tokens that are not padding.
     """
     trace = Trace()
-    encoder(input_ids, layout, trace=trace)
+    encoder(input_ids, layout, segments=segments, trace=trace)
     real_BNS = layout.to_rows(real[..., None, None].float())[..., 0]
     shares = [share.float() for share in trace.probabilities]
     none = torch.zeros(0, encoder.config.num_heads, device=input_ids.device)
@@ -122,7 +126,8 @@ class Observer:
         batch = self._attention.to(self._device)
         layout = rows(batch.documents, batch.positions)
         encoder = self._model.eval().encoder
-        return attention_statistics(encoder, batch.input_ids, layout, batch.documents > 0)
+        real = batch.documents > 0
+        return attention_statistics(encoder, batch.input_ids, layout, real, batch.segments)
 
     @torch.no_grad()
     def examples(self) -> list[Example]:
@@ -131,7 +136,8 @@ class Observer:
         on_device = batch.to(self._device)
         model = self._model.eval()
         layout = rows(on_device.documents, on_device.positions)
-        logits: Tensor = model(on_device.input_ids, layout, on_device.inputs["masked_index"])
+        masked_index, segments = on_device.inputs["masked_index"], on_device.segments
+        logits: Tensor = model(on_device.input_ids, layout, masked_index, segments=segments)
         logits = logits.float()
         # Special tokens and rows beyond the vocabulary are never targets in training.
         logits[:, self._no_answer] = float("-inf")

@@ -79,7 +79,8 @@ class Evaluator:
         self.index: DatasetIndex = read_index(config.data.dir)
         seq_len = config.data.seq_len
         counts = dist.on_first(
-            lambda: sequences_at(self.index, [seq_len], run), "counting sequences"
+            lambda: sequences_at(self.index, [seq_len], run, config.objective),
+            "counting sequences",
         )
         with dist.together():
             share = Share(process.rank, process.world_size)

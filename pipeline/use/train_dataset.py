@@ -10,12 +10,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.config.data import BatchPlan, DataConfig, TrainDataConfig
 from pipeline.config.load import build
+from pipeline.config.objective import ObjectiveConfig, ObjectiveKind
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import ConfigError, DataError
-from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.objectives.choose import make_objective
 
 Item = dict[str, Tensor]
 
@@ -33,6 +34,11 @@ class TrainDataset(IterableDataset[Item]):
         cu_seqlens    (d,) int32, bounds of documents end to end, for flash attention
         masked_index  (m,) int64, flat places r * S + s to predict
         targets       (m,) int64, their original ids
+
+    With `objective="mlm_nsp"` or `"mlm_sop"` each document is `[CLS] A [SEP] B [SEP]`, and there is
+
+        pair_first    (p,) int64, flat places of the [CLS] of pairs
+        pair_labels   (p,) int64, 1 if B does not follow A, 0 if it does
 
     Epochs follow each other without end, each in another order and with other masks; all follows
     from the arguments and a cursor. A `torch.utils.data.DataLoader` takes it with
@@ -54,6 +60,7 @@ class TrainDataset(IterableDataset[Item]):
         micro_batch: int | None = None,
         *,
         seed: int = 1,
+        objective: ObjectiveKind = "mlm",
         **data: Any,
     ) -> None:
         """Open the training split.
@@ -66,6 +73,7 @@ class TrainDataset(IterableDataset[Item]):
             world_size: number of ranks; changes no step, only who has which part of it.
             micro_batch: sequences of an item; None: all that the rank has of a step.
             seed: of order and masks.
+            objective: what the batches are for, as `objective.kind` of a run's config.
             **data: further fields of a config's `data:`, such as `masking="span"`,
                 `mask_prob=0.3`, or `workers=2`, processes that make batches ahead.
 
@@ -84,10 +92,11 @@ class TrainDataset(IterableDataset[Item]):
         values = {"dir": os.fspath(folder), "seq_len": seq_len, **data}
         config = build(DataConfig, values, "arguments of TrainDataset")
         plan = BatchPlan((), seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch)
-        self._config = TrainDataConfig(seed=seed, data=config, batches=plan)
+        kind = build(ObjectiveConfig, {"kind": objective}, "objective of TrainDataset")
+        self._config = TrainDataConfig(seed=seed, data=config, batches=plan, objective=kind)
         self._index = read_index(config.dir)
-        self._inputs = MaskedLanguageModeling().train_inputs(self._config, self._index)
-        self._counts = sequences_at(self._index, plan.seq_lens, None)
+        self._inputs = make_objective(kind).train_inputs(self._config, self._index)
+        self._counts = sequences_at(self._index, plan.seq_lens, None, kind)
         self._share = Share(rank, world_size)
         self._parts = global_batch // (micro_batch * world_size)
         """Items of a step."""
@@ -146,11 +155,12 @@ class TrainDataset(IterableDataset[Item]):
             DataError: the state is of other data or settings, or lies within a step that is now
                 divided in another way.
         """
-        own = self._identity()
+        # States of masked language modelling say nothing of the objective.
+        own, saved = ({"objective": "mlm", **each} for each in (self._identity(), state))
         differing = [
-            f"{name} was {state.get(name)!r}, is {value!r}"
+            f"{name} was {saved.get(name)!r}, is {value!r}"
             for name, value in own.items()
-            if state.get(name) != value and (name != "parts" or state.get("part"))
+            if saved.get(name) != value and (name != "parts" or state.get("part"))
         ]
         if differing:
             raise DataError(
@@ -164,7 +174,9 @@ class TrainDataset(IterableDataset[Item]):
     def _identity(self) -> dict[str, Any]:
         """Name all that decides what a cursor means."""
         config = self._config
+        kind = config.objective.kind
         return {
+            **({} if kind == "mlm" else {"objective": kind}),
             "fingerprint": self._index.fingerprint,
             "seed": config.seed,
             "seq_len": config.data.seq_len,

@@ -6,15 +6,17 @@ import numpy.typing as npt
 from pipeline.data.packing import SPECIALS_PER_PIECE, Packing
 
 
-def pack(doc_ends: npt.NDArray[np.int64], seq_len: int) -> Packing:
+def pack(
+    doc_ends: npt.NDArray[np.int64], seq_len: int, specials: int = SPECIALS_PER_PIECE
+) -> Packing:
     """Packs documents by best fit, longest piece first.
 
     Args:
         doc_ends: (d,) int64 end offset of each document.
         seq_len: slots of a sequence, specials included.
     """
-    start, stop, doc = _split(doc_ends, seq_len - SPECIALS_PER_PIECE)
-    need = stop - start + SPECIALS_PER_PIECE
+    start, stop, doc = _split(doc_ends, seq_len - specials)
+    need = stop - start + specials
     by_length = np.argsort(-need, kind="stable")
     bins: list[list[int]] = []
     by_space: dict[int, list[int]] = {}  # free slots -> bins with just that many
@@ -33,7 +35,7 @@ def pack(doc_ends: npt.NDArray[np.int64], seq_len: int) -> Packing:
             bin_ = len(bins)
             bins.append([piece])
         rest = space - slots
-        if rest > SPECIALS_PER_PIECE:
+        if rest > specials:
             by_space.setdefault(rest, []).append(bin_)
             spaces |= 1 << rest
     order = np.array([piece for members in bins for piece in members], dtype=np.int64)

@@ -11,7 +11,7 @@ def reference_slots(
     slots: Slots, row: int, block: Block, packing: Packing, sequence: int, vocabulary: Vocabulary
 ) -> None:
     """Does what `lay_out` does."""
-    tokens, documents, positions, word_starts, maskable = (array[row] for array in slots)
+    tokens, documents, positions, word_starts, maskable = (array[row] for array in slots[:-1])
     tokens[:], documents[:], positions[:], word_starts[:] = vocabulary.pad, 0, 0, False
     slot = 0
     for number, piece in enumerate(packing.pieces(sequence), start=1):

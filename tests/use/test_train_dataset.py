@@ -117,6 +117,25 @@ def test_another_state_is_refused(dataset: DatasetIndex) -> None:
         _data(dataset, micro_batch=4).load_state_dict(within)
 
 
+def test_items_of_pairs_are_those_of_their_objective(dataset: DatasetIndex) -> None:
+    data = _data(dataset, objective="mlm_sop")
+    items = list(islice(data, 5))
+    for item in items:
+        firsts = item["input_ids"].view(-1)[item["pair_first"]]
+        assert (firsts == dataset.vocabulary.cls).all()
+        assert len(item["pair_labels"]) == len(firsts) > 0
+        assert item["segments"].unique().tolist() == [0, 1]
+    state = data.state_dict()
+    again = _data(dataset, objective="mlm_sop")
+    again.load_state_dict(_data(dataset, objective="mlm_sop").state_dict(num_taken=3))
+    _require_equal(iter(again), iter(items[3:]), 2)
+    plain = _data(dataset)
+    with pytest.raises(DataError, match="objective was 'mlm_sop', is 'mlm'"):
+        plain.load_state_dict(state)
+    with pytest.raises(DataError, match="objective was 'mlm', is 'mlm_sop'"):
+        again.load_state_dict(plain.state_dict())
+
+
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 2), ("spawn", 2)])
 def test_workers_of_a_data_loader_divide_the_items(
@@ -162,6 +181,7 @@ def test_it_can_be_pickled(dataset: DatasetIndex) -> None:
         ({"global_batch": 0}, ConfigError, "global_batch=0 and micro_batch=2 must be at least 1"),
         ({"mask_pob": 0.2}, ConfigError, "mask_pob.*mask_prob"),
         ({"mask_prob": 2}, ConfigError, "mask_prob = 2"),
+        ({"objective": "nsp"}, ConfigError, "nsp.*mlm_nsp"),
     ],
 )
 def test_mistakes_are_named(
