@@ -51,6 +51,12 @@ class PretrainConfig:
                 f"data.seq_len={longest} is longer than the {limit} learned positions of the "
                 "model; shorten it (phases have lengths, too), or raise model.max_positions"
             )
+        if self.objective.kind == "mlm_sbo" and self.data.masking != "span":
+            raise ConfigError(
+                f"objective.kind=mlm_sbo predicts spans from their boundaries, data.masking="
+                f"{self.data.masking} makes none; set data.masking=span (and with it "
+                "data.mask_selection=exact), or objective.kind=mlm"
+            )
         saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
         if self.checkpoint.keep_best and saves % evaluations:
             raise ConfigError(

@@ -347,7 +347,7 @@ class MaskedLanguageModel(EncoderModel, MaskedHead):
         masked_index: Tensor,
         segments: Tensor | None = None,
         targets: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Losses or logits of chosen positions only; no (B, S, V) tensor is made.
 
         Args:
@@ -363,8 +363,10 @@ class MaskedLanguageModel(EncoderModel, MaskedHead):
         """
         x = self.encoder(input_ids, layout, segments=segments)
         x_MD = x.reshape(-1, self.config.hidden_size)[masked_index]
-        if targets is None:
-            return self.head(x_MD)
+        return self.head(x_MD) if targets is None else self.masked_loss(x_MD, targets)
+
+    def masked_loss(self, x_MD: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the losses and count the hits of (M, D) hidden states, as `vocabulary_loss`."""
         return vocabulary_loss(
             self._before_output(x_MD),
             self.encoder.token_embedding.weight,

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.config import schedule
 from pipeline.config.data import DataConfig, EvalDataConfig, TrainDataConfig
+from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex, Vocabulary
 from pipeline.data.masking import Sequences, mask_tokens
@@ -23,18 +25,81 @@ EVAL_MASK_SEED = 0
 """Not the run's seed: the evaluation masks are the same for every run."""
 
 
+MAX_BOUNDARY_TOKENS = 20
+"""Runs of more tokens have no boundary targets."""
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """K masked tokens that are to be predicted from the edges of their runs, in rising order."""
+
+    index: npt.NDArray[np.int64]
+    """(K,) which of the M masked slots each is."""
+    left: npt.NDArray[np.int64]
+    """(K,) flat index b * S + s of the slot before the run."""
+    right: npt.NDArray[np.int64]
+    """(K,) flat index of the slot after the run."""
+    place: npt.NDArray[np.int64]
+    """(K,) place in the run from the left, from 0."""
+    too_long: npt.NDArray[np.int64]
+    """(R,) which of the M masked slots begin runs that are too long to be predicted."""
+
+
+def find_boundaries(
+    masked_index: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]
+) -> Boundaries:
+    """Find runs of masked slots side by side in a document, and the slots that bound them.
+
+    Spans that touch are one run, as in SpanBERT's code (facebookresearch/SpanBERT,
+    `fairseq/data/masking.py`, merge_intervals): the slot between them is masked, so it cannot be an
+    edge. That code predicts the first 15 tokens of a longer run. Here a run is predicted as a whole
+    or, if it has more than 20 tokens, not at all. There a run at either end of a text has no
+    targets; here [CLS] and [SEP] bound it.
+
+    Args:
+        masked_index: (M,) rising flat indices b * S + s.
+        documents: (B, S) as in `Batch`.
+    """
+    num_slots, of_slot = documents.shape[1], documents.reshape(-1)
+    begins = np.ones(len(masked_index), np.bool_)
+    begins[1:] = (
+        (np.diff(masked_index) != 1)
+        | (of_slot[masked_index[1:]] != of_slot[masked_index[:-1]])
+        | (masked_index[1:] % num_slots == 0)
+    )
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=len(masked_index))
+    first, length = np.repeat(masked_index[starts], lengths), np.repeat(lengths, lengths)
+    left, right = first - 1, first + length
+    # An edge has to be a slot of the same row and document; [CLS] and [SEP] always are.
+    is_inside = (first % num_slots != 0) & (right % num_slots != 0)
+    index = np.flatnonzero(is_inside & (length <= MAX_BOUNDARY_TOKENS))
+    own = of_slot[masked_index[index]]
+    index = index[(of_slot[left[index]] == own) & (of_slot[right[index]] == own)]
+    return Boundaries(
+        index,
+        left[index],
+        right[index],
+        (masked_index - first)[index],
+        starts[lengths > MAX_BOUNDARY_TOKENS],
+    )
+
+
 @dataclass(frozen=True)
 class MaskedInputs:
     """Masks tokens; `Batch.inputs` has `masked_index` (M,) and `targets` (M,), both int64.
 
     `masked_index` holds rising flat indices b * S + s of the slots to predict, `targets` their
-    original token ids.
+    original token ids. For `mlm_sbo` there are the fields of `Boundaries`, too, by names such as
+    `boundary_left`; `index` counts the masked slots of the micro-batch, so targets are shared.
+    `long_runs` counts runs that are too long to have boundary targets.
     """
 
     data: DataConfig
     vocabulary: Vocabulary
     seed: int
     purpose: Purpose
+    objective: ObjectiveConfig = MLM
 
     def __call__(
         self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
@@ -67,6 +132,10 @@ class MaskedInputs:
             masked_index,
             targets,
         )
+        boundaries = None
+        if self.objective.kind == "mlm_sbo":
+            # They follow from what is hashed above.
+            boundaries = find_boundaries(masked_index, slots.documents)
         # All sequences at once until here: a call costs more than a short sequence.
         firsts = np.arange(0, num_sequences, micro_batch)
         masked_stops = np.searchsorted(masked_index, (firsts + micro_batch) * seq_len).tolist()
@@ -74,22 +143,23 @@ class MaskedInputs:
         for first, masked_stop in zip(firsts.tolist(), masked_stops, strict=True):
             rows, masked = slice(first, first + micro_batch), slice(masked_first, masked_stop)
             documents = slots.documents[rows]
-            batches.append(
-                Batch(
-                    input_ids=corrupted[rows],
-                    documents=documents,
-                    positions=slots.positions[rows],
-                    segments=None,
-                    inputs={
-                        "masked_index": masked_index[masked] - first * seq_len,
-                        "targets": targets[masked],
-                    },
-                    weights={"loss": float(masked_stop - masked_first)},
-                    counts={"unmasked_documents": int(unmasked_documents[rows].sum())},
-                    num_tokens=int(np.count_nonzero(documents)),
-                    hash=int(hashes[rows].sum()),
-                )
+            batch = Batch(
+                input_ids=corrupted[rows],
+                documents=documents,
+                positions=slots.positions[rows],
+                segments=None,
+                inputs={
+                    "masked_index": masked_index[masked] - first * seq_len,
+                    "targets": targets[masked],
+                },
+                weights={"loss": float(masked_stop - masked_first)},
+                counts={"unmasked_documents": int(unmasked_documents[rows].sum())},
+                num_tokens=int(np.count_nonzero(documents)),
+                hash=int(hashes[rows].sum()),
             )
+            if boundaries is not None:
+                batch = _with_boundaries(batch, boundaries, masked, first * seq_len)
+            batches.append(batch)
             masked_first = masked_stop
         return batches
 
@@ -104,14 +174,34 @@ class MaskedInputs:
         return schedule.mask_ratio(number, self.data)
 
 
+def _with_boundaries(batch: Batch, whole: Boundaries, masked: slice, first_slot: int) -> Batch:
+    """Add what a micro-batch has of the boundaries; `masked` are its masked slots."""
+    ends = (masked.start, masked.stop)
+    mine = slice(*np.searchsorted(whole.index, ends).tolist())
+    inputs = {
+        "boundary_index": whole.index[mine] - masked.start,
+        "boundary_left": whole.left[mine] - first_slot,
+        "boundary_right": whole.right[mine] - first_slot,
+        "boundary_place": whole.place[mine],
+    }
+    first_long, stop_long = np.searchsorted(whole.too_long, ends).tolist()
+    return batch._replace(
+        inputs=batch.inputs | inputs,
+        weights=batch.weights | {"sbo": float(len(inputs["boundary_index"]))},
+        counts=batch.counts | {"long_runs": stop_long - first_long},
+    )
+
+
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:
     """Return the inputs of training: masks follow from the run's seed."""
-    return MaskedInputs(config.data, index.vocabulary, config.seed, Purpose.MASK)
+    return MaskedInputs(config.data, index.vocabulary, config.seed, Purpose.MASK, config.objective)
 
 
 def eval_inputs(config: EvalDataConfig, index: DatasetIndex) -> MaskedInputs:
     """Return the inputs of evaluations: `mask_prob` of the tokens, whatever training's ratio."""
-    return MaskedInputs(config.data, index.vocabulary, EVAL_MASK_SEED, Purpose.EVAL_MASK)
+    return MaskedInputs(
+        config.data, index.vocabulary, EVAL_MASK_SEED, Purpose.EVAL_MASK, config.objective
+    )
 
 
 def train_steps(
