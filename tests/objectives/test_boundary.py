@@ -291,10 +291,9 @@ def test_a_run_learns_continues_and_is_exported_without_its_head(
     assert postnorm.pretrain(config, [*words, f"run_dir={parted}"]).finished
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["kind"] == "train"]
-    assert trained[-1]["sbo"] < trained[0]["sbo"] - 0.3
-    assert {"accuracy", "sbo_accuracy", "long_runs"} <= trained[-1].keys()
-    [held_out] = [line for line in lines if line["kind"] == "eval"]
-    assert math.isfinite(held_out["sbo"])
+    assert {"accuracy", "sbo", "sbo_accuracy", "long_runs"} <= trained[-1].keys()
+    before, after = (line["sbo"] for line in lines if line["kind"] == "eval")
+    assert after < before - 0.3
     ends = [read_weights(published(folder / FOLDER)[0]) for folder in (whole, parted)]
     assert any(name.startswith("objective.") for name in ends[0])
     assert ends[0].keys() == ends[1].keys()
