@@ -19,8 +19,7 @@ from pipeline.model.encoder import MaskedLanguageModel
 from pipeline.multitask.show import step_lines
 from pipeline.objectives.inputs import train_steps
 from pipeline.objectives.mlm import MaskedLanguageModeling
-from pipeline.use.folder import load_checkpoint, write_model
-from pipeline.use.model import load
+from pipeline.use.folder import load_checkpoint, load_model, write_model
 from tests.multitask.test_run import furthest, lines, run, weights, write_mix
 from tests.support.tiny_tasks import write_rows
 
@@ -69,7 +68,7 @@ def test_the_loss_of_text_is_that_of_the_batches_of_pre_training(
     steps = train_steps(dataset, TrainDataConfig(seed=SEED, data=data, batches=plan))
     logged = lines(whole, "train")
     assert len(logged) == STEPS
-    start = load(whole.parent / "model")
+    start = load_model(whole.parent / "model")
     tokenizer = start.require_tokenizer()
     model, cursor, draws = start.model, 0, []
     for step in range(1, STEPS + 1):
@@ -132,6 +131,7 @@ def test_inspect_shows_text_and_tasks(whole: Path) -> None:
         for line in shown:
             name, epoch, where = line.partition(": ")[0].split(", ")
             assert epoch == "epoch 0"
-            assert where.startswith("sequence " if name == "mlm" else "classify.jsonl:")
+            place = "sequence " if name == "mlm" else f"{whole.parent}/classify.jsonl:"
+            assert where.startswith(place)
         if drawn["mlm"]:
             assert any("[MASK]" in line for line in shown)
