@@ -363,10 +363,10 @@ class MaskedLanguageModel(EncoderModel, MaskedHead):
         """
         x = self.encoder(input_ids, layout, segments=segments)
         x_MD = x.reshape(-1, self.config.hidden_size)[masked_index]
-        return self.head(x_MD) if targets is None else self.masked_loss(x_MD, targets)
+        return self.head(x_MD) if targets is None else self.token_loss(x_MD, targets)
 
-    def masked_loss(self, x_MD: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the losses and count the hits of (M, D) hidden states, as `vocabulary_loss`."""
+    def token_loss(self, x_MD: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of losses and number of hits of (M, D) hidden states; as `vocabulary_loss`."""
         return vocabulary_loss(
             self._before_output(x_MD),
             self.encoder.token_embedding.weight,

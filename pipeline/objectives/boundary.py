@@ -98,7 +98,7 @@ class BoundaryModel(MaskedLanguageModel):
             return super().forward(input_ids, layout, masked_index, segments, targets)
         x_TD = self.encoder(input_ids, layout, segments=segments)
         x_TD = x_TD.reshape(-1, self.config.hidden_size)
-        masked = self.masked_loss(x_TD[masked_index], targets)
+        masked = self.token_loss(x_TD[masked_index], targets)
         spans = self.objective(
             x_TD,
             boundary,
