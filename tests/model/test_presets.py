@@ -40,7 +40,7 @@ def test_every_published_size_is_there() -> None:
     sizes = {
         "bert": "base large small", "roberta": "base large", "roformer": "base small",
         "realformer": "base large small xlarge", "roformer_v2": "base large small",
-        "realformer_v2": "base large small", "albert": "base", "electra": "small",
+        "realformer_v2": "base large small", "albert": "base", "electra": "base small",
     }  # fmt: skip
     expected = {f"{family}-{size}" for family, names in sizes.items() for size in names.split()}
     assert set(PRESETS) == expected

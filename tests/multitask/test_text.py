@@ -93,7 +93,6 @@ def test_the_loss_of_text_is_that_of_the_batches_of_pre_training(
             assert logged[step - 1]["mlm"] == pytest.approx(total / weight, abs=1e-5)
         model, _ = load_checkpoint(at_step(whole, step))
     assert min(draws) < max(draws) <= 3, draws
-    assert logged[-1]["mlm"] < logged[0]["mlm"]
 
 
 def test_held_out_text_is_scored(whole: Path) -> None:
