@@ -302,3 +302,23 @@ def test_a_run_learns_continues_and_is_used_without_its_head(
     resolved = load(PretrainConfig, whole / "resolved.yaml", []).config
     assert resolved.objective.kind == "mlm_sbo"
     assert np.isfinite(postnorm.load(whole).encode(["a list of strings"])).all()
+
+
+def test_weights_that_are_divided_give_the_same_run(
+    tmp_path: Path, dataset: DatasetIndex, processes: None
+) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text(CONFIG)
+    logged = []
+    for stage in (0, 3):
+        folder = tmp_path / f"stage-{stage}"
+        postnorm.pretrain(config, [
+            f"run_dir={folder}", f"data.dir={dataset.folder}", "data.masking=span",
+            "data.mask_selection=exact", "objective.kind=mlm_sbo", f"train.zero_stage={stage}",
+            "train.precision=fp32", "train.num_steps=4", "train.warmup_steps=1",
+            "train.alpha_warmup_steps=1", "monitor.eval_every_steps=1000", "monitor.sinks=[]",
+        ])  # fmt: skip
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        logged.append([(each["loss"], each["sbo"]) for each in lines if each["kind"] == "train"])
+    assert len(logged[0]) == 4
+    assert np.abs(np.array(logged[0]) - np.array(logged[1])).max() < 1e-4
