@@ -15,7 +15,7 @@ from launch import control, logs, prep, sweep
 from launch.cluster import ClusterConfig, cluster_of
 from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
 from launch.local import run_local, run_program
-from launch.plan import plan, plan_json, plan_text
+from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
 from launch.records import (
@@ -105,7 +105,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    cluster = cluster_of(arguments.cluster)
+    if is_mix(arguments.config):
+        mix = load_mix(arguments.config, arguments.overrides)
+        found = plan_mix(mix, cluster)
+        _say([plan_json(found)] if arguments.json else mix_text(found, mix, cluster))
+        return EXIT_FINISHED
+    config = _config(arguments)
     result = plan(config, cluster)
     _say([plan_json(result)] if arguments.json else plan_text(result, config, cluster))
     return EXIT_FAILED_DO_NOT_RETRY if result.problems else EXIT_FINISHED

@@ -2,6 +2,10 @@
 
 Time and memory come from the closed forms of `pipeline.model.cost`; speeds of the cluster come from
 `hardware` of its profile, and the text names each assumption.
+
+A multi-task run is planned without its data, so every row counts as long as its task allows, and an
+example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
+`finetune` read the data and count tokens (`pipeline.finetune.cost`).
 """
 
 import json
@@ -12,12 +16,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
+from pipeline.config.data import DataConfig
+from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import INDEX_FILE, read_index
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
+from pipeline.model.architecture import is_model_folder, read_architecture
+from pipeline.multitask.config import MLM, Mix, require_split
+from pipeline.multitask.draws import shares
+from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.summary import table
 
 _CHECKPOINT_BYTES = 12
 """Bytes of a parameter: fp32 master weights and two fp32 averages."""
@@ -199,9 +210,162 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         yield f"problem      {problem}"
 
 
-def plan_json(result: RunPlan) -> str:
+def plan_json(result: "RunPlan | MixPlan") -> str:
     """Return the plan as JSON for programs."""
     return json.dumps(asdict(result))
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """What a run is expected to do for one of its tasks."""
+
+    name: str
+    share: float
+    """Of the draws."""
+    examples: float
+    """Of all draws; of text: sequences."""
+    length: int
+    """Of the longest row, in tokens."""
+    flops: float
+    """If every example is one row of that length."""
+
+
+@dataclass(frozen=True)
+class MixPlan:
+    """The resources of a multi-task run. Sizes in bytes, times in seconds; None: not known."""
+
+    parameters: int
+    """Without the heads of tasks, which are small."""
+    ranks: int
+    steps: int
+    tasks: tuple[TaskPlan, ...]
+    flops: float
+    train_s: float | None
+    state_bytes: int
+    gradients_bytes: int
+    """What the rule of balance keeps beside the state: gradients of tasks, fp32."""
+    activation_bytes: int
+    """Of the largest forward pass."""
+    checkpoint_bytes: int
+
+
+_KEEP_ALL = ("pcgrad", "cagrad", "mgda", "main_and_helpers")
+"""Rules that keep the gradient of each task of a step."""
+
+
+def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
+    """Compute the plan of a multi-task run, which needs the model of `init_from`, and no data.
+
+    Raises:
+        ConfigError: there is no such model, or draws do not split, or depend on the data.
+    """
+    config, ranks, hardware = mix.config, cluster.num_ranks, cluster.hardware
+    require_split(mix, ranks)
+    model = _architecture(config.init_from)
+    data = config.data or DataConfig(dir=config.run_dir)
+    # In the trainer's terms; each task has a length of its own, so here is any that fits.
+    run = PretrainConfig(
+        run_dir=config.run_dir,
+        model=model,
+        data=replace(data, seq_len=8),
+        train=config.train.single,
+        kernels=config.kernels,
+    )
+    fused = _fused(run, cluster)
+    tasks, activations = [], 0
+    for name, share in _shares(mix).items():
+        member, length = mix.members[name], data.seq_len
+        if name != MLM:
+            length = mix.tasks[name].input.max_length
+        examples = share * config.train.num_steps * config.train.tasks_per_step
+        examples *= mix.batch_of(name)
+        masked = data.mask_prob if name == MLM else 0.0
+        each = cost.flops_per_token(model, length, masked)
+        tasks.append(TaskPlan(name, share, examples, length, examples * length * each.total))
+        rows = mix.batch_of(name) // (ranks * member.parts)
+        # With an MLM head for tasks, too: theirs are not known here, and smaller.
+        activations = max(activations, _activations(run, model, rows, length, fused))
+    flops = sum(task.flops for task in tasks)
+    speed = hardware.flops_per_rank
+    parameters = cost.parameters(model)["total"]
+    kept = 0
+    if config.balance.needs_gradients:
+        of_step = min(len(tasks), config.train.tasks_per_step)
+        kept = 1 + (of_step if config.balance.method in _KEEP_ALL else 0)
+    return MixPlan(
+        parameters=parameters,
+        ranks=ranks,
+        steps=config.train.num_steps,
+        tasks=tuple(tasks),
+        flops=flops,
+        train_s=flops / (speed * hardware.utilisation * ranks) if speed else None,
+        state_bytes=cost.state_bytes(model, ranks if config.train.zero_stage else 1)["total"],
+        gradients_bytes=kept * 4 * parameters,
+        activation_bytes=activations,
+        checkpoint_bytes=_CHECKPOINT_BYTES * parameters,
+    )
+
+
+def _architecture(init_from: str) -> ModelConfig:
+    """Read the architecture of a model folder or of a run that was started."""
+    folder = Path(init_from.removeprefix("random:"))
+    if is_model_folder(folder):
+        return read_architecture(folder)[0]
+    resolved = RunFolder(folder).resolved
+    if not resolved.is_file():
+        raise ConfigError(
+            f"init_from={init_from} is neither a model folder nor a run that was started, so the "
+            "architecture is not known; name one that has it: init_from=FOLDER"
+        )
+    return load(PretrainConfig, resolved).config.model
+
+
+def _shares(mix: Mix) -> dict[str, float]:
+    sampling = mix.config.sampling
+    if sampling.by == "size":
+        raise ConfigError(
+            "sampling.by=size draws tasks by their numbers of examples, which a plan does not "
+            "read; plan with sampling.by=shares and shares of about these sizes"
+        )
+    given = [1.0 if each.share is None else each.share for each in mix.members.values()]
+    found = shares(given, sampling.cap, sampling.temperature).tolist()
+    return dict(zip(mix.members, found, strict=True))
+
+
+def mix_text(result: MixPlan, mix: Mix, cluster: ClusterConfig) -> Iterator[str]:
+    """Yield the plan of a multi-task run as lines for people."""
+    hardware = cluster.hardware
+    yield (
+        f"run          {mix.config.run_dir}: {result.parameters / 1e6:,.1f} M parameters and the "
+        f"heads of {_count(len(mix.tasks), 'task')}, {_count(result.ranks, 'rank')} on "
+        f"{_count(cluster.nodes, 'node')}"
+    )
+    head = ("task", "draws", "examples", "longest row", "FLOP at most")
+    rows = [
+        (each.name, f"{each.share:.2%}", f"{each.examples:,.0f}", f"{each.length}",
+         f"{each.flops:.2e}")
+        for each in result.tasks
+    ]  # fmt: skip
+    yield from table([head, *rows], right=(1, 2, 3, 4))
+    yield (
+        f"work         at most {result.flops:.3g} FLOP in {result.steps:,} steps: lengths are not "
+        "known without the data, and every example counts as one row of the longest"
+    )
+    if result.train_s is None:
+        yield "time         not known: name hardware.gpu or hardware.tflops in the profile"
+    else:
+        yield (
+            f"time         at most {_time(result.train_s)}, at {hardware.utilisation:.0%} of "
+            f"{hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank (hardware.utilisation is "
+            "assumed; short rows reach less)"
+        )
+    sizes = result.state_bytes, result.gradients_bytes, result.activation_bytes
+    state, gradients, activations = (f"{size / 2**30:,.1f}" for size in sizes)
+    yield (
+        f"memory       {sum(sizes) / 2**30:,.1f} GiB a rank: state {state}, gradients of tasks "
+        f"{gradients}, activations {activations} at most"
+    )
+    yield f"checkpoints  {result.checkpoint_bytes / 1e9:,.2f} GB each"
 
 
 def _problems(

@@ -36,6 +36,9 @@ class ObjectiveConfig:
     pair_weight: float = param(
         1.0, "of mlm_nsp and mlm_sop: factor of the pairs' loss beside that of masked tokens", gt=0
     )
+    boundary_weight: float = param(
+        1.0, "mlm_sbo: factor of the loss of span boundaries; that of masked tokens has 1", gt=0
+    )
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -54,6 +57,7 @@ class ObjectiveConfig:
 
 
 _KINDS_OF: dict[str, tuple[ObjectiveKind, ...]] = {
+    "boundary_weight": ("mlm_sbo",),
     "pair_weight": ("mlm_nsp", "mlm_sop"),
     "generator_size": ("rtd",),
     "generator_layers": ("rtd",),

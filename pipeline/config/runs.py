@@ -66,6 +66,12 @@ class PretrainConfig:
                 f"model.type_vocab_size={self.model.type_vocab_size}; set model.pooler=true and "
                 "model.type_vocab_size=2"
             )
+        if self.objective.kind == "mlm_sbo" and self.data.masking != "span":
+            raise ConfigError(
+                f"objective.kind=mlm_sbo predicts spans from their boundaries, data.masking="
+                f"{self.data.masking} makes none; set data.masking=span (and with it "
+                "data.mask_selection=exact), or objective.kind=mlm"
+            )
         saves, evaluations = self.checkpoint.every_steps, self.monitor.eval_every_steps
         if self.checkpoint.keep_best and saves % evaluations:
             raise ConfigError(

@@ -6,6 +6,7 @@ from typing import Any
 from pipeline.config import schema, strict_yaml
 from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.objectives.base import TextObjective
+from pipeline.objectives.boundary import SpanBoundaries
 from pipeline.objectives.mlm import MaskedLanguageModeling
 from pipeline.objectives.pairs import PairClassification
 from pipeline.objectives.rtd import ReplacedTokenDetection
@@ -17,6 +18,8 @@ def make_objective(config: ObjectiveConfig) -> TextObjective:
         return PairClassification(config.pairs, config.pair_weight)
     if config.kind == "rtd":
         return ReplacedTokenDetection(config)
+    if config.kind == "mlm_sbo":
+        return SpanBoundaries(config)
     return MaskedLanguageModeling()
 
 

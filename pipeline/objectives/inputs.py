@@ -36,6 +36,66 @@ _HALF = 32
 _LOW = (1 << _HALF) - 1
 
 
+MAX_BOUNDARY_TOKENS = 20
+"""Runs of more tokens have no boundary targets."""
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """K masked tokens that are to be predicted from the edges of their runs, in rising order."""
+
+    index: npt.NDArray[np.int64]
+    """(K,) which of the M masked slots each is."""
+    left: npt.NDArray[np.int64]
+    """(K,) flat index b * S + s of the slot before the run."""
+    right: npt.NDArray[np.int64]
+    """(K,) flat index of the slot after the run."""
+    place: npt.NDArray[np.int64]
+    """(K,) place in the run from the left, from 0."""
+    too_long: npt.NDArray[np.int64]
+    """(R,) which of the M masked slots begin runs that are too long to be predicted."""
+
+
+def find_boundaries(
+    masked_index: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]
+) -> Boundaries:
+    """Find runs of masked slots side by side in a document, and the slots that bound them.
+
+    Spans that touch are one run, as in SpanBERT's code (facebookresearch/SpanBERT,
+    `fairseq/data/masking.py`, merge_intervals): the slot between them is masked, so it cannot be an
+    edge. That code predicts the first 15 tokens of a longer run. Here a run is predicted as a whole
+    or, if it has more than 20 tokens, not at all. There a run at either end of a text has no
+    targets; here [CLS] and [SEP] bound it.
+
+    Args:
+        masked_index: (M,) rising flat indices b * S + s.
+        documents: (B, S) as in `Batch`.
+    """
+    num_slots, of_slot = documents.shape[1], documents.reshape(-1)
+    begins = np.ones(len(masked_index), np.bool_)
+    begins[1:] = (
+        (np.diff(masked_index) != 1)
+        | (of_slot[masked_index[1:]] != of_slot[masked_index[:-1]])
+        | (masked_index[1:] % num_slots == 0)
+    )
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=len(masked_index))
+    first, length = np.repeat(masked_index[starts], lengths), np.repeat(lengths, lengths)
+    left, right = first - 1, first + length
+    # An edge has to be a slot of the same row and document; [CLS] and [SEP] always are.
+    is_inside = (first % num_slots != 0) & (right % num_slots != 0)
+    index = np.flatnonzero(is_inside & (length <= MAX_BOUNDARY_TOKENS))
+    own = of_slot[masked_index[index]]
+    index = index[(of_slot[left[index]] == own) & (of_slot[right[index]] == own)]
+    return Boundaries(
+        index,
+        left[index],
+        right[index],
+        (masked_index - first)[index],
+        starts[lengths > MAX_BOUNDARY_TOKENS],
+    )
+
+
 @dataclass(frozen=True)
 class MaskedInputs:
     """Masks tokens; `Batch.inputs` has `masked_index` (M,) and `targets` (M,), both int64.
@@ -47,6 +107,8 @@ class MaskedInputs:
     probabilities into tokens. The weight of `discriminator` is the number of tokens.
     With pairs it also has `pair_first` (P,) and `pair_labels` (P,), both int64: rising flat indices
     of the [CLS] of pairs, and 1 if the second segment does not follow the first, 0 if it does.
+    `boundary_left`; `index` counts the masked slots of the micro-batch, so targets are shared.
+    `long_runs` counts runs that are too long to have boundary targets.
     """
 
     data: DataConfig
@@ -93,6 +155,10 @@ class MaskedInputs:
             masked_index,
             hashed,
         )
+        boundaries = None
+        if self.objective.kind == "mlm_sbo":
+            # They follow from what is hashed above.
+            boundaries = find_boundaries(masked_index, slots.documents)
         # All sequences at once until here: a call costs more than a short sequence.
         firsts = np.arange(0, num_sequences, micro_batch)
         masked_stops = np.searchsorted(masked_index, (firsts + micro_batch) * seq_len).tolist()
@@ -120,6 +186,8 @@ class MaskedInputs:
             if self.pairs is not None and slots.pairs is not None:
                 mine = Pairs._make(array[rows] for array in slots.pairs)
                 batch = _with_pairs(batch, mine, self.pairs.kind)
+            if boundaries is not None:
+                batch = _with_boundaries(batch, boundaries, masked, first * seq_len)
             batches.append(batch)
             masked_first = masked_stop
         return batches
@@ -184,6 +252,24 @@ def _pair_rule(
     tokenizer = load_tokenizer(index.folder / index.tokenizer_file)
     marks = sentence_marks(tokenizer.piece(token) for token in range(index.vocab_size))
     return PairRule(objective.pairs, seed, purpose, marks)
+
+
+def _with_boundaries(batch: Batch, whole: Boundaries, masked: slice, first_slot: int) -> Batch:
+    """Add what a micro-batch has of the boundaries; `masked` are its masked slots."""
+    ends = (masked.start, masked.stop)
+    mine = slice(*np.searchsorted(whole.index, ends).tolist())
+    inputs = {
+        "boundary_index": whole.index[mine] - masked.start,
+        "boundary_left": whole.left[mine] - first_slot,
+        "boundary_right": whole.right[mine] - first_slot,
+        "boundary_place": whole.place[mine],
+    }
+    first_long, stop_long = np.searchsorted(whole.too_long, ends).tolist()
+    return batch._replace(
+        inputs=batch.inputs | inputs,
+        weights=batch.weights | {"sbo": float(len(inputs["boundary_index"]))},
+        counts=batch.counts | {"long_runs": stop_long - first_long},
+    )
 
 
 def train_inputs(config: TrainDataConfig, index: DatasetIndex) -> MaskedInputs:

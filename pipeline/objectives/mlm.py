@@ -1,6 +1,7 @@
 """Masked language modelling (Devlin et al. 2019, arXiv 1810.04805, section 3.1)."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -23,7 +24,7 @@ class MaskedLanguageModeling:
     The weight of both is the number of masked tokens.
     """
 
-    losses: ClassVar[Mapping[str, float]] = {"loss": 1.0}
+    losses: Mapping[str, float] = MappingProxyType({"loss": 1.0})
     targets: ClassVar[str] = "masked"
 
     def make_model(self, config: ModelConfig) -> MaskedLanguageModel:

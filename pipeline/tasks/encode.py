@@ -97,10 +97,14 @@ def text_spans(row: TokenRow, spans: Sequence[TokenSpan]) -> list[Span]:
 
 
 def _lengths(lengths: Sequence[int], room: int) -> list[int]:
-    """Shorten the longest part, again and again, until all fit."""
+    """Shorten the longest part, of equal ones the last, by a token again and again until all fit.
+
+    Of two texts as google-research/bert's `truncate_seq_pair`.
+    """
     cut = list(lengths)
     while (excess := sum(cut) - room) > 0:
-        longest = max(range(len(cut)), key=cut.__getitem__)
+        # All at once that makes it no shorter than the second longest.
+        longest = max(reversed(range(len(cut))), key=cut.__getitem__)
         second = max((n for i, n in enumerate(cut) if i != longest), default=0)
         cut[longest] -= min(excess, max(1, cut[longest] - second))
     return cut

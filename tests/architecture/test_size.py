@@ -14,8 +14,8 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 216,
-    "lines": 50_500,
+    "modules": 219,
+    "lines": 50_800,
     "crumbs": 10,
     "long functions": 0,
     "long files": 0,

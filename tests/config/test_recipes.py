@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster import ClusterConfig
+from launch.plan import plan
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import learning_rate
-from pipeline.model.cost import flops_per_token
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/train").glob("*.yaml"))
 
@@ -24,19 +25,13 @@ def _read(path: Path) -> PretrainConfig:
 
 
 def _flops(config: PretrainConfig, vocab_size: int) -> float:
-    """Of the whole run; every token sees the whole row."""
-    model = replace(config.model, vocab_size=vocab_size)
-    stretches = config.batches.stretches
-    ends = [place.number for place in stretches[1:]] + [config.train.num_steps]
-    return sum(
-        (end - place.number) * place.size * place.seq_len
-        * flops_per_token(model, place.seq_len, config.data.mask_prob).total
-        for place, end in zip(stretches, ends, strict=True)
-    )  # fmt: skip
+    """Of the whole run, by `postnorm plan`: every token sees the whole row."""
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    return plan(config, ClusterConfig()).flops
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_flops_and_days_are_those_of_the_cost_model(path: Path) -> None:
+def test_flops_and_days_are_those_of_the_plan(path: Path) -> None:
     text = path.read_text()
     config = _read(path)
     [(vocabulary, stated)] = re.findall(r"vocabulary of ([\d,]+): ([\d.e+]+) FLOP", text)
@@ -67,6 +62,14 @@ def test_published_corners_are_micro_steps_of_an_eighth_of_an_update() -> None:
             found = learning_rate(micro_step // 8, config) / 1.76e-3
             assert found == pytest.approx(expected, abs=1 / 4000 + 1e-9)
     assert learning_rate(999_999, config) == pytest.approx(1.76e-5)
+
+
+def test_bert_runs_nine_tenths_of_its_updates_at_length_128() -> None:
+    [path] = [path for path in RECIPES if path.stem == "bert-base-nsp"]
+    config = _read(path)
+    stretches = config.batches.stretches
+    assert [(each.number, each.seq_len) for each in stretches] == [(0, 128), (900_000, 512)]
+    assert config.train.num_steps == 1_000_000
 
 
 def test_a_modern_run_decays_at_its_full_length() -> None:

@@ -9,11 +9,24 @@ import numpy as np
 import pytest
 
 from launch.cluster import ClusterConfig, HardwareConfig
-from launch.plan import RunPlan, best_interval_s, plan, plan_text
+from launch.plan import (
+    RunPlan,
+    best_interval_s,
+    mix_text,
+    plan,
+    plan_json,
+    plan_mix,
+    plan_text,
+)
 from pipeline.config.load import load
+from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
+from pipeline.model import cost
+from pipeline.model.architecture import read_architecture
+from pipeline.multitask.config import Mix, load_mix
+from pipeline.use.folder import write_config
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/train/roformer_v2-base.yaml"
@@ -164,3 +177,63 @@ def test_command(tmp_path: Path) -> None:
     done = subprocess.run([*command, "checkpoint.keep=100000000"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].startswith("problem ")
+
+
+def _mix(tmp_path: Path, *overrides: str) -> Mix:
+    """A mix of text and two shipped tasks for a model folder of BERT's base size."""
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    model = load(ModelConfig, ROOT / "configs/model/bert-base.yaml", ["vocab_size=21128"]).config
+    write_config(folder, model, {})
+    body = {
+        "run_dir": str(tmp_path / "mix"), "init_from": str(folder), "root": "data",
+        "data": {"dir": "text", "seq_len": 512},
+        "tasks": {"mlm": {"share": 6, "batch": 64}, "tnews": {"from": "tnews", "share": 3},
+                  "ocnli": {"from": "ocnli", "parts": 2, "input": {"max_length": 64}}},
+        "train": {"num_steps": 1000, "tasks_per_step": 4, "micro_batch": 32},
+    }  # fmt: skip
+    path = tmp_path / "mix.yaml"
+    path.write_text(json.dumps(body))
+    return load_mix(str(path), overrides)
+
+
+def test_a_mix_is_planned_by_its_shares_and_longest_rows(tmp_path: Path) -> None:
+    mix = _mix(tmp_path)
+    cluster = ClusterConfig(gpus_per_node=2, hardware=HardwareConfig(gpu="H100"))
+    found = plan_mix(mix, cluster)
+    tasks = {each.name: each for each in found.tasks}
+    # 1,000 steps of four draws, six, three and one of ten of each task.
+    assert {name: each.examples for name, each in tasks.items()} == pytest.approx(
+        {"mlm": 2400 * 64, "tnews": 1200 * 32, "ocnli": 400 * 32}
+    )
+    length = mix.tasks["tnews"].input.max_length
+    assert [tasks[name].length for name in ("mlm", "tnews", "ocnli")] == [512, length, 64]
+    model = read_architecture(tmp_path / "model")[0]
+    expected = {
+        "mlm": 2400 * 64 * 512 * cost.flops_per_token(model, 512, 0.15).total,
+        "tnews": 1200 * 32 * length * cost.flops_per_token(model, length, 0.0).total,
+        "ocnli": 400 * 32 * 64 * cost.flops_per_token(model, 64, 0.0).total,
+    }
+    assert {name: each.flops for name, each in tasks.items()} == pytest.approx(expected)
+    assert found.flops == pytest.approx(sum(expected.values()))
+    assert found.train_s == pytest.approx(found.flops / (2 * 989e12 * 0.4), rel=0.01)
+    # The default rule adds up weighted gradients beside the sum: four bytes a parameter more.
+    assert found.gradients_bytes == 4 * found.parameters
+    text = "\n".join(mix_text(found, mix, cluster))
+    assert "every example counts as one row of the longest" in text
+    assert "hardware.utilisation is assumed" in text
+    # Each of the four draws of a step may be of another task, and there are three.
+    every = plan_mix(_mix(tmp_path, "balance.method=pcgrad"), cluster)
+    assert every.gradients_bytes == 4 * 4 * found.parameters
+    none = plan_mix(_mix(tmp_path, "balance.method=equal"), cluster)
+    assert none.gradients_bytes == 0
+    assert json.loads(plan_json(found))["tasks"][0]["name"] == "mlm"
+
+
+def test_a_mix_that_cannot_be_planned_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither a model folder nor a run .*init_from=FOLDER"):
+        plan_mix(_mix(tmp_path, f"init_from={tmp_path / 'nothing'}"), ClusterConfig())
+    with pytest.raises(ConfigError, match=r"plan with sampling\.by=shares"):
+        plan_mix(_mix(tmp_path, "sampling.by=size"), ClusterConfig())
+    with pytest.raises(ConfigError, match=r"tasks\.ocnli: a draw of 32 examples"):
+        plan_mix(_mix(tmp_path, "tasks.ocnli.parts=3"), ClusterConfig())

@@ -40,7 +40,7 @@ def test_every_published_size_is_there() -> None:
     sizes = {
         "bert": "base large small", "roberta": "base large", "roformer": "base small",
         "realformer": "base large small xlarge", "roformer_v2": "base large small",
-        "realformer_v2": "base large small",
+        "realformer_v2": "base large small", "albert": "base", "electra": "base small",
     }  # fmt: skip
     expected = {f"{family}-{size}" for family, names in sizes.items() for size in names.split()}
     assert set(PRESETS) == expected
@@ -81,15 +81,18 @@ def test_sizes_are_the_published_ones(
 
 
 @pytest.mark.parametrize("preset", [p for p in PRESETS if p.split("-")[0] in (
-    "bert", "roberta", "roformer")])  # fmt: skip
+    "bert", "roberta", "roformer", "albert", "electra")])  # fmt: skip
 @pytest.mark.parametrize("vocab_size", [21_128, 50_265])
 def test_sizes_are_those_of_transformers(preset: str, vocab_size: int) -> None:
     ours = config(preset)
-    name = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer"}[preset.split("-")[0]]
+    names = {"bert": "Bert", "roberta": "Roberta", "roformer": "RoFormer", "albert": "Albert",
+             "electra": "Electra"}  # fmt: skip
+    name = names[preset.split("-")[0]]
     values: dict[str, Any] = {
         "vocab_size": vocab_size, "hidden_size": ours.hidden_size, "num_hidden_layers":
         ours.num_layers, "num_attention_heads": ours.num_heads, "intermediate_size": ours.ffn_size,
         "max_position_embeddings": ours.max_positions, "type_vocab_size": ours.type_vocab_size,
+        "embedding_size": ours.embedding_width,
     }  # fmt: skip
     with torch.device("meta"):
         cls = getattr(transformers, f"{name}ForMaskedLM")

@@ -1,5 +1,6 @@
 """Rows of tokens: what each kind looks like, and spans from characters to tokens and back."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,46 @@ def test_pairs_are_cut_longest_first(wordpiece: WordPieceTokenizer) -> None:
     assert counts == {"rows that were cut": 1}
 
 
+class _Letters:
+    """A codec whose tokens are characters."""
+
+    cls_id, sep_id = 1, 2
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(each) for each in text]
+
+
+def _sizes(kind: str, room: int, *texts: str) -> list[int]:
+    """How much is left of texts that are rows of one letter, a letter each."""
+    config = _config(kind, max_length=room + 1 + len(texts))
+    fields: dict[str, Any] = {"text": texts[0], "text_b": texts[1], "gold": 0}
+    if kind == "choice":
+        fields["choices"] = texts[2:]
+    [row], _ = _encode(_Letters(), config, **fields)
+    return [row.ids.tolist().count(ord(text[0])) for text in texts]
+
+
+def test_pairs_are_cut_as_bert_cuts_them() -> None:
+    """BERT takes a token of the first while that is the longer one, else one of the second."""
+    for room in (5, 6, 9):
+        for first in range(1, 15):
+            for second in range(1, 15):
+                a, b = first, second
+                while a + b > room:
+                    a, b = (a - 1, b) if a > b else (a, b - 1)
+                assert _sizes("pair", room, "a" * first, "b" * second) == [a, b]
+
+
+def test_three_texts_are_cut_at_the_last_of_the_longest() -> None:
+    for room in (4, 5, 10):
+        for first, second, third in product(range(1, 8), repeat=3):
+            left = [first, second, third]
+            while sum(left) > room:
+                longest = [at for at in range(3) if left[at] == max(left)][-1]
+                left[longest] -= 1
+            assert _sizes("choice", room, "a" * first, "b" * second, "c" * third) == left
+
+
 @pytest.mark.parametrize(
     ("truncate", "text_b", "expected"),
     [
@@ -138,9 +179,9 @@ def test_pairs_are_cut_longest_first(wordpiece: WordPieceTokenizer) -> None:
         ("tail", "", [CHINESE[:18]]),
         ("head", "", [CHINESE[-18:]]),
         ("head_tail", "", [CHINESE[:4] + CHINESE[-14:]]),
-        ("tail", BACK, [CHINESE[:8], BACK[:9]]),
-        ("head", BACK, [CHINESE[-8:], BACK[-9:]]),
-        ("head_tail", BACK, [CHINESE[:2] + CHINESE[-6:], BACK[:2] + BACK[-7:]]),
+        ("tail", BACK, [CHINESE[:9], BACK[:8]]),
+        ("head", BACK, [CHINESE[-9:], BACK[-8:]]),
+        ("head_tail", BACK, [CHINESE[:2] + CHINESE[-7:], BACK[:2] + BACK[-6:]]),
         ("head_tail", "五道门", [CHINESE[:3] + CHINESE[-11:], "五道门"]),
     ],
 )
