@@ -93,19 +93,19 @@ def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
         ]
         documents, rejected, ids = (stack.enter_context(_compressed(files[i])) for i in (0, 3, 4))
         writer = PieceWriter(documents, ids, rejected)
-        yield writer
+        yield cast("IO[bytes]", writer)
         np.save(files[1], np.frombuffer(b"".join(writer.hashes), dtype="<u8").reshape(-1, 2))
         np.save(files[2], np.array(writer.sizes, dtype=np.int64))
         np.save(files[5], np.array(writer.id_hashes, dtype=np.uint64))
 
 
 @contextmanager
-def _compressed(file: IO[bytes]) -> Iterator[io.BufferedWriter]:
+def _compressed(file: IO[bytes]) -> Iterator[IO[bytes]]:
     # A MB at a time: the compressor's tables and those of normalisation push each other out of the
     # processor's cache if they take turns from document to document.
     compressor = cast("io.RawIOBase", zstd.open(file, "wb", options=_ZSTD))
     with io.BufferedWriter(compressor, 1 << 20) as writer:
-        yield writer
+        yield cast("IO[bytes]", writer)
     if not file.tell():  # the library writes nothing, and zstdcat does not read that
         file.write(zstd.compress(b"", options=_ZSTD))
 

@@ -32,12 +32,11 @@ class ObjectiveConfig:
     discriminator_weight: float = param(
         50.0, "of rtd: factor of the discriminator's loss beside the generator's", gt=0
     )
-
     pair_weight: float = param(
         1.0, "of mlm_nsp and mlm_sop: factor of the pairs' loss beside that of masked tokens", gt=0
     )
     boundary_weight: float = param(
-        1.0, "mlm_sbo: factor of the loss of span boundaries; that of masked tokens has 1", gt=0
+        1.0, "of mlm_sbo: factor of the loss of span boundaries beside that of masked tokens", gt=0
     )
 
     def __post_init__(self) -> None:

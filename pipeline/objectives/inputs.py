@@ -102,12 +102,12 @@ class MaskedInputs:
 
     `masked_index` holds rising flat indices b * S + s of the slots to predict, `targets` their
     original token ids.
-
     With rtd there is also `uniform` (M,), fp32 in [0, 1): the draws that turn the generator's
     probabilities into tokens. The weight of `discriminator` is the number of tokens.
     With pairs it also has `pair_first` (P,) and `pair_labels` (P,), both int64: rising flat indices
     of the [CLS] of pairs, and 1 if the second segment does not follow the first, 0 if it does.
-    `boundary_left`; `index` counts the masked slots of the micro-batch, so targets are shared.
+    With mlm_sbo there are the fields of `Boundaries`, by names such as `boundary_left`;
+    `boundary_index` counts the masked slots of the micro-batch, so targets are shared.
     `long_runs` counts runs that are too long to have boundary targets.
     """
 

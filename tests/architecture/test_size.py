@@ -14,13 +14,13 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 219,
-    "lines": 50_800,
+    "modules": 223,
+    "lines": 52_800,
     "crumbs": 10,
     "long functions": 0,
     "long files": 0,
     "fmt: skip": 40,
-    "modules that know MLM": 10,
+    "modules that know MLM": 11,
 }
 _CRUMB_LINES, _FUNCTION_LINES, _FILE_LINES = 60, 80, 700
 _MLM = re.compile(r"\b(masked_index|LossSums|MaskedLanguageModel)\b")

@@ -57,7 +57,7 @@ def test_a_killed_run_of_pairs_continues_bit_for_bit(
     assert "as the run logged it, in step 5" in "\n".join(lines)
     path, _ = newest_good(straight / "checkpoints")
     assert path is not None
-    model, _ = load_checkpoint(path)
+    model, *_ = load_checkpoint(path)
     found = dict(model.named_parameters())
     assert not any(name.startswith("objective") for name in found)
     pooler = states[0]["master encoder.pooler.weight"]

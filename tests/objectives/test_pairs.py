@@ -150,5 +150,7 @@ def test_what_a_config_may_ask_for() -> None:
             model=ModelConfig(pooler=True, type_vocab_size=1),
             objective=ObjectiveConfig(kind="mlm_nsp"),
         )
-    with pytest.raises(ConfigError, match=r"pair_weight=0\.5 with objective\.kind=mlm"):
+    with pytest.raises(
+        ConfigError, match=r"pair_weight=0\.5 has no meaning with objective\.kind=mlm"
+    ):
         ObjectiveConfig(pair_weight=0.5)
