@@ -16,7 +16,7 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex, Source
 from pipeline.data.order import Locations
-from pipeline.data.packing import Packing, pack
+from pipeline.data.packing import SPECIALS_PER_PIECE, Packing, pack
 from pipeline.data.run_order import RunOrder, Segment
 from pipeline.errors import ConfigError
 
@@ -45,6 +45,7 @@ class Case:
                 for length in config.batches.seq_lens
             },
             packing=self.packing,
+            specials=SPECIALS_PER_PIECE,
         )
         index, split = cast(DatasetIndex, self.index), cast(PackedSplit, split)
         return RunOrder(index, config.train_data, split)

@@ -210,7 +210,9 @@ def test_status_tells_failed_stopped_and_running_tasks(
     text = status(too_long).summary().text()
     [line] = [line for line in text.splitlines() if line.startswith("tokenizer")]
     assert line.split() == ["tokenizer", "0", "0", "1", "0", "0"]
-    assert "failed: tokenizer tokenizer: DataError: tokenizer.vocab_size=60000" in text
+    assert (
+        "failed: tokenizer tokenizer: VocabularyTooLargeError: tokenizer.vocab_size=60000" in text
+    )
     with pytest.raises(DataError, match="vocab_size=300"):
         run(_load(prep_config, tmp_path / "data", source, "tokenizer.vocab_size=300"))
 

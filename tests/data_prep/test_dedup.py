@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from data_prep.config import PrepConfig
-from data_prep.dedup.lines import NOTHING_NEW, REASON
+from data_prep.dedup.lines import NOTHING_NEW
 from data_prep.pieces import id_hash, read_lines
 from data_prep.run import run
-from data_prep.stage import Counts, Done
+from data_prep.stage import SEEN_LINE, Counts, Done
 from pipeline.config.load import load
 from tests.support.prepare import run_before
 
@@ -211,7 +211,7 @@ def test_lines_that_were_seen_before_are_dropped(with_lines: Prepared) -> None:
              for record in read_lines(path)]  # fmt: skip
     assert [(r["id"], r["reason"], r["raw"]) for r in aside] == rejected
     counts = Counts.total(done.result["lines"] for done in records["lines"])
-    assert counts.rejected[REASON][0] == lost > 300
+    assert counts.rejected[SEEN_LINE][0] == lost > 300
     assert counts.rejected[NOTHING_NEW][0] == sum(r[1] == NOTHING_NEW for r in rejected) > 50
     assert counts.documents_in - counts.documents_out == len(rejected)
     assert counts.bytes_out == sum(len(text.encode()) for _, text in expected)
@@ -245,7 +245,7 @@ def test_a_dataset_without_repeated_lines(
     stages = report["stages"]
     assert stages["lines"]["documents_out"] == stages["dedup"]["documents_in"]
     assert stages["dedup"]["documents_out"] == stages["shards"]["documents_in"]
-    assert stages["lines"]["rejected"][REASON][0] > 300
+    assert stages["lines"]["rejected"][SEEN_LINE][0] > 300
 
 
 def test_lists_name_the_first_of_every_piece(

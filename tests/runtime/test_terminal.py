@@ -129,6 +129,7 @@ def test_without_a_terminal_lines_are_plain(tmp_path: Path) -> None:
     settings = {
         "output_dir": str(tmp_path / "data"), "workers": 1,
         "sources": [{"name": "a", "inputs": [str(tmp_path / "a.jsonl")]}],
+        "tokenizer": {"vocab_size": 60_000},
     }  # fmt: skip
     (tmp_path / "c.yaml").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "postnorm", "prep", "run", str(tmp_path / "c.yaml")]

@@ -184,7 +184,8 @@ def test_a_run_is_evaluated_with_its_own_objective(
     ranks = start_ranks(
         run_dir, two_sources, "objective.kind=rtd", "objective.generator_size=0.5",
         "data.masking=token", "data.mask_selection=exact", "data.replace_mask_prob=0.85",
-        "data.replace_random_prob=0", "train.num_steps=4", "train.warmup_steps=2", "monitor.eval_every_steps=4",
+        "data.replace_random_prob=0", "train.num_steps=4", "train.warmup_steps=2",
+        "train.alpha_warmup_steps=2", "monitor.eval_every_steps=4",
         "monitor.eval_sequences=20", world_size=1,
     )  # fmt: skip
     assert ranks.wait() == [0], ranks.output
