@@ -93,7 +93,7 @@ def piece_writer(task: Task[Any]) -> Iterator[PieceWriter]:
         ]
         documents, rejected, ids = (stack.enter_context(_compressed(files[i])) for i in (0, 3, 4))
         writer = PieceWriter(documents, ids, rejected)
-        yield cast("IO[bytes]", writer)
+        yield writer
         np.save(files[1], np.frombuffer(b"".join(writer.hashes), dtype="<u8").reshape(-1, 2))
         np.save(files[2], np.array(writer.sizes, dtype=np.int64))
         np.save(files[5], np.array(writer.id_hashes, dtype=np.uint64))
