@@ -1,16 +1,17 @@
 """The lease on an output folder: one run writes there, all of whose processes may.
 
-The processes of a run are a group: that of `data_prep run` alone, the tasks of one job array, or
-parts of one stage that were started by hand. OUT/work/lease holds
+The processes of a run are a group: that of `data_prep run` alone, or the parts of one stage, of
+which there may be several job arrays. Each part has one process. OUT/work/lease holds
 
     000007.json         the group that has the folder; the highest number counts
     000007.PART.json    a process of it: host, process, job, config; touched every few seconds
 
 Both are made by `os.link`, which on every shared file system lets one of several succeed. A group
 takes a folder by making the next number, and only if no process of the one before is alive. Of
-processes of its own machine a process knows that; of others it is known by their files, which
-nobody has touched for `EXPIRES_S` when they are dead. Each side first makes its own file and then
-looks for the other's, so that of two that come at once at least one sees the other, and goes back.
+processes of its own machine a process knows that. Of another one it waits for a sign: a file that
+is touched is of a live process, one that was not touched for `EXPIRES_S` is of a dead one. Each
+side first makes its own file and then looks for the other's, so that of two that come at once at
+least one sees the other, and goes back.
 """
 
 import json
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 EXPIRES_S = 90.0
 """A process of another machine whose file nobody touched for so long is dead."""
 _TOUCHED_EVERY_S = 10.0
-_LATE_S = 3 * _TOUCHED_EVERY_S
-"""Whose file is older than this is waited for: it may be a dead one."""
 _TRIES = 5
 
 
@@ -78,7 +77,7 @@ def this_process(config: str, part: tuple[str, int, int] | None) -> Holder:
         group, name = f"run {host} {process} {_born(process)}", "run"
     else:
         stage, rank, world = part
-        group = f"{f'array {array}' if array else 'parts'}, {stage} of {world}, {config}"
+        group = f"{stage} of {world}, {config}"
         name = f"part-{rank:06d}"
     return Holder(group, name, config, host, process, _namespace(), _born(process), job)
 
@@ -135,11 +134,10 @@ def holders(folder: Path) -> list[str]:
 
 def _acquire(folder: Path, holder: Holder) -> Path:
     """Make the file of this process; waits for those that may be dead."""
-    deadline = time.monotonic() + EXPIRES_S + _LATE_S
     for attempt in range(_TRIES):
         number = _newest(folder)
         ours = number > 0 and _group(folder, number) == holder.group
-        _wait_for_death(folder, number, holder, deadline, same_group=ours)
+        _wait_for_death(folder, number, holder, same_group=ours)
         if not ours:
             number += 1
             if not _make(folder / f"{number:06d}.json", {"group": holder.group}):
@@ -157,13 +155,11 @@ def _acquire(folder: Path, holder: Holder) -> Path:
     raise BusyError(f"{folder}: other runs take this folder at the same moment; try again")
 
 
-def _wait_for_death(
-    folder: Path, number: int, holder: Holder, deadline: float, *, same_group: bool
-) -> None:
+def _wait_for_death(folder: Path, number: int, holder: Holder, *, same_group: bool) -> None:
     """Return when no process stands in the way (BusyError: one is alive)."""
-    told = False
+    first_seen: dict[Path, float] = {}
     while True:
-        late = None
+        unknown = None
         now_s = _now_s(folder)
         for path, each in _members(folder, number):
             if same_group and each.part != holder.part:
@@ -171,19 +167,29 @@ def _wait_for_death(
             dead = _is_dead(each, path, now_s)
             if dead:
                 continue
-            if dead is False or time.monotonic() > deadline:
+            if dead is None:
+                touched_s = _touched_s(path)
+                dead = None if touched_s == first_seen.setdefault(path, touched_s) else False
+            if dead is False:
                 what = "the same part of this run" if same_group else "another run"
                 raise BusyError(
                     f"{folder.parent.parent} is in use by {what}: {each}; wait for its end or stop "
                     "it, or choose another output_dir"
                 )
-            late = each
-        if late is None:
+            unknown = each
+        if unknown is None:
             return
-        if not told:
-            told = True
-            logger.warning("waiting up to %.0f s to see whether %s is alive", EXPIRES_S, late)
+        if len(first_seen) == 1:
+            logger.warning("waiting up to %.0f s to see whether %s is alive", EXPIRES_S, unknown)
+            first_seen[folder] = 0.0  # told once
         time.sleep(1)
+
+
+def _touched_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _alive_before(folder: Path, number: int) -> bool:
@@ -193,16 +199,10 @@ def _alive_before(folder: Path, number: int) -> bool:
 
 
 def _is_dead(each: Holder, path: Path, now_s: float) -> bool | None:
-    """Say whether a process is dead; None if that is not known yet."""
+    """Say whether a process is dead; None if that is not known."""
     if each.host == socket.gethostname() and each.namespace == _namespace():
         return not is_alive(each.process) or _born(each.process) != each.born
-    try:
-        silent_s = now_s - path.stat().st_mtime
-    except FileNotFoundError:
-        return True
-    if silent_s > EXPIRES_S:
-        return True
-    return None if silent_s > _LATE_S else False
+    return now_s - _touched_s(path) > EXPIRES_S or None
 
 
 def _now_s(folder: Path) -> float:
