@@ -181,6 +181,7 @@ def test_time_is_that_of_the_whole_run(
     assert body["train_s"] >= times[32] > times[8]
 
 
+@pytest.mark.usefixtures("processes")
 def test_another_seed_is_not_taken_for_finished(
     task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -231,6 +232,7 @@ def _stopped(at: int | None, path: Path, model: Path, out: Path, **options: Any)
             _run(path, model, out, **options)
 
 
+@pytest.mark.usefixtures("processes")
 def test_stopped_run_is_not_continued_with_another_model(
     task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from tests.multitask.test_run import write_mix
 from tests.support.tiny_tasks import write_task
 
 
+@pytest.mark.usefixtures("processes")
 def test_each_task_is_tuned_from_three_models(tmp_path: Path, tiny_model: Path) -> None:
     write_mix(tmp_path, tiny_model, train={"num_steps": 30, "lr": 5e-3})
     (tmp_path / "transfer.yaml").write_text(
