@@ -43,7 +43,7 @@ class Holder:
     """A process, and the run that it belongs to."""
 
     group: str
-    """Equal in all processes of a run, and in no other."""
+    """Equal in all processes of a run; parts of an equal run, which do the same, share it."""
     part: str
     """Different in all processes of a run that may run at once; a file name."""
     config: str
@@ -158,6 +158,7 @@ def _acquire(folder: Path, holder: Holder) -> Path:
 def _wait_for_death(folder: Path, number: int, holder: Holder, *, same_group: bool) -> None:
     """Return when no process stands in the way (BusyError: one is alive)."""
     first_seen: dict[Path, float] = {}
+    told = False
     while True:
         unknown = None
         now_s = _now_s(folder)
@@ -179,9 +180,9 @@ def _wait_for_death(folder: Path, number: int, holder: Holder, *, same_group: bo
             unknown = each
         if unknown is None:
             return
-        if len(first_seen) == 1:
+        if not told:
             logger.warning("waiting up to %.0f s to see whether %s is alive", EXPIRES_S, unknown)
-            first_seen[folder] = 0.0  # told once
+            told = True
         time.sleep(1)
 
 

@@ -32,8 +32,7 @@ import numpy.typing as npt
 from backports import zstd
 
 from data_prep.readers.items import Rejected
-from data_prep.stage import Task, recorded_sha256, replacing, require_written
-from pipeline.errors import DataError
+from data_prep.stage import Task, not_as_written, recorded_sha256, replacing, require_written
 
 _SUFFIXES = (
     ".jsonl.zst",
@@ -161,10 +160,7 @@ def read_lines(path: Path, rows: Container[int] | None = None) -> Iterator[Any]:
                     if rows is None or row in rows:
                         yield json.loads(line)
         except (zstd.ZstdError, EOFError, ValueError) as error:
-            if expected is None:
-                raise DataError(f"{path} cannot be read: {error}") from error
-            # Damage shows here before its sha256 is known.
-            require_written(path, f"unreadable ({error})", expected)
+            raise not_as_written(path, f"it cannot be read: {error}") from error
         if expected is not None:
             require_written(path, hashed.hexdigest(), expected)
 

@@ -307,12 +307,17 @@ def require_written(path: Path, found: str, expected: str) -> None:
         DataError: it is not.
     """
     if found != expected:
-        marker = path.with_name(f"{path.name.partition('.')[0]}.done.json")
-        raise DataError(
-            f"{path} is not what its task wrote: its sha256 is {found}, {marker.name} has "
-            f"{expected}; something changed or damaged it since. Check the storage, remove "
-            f"{marker}, and run again: the task is repeated, and what depends on it"
-        )
+        raise not_as_written(path, f"its sha256 is {found}, and {expected} was recorded")
+
+
+def not_as_written(path: Path, problem: str) -> DataError:
+    """Return the error that says that a task's file was changed, and what to do."""
+    marker = path.with_name(f"{path.name.partition('.')[0]}.done.json")
+    return DataError(
+        f"{path} is not what its task wrote: {problem}; something changed or damaged it since. "
+        f"Check the storage, remove {marker}, and run again: the task is repeated, and what "
+        "depends on it"
+    )
 
 
 def _check(reads: Sequence[tuple[Path, str]], workers: int) -> None:

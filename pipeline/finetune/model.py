@@ -16,7 +16,7 @@ from pipeline.model import heads
 from pipeline.model.encoder import Encoder, EncoderModel
 from pipeline.model.layers import Trace
 from pipeline.model.layout import Layout, rows
-from pipeline.objectives.base import Sum, Sums, minimised
+from pipeline.objectives.base import Sum, Sums, first_loss, weight_tensor
 from pipeline.tasks.task import TaskConfig
 
 CHOOSES = ("choice", "cloze")
@@ -207,7 +207,7 @@ class TaskObjective:
 
     def followed(self, means: Mapping[str, float]) -> float:
         """Return the loss."""
-        return minimised(self.losses, means)
+        return first_loss(self.losses, means)
 
     def make_model(self, config: ModelConfig) -> TaskModel:
         """Return an encoder with the task's head."""
@@ -227,7 +227,7 @@ def task_sums(
 ) -> tuple[Sum, Sum | None]:
     """Return the sums of losses and of right answers; None for kinds without one right answer."""
     [divisor] = batch.weights.values()
-    weight = torch.full((), divisor, dtype=torch.float32, device=scores.device)
+    weight = weight_tensor(divisor, scores)
     loss = Sum(losses.sum(), weight)
     if spec.kind not in (*CHOOSES, *NAMES):
         return loss, None

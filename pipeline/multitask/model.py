@@ -1,6 +1,5 @@
 """One encoder with the heads of many tasks, and what a step of them minimises."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -98,9 +97,7 @@ class MultiTaskObjective:
         Losses of tasks are not alike, and a step has other tasks than the next one; the shares are.
         """
         shares = [
-            means[name] / (self._initial[name] or 1.0)
-            for name in self.losses
-            if not math.isnan(means[name])
+            means[name] / (self._initial[name] or 1.0) for name in self.losses if name in means
         ]
         return sum(shares) / len(shares) if shares else float("nan")
 

@@ -1,5 +1,6 @@
 """What every objective offers; the trainer knows no objective by its name."""
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -42,9 +43,9 @@ class Objective(Protocol):
         """
 
     def followed(self, means: Mapping[str, float]) -> float:
-        """Return the loss that is logged and watched for spikes, from means of the sums.
+        """Return the loss that is logged and watched for spikes; NaN if nothing was predicted.
 
-        A mean is NaN where the weight was 0.
+        `means` are the quotients of those sums whose weight is not 0.
         """
 
     @property
@@ -71,9 +72,15 @@ class TextObjective(Objective, Protocol):
         """Make the inputs of held-out batches, the same for every run."""
 
 
-def minimised(losses: Mapping[str, float], means: Mapping[str, float]) -> float:
-    """Return the sum of losses times their factors."""
-    return sum(factor * means[name] for name, factor in losses.items())
+def first_loss(losses: Mapping[str, float], means: Mapping[str, float]) -> float:
+    """Return the first loss, or another one that is not finite; NaN without the first one."""
+    broken = [means[name] for name in losses if not math.isfinite(means.get(name, 0.0))]
+    return broken[0] if broken else means.get(next(iter(losses)), math.nan)
+
+
+def weight_tensor(weight: float, like: Tensor) -> Tensor:
+    """Return a weight of `Sum` on the device of a tensor."""
+    return torch.full((), weight, dtype=torch.float32, device=like.device)
 
 
 def add_up(parts: list[Sums]) -> Sums:

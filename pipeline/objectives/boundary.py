@@ -15,8 +15,6 @@ follow `model.bias`, and the loss is divided by the number of targets, there by 
 Shapes: T slots of a micro-batch, D hidden size, E embedding width, V vocabulary, K targets.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -30,7 +28,7 @@ from pipeline.kernels.loss import vocabulary_loss
 from pipeline.model.encoder import MaskedLanguageModel, initialise
 from pipeline.model.layers import make_norm
 from pipeline.model.layout import Layout, rows
-from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.base import Sum, Sums, weight_tensor
 from pipeline.objectives.inputs import MAX_BOUNDARY_TOKENS
 from pipeline.objectives.mlm import MaskedLanguageModeling
 
@@ -119,10 +117,6 @@ class SpanBoundaries(MaskedLanguageModeling):
         """Return an encoder with an MLM head and a boundary head."""
         return BoundaryModel(config)
 
-    def followed(self, means: Mapping[str, float]) -> float:
-        """Return the loss of masked tokens, which is that of MLM; the other if it is not finite."""
-        return means["loss"] if math.isfinite(means["sbo"]) else means["sbo"]
-
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
         """Return the sums over the masked positions and the boundary targets of a micro-batch."""
         inputs = batch.inputs
@@ -137,10 +131,7 @@ class SpanBoundaries(MaskedLanguageModeling):
                 **{each.name: inputs[f"boundary_{each.name}"] for each in fields(BoundaryTargets)}
             ),
         )
-        masked, predicted = (
-            torch.full((), batch.weights[name], dtype=torch.float32, device=loss.device)
-            for name in self.losses
-        )
+        masked, predicted = (weight_tensor(batch.weights[name], loss) for name in self.losses)
         return {
             "loss": Sum(loss, masked),
             "accuracy": Sum(correct, masked),

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from pipeline.config.data import EvalDataConfig, TrainDataConfig
@@ -12,10 +11,10 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.dataset import Inputs
 from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import MicroBatch
-from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.model.encoder import EncoderModel, MaskedLanguageModel
 from pipeline.model.layout import rows
 from pipeline.objectives import inputs
-from pipeline.objectives.base import Sum, Sums, minimised
+from pipeline.objectives.base import Sum, Sums, first_loss, weight_tensor
 
 
 class MaskedLanguageModeling:
@@ -27,21 +26,21 @@ class MaskedLanguageModeling:
     losses: Mapping[str, float] = MappingProxyType({"loss": 1.0})
     targets: ClassVar[str] = "masked"
 
-    def make_model(self, config: ModelConfig) -> MaskedLanguageModel:
+    def make_model(self, config: ModelConfig) -> EncoderModel:
         """Return an encoder with an MLM head."""
         return MaskedLanguageModel(config)
 
     def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
-        """Make masks that follow from the run's seed."""
+        """Make inputs that follow from the run's seed."""
         return inputs.train_inputs(config, index)
 
     def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
-        """Make masks that are the same for every run."""
+        """Make inputs that are the same for every run."""
         return inputs.eval_inputs(config, index)
 
     def followed(self, means: Mapping[str, float]) -> float:
-        """Return the loss."""
-        return minimised(self.losses, means)
+        """Return the loss of masked tokens, which objectives have in common."""
+        return first_loss(self.losses, means)
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
         """Return the sums over the masked positions of a micro-batch."""
@@ -54,5 +53,5 @@ class MaskedLanguageModeling:
             segments=batch.segments,
             targets=batch.inputs["targets"],
         )
-        count = torch.full((), batch.weights["loss"], dtype=torch.float32, device=loss.device)
+        count = weight_tensor(batch.weights["loss"], loss)
         return {"loss": Sum(loss, count), "accuracy": Sum(correct, count)}

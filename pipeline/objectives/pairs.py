@@ -11,23 +11,16 @@ over masked tokens plus `objective.pair_weight`, 1 in both sources, times the me
 Shapes: D hidden size, M masked positions, P pairs, V vocabulary.
 """
 
-import math
-from collections.abc import Mapping
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.data import EvalDataConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import PairKind
-from pipeline.data.dataset import Inputs
-from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import MicroBatch
 from pipeline.model.encoder import MaskedLanguageModel, initialise
 from pipeline.model.layout import Layout, rows
-from pipeline.objectives import inputs
-from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.base import Sum, Sums, weight_tensor
+from pipeline.objectives.mlm import MaskedLanguageModeling
 
 
 class PairModel(MaskedLanguageModel):
@@ -71,38 +64,21 @@ class PairModel(MaskedLanguageModel):
         return *self.token_loss(x[masked_index], targets), logits_P2
 
 
-class PairClassification:
+class PairClassification(MaskedLanguageModeling):
     """`loss` and `accuracy` of masked tokens as `MaskedLanguageModeling`; those of pairs beside.
 
     `nsp` or `sop`: cross-entropy of the pairs in nats; `nsp_accuracy` or `sop_accuracy`: share
     told right. The weight of both is the number of pairs.
     """
 
-    targets = "masked"
-
     def __init__(self, kind: PairKind, weight: float) -> None:
         """Take what is asked of pairs, and the factor of their loss."""
-        self.losses: Mapping[str, float] = {"loss": 1.0, kind: weight}
+        self.losses = {"loss": 1.0, kind: weight}
         self._kind = kind
 
     def make_model(self, config: ModelConfig) -> PairModel:
         """Return an encoder with both heads."""
         return PairModel(config)
-
-    def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
-        """Make masks and pairs that follow from the run's seed."""
-        return inputs.train_inputs(config, index)
-
-    def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
-        """Make masks and pairs that are the same for every run."""
-        return inputs.eval_inputs(config, index)
-
-    def followed(self, means: Mapping[str, float]) -> float:
-        """Return the loss of the masked tokens, or that of the pairs if it is infinite.
-
-        A NaN of the pairs mostly means that a batch has none.
-        """
-        return means[self._kind] if math.isinf(means[self._kind]) else means["loss"]
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
         """Return the sums over the masked positions and over the pairs of a micro-batch."""
@@ -120,10 +96,7 @@ class PairClassification:
         wide_P2 = logits_P2.to(loss.dtype)
         pair_loss = F.cross_entropy(wide_P2, labels_P, reduction="sum")
         told_right = (wide_P2.argmax(-1) == labels_P).sum().to(loss.dtype)
-        tokens, pairs = (
-            torch.full((), batch.weights[name], dtype=torch.float32, device=loss.device)
-            for name in self.losses
-        )
+        tokens, pairs = (weight_tensor(batch.weights[name], loss) for name in self.losses)
         return {
             "loss": Sum(loss, tokens),
             "accuracy": Sum(correct, tokens),

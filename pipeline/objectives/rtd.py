@@ -16,26 +16,19 @@ Letters: B sequences of S slots, M masked slots, D hidden size, E embedding widt
 slots of a batch end to end.
 """
 
-import math
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.data import EvalDataConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig, generator_of
-from pipeline.data.dataset import Inputs
-from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import MicroBatch
 from pipeline.kernels.loss import rows_of_chunk, vocabulary_loss
 from pipeline.model.encoder import Encoder, EncoderModel, MaskedHead, initialise
 from pipeline.model.layers import activate
 from pipeline.model.layout import Layout, rows
-from pipeline.objectives import inputs
-from pipeline.objectives.base import Sum, Sums
+from pipeline.objectives.base import Sum, Sums, weight_tensor
+from pipeline.objectives.mlm import MaskedLanguageModeling
 
 _DRAW_BYTES = 20
 """Of one logit while a token is drawn: it, it over the temperature, its share, and the sum in fp64.
@@ -176,7 +169,7 @@ class ReplacedTokenModel(EncoderModel):
         return self.objective.generator.project(x_MD, self.encoder.token_embedding.weight)
 
 
-class ReplacedTokenDetection:
+class ReplacedTokenDetection(MaskedLanguageModeling):
     """Two losses: the generator's, and `discriminator`, which finds what the generator put in.
 
     `loss` and `accuracy` are the generator's at the masked tokens, `sampled_accuracy` is the share
@@ -190,31 +183,13 @@ class ReplacedTokenDetection:
     everything original is right more than nine times in ten.
     """
 
-    targets: ClassVar[str] = "masked"
-
     def __init__(self, config: ObjectiveConfig) -> None:
         self._config = config
-        self.losses: Mapping[str, float] = {
-            "loss": 1.0,
-            "discriminator": config.discriminator_weight,
-        }
+        self.losses = {"loss": 1.0, "discriminator": config.discriminator_weight}
 
     def make_model(self, config: ModelConfig) -> ReplacedTokenModel:
         """Return generator and discriminator on one table."""
         return ReplacedTokenModel(config, self._config)
-
-    def train_inputs(self, config: TrainDataConfig, index: DatasetIndex) -> Inputs:
-        """Make masks and draws that follow from the run's seed."""
-        return inputs.train_inputs(config, index)
-
-    def eval_inputs(self, config: EvalDataConfig, index: DatasetIndex) -> Inputs:
-        """Make masks and draws that are the same for every run."""
-        return inputs.eval_inputs(config, index)
-
-    def followed(self, means: Mapping[str, float]) -> float:
-        """Return the generator's loss, comparable with MLM; the other one if it is not finite."""
-        other = means["discriminator"]
-        return means["loss"] if math.isfinite(other) else other
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Sums:
         """Return the sums over a micro-batch."""
@@ -229,7 +204,7 @@ class ReplacedTokenDetection:
             uniform=batch.inputs["uniform"],
         )
         differs = drawn != targets
-        count = _weight(batch.weights["loss"], loss)
+        count = weight_tensor(batch.weights["loss"], loss)
         counted = batch.documents.flatten() > 0
         if not batch.weights["discriminator"]:  # made for a rank that has nothing left
             counted = torch.zeros_like(counted)
@@ -266,7 +241,3 @@ def detection_sums(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> S
         "precision": Sum(found.to(logits.dtype), called.sum().float()),
         "recall": Sum(found.to(logits.dtype), positive.sum().float()),
     }
-
-
-def _weight(number: float, like: Tensor) -> Tensor:
-    return torch.full((), number, dtype=torch.float32, device=like.device)

@@ -122,6 +122,6 @@ def combine(sums: dict[str, Tensor], objective: Objective, sources: Sequence[str
 
 def _score(sums: dict[str, tuple[float, float]], objective: Objective) -> Score:
     means = {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
-    loss = objective.followed(means)
+    loss = objective.followed({name: means[name] for name, (_, weight) in sums.items() if weight})
     weight = sums[next(iter(objective.losses))][1]
     return Score({**means, "loss": loss}, {f"num_{objective.targets}": int(weight)})

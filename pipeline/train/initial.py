@@ -61,9 +61,17 @@ def start_from(
             config.init_from,
             text,
         )
-    missing = model.load_state_dict(initial.weights, strict=False).missing_keys
+    missing, unexpected = model.load_state_dict(initial.weights, strict=False)
     assert all(name.startswith(OBJECTIVE_PARTS) for name in missing), missing
     logger.info("weights are those of %s", config.init_from)
+    if missing:
+        logger.info("new, as the objective %s wants: %s", config.objective.kind, ", ".join(missing))
+    if unexpected:
+        logger.warning(
+            "left out, as the objective %s does not have them: %s",
+            config.objective.kind,
+            ", ".join(unexpected),
+        )
 
 
 def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:

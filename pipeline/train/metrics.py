@@ -186,7 +186,7 @@ class Meter:
 
     def _minimised(self, sums: dict[str, tuple[float, float]]) -> float:
         """Return what a step minimises, from sums over all ranks."""
-        return self._objective.followed({name: _mean(*pair) for name, pair in sums.items()})
+        return self._objective.followed({n: total / w for n, (total, w) in sums.items() if w})
 
 
 def _mean(total: float, weight: float) -> float:

@@ -51,6 +51,17 @@ def test_other_architecture_or_tokenizer_is_refused(
     assert "model.norm: rmsnorm there, layernorm here" in ranks.output
 
 
+def test_what_another_objective_does_not_share_is_named(
+    dataset: DatasetIndex, straight_run: Path, tmp_path: Path, start_ranks: type[Ranks]
+) -> None:
+    overrides = (f"init_from={straight_run}", "objective.kind=rtd", "train.num_steps=1",
+                 "train.warmup_steps=0", "data.replace_mask_prob=0.85",
+                 "data.replace_random_prob=0")  # fmt: skip
+    ranks = start_ranks(tmp_path / "run", dataset, *SHORT, *overrides, world_size=1)
+    assert ranks.wait() == [0], ranks.output
+    assert "new, as the objective rtd wants: objective.generator.encoder." in ranks.output
+
+
 def test_every_kind_of_parameter_is_trained_and_resumed(
     dataset: DatasetIndex, tmp_path: Path, start_ranks: type[Ranks]
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoints.state import read_weights
-from pipeline.objectives.base import add_up, minimised
+from pipeline.objectives.base import add_up
 from tests.distributed import engine_main
 from tests.distributed import rtd_main as case
 from tests.support.ranks import Starter, state_of
@@ -92,7 +92,7 @@ def test_stage_trains_as_one_plain_process_does(
     losses = case.OBJECTIVE.losses
     for step, (means, norm) in _results(folder / place).items():
         expected = reference[step]
-        assert minimised(losses, means) == pytest.approx(minimised(losses, expected[1]), rel=1e-5)
+        assert set(losses) <= set(means)
         assert means == pytest.approx({name: expected[1][name] for name in means}, rel=1e-5)
         assert norm == pytest.approx(expected[2], rel=1e-4)
     masters = read_weights(folder / place / str(case.NUM_STEPS))
