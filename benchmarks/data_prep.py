@@ -52,7 +52,7 @@ from data_prep.clean.normalise import normalise  # noqa: E402
 from data_prep.config import DedupConfig, PrepConfig, TokenizerConfig  # noqa: E402
 from data_prep.dedup.near import settings_of  # noqa: E402
 from data_prep.pieces import read_documents  # noqa: E402
-from data_prep.readers.documents import read_piece  # noqa: E402
+from data_prep.readers.documents import Remarks, read_piece  # noqa: E402
 from data_prep.readers.items import Document  # noqa: E402
 from data_prep.stage import Done, Stage, run_tasks  # noqa: E402
 from data_prep.words import word_starts_of  # noqa: E402
@@ -236,8 +236,11 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
         ["output_dir=unused", f"sources=[{{name: corpus, inputs: [{source}]}}]", "piece_mb=100000"],
     ).config  # fmt: skip
     [piece] = corpora.find(config).pieces
-    limit = config.clean.max_document_mb * 1_000_000
-    texts = [item.text for item in read_piece(piece, limit, []) if isinstance(item, Document)]
+    texts = [
+        item.text
+        for item in read_piece(piece, config.clean, Remarks())
+        if isinstance(item, Document)
+    ]
     normal = [normalise(text) for text in texts]
     tokenizer = Tokenizer(model)
     spelt = [tokenizer.spell(text) for text in normal]
@@ -250,7 +253,7 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
         blocks[-1].append((spelling, ids))
         size += len(ids)
     parts: dict[str, Callable[[], Any]] = {
-        "read and parse": lambda: sum(1 for _ in read_piece(piece, limit, [])),
+        "read and parse": lambda: sum(1 for _ in read_piece(piece, config.clean, Remarks())),
         "normalise": lambda: [normalise(text) for text in texts],
         "tokens": lambda: [tokenizer.spell(text) for text in normal],
         "words": lambda: [word_starts_of(block) for block in blocks],

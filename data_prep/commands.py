@@ -140,6 +140,20 @@ def _overlap(arguments: argparse.Namespace) -> None:
     write_overlap(arguments.rows, arguments.corpus, config, arguments.out)
 
 
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    _folder_argument(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    form_help = "jsonl, compressed by zstd (default), or parquet"
+    parser.add_argument("--format", choices=["jsonl", "parquet"], default="jsonl", help=form_help)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from data_prep.export import export
+
+    count, files = export(arguments.folder, arguments.out, arguments.format)
+    print(f"{arguments.out}: {count:,} documents in {len(files):,} files")
+
+
 VERBS = (
     Verb(
         "run",
@@ -188,6 +202,14 @@ VERBS = (
         _folder_argument,
         _datasheet,
         "datasheet runs/mine/data",
+    ),
+    Verb(
+        "export",
+        "write the text that a dataset was made of, with ids and metadata; needs its work/",
+        _export_arguments,
+        _export,
+        "export runs/mine/data --out runs/mine/text --format parquet",
+        if_interrupted="the same command writes all files again",
     ),
     Verb(
         "overlap",

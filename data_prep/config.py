@@ -23,25 +23,35 @@ class SourceConfig:
     )
     inputs: tuple[str, ...] = param(
         (),
-        "folders, globs and files, plain or .gz, .zst, .xz: .txt, .jsonl, .json (an object a "
-        "line), .wet, .warc, .parquet, wiki_NN",
+        "folders, globs and files, plain or .gz, .zst, .xz, .bz2: .txt, .jsonl, .json (an object a "
+        "line, or an array of objects), .csv, .tsv, .wet, .warc, .parquet, wiki_NN",
     )
-    format: Literal["auto", "txt", "jsonl", "parquet", "wet", "wikiextractor"] = param(
+    format: Literal[
+        "auto", "txt", "jsonl", "json", "csv", "tsv", "parquet", "wet", "wikiextractor"
+    ] = param(
         "auto", "format of the files; auto goes by the suffix, wiki_NN is WikiExtractor's output"
     )
     encoding: Literal["utf-8", "gb18030", "auto"] = param(
         "utf-8",
-        "encoding of txt, jsonl and wikiextractor files; auto reads a file as GB18030 if its first "
-        "MB is valid GB18030 but not valid UTF-8",
+        "encoding of txt, jsonl, csv, tsv and wikiextractor files; auto reads a file as GB18030 if "
+        "its first MB is valid GB18030 but not valid UTF-8",
     )
     txt_documents: Literal["blank_line", "line", "file"] = param(
         "blank_line",
         "end of a document in .txt files: a blank line, every line, or the end of the file",
     )
-    text_field: str = param("text", "key of the text in .jsonl, column in .parquet files")
+    text_field: str = param(
+        "text", "key of the text in JSON, column in tables; a.b is b of the object in a"
+    )
     weight: float = param(1.0, "share in training, relative to the source's size", gt=0)
     id_field: str = param(
         "id", "key or column of the document's id; without it, ids are file@OFFSET in bytes"
+    )
+    metadata: tuple[str, ...] = param(
+        (),
+        "keys or columns, such as url, date and licence, that go with a document to the files of "
+        "rejected ones, `prep show`, the datasheet and `prep export`; WET has url, date and "
+        "language, WikiExtractor url and title",
     )
 
     on_unreadable: Literal["stop", "skip"] = param(
@@ -55,6 +65,12 @@ class SourceConfig:
             raise ConfigError(
                 f"source {self.name!r}: kind={self.kind} with inputs={list(self.inputs)}; "
                 "files need inputs, the embedded corpus takes none"
+            )
+        taken = sorted({"id", "source", "split", "text"} & set(self.metadata))
+        if taken or len(set(self.metadata)) < len(self.metadata):
+            raise ConfigError(
+                f"source {self.name!r}: metadata = {list(self.metadata)}; expected different "
+                "names, none of them id, source, split or text, which every document has"
             )
 
 
@@ -78,10 +94,15 @@ class CleanConfig:
     )
     max_document_mb: int = param(
         64,
-        "a longer document stops the run (about 25 times as much memory is needed for it)",
+        "longest document (about 25 times as much memory is needed for it)",
         unit="MB",
         ge=1,
         le=4096,
+    )
+    on_long_document: Literal["stop", "split", "reject"] = param(
+        "stop",
+        "what to do about a longer one: stop the run, split it at the end of a line or else at a "
+        "space into documents ID, ID#2, ID#3 and so on, or reject it",
     )
 
 
@@ -286,7 +307,7 @@ class EvalSetConfig:
     name: str = param(REQUIRED, "its name in reports")
     inputs: tuple[str, ...] = param(
         REQUIRED,
-        "folders, globs and files, plain or .gz, .zst, .xz: .jsonl and .json (every "
+        "folders, globs and files, plain or .gz, .zst, .xz, .bz2: .jsonl and .json (every "
         "string in it), .tsv and .csv (every cell), .txt (every line)",
     )
 

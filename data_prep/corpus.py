@@ -77,7 +77,8 @@ def find(config: PrepConfig) -> Corpus:
         if not listing.files:
             raise DataError(
                 f"source {source.name!r}: no text files in {list(source.inputs)}; "
-                f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain, .gz, .zst or .xz"
+                f"expected {', '.join(inputs.TEXT_SUFFIXES)}, plain or with "
+                f"{', '.join(inputs.COMPRESSED_SUFFIXES)}"
             )
         pieces += inputs.pieces(source, listing.files, config.piece_mb * 1_000_000)
     return Corpus(

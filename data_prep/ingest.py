@@ -18,7 +18,7 @@ from data_prep.config import CleanConfig, FiltersConfig
 from data_prep.filters.rules import Dropped, Filters, key_parts
 from data_prep.inputs import Piece
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
-from data_prep.readers.documents import read_piece
+from data_prep.readers.documents import Remarks, read_piece
 from data_prep.readers.items import Document, Rejected
 from data_prep.stage import (
     INGEST_STAGES,
@@ -70,11 +70,10 @@ def tasks(
 def run(task: Task[IngestJob]) -> Result:
     """Ingest one piece."""
     job = task.payload
-    max_bytes = job.clean.max_document_mb * 1_000_000
-    gb18030_files: list[str] = []
+    remarks = Remarks()
     with piece_writer(task) as writer:
         results = _Results(job, writer)
-        for item in read_piece(job.piece, max_bytes, gb18030_files):
+        for item in read_piece(job.piece, job.clean, remarks):
             if isinstance(item, Document):
                 writer.id_hashes.append(id_hash(item.id))
                 results.take(item)
@@ -83,11 +82,12 @@ def run(task: Task[IngestJob]) -> Result:
                 results.reject("ingest", item, len(item.raw))
     hashes_of_ids = np.array(writer.id_hashes, dtype=np.uint64)
     duplicate_ids = len(hashes_of_ids) - len(np.unique(hashes_of_ids))
-    _warn(job.piece, duplicate_ids, gb18030_files)
+    _warn(job.piece, duplicate_ids, remarks.gb18030_files)
     notes = {
         **{f"masked: {kind}": count for kind, count in sorted(results.masked.items())},
         REPEATED_IDS: duplicate_ids,
-        "files read as GB18030": len(gb18030_files),
+        "files read as GB18030": len(remarks.gb18030_files),
+        "long documents that were split": remarks.num_split,
     }
     stages = {name: counts.to_json() for name, counts in results.counts.items()}
     scripts = dict(sorted(results.scripts.items()))
@@ -131,7 +131,8 @@ class _Results:
         text = normalise(item.text, self._clean)
         if len(text) < self._min_chars:
             reason = f"shorter than {self._min_chars} characters"
-            self.reject("normalise", Rejected(item.id, reason, raw), len(raw))
+            rejected = Rejected(item.id, reason, raw, metadata=item.metadata)
+            self.reject("normalise", rejected, len(raw))
             return
         encoded = text.encode()
         num_bytes = len(encoded)
@@ -139,7 +140,7 @@ class _Results:
         self.counts["filter"].take(num_bytes)
         outcome = self._filters.apply(text)
         if isinstance(outcome, Dropped):
-            rejected = Rejected(item.id, outcome.reason, raw, outcome.detail)
+            rejected = Rejected(item.id, outcome.reason, raw, outcome.detail, item.metadata)
             self.reject("filter", rejected, num_bytes)
             return
         self.masked.update(outcome.masked)
@@ -147,7 +148,7 @@ class _Results:
             encoded = outcome.text.encode()
         self.counts["filter"].give(len(encoded))
         self.scripts[script_of(encoded)] += 1
-        self._writer.take(item.id, self._source, outcome.text)
+        self._writer.take(item.id, self._source, outcome.text, item.metadata)
 
 
 def script_of(encoded: bytes) -> str:

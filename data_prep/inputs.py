@@ -1,5 +1,6 @@
 """The files of a source, and their grouping into pieces."""
 
+import codecs
 import glob
 import os
 import re
@@ -11,18 +12,22 @@ from pathlib import Path
 
 from data_prep import embedded
 from data_prep.config import SourceConfig
+from data_prep.readers.text import opened
 from pipeline.errors import DataError
 
 FORMATS = {
     ".txt": "txt",
     ".jsonl": "jsonl",
     ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".wet": "wet",
     ".warc": "wet",
     ".parquet": "parquet",
 }
 TEXT_SUFFIXES = tuple(FORMATS)
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
+_HEAD_BYTES = 1 << 12
 _WIKIEXTRACTOR_NAME = re.compile(r"wiki_\d+")
 
 
@@ -69,8 +74,18 @@ class Listing:
 
 
 def format_of(path: str, source: SourceConfig) -> str | None:
-    """Return a file's format, by the source's settings or else by its name; None if unknown."""
-    return _format_by_name(path) if source.format == "auto" else source.format
+    """Return a file's format, by the source's settings or else by its name; None if unknown.
+
+    What a .json file holds, an array or an object a line, its first character says.
+    """
+    if source.format != "auto":
+        return source.format
+    kind = _format_by_name(path)
+    if kind == "jsonl" and plain_name(path).endswith(".json"):
+        with opened(path, only_head=True) as stream:
+            head = stream.buffer.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+        return "json" if head.startswith(b"[") else kind
+    return kind
 
 
 def find(source: SourceConfig) -> Listing:

@@ -1,13 +1,13 @@
 """File format of a piece: stages ingest and lines write it, and all later stages read it.
 
 A piece is the documents of some consecutive input files of one source. Files of a piece:
-    NAME.jsonl.zst        {"id", "source", "text"} a line
+    NAME.jsonl.zst        {"id", "source", "text"[, "metadata"]} a line
     NAME.hashes.npy       (d, 2) uint64, 128-bit hash of each text, for deduplication
     NAME.bytes.npy        (d,) int64, UTF-8 bytes of each text
     NAME.ids.jsonl.zst    the documents' ids, a JSON string a line
     NAME.id_hashes.npy    (n,) uint64, hash of the id of every document read, rejected ones included
-    NAME.rejected.jsonl.zst  {"id", "reason", "detail", "raw"} a line: each rejected document; bytes
-                          that are not UTF-8 are under "raw_base64"
+    NAME.rejected.jsonl.zst  {"id", "reason"[, "detail", "metadata"], "raw"} a line: each rejected
+                          document; bytes that are not UTF-8 are under "raw_base64"
 Stages that drop whole documents write a mask per piece instead of the texts:
     NAME.keep.npy         (d,) bool, the documents that are left
 and deduplication a list for people, {"id", "kept"[, "jaccard"]} a line, that names dropped
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from backports import zstd
 
-from data_prep.readers.items import Rejected
+from data_prep.readers.items import Metadata, Rejected
 from data_prep.stage import Task, not_as_written, recorded_sha256, replacing, require_written
 
 _SUFFIXES = (
@@ -68,10 +68,12 @@ class PieceWriter:
     id_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
     """The stage that reads the documents fills this."""
 
-    def take(self, document_id: str, source: str, text: str) -> None:
+    def take(self, document_id: str, source: str, text: str, metadata: Metadata) -> None:
         """Write a document that goes on."""
         encoded = text.encode()
-        record = {"id": document_id, "source": source, "text": text}
+        record: dict[str, Any] = {"id": document_id, "source": source, "text": text}
+        if metadata:
+            record["metadata"] = metadata
         self.documents.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self.ids.write(json.dumps(document_id).encode() + b"\n")
         self.hashes.append(hashlib.blake2b(encoded, digest_size=16).digest())
@@ -138,7 +140,7 @@ class _Hashed(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, str]]:
+def read_documents(path: Path, rows: Container[int] | None = None) -> Iterator[dict[str, Any]]:
     """Read the documents of a `.jsonl.zst`: all, or those in some rows."""
     return read_lines(path, rows)
 

@@ -23,8 +23,8 @@ from data_prep.config import PrepConfig
 from data_prep.corpus import Corpus
 from data_prep.lease import holders
 from data_prep.pieces import id_hash, read_documents, read_lines
-from data_prep.readers.documents import read_piece
-from data_prep.readers.items import Document
+from data_prep.readers.documents import Remarks, read_piece
+from data_prep.readers.items import Document, Metadata
 from data_prep.run import RESOLVED_FILE
 from data_prep.stage import Size, Stage, State, state_of
 from pipeline.config.load import load
@@ -41,7 +41,7 @@ _REMEDIES = {
     "stopped": "    the same command repeats them; finished tasks stay done",
 }
 # Bytes of text in a byte of a file.
-_EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".parquet": 2.2}
+_EXPANSION = {".gz": 3.0, ".zst": 3.3, ".xz": 4.0, ".bz2": 4.0, ".parquet": 2.2}
 _DOCUMENT_BYTES = 4000
 _SECONDS_PER_HOUR = 3600
 
@@ -256,7 +256,8 @@ def rejected_text(config: PrepConfig, reason: str, limit: int) -> str:
             if counts[record["reason"]] <= limit:
                 why = f"{record['reason']} {record.get('detail', '')}".rstrip()
                 raw = record.get("raw") or f"base64: {record.get('raw_base64', '')}"
-                parts.append(f"--- {record['id']}: {why}\n{_cut(raw)}")
+                told = _told(record.get("metadata", {}))
+                parts.append(f"--- {record['id']}: {why}{told}\n{_cut(raw)}")
     totals = [f"{name}: {count:,}" for name, count in counts.most_common()]
     return "\n".join([*parts, "---", *(totals or [f"no document was rejected for {reason!r}"])])
 
@@ -273,14 +274,16 @@ def _pieces_of(given: Corpus, document_id: str) -> Iterator[int]:
 def _in_piece(given: Corpus, number: int, document_id: str, stages: list[str]) -> str:
     """Show every document of a piece that has the id; `stages` are the complete ones."""
     piece, name = given.pieces[number], f"{number:05d}"
-    max_bytes = given.config.clean.max_document_mb * 1_000_000
     originals = [
         item
-        for item in read_piece(piece, max_bytes, [])
+        for item in read_piece(piece, given.config.clean, Remarks())
         if isinstance(item, Document) and item.id == document_id
     ]
     lines = [f"--- {document_id}, in {piece.files[0].path} and {len(piece.files) - 1} more files"]
-    lines += [f"original, {len(item.text):,} characters:\n{_cut(item.text)}" for item in originals]
+    lines += [
+        f"original, {len(item.text):,} characters{_told(item.metadata)}:\n{_cut(item.text)}"
+        for item in originals
+    ]
     texts = [stage for stage in ("ingest", "lines") if stage in stages]
     for stage in texts:
         path = given.work / stage / name
@@ -318,6 +321,10 @@ def _masks(work: Path, name: str, row: int, stages: list[str]) -> list[str]:
             if not kept:
                 break
     return lines
+
+
+def _told(metadata: Metadata) -> str:
+    return "".join(f", {name} {value}" for name, value in metadata.items())
 
 
 def _cut(text: str) -> str:

@@ -168,6 +168,7 @@ def run_rewrite(task: Task[RewriteJob]) -> Result:
         for document in read_documents(ingested.documents):
             text, num_dropped, num_kept = _without(document["text"], keep, ingested.min_chars)
             size, left = (len(part.encode()) for part in (document["text"], text))
+            metadata = document.get("metadata", {})
             counts.take(size)
             if num_dropped:
                 counts.reject(SEEN_LINE, size - left, num_dropped)
@@ -178,10 +179,11 @@ def run_rewrite(task: Task[RewriteJob]) -> Result:
                 reason = f"shorter than {job.min_chars} characters"
             if reason:
                 counts.reject(reason, left)
-                writer.reject(Rejected(document["id"], reason, document["text"].encode()))
+                raw = document["text"].encode()
+                writer.reject(Rejected(document["id"], reason, raw, metadata=metadata))
                 continue
             counts.give(left)
-            writer.take(document["id"], document["source"], text)
+            writer.take(document["id"], document["source"], text, metadata)
     return {"lines": counts.to_json()}, piece_paths(task)
 
 

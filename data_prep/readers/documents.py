@@ -2,31 +2,71 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_prep import embedded
-from data_prep.config import SourceConfig
+from data_prep.config import CleanConfig, SourceConfig
 from data_prep.inputs import InputFile, Piece, format_of, refuse_changed
-from data_prep.readers import text
-from data_prep.readers.items import BrokenFileError, Document, Place, Rejected
+from data_prep.readers import records, text, wiki
+from data_prep.readers.items import MOST_BYTES, BrokenFileError, Document, Place, Rejected
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
-def read_piece(
-    piece: Piece, max_bytes: int, gb18030_files: list[str]
-) -> Iterator[Document | Rejected]:
+@dataclass
+class Remarks:
+    """What is worth knowing of a piece, but not rejected."""
+
+    gb18030_files: list[str] = field(default_factory=list)
+    """Paths of files that turned out to be GB18030."""
+    num_split: int = 0
+    """Documents that were too long."""
+
+
+def read_piece(piece: Piece, clean: CleanConfig, remarks: Remarks) -> Iterator[Document | Rejected]:
     """Yield the documents of a piece as they are in its files, and the unreadable parts.
 
-    Paths of files that turn out to be GB18030 are added to `gb18030_files`.
+    Raises:
+        DataError: a file cannot be read, or a document is too long and `clean` says to stop.
     """
+    max_bytes = clean.max_document_mb * 1_000_000
+    most_bytes = max_bytes if clean.on_long_document == "stop" else MOST_BYTES
     for file in piece.files:
         try:
-            yield from _read(piece.source, file, max_bytes, gb18030_files)
+            for item in _read(piece.source, file, most_bytes, remarks.gb18030_files):
+                if isinstance(item, Rejected) or len(item.text) * 4 <= max_bytes:
+                    yield item
+                    continue
+                encoded = item.text.encode()
+                if len(encoded) <= max_bytes:
+                    yield item
+                elif clean.on_long_document == "reject":
+                    detail = f"{len(encoded):,} bytes"
+                    reason = f"longer than {clean.max_document_mb} MB"
+                    yield Rejected(item.id, reason, encoded, detail, item.metadata)
+                else:
+                    remarks.num_split += 1
+                    yield from _parts(item, encoded, max_bytes)
             refuse_changed(file)
         except OSError as error:
             raise DataError(f"{file.path} cannot be read: {error}") from error
+
+
+def _parts(document: Document, encoded: bytes, max_bytes: int) -> Iterator[Document]:
+    """Cut a document at the ends of lines, at spaces where there is none, or else anywhere."""
+    start, number = 0, 1
+    while start < len(encoded):
+        end = start + max_bytes
+        if end < len(encoded):
+            window = encoded[start:end]
+            end = start + (window.rfind(b"\n") + 1 or window.rfind(b" ") + 1 or max_bytes)
+            while encoded[end] & 0xC0 == 0x80:  # within a character
+                end -= 1
+        part_id = document.id if number == 1 else f"{document.id}#{number}"
+        yield Document(part_id, encoded[start:end].decode(), document.metadata)
+        start, number = end, number + 1
 
 
 def _read(
@@ -51,8 +91,8 @@ def encoding_of(file: InputFile, source: SourceConfig) -> text.Encoding:
     """Return the encoding of a file's lines; looks into the file if the source says `auto`."""
     if source.encoding != "auto":
         return source.encoding
-    # Parquet and WET are UTF-8 by their definition.
-    is_lines = format_of(file.path, source) in ("txt", "jsonl", "wikiextractor")
+    # Parquet, WET and JSON arrays are UTF-8 by their definition.
+    is_lines = format_of(file.path, source) in ("txt", "jsonl", "csv", "tsv", "wikiextractor")
     return text.detect_encoding(file.path) if is_lines else "utf-8"
 
 
@@ -79,26 +119,31 @@ def _items(
     file: InputFile, source: SourceConfig, max_bytes: int, encoding: text.Encoding, place: Place
 ) -> Iterator[Document | Rejected]:
     kind = format_of(file.path, source)
+    fields = records.Fields(source.text_field, source.id_field, source.metadata)
     if kind == "parquet":
         # Imported here, because it is large and few files need it.
         from data_prep.readers import parquet
 
-        yield from parquet.documents(place, source.text_field, source.id_field, max_bytes)
+        yield from parquet.documents(place, fields, max_bytes)
         return
     with text.opened(file.path) as stream:
         if kind == "wet":
             from data_prep.readers import wet
 
-            yield from wet.documents(stream, place, max_bytes)
+            yield from wet.documents(stream, place, source.metadata, max_bytes)
+            return
+        if kind == "json":
+            yield from records.array_documents(stream, place, fields, max_bytes)
             return
         lines = text.lines(stream, place, file.start, max_bytes)
         in_range = text.owned(lines, file.start, file.end)
         if kind == "wikiextractor":
-            yield from text.wiki_documents(lines, place, encoding, max_bytes)
+            yield from wiki.documents(lines, place, encoding, source.metadata, max_bytes)
         elif kind == "jsonl":
-            yield from text.json_documents(
-                in_range, place, encoding, source.text_field, source.id_field
-            )
+            yield from records.json_documents(in_range, place, encoding, fields)
+        elif kind in ("csv", "tsv"):
+            tabs = kind == "tsv"
+            yield from records.table_documents(lines, place, encoding, fields, max_bytes, tabs=tabs)
         elif source.txt_documents == "line":
             yield from text.line_documents(in_range, place, encoding)
         elif source.txt_documents == "file":

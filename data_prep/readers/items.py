@@ -2,13 +2,20 @@
 
 import base64
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import DataError
 
+MOST_BYTES = 1_000_000_000
+"""What is read of a document to split or reject it."""
 CUT_SHORT = "file cut short"
 DAMAGED = "file damaged"
+
+
+Metadata = Mapping[str, Any]
+"""Values by the names that `sources[].metadata` gives; JSON can hold them."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,7 @@ class Document:
 
     id: str
     text: str
+    metadata: Metadata = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,15 @@ class Rejected:
     raw: bytes
     detail: str = ""
     """Measured value and limit, such as `0.31 > 0.2`."""
+    metadata: Metadata = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return one line of JSON; bytes that are not UTF-8 are given in base64."""
         record: dict[str, Any] = {"id": self.id, "reason": self.reason}
         if self.detail:
             record["detail"] = self.detail
+        if self.metadata:
+            record["metadata"] = self.metadata
         try:
             record["raw"] = self.raw.decode()
         except UnicodeDecodeError:
@@ -74,10 +85,15 @@ class Place:
 
     def too_long(self, where: str, max_bytes: int) -> DataError:
         """Make the error about a document at `where` that is longer than `max_bytes`."""
+        if max_bytes == MOST_BYTES:
+            return DataError(
+                f"{self.path}, {where}: no end of a document within {MOST_BYTES // 1_000_000} MB; "
+                "is the source's format the right one?"
+            )
         return DataError(
             f"{self.path}, {where}: a document is longer than clean.max_document_mb = "
-            f"{max_bytes // 1_000_000} MB; split it, or raise clean.max_document_mb "
-            "(about 25 times as much memory is needed for it)"
+            f"{max_bytes // 1_000_000} MB; set clean.on_long_document to split or reject, or raise "
+            "clean.max_document_mb (about 25 times as much memory is needed for it)"
         )
 
 

@@ -1,15 +1,14 @@
-"""Documents of files that consist of lines: .txt, .jsonl and the output of WikiExtractor.
+"""Files that consist of lines, plain or compressed, and the documents of .txt.
 
 Lines are read as bytes and decoded one by one, so that a broken byte costs only its line. A range
 of a file yields exactly the documents that begin in it, so that all ranges together yield the same
 documents as the whole file.
 """
 
+import bz2
 import codecs
 import io
-import json
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +23,9 @@ from data_prep.readers.items import (
     DAMAGED,
     BrokenFileError,
     Document,
+    Metadata,
     Place,
     Rejected,
-    storable,
 )
 
 Encoding = Literal["utf-8", "gb18030"]
@@ -39,8 +38,6 @@ _NEWLINE_SEARCH = 1 << 16
 _HEAD_BYTES = 1_000_000
 # No byte of a GB18030 character is a line feed, so lines can be told apart before decoding.
 _NAMES: dict[Encoding, str] = {"utf-8": "UTF-8", "gb18030": "GB18030"}
-_OPENING = re.compile(r'<doc id="([^"]*)"[^\n]*>\s*')
-_CLOSING = "</doc>"
 
 
 class _Gzip:
@@ -70,6 +67,7 @@ _DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
     ".gz": (_Gzip, b"\0"),
     ".zst": (zstd.ZstdDecompressor, b""),
     ".xz": (lzma.LZMADecompressor, b"\0"),
+    ".bz2": (bz2.BZ2Decompressor, b""),
 }
 
 
@@ -110,6 +108,10 @@ class _Decompressed(io.RawIOBase):
         except EOFError:
             self.problem = BrokenFileError(CUT_SHORT, "the compressed data has no end")
         except (zlib.error, lzma.LZMAError, zstd.ZstdError) as error:
+            self.problem = BrokenFileError(DAMAGED, str(error))
+        except OSError as error:
+            if error.errno is not None:
+                raise  # an error of the operating system, not of bz2
             self.problem = BrokenFileError(DAMAGED, str(error))
         buffer[: len(data)] = data
         self._given += len(data)
@@ -266,7 +268,7 @@ def invalid_line(encoding: Encoding) -> str:
     return f"invalid {_NAMES[encoding]} line"
 
 
-def whole_document(data: bytes, document_id: str) -> Items:
+def whole_document(data: bytes, document_id: str, metadata: Metadata) -> Items:
     """Yield a document given as UTF-8 bytes, without its invalid lines, which are rejected."""
     kept = []
     for raw in data.split(b"\n"):
@@ -276,7 +278,7 @@ def whole_document(data: bytes, document_id: str) -> Items:
         else:
             kept.append(line)
     if kept:
-        yield Document(document_id, "\n".join(kept))
+        yield Document(document_id, "\n".join(kept), metadata)
 
 
 def owned(lines: Lines, start: int, end: int | None) -> Lines:
@@ -379,74 +381,3 @@ def paragraphs(
         draft.keep_in(broken)
         raise
     yield from draft.finish()
-
-
-def json_documents(
-    lines: Lines, place: Place, encoding: Encoding, text_field: str, id_field: str
-) -> Items:
-    """Yield the documents of lines that are JSON objects."""
-    for offset, raw in lines:
-        line = decode(raw, encoding)
-        if line is None:
-            yield Rejected(place.at(offset), invalid_line(encoding), raw)
-        elif line.strip():
-            yield json_document(line, raw, place, offset, text_field, id_field)
-
-
-def json_document(
-    line: str, raw: bytes, place: Place, offset: int, text_field: str, id_field: str
-) -> Document | Rejected:
-    """Return the document of one JSON object."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return Rejected(place.at(offset), "invalid JSON line", raw)
-    text = record.get(text_field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        return Rejected(place.at(offset), f"no text in field {text_field!r}", raw)
-    # Only an escape can bring in a lone surrogate: the line itself is valid text.
-    text = storable(text) if "\\u" in line else text
-    return Document(place.own(record.get(id_field), offset), text)
-
-
-def wiki_documents(lines: Lines, place: Place, encoding: Encoding, max_bytes: int) -> Items:
-    """Yield the documents of WikiExtractor's output: `<doc id=...>` ... `</doc>`, or JSON lines.
-
-    Format: https://github.com/attardi/wikiextractor, README.md and wikiextractor/extract.py. The
-    title, which WikiExtractor repeats as the first line, is part of the text.
-
-    Raises:
-        DataError: one is longer than `max_bytes`.
-        BrokenFileError: the file is cut or damaged here.
-    """
-    draft = Draft(place, encoding, max_bytes)
-    opening: tuple[str, int] | None = None  # the open document's own id and offset
-    try:
-        for offset, raw in lines:
-            line = decode(raw, encoding)
-            tag = _OPENING.fullmatch(line) if line is not None else None
-            if tag:
-                yield from _unclosed(opening, draft, place)
-                opening = tag[1], offset
-            elif opening and line is not None and line.strip() == _CLOSING:
-                yield Document(place.own(*opening), draft.text())
-                draft.clear()
-                opening = None
-            elif opening:
-                yield from draft.add(offset, raw, line)
-            elif line is None:
-                yield Rejected(place.at(offset), invalid_line(encoding), raw)
-            elif line.lstrip().startswith("{"):
-                yield json_document(line, raw, place, offset, "text", "id")
-            elif line.strip():
-                yield Rejected(place.at(offset), "line outside <doc>", raw)
-    except BrokenFileError as broken:
-        draft.keep_in(broken)
-        raise
-    yield from _unclosed(opening, draft, place)
-
-
-def _unclosed(opening: tuple[str, int] | None, draft: Draft, place: Place) -> Items:
-    if opening:
-        yield Rejected(place.own(*opening), "no </doc>", draft.text().encode())
-        draft.clear()

@@ -9,14 +9,30 @@ from typing import Any
 from warcio.archiveiterator import WARCIterator  # type: ignore[import-untyped,import-not-found]
 from warcio.exceptions import ArchiveLoadFailed  # type: ignore[import-untyped,import-not-found]
 
-from data_prep.readers.items import CUT_SHORT, DAMAGED, BrokenFileError, Place, Rejected
+from data_prep.readers.items import (
+    CUT_SHORT,
+    DAMAGED,
+    BrokenFileError,
+    Place,
+    Rejected,
+    storable,
+)
 from data_prep.readers.text import Items, Stream, whole_document
 
 _STEP = 1 << 16
 
 
-def documents(stream: Stream, place: Place, max_bytes: int) -> Items:
+_HEADERS = {
+    "url": "WARC-Target-URI",
+    "date": "WARC-Date",
+    "language": "WARC-Identified-Content-Language",
+}
+
+
+def documents(stream: Stream, place: Place, metadata: tuple[str, ...], max_bytes: int) -> Items:
     """Yield one document per 'conversion' record; its id is the record's.
+
+    Metadata are url, date and language, or headers by their names.
 
     Raises:
         DataError: a record's text is longer than `max_bytes`.
@@ -25,7 +41,7 @@ def documents(stream: Stream, place: Place, max_bytes: int) -> Items:
     records = WARCIterator(stream.buffer, no_record_parse=True)
     try:
         for record in records:
-            yield from _record(record, records, place, max_bytes)
+            yield from _record(record, records, place, metadata, max_bytes)
             if stream.problem:
                 break
             if records.err_count:
@@ -36,7 +52,9 @@ def documents(stream: Stream, place: Place, max_bytes: int) -> Items:
         raise stream.problem
 
 
-def _record(record: Any, records: Any, place: Place, max_bytes: int) -> Items:
+def _record(
+    record: Any, records: Any, place: Place, metadata: tuple[str, ...], max_bytes: int
+) -> Items:
     headers = record.rec_headers
     own_id = (headers.get_header("WARC-Record-ID") or "").strip("<>")
     document_id = place.own(own_id, records.offset)
@@ -53,7 +71,9 @@ def _record(record: Any, records: Any, place: Place, max_bytes: int) -> Items:
         return
     if int(length) > max_bytes:
         raise place.too_long(f"record {own_id}", max_bytes)
-    yield from whole_document(_read(record, int(length), keep=True), document_id)
+    values = {name: headers.get_header(_HEADERS.get(name, name)) for name in metadata}
+    given = {name: storable(value) for name, value in values.items() if value}
+    yield from whole_document(_read(record, int(length), keep=True), document_id, given)
 
 
 def _read(record: Any, length: int, *, keep: bool) -> bytes:

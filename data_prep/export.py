@@ -1,0 +1,143 @@
+"""The kept text of a finished dataset, for other programs: JSON lines or parquet, a file a piece.
+
+A record has `id`, `source`, `split` (train or eval), `text`, and the metadata of its source. The
+text is that of the stage that wrote texts last, without the documents that later stages dropped.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import webdataset
+from backports import zstd
+
+from data_prep.chain import steps
+from data_prep.config import PrepConfig
+from data_prep.pieces import Pieces, read_documents
+from data_prep.run import RESOLVED_FILE, available_cores
+from data_prep.stage import recorded_sha256, replacing, require_written
+from pipeline.config.load import load
+from pipeline.data.format import read_index
+from pipeline.errors import ConfigError, DataError
+from pipeline.runtime.files import sha256_file
+from pipeline.runtime.summary import progress
+
+logger = logging.getLogger(__name__)
+
+Format = Literal["jsonl", "parquet"]
+SUFFIXES: dict[Format, str] = {"jsonl": ".jsonl.zst", "parquet": ".parquet"}
+_ROW_GROUP = 4096
+
+
+@dataclass(frozen=True)
+class _Job:
+    pieces: Pieces
+    held_out: frozenset[str]
+    fields: tuple[str, ...]
+    folder: Path
+    format: Format
+
+
+def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
+    """Write the text of a dataset into a folder; return the number of documents, and the files.
+
+    Raises:
+        ConfigError: `out` holds something else.
+        DataError: the dataset is not finished, its work/ is gone, or a file is not as it was
+            written.
+    """
+    index = read_index(dataset)
+    given = [f"output_dir={json.dumps(str(dataset))}"]
+    config = load(PrepConfig, dataset / RESOLVED_FILE, given).config
+    folders = {step.gives: dataset / "work" / step.name for step in steps(config)}
+    texts, masks = folders["texts"], folders["masks"]
+    names = tuple(sorted(path.name.removesuffix(".keep.npy") for path in masks.glob("*.keep.npy")))
+    wanted = sum(total["documents"] for total in index.totals.values())
+    pieces = Pieces(texts, masks, names)
+    if not names or sum(len(pieces.kept_rows(name)) for name in names) != wanted:
+        raise DataError(
+            f"{dataset / 'work'} does not hold the {wanted:,} documents of the dataset; it was "
+            "deleted, or another run is at work there: run the preparation again, then export"
+        )
+    expected = {f"{name}{SUFFIXES[form]}" for name in names}
+    found = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if found - expected:
+        raise ConfigError(f"{out} holds {sorted(found - expected)[0]}; choose an empty folder")
+    out.mkdir(parents=True, exist_ok=True)
+    fields = tuple(dict.fromkeys(name for each in config.sources for name in each.metadata))
+    held_out = frozenset(
+        document_id
+        for number, shard in enumerate(index.shards)
+        if shard.split == "eval"
+        for sample in webdataset.WebDataset(str(index.shard_path(number)), shardshuffle=False)
+        for document_id in json.loads(sample["meta.json"])["document_ids"]
+    )
+    job = _Job(pieces, held_out, fields, out, form)
+    workers = min(config.workers or available_cores(), len(names))
+    total = 0
+    with (
+        ProcessPoolExecutor(workers) as pool,
+        progress("export", len(names), "piece", stays=True) as advance,
+    ):
+        for count in pool.map(_write, [job] * len(names), names):
+            total += count
+            advance(1)
+    return total, sorted(path for path in out.iterdir() if path.name in expected)
+
+
+def _write(job: _Job, name: str) -> int:
+    """Write one piece; return the number of its documents."""
+    mask = job.pieces.masks / f"{name}.keep.npy"
+    if (recorded := recorded_sha256(mask)) is not None:
+        require_written(mask, sha256_file(mask), recorded)
+    rows = set(job.pieces.kept_rows(name).tolist())
+    if not rows:
+        return 0
+    documents = read_documents(job.pieces.documents_path(name), rows)
+    records = (_record(document, job.held_out) for document in documents)
+    with replacing(job.folder / f"{name}{SUFFIXES[job.format]}") as path:
+        if job.format == "parquet":
+            _write_parquet(path, records, job.fields)
+        else:
+            with zstd.open(path, "wt", encoding="utf-8") as file:
+                for record in records:
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return len(rows)
+
+
+def _record(document: dict[str, Any], held_out: frozenset[str]) -> dict[str, Any]:
+    return {
+        "id": document["id"],
+        "source": document["source"],
+        "split": "eval" if document["id"] in held_out else "train",
+        "text": document["text"],
+        **document.get("metadata", {}),
+    }
+
+
+def _write_parquet(path: Path, records: Iterator[dict[str, Any]], fields: tuple[str, ...]) -> None:
+    """Write columns of text; values of metadata that are no text are written as JSON."""
+    # Imported here, because it is large and few exports need it.
+    import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
+
+    names = ("id", "source", "split", "text", *fields)
+    schema = pa.schema([(name, pa.large_string()) for name in names])
+
+    def flat(record: dict[str, Any]) -> dict[str, str | None]:
+        plain = {k: v for k, v in record.items() if v is None or isinstance(v, str)}
+        return {k: plain[k] if k in plain else json.dumps(v) for k, v in record.items()}
+
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        group: list[dict[str, str | None]] = []
+        for record in records:
+            group.append(flat(record))
+            if len(group) == _ROW_GROUP:
+                writer.write_table(pa.Table.from_pylist(group, schema))
+                group = []
+        if group:
+            writer.write_table(pa.Table.from_pylist(group, schema))

@@ -1,0 +1,242 @@
+"""Records: JSON arrays, tables, nested fields, metadata, the export of them, and long documents."""
+
+import csv
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from backports import zstd
+
+from data_prep.config import CleanConfig, PrepConfig, SourceConfig
+from data_prep.export import export
+from data_prep.inputs import Piece, find
+from data_prep.readers import records
+from data_prep.readers.documents import Remarks, encoding_of, read_file, read_piece
+from data_prep.readers.items import Document, Rejected
+from data_prep.run import run
+from data_prep.show import document_text, rejected_text
+from pipeline.config.load import load
+from pipeline.errors import ConfigError, DataError
+
+_AWKWARD = ["", 'a "quote", a \\ and a \\" b', "[x], {y}", "雪\u2028,\n", "\\", "]}", "😀\ud800"]
+
+
+def _read(path: Path, **settings: Any) -> list[Document | Rejected]:
+    source = SourceConfig(name="s", inputs=(str(path),), **settings)
+    [file] = find(source).files
+    return list(read_file(file, source, 1_000_000, encoding_of(file, source)))
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1 << 16])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_arrays_of_any_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, indent: int | None
+) -> None:
+    monkeypatch.setattr(records, "_STEP", step)
+    draw = random.Random(step)
+    texts = [
+        "".join(draw.choices(_AWKWARD, k=draw.randrange(4)))
+        .encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        for _ in range(40)
+    ]  # fmt: skip
+    rows = [{"n": [i, {"x": text}], "text": text} for i, text in enumerate(texts)]
+    path = tmp_path / "a.json"
+    data = " " + json.dumps(rows, indent=indent, ensure_ascii=step == 2) + "\n"
+    path.write_text(data)
+    items = _read(path)
+    assert [item.text for item in items if isinstance(item, Document)] == texts
+    places = [int(item.id.rpartition("@")[2]) for item in items]
+    found = [json.JSONDecoder().raw_decode(data.encode()[at:].decode())[0] for at in places]
+    assert found == rows
+
+
+@pytest.mark.parametrize(
+    ("data", "texts", "reason"),
+    [
+        (b'[{"text": "a"}, {"text": 1}]', ["a"], "no text in field 'text'"),
+        (b'[{"text": "a"}, {"text": "b"', ["a"], "file cut short"),
+        (b'[{"text": "a"}] {"text": "b"}', ["a"], "file damaged"),
+        (b'[{"text": "a"}, "\xff"]', ["a"], "invalid UTF-8 line"),
+        (b'[{"text": "a"}, {"text" "b"}]', ["a"], "invalid JSON line"),
+    ],
+)
+def test_arrays_with_mistakes(tmp_path: Path, data: bytes, texts: list[str], reason: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(data)
+    items = _read(path)
+    assert [item.text for item in items if isinstance(item, Document)] == texts
+    assert [item.reason for item in items if isinstance(item, Rejected)] == [reason]
+
+
+def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert [item.id for item in _read(path)] == ["s/a.json@0", "s/a.json@14"]
+
+
+def test_tables(tmp_path: Path) -> None:
+    cells = ["plain", 'with "quotes", and commas', "two\nlines", "雪", " "]
+    rows = [{"text": cell, "id": f"k{i}", "more": "x"} for i, cell in enumerate(cells)]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ["more", "id", "text"])
+    writer.writeheader()
+    writer.writerows(rows)
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + file.getvalue().encode() + b"\r\nx,short\r\n")
+    *documents, short = _read(path, metadata=("more",))
+    assert documents == [Document(f"s/k{i}", cell, {"more": "x"}) for i, cell in enumerate(cells)]
+    assert isinstance(short, Rejected)
+    assert (short.reason, short.detail) == ("row of another length", "2 cells, 3 columns")
+    assert short.id == f"s/a.csv@{3 + len(file.getvalue().encode()) + 2}"
+
+    for name, encoding in (("b.tsv", "utf-8"), ("c.tsv", "gb18030")):
+        path = tmp_path / name
+        path.write_bytes('id\ttext\n1\t"雪\n2\t山"\n'.encode(encoding) + b"3\t\xff\xff\xff\n")
+        *documents, bad = _read(path, encoding=encoding)
+        assert documents == [Document("s/1", '"雪'), Document("s/2", '山"')]
+        assert isinstance(bad, Rejected)
+        assert bad.reason.startswith("invalid ")
+
+    path.write_text('text\n"never closed\nmore\n')
+    [broken] = _read(path, format="csv")
+    assert isinstance(broken, Rejected)
+    assert (broken.reason, broken.raw) == ("file damaged", b'"never closed\nmore')
+    path.write_text("body\nx\n")
+    [none] = _read(path)
+    assert isinstance(none, Rejected)
+    assert none.reason == "no column 'text'"
+
+
+def test_nested_fields_of_json_and_parquet(tmp_path: Path) -> None:
+    rows = [
+        {"doc": {"body": "a", "key": "k"}, "meta": {"url": "u", "n": 3}, "x.y": "whole"},
+        {"doc": {"body": None, "key": "l"}, "meta": None, "x.y": "whole"},
+        {"doc": None, "meta": {"url": "v", "n": None}, "x.y": None},
+        {"doc": {"body": "b", "key": None}, "meta": {"url": "v", "n": None}, "x.y": None},
+    ]
+    settings: dict[str, Any] = {
+        "text_field": "doc.body", "id_field": "doc.key", "metadata": ("meta.url", "meta.n", "x.y")
+    }  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        first, *rejected, last = _read(tmp_path / name, **settings)
+        assert first == Document("s/k", "a", {"meta.url": "u", "meta.n": 3, "x.y": "whole"})
+        assert all(isinstance(item, Rejected) for item in rejected)
+        assert len(rejected) == 2
+        assert isinstance(last, Document)
+        assert (last.text, last.metadata) == ("b", {"meta.url": "v"})
+        assert last.id.startswith(f"s/{name}@")
+
+
+def test_a_dataset_of_the_hub_and_its_metadata_to_the_end(
+    tmp_path: Path, prep_config: Path
+) -> None:
+    folder = tmp_path / "hub" / "data"
+    folder.mkdir(parents=True)
+    (folder.parent / "README.md").write_text("A card.")
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(300)]
+    rows = [
+        {"text": " ".join(draw.choices(words, k=60)), "url": f"http://x/{i}", "n": i}
+        for i in range(400)
+    ]
+    rows[7]["text"] = "x"
+    for part in range(2):
+        pq.write_table(
+            pa.Table.from_pylist(rows[part::2]), folder / f"train-0000{part}-of-00002.parquet"
+        )
+    settings = [
+        f"output_dir={tmp_path / 'out'}", "workers=1", "clean.min_chars=5", "dedup.lines=true",
+        f"sources=[{{name: hub, inputs: [{folder.parent}], metadata: [url, n]}}]",
+        "tokenizer.vocab_size=400", "shards.eval_fraction=0.05",
+    ]  # fmt: skip
+    config = load(PrepConfig, prep_config, settings).config
+    run(config)
+    first = "hub/data/train-00000-of-00002.parquet@0"
+    assert "characters, url http://x/0, n 0:" in document_text(config, first)
+    assert "url http://x/7, n 7" in rejected_text(config, "shorter", 5)
+
+    found = {}
+    for form in ("jsonl", "parquet"):
+        count, files = export(tmp_path / "out", tmp_path / form, form)  # type: ignore[arg-type]
+        assert count == 399
+        found[form] = [
+            record
+            for path in files
+            for record in (pq.read_table(path).to_pylist() if form == "parquet" else _lines(path))
+        ]
+    by_url = {record["url"]: record for record in found["jsonl"]}
+    assert {url: record["text"] for url, record in by_url.items()} == {
+        row["url"]: row["text"] for row in rows if row["text"] != "x"
+    }
+    assert by_url["http://x/2"]["n"] == 2
+    as_text = [{**record, "n": str(record["n"])} for record in found["jsonl"]]
+    assert found["parquet"] == as_text
+    index = json.loads((tmp_path / "out" / "index.json").read_bytes())
+    splits = [record["split"] for record in found["jsonl"]]
+    for split, total in index["totals"].items():
+        assert splits.count(split) == total["documents"] > 0
+
+    with pytest.raises(ConfigError, match="choose an empty folder"):
+        export(tmp_path / "out", tmp_path / "jsonl", "parquet")
+    mask = tmp_path / "out" / "work" / "dedup" / "00000.keep.npy"
+    mask.write_bytes(mask.read_bytes()[:-1] + b"\0")
+    with pytest.raises(DataError, match="does not hold the 399 documents"):
+        export(tmp_path / "out", tmp_path / "again", "jsonl")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in zstd.decompress(path.read_bytes()).splitlines()]
+
+
+def test_long_documents(tmp_path: Path) -> None:
+    lines = ["雪" * 99_999 + "x"] * 9
+    texts = ["\n".join(lines), "short", "山" * 1_000_000]
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
+    )
+    source = SourceConfig(name="s", inputs=(str(path),))
+    piece = Piece(source, find(source).files)
+
+    def read(how: Any) -> tuple[list[Document | Rejected], Remarks]:
+        remarks = Remarks()
+        clean = CleanConfig(max_document_mb=1, on_long_document=how)
+        return list(read_piece(piece, clean, remarks)), remarks
+
+    with pytest.raises(DataError, match="on_long_document to split or reject"):
+        read("stop")
+    items, remarks = read("split")
+    assert [item.id for item in items] == [
+        "s/0", "s/0#2", "s/0#3", "s/1", "s/2", "s/2#2", "s/2#3", "s/2#4"
+    ]  # fmt: skip
+    documents = [item for item in items if isinstance(item, Document)]
+    assert max(len(item.text.encode()) for item in documents) <= 1_000_000
+    assert "".join(item.text for item in documents) == "".join(texts)
+    assert all(item.text.endswith("x\n") for item in documents[:2])
+    assert remarks.num_split == 2
+    items, _ = read("reject")
+    assert [getattr(item, "reason", "") for item in items] == [
+        "longer than 1 MB",
+        "",
+        "longer than 1 MB",
+    ]
+
+
+def test_a_document_without_an_end_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.readers.documents.MOST_BYTES", 2_000_000)
+    monkeypatch.setattr("data_prep.readers.items.MOST_BYTES", 2_000_000)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x" * 2_000_001)
+    source = SourceConfig(name="s", inputs=(str(path),))
+    clean = CleanConfig(max_document_mb=1, on_long_document="split")
+    with pytest.raises(DataError, match=r"a\.txt, byte 0: no end of a document within 2 MB"):
+        list(read_piece(Piece(source, find(source).files), clean, Remarks()))
