@@ -157,8 +157,7 @@ def _reconcile(stage: str, records: list[Done], came: int | None) -> int | None:
         if name not in records[0].result or "documents_in" not in records[0].result[name]:
             return came  # it neither takes nor drops text
         counts = Counts.total(done.result[name] for done in records)
-        left = counts.documents_in - counts.documents_rejected
-        if came not in (None, counts.documents_in) or left != counts.documents_out:
+        if not counts.add_up(came):
             raise DataError(
                 f"documents do not add up in stage {name}: {came or counts.documents_in:,} came "
                 f"from the stage before, it read {counts.documents_in:,}, rejected "

@@ -118,7 +118,7 @@ def _write_index(
             vocabulary=load_tokenizer(tokenizer_path).vocabulary,
             tokenizer_file=tokenizer_path.name,
             tokenizer_sha256=sha256_file(tokenizer_path),
-            unigram_entropy_nats=_entropy_nats(np.asarray(frequencies)),
+            unigram_entropy_nats=entropy_nats(np.asarray(frequencies)),
             totals=totals,
             shards=infos,
             blocks=blocks,
@@ -138,7 +138,7 @@ def _row(shard: int, block: dict[str, Any]) -> dict[str, Any]:
     return {"shard": shard, **of_block, **of_members}
 
 
-def _entropy_nats(frequencies: np.ndarray[Any, Any]) -> float:
+def entropy_nats(frequencies: np.ndarray[Any, Any]) -> float:
     """Compute the Shannon entropy of counts, rounded to be the same on every processor."""
     share = frequencies[frequencies > 0] / frequencies.sum()
     return round(float(-(share * np.log(share)).sum()), 6)

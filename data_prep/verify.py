@@ -1,4 +1,8 @@
-"""The checks of `data_prep verify`: reads a whole dataset and compares it with its index."""
+"""The checks of `data_prep verify`: reads a whole dataset and compares it with its index.
+
+What index and report claim of the whole is derived from the tokens again: sums, the entropy, that
+no document is in both splits. The report's counts of documents must add up from stage to stage.
+"""
 
 import hashlib
 import io
@@ -9,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import webdataset
 
-from pipeline.data.format import MEMBERS, DatasetIndex, read_index
+from data_prep.datasheet.gather import REPORT_FILE
+from data_prep.index import entropy_nats
+from data_prep.pieces import Hashes, id_hash
+from data_prep.stage import Counts
+from pipeline.data.format import MEMBERS, SPLITS, DatasetIndex, read_index
 from pipeline.data.reader import BlockReader, refuse_unlisted
 from pipeline.errors import DataError
 from pipeline.runtime.files import sha256_file
@@ -30,15 +39,80 @@ def verify(folder: Path) -> list[str]:
     """
     index = read_index(folder)
     problems = list(_tokenizer_problems(index))
+    derived = _Derived(index)
     try:
         refuse_unlisted(index)
     except DataError as error:
         problems.append(str(error))
     with progress("verify", len(index.shards), "shard") as advance:
         for shard in range(len(index.shards)):
-            problems += _shard_problems(index, shard)
+            problems += _shard_problems(index, shard, derived)
             advance(1)
-    return problems
+    return [*problems, *derived.problems(), *_report_problems(index)]
+
+
+class _Derived:
+    """What the blocks say of the whole dataset."""
+
+    def __init__(self, index: DatasetIndex) -> None:
+        self._index = index
+        self._frequencies = np.zeros(index.vocab_size, dtype=np.int64)
+        self._tokens = dict.fromkeys(SPLITS, 0)
+        self._ids: dict[str, list[Hashes]] = {split: [] for split in SPLITS}
+
+    def add(self, split: str, tokens: npt.NDArray[np.uint16], document_ids: list[str]) -> None:
+        """Take a block."""
+        self._tokens[split] += len(tokens)
+        self._ids[split].append(np.array([id_hash(each) for each in document_ids], dtype=np.uint64))
+        if split == "train":
+            counts = np.bincount(tokens, minlength=len(self._frequencies))
+            self._frequencies += counts[: len(self._frequencies)]
+
+    def problems(self) -> Iterator[str]:
+        """Compare with what the index claims; what could not be read shows as missing."""
+        index = self._index
+        ids = {split: np.concatenate([*parts, _NO_IDS]) for split, parts in self._ids.items()}
+        for split, total in index.totals.items():
+            found = {"tokens": self._tokens[split], "documents": len(ids[split])}
+            for name, count in found.items():
+                if count != total[name]:
+                    yield f"{split}: {count:,} {name}, the index says {total[name]:,}"
+        both = np.intersect1d(ids["train"], ids["eval"])
+        if len(both):
+            yield f"{len(both):,} documents are in both splits"
+        entropy = entropy_nats(self._frequencies)
+        if entropy != index.unigram_entropy_nats:
+            said = index.unigram_entropy_nats
+            yield f"the training tokens have an entropy of {entropy} nats, the index says {said}"
+
+
+_NO_IDS = np.zeros(0, dtype=np.uint64)
+
+
+def _report_problems(index: DatasetIndex) -> Iterator[str]:
+    """Yield what does not add up in the report."""
+    path = index.folder / REPORT_FILE
+    try:
+        report = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        yield f"{path} cannot be read: {error}"
+        return
+    for name in ("fingerprint", "totals", "unigram_entropy_nats"):
+        if report[name] != getattr(index, name):
+            yield f"{path}: {name} is {report[name]}, the index says {getattr(index, name)}"
+    came: int | None = None
+    for stage, counts in report["stages"].items():
+        total = Counts.total([counts])
+        if not total.add_up(came):
+            yield (
+                f"{path}: documents do not add up in stage {stage}: {total.documents_in:,} in, "
+                f"{total.documents_rejected:,} rejected, {total.documents_out:,} out; the stage "
+                f"before gave {came if came is not None else total.documents_in:,}"
+            )
+        came = total.documents_out
+    kept = sum(total["documents"] for total in index.totals.values())
+    if came != kept:
+        yield f"{path}: the last stage gave {came} documents, the index has {kept:,}"
 
 
 def _tokenizer_problems(index: DatasetIndex) -> Iterator[str]:
@@ -53,7 +127,7 @@ def _tokenizer_problems(index: DatasetIndex) -> Iterator[str]:
         yield f"tokenizer {path} is {vocabulary}, the index says {index.vocabulary}"
 
 
-def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
+def _shard_problems(index: DatasetIndex, shard: int, derived: _Derived) -> Iterator[str]:
     """Yield the problems of one shard: first in its bytes, then in its contents."""
     rows = np.flatnonzero(index.blocks.shard == shard)
     damaged = False
@@ -75,10 +149,12 @@ def _shard_problems(index: DatasetIndex, shard: int) -> Iterator[str]:
     if digest != info.sha256 and not damaged:
         yield f"shard {path} is damaged: sha256 {digest}, expected {info.sha256}"
     if digest == info.sha256:
-        yield from _content_problems(index, rows.tolist(), path)
+        yield from _content_problems(index, rows.tolist(), path, derived)
 
 
-def _content_problems(index: DatasetIndex, rows: list[int], path: Path) -> Iterator[str]:
+def _content_problems(
+    index: DatasetIndex, rows: list[int], path: Path, derived: _Derived
+) -> Iterator[str]:
     """Read the shard with webdataset, as other programs would, and check its contents."""
     try:
         samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
@@ -89,11 +165,13 @@ def _content_problems(index: DatasetIndex, rows: list[int], path: Path) -> Itera
         yield f"shard {path} holds {len(samples)} blocks, the index has {len(rows)}"
         return
     for row, sample in zip(rows, samples, strict=True):
-        for text in _block_problems(index, row, sample):
+        for text in _block_problems(index, row, sample, derived):
             yield f"{index.where(row)}: {text}"
 
 
-def _block_problems(index: DatasetIndex, row: int, sample: dict[str, Any]) -> Iterator[str]:
+def _block_problems(
+    index: DatasetIndex, row: int, sample: dict[str, Any], derived: _Derived
+) -> Iterator[str]:
     if sample["__key__"] != index.block_key(row):
         yield f"is stored under the key {sample['__key__']}"
     for member, name in enumerate(MEMBERS):
@@ -102,6 +180,8 @@ def _block_problems(index: DatasetIndex, row: int, sample: dict[str, Any]) -> It
             yield f"{name} differs from the one in the index"
     tokens, ends, words = (np.load(io.BytesIO(sample[name])) for name in MEMBERS[:3])
     meta = json.loads(sample["meta.json"])
+    split = index.shards[int(index.blocks.shard[row])].split
+    derived.add(split, tokens, meta["document_ids"])
     expected = int(index.blocks.num_tokens[row]), int(index.blocks.num_documents[row])
     if (len(tokens), len(ends)) != expected:
         yield f"has {len(tokens)} tokens and {len(ends)} documents, the index says {expected}"

@@ -182,9 +182,10 @@ def finetune(
     tokens = out / "tokens" if tokens is None else tokens
     prepared = prepare(config, name, source, tokens)
     found: list[dict[str, Any]] = []
-    if config.search.points:
-        prepared, found = _searched(prepared, given[0], out)
     folders = seed_folders(out, given)
+    if config.search.points:
+        prepared, found, trial = _searched(prepared, given[0], out)
+        _take_trial(trial, folders[0], found)
     for seed, folder in zip(given, folders, strict=True):
         _finetune_seed(prepared, seed, folder, found)
     if not env.process_info_or_alone().is_first:
@@ -208,11 +209,13 @@ def _require_layout(out: Path, *, several: bool) -> None:
         )
 
 
-def _searched(prepared: Prepared, seed: int, out: Path) -> tuple[Prepared, list[dict[str, Any]]]:
+def _searched(
+    prepared: Prepared, seed: int, out: Path
+) -> tuple[Prepared, list[dict[str, Any]], Path]:
     """Try every point of the grid with one seed, and take the best on dev.
 
     Returns:
-        The task with the best values, and {values, dev} of each point.
+        The task with the best values, {values, dev} of each point, and the folder of the best.
 
     Raises:
         ConfigError: there is no dev to choose on.
@@ -226,10 +229,28 @@ def _searched(prepared: Prepared, seed: int, out: Path) -> tuple[Prepared, list[
         trial = replace(prepared, config=prepared.config.at(point))
         folder = out / "search" / name
         _finetune_seed(trial, seed, folder, [])
-        tried.append((trial, {"values": point, "dev": read_result(folder)["dev"][metric]}))
-    best, chosen = max(tried, key=lambda each: each[1]["dev"])
+        tried.append((trial, {"values": point, "dev": read_result(folder)["dev"][metric]}, folder))
+    best, chosen, folder = max(tried, key=lambda each: each[1]["dev"])
     logger.info("best of %d on dev: %s", len(tried), chosen)
-    return best, [found for _, found in tried]
+    return best, [found for _, found, _ in tried], folder
+
+
+def _take_trial(trial: Path, folder: Path, searched: list[dict[str, Any]]) -> None:
+    """Make the run of the first seed out of the best trial, which is the same run."""
+    process = env.process_info_or_alone()
+    if (folder / TASK_FILE).is_file():
+        return  # it has begun already
+    if process.is_first:
+        for path in sorted(trial.iterdir()):
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            elif path.name not in (RESULT, TASK_FILE):
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, folder / path.name)
+        write_json_atomic(folder / RESULT, {**read_result(trial), "search": searched})
+        write_atomic(folder / TASK_FILE, (trial / TASK_FILE).read_bytes())
+    else:
+        _wait_for(folder / TASK_FILE, process.rank, TrainConfig.collective_timeout_s)
 
 
 def prepare(config: TaskConfig, name: str, source: str, tokens: Path | None) -> Prepared:
@@ -501,12 +522,16 @@ def _finetune_seed(
         _finish(prepared, config, seed, folder, protocol, about)
         return
     # What follows reads it; the process group is closed.
-    deadline = time.monotonic() + config.train.collective_timeout_s
-    while not (folder / RESULT).is_file():
+    _wait_for(folder / RESULT, process.rank, config.train.collective_timeout_s)
+
+
+def _wait_for(path: Path, rank: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.is_file():
         if time.monotonic() > deadline:
             raise LostRankError(
-                f"rank {process.rank} has waited {config.train.collective_timeout_s:g} s for rank "
-                f"0 to write {folder / RESULT}; its log in {folder / 'logs'} says more"
+                f"rank {rank} has waited {timeout_s:g} s for rank 0 to write {path}; its log in "
+                f"{path.parent / 'logs'} says more"
             )
         time.sleep(_LOOK_EVERY_S)
 
