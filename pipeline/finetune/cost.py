@@ -33,7 +33,8 @@ class TaskCost:
 
     def hours(self, device: str, num_seeds: int = 1, *, search: bool = False) -> float:
         """On one device at `SHARE_OF_PEAK`; small models need more, as they wait for the host."""
-        flops = num_seeds * self.flops + search * self.search_flops
+        searched = search and self.search_flops > 0  # the best trial is the first seed's run
+        flops = (num_seeds - searched) * self.flops + searched * self.search_flops
         return flops / (KNOWN[device].bf16_flops * SHARE_OF_PEAK) / _S_PER_HOUR
 
 

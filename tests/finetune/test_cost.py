@@ -54,7 +54,7 @@ def test_a_search_costs_a_run_for_each_point(
     assert cost.search_flops == pytest.approx(cost.flops * 28 / 14)
     text = str(cost_lines([cost], 3)[-1])
     assert "3 seed(s) and the search: " in text
-    hours = (3 + 2) * cost.hours("A100")
+    hours = (2 + 2) * cost.hours("A100")
     assert f"{hours * 3600:.3g} s on one A100" in text
 
 

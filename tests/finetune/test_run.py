@@ -363,6 +363,15 @@ def test_search_takes_what_is_best_on_dev(
     for number, seed in enumerate((1, 2)):
         own = json.loads((tmp_path / f"out/seed-{seed}/result.json").read_text())
         assert own["scores"] == [body["scores"][number]]
+    # The best trial is the first seed's run: nothing is trained twice, and it is what it would be.
+    name = ",".join(f"{field}={value:g}" for field, value in best["values"].items())
+    trial, first = tmp_path / "out/search" / name, tmp_path / "out/seed-1"
+    assert (first / "metrics.jsonl").read_bytes() == (trial / "metrics.jsonl").read_bytes()
+    assert json.loads((first / "result.json").read_text())["search"] == body["search"]
+    overrides = ["search.lr=[]", "search.batch=[]", *(
+        f"train.{field}={value}" for field, value in best["values"].items())]  # fmt: skip
+    alone = _run(path, tiny_model, tmp_path / "alone", seeds=[1], overrides=overrides)
+    assert alone["scores"] == body["scores"][:1]
 
 
 @pytest.mark.parametrize("kind", ["classify", "choice", "qa"])
