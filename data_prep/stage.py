@@ -148,6 +148,11 @@ class Counts:
             documents for reason, (documents, _) in self.rejected.items() if reason not in OF_LINES
         )
 
+    def add_up(self, came: int | None) -> bool:
+        """Say whether every document that `came` from the stage before, if known, is told of."""
+        left = self.documents_in - self.documents_rejected
+        return came in (None, self.documents_in) and left == self.documents_out
+
     def mask(self, sizes: npt.NDArray[np.int64], keep: npt.NDArray[np.bool_], reason: str) -> None:
         """Count documents of (d,) `sizes` in bytes; those outside (d,) `keep` are rejected."""
         self.documents_in += len(sizes)

@@ -48,7 +48,8 @@ def verify(folder: Path) -> list[str]:
         for shard in range(len(index.shards)):
             problems += _shard_problems(index, shard, derived)
             advance(1)
-    return [*problems, *derived.problems(), *_report_problems(index)]
+    # Of what is damaged nothing can be derived.
+    return [*problems, *([] if problems else derived.problems()), *_report_problems(index)]
 
 
 class _Derived:
@@ -69,7 +70,7 @@ class _Derived:
             self._frequencies += counts[: len(self._frequencies)]
 
     def problems(self) -> Iterator[str]:
-        """Compare with what the index claims; what could not be read shows as missing."""
+        """Compare with what the index claims."""
         index = self._index
         ids = {split: np.concatenate([*parts, _NO_IDS]) for split, parts in self._ids.items()}
         for split, total in index.totals.items():

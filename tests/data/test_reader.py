@@ -1,5 +1,6 @@
 """Damage to a dataset: every kind is refused, with shard and member by name."""
 
+import json
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_prep.verify import verify
+from pipeline.data import format as dataset_format
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import DataError
@@ -41,6 +43,34 @@ def _flip(path: Path, offset: int) -> None:
 def test_intact_dataset_verifies(dataset: DatasetIndex) -> None:
     _read_everything(dataset.folder)
     assert verify(dataset.folder) == []
+
+
+def test_what_is_claimed_of_the_whole_is_derived_again(copy: Path) -> None:
+    body = json.loads((copy / "index.json").read_bytes())
+    del body["fingerprint"]
+    body["totals"]["train"]["tokens"] += 1
+    body["totals"]["eval"]["documents"] += 1
+    body["unigram_entropy_nats"] += 0.01
+    # A fingerprint that fits, as if the writer had counted wrong.
+    body["fingerprint"] = dataset_format._fingerprint(body)
+    (copy / "index.json").write_text(json.dumps(body))
+    found = "\n".join(verify(copy))
+    for text in ("train: ", " tokens, the index says ", "eval: ", " documents, the index says ",
+                 " nats, the index says ", "report.json: fingerprint is "):  # fmt: skip
+        assert text in found
+
+
+def test_a_report_that_does_not_add_up(copy: Path) -> None:
+    path = copy / "report.json"
+    report = json.loads(path.read_bytes())
+    report["stages"]["normalise"]["documents_out"] -= 1
+    path.write_text(json.dumps(report))
+    first, second = verify(copy)
+    assert "documents do not add up in stage normalise" in first
+    assert "documents do not add up in stage filter" in second
+    path.unlink()
+    [gone] = verify(copy)
+    assert "report.json cannot be read" in gone
 
 
 def test_every_flipped_byte_is_found(copy: Path) -> None:
