@@ -46,6 +46,17 @@ class RejectedError(CheckpointError):
     exit_code = EXIT_FAILED_RETRY
 
 
+class UnsoundStateError(CheckpointError):
+    """What was to be saved is not finite, on some rank; raised on all ranks."""
+
+    def __init__(self, message: str, cursor: int, found: list[str]) -> None:
+        super().__init__(message)
+        self.cursor = cursor
+        """Of the state."""
+        self.found = found
+        """Rank and tensor of each value, for people."""
+
+
 class TrainingError(PostnormError):
     """Training cannot go on, such as too many skipped steps in a row."""
 

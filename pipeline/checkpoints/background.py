@@ -36,7 +36,7 @@ from pipeline.checkpoints.manifest import (
     step_of,
     superseded,
 )
-from pipeline.checkpoints.state import Part, write_part
+from pipeline.checkpoints.state import Part, unsound_value, write_part
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.runtime.files import sha256_file, sync_path, write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
@@ -106,6 +106,20 @@ class HostCopy:
         return buffer
 
 
+class UnsoundPartError(Exception):
+    """What a rank was to write is not finite."""
+
+
+def unsound_parts(parts: list[Part]) -> list[str]:
+    """Describe the tensors of a rank that have a value that no training gives."""
+    return [
+        f"{kind}/{part.name}: {text}" + f" of those from {part.start} on" * bool(part.start)
+        for part in parts
+        for kind, tensor in part.tensors.items()
+        if (text := unsound_value(kind, tensor))
+    ]
+
+
 @dataclass(frozen=True)
 class RankFiles:
     """The files that one rank writes into a checkpoint that is not published yet."""
@@ -121,8 +135,12 @@ class RankFiles:
         """Write and flush the files, then hash them as they are read back. Not collective.
 
         Raises:
+            UnsoundPartError: a value is not finite; nothing is written.
             OSError: the disk is full or not writable.
         """
+        found = unsound_parts(self.parts)
+        if found:
+            raise UnsoundPartError("; ".join(found))
         write_part(self.folder, self.rank, self.world_size, self.parts, self.counters)
         for name, data in self.others.items():
             (self.folder / name).write_bytes(data)

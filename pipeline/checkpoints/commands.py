@@ -185,11 +185,24 @@ def retention_of(run: Path) -> Retention | None:
 
 
 def all_problems(paths: list[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """Compare the files of checkpoints with their hashes, with a progress bar over bytes."""
+    """Compare the files of checkpoints with their hashes, with a progress bar over bytes.
+
+    Files that are as they were written are read once more, for values that are not finite.
+    """
     sizes = [manifest.num_bytes for path in paths if (manifest := _manifest(path)[0])]
     with progress("verify", sum(sizes), "B") as advance:
         for path in paths:
-            yield path, list(problems(path, advance))
+            found = list(problems(path, advance))
+            yield path, found or _values_problems(path)
+
+
+def _values_problems(path: Path) -> list[str]:
+    from pipeline.checkpoints.state import SavedState
+
+    try:
+        return list(SavedState(path).unsound())
+    except CheckpointError as error:
+        return [str(error)]
 
 
 def rows(run: Path, *, verify: bool = False) -> list[Row]:

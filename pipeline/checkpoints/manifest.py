@@ -80,6 +80,8 @@ class Manifest:
     """`state.TrainState.weights`."""
     contents: dict[str, str] | None = None
     """`CONTENTS` of the version that wrote it."""
+    is_sound: bool = False
+    """Whether it was made sure before writing that every value is finite."""
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ from pipeline.checkpoints.manifest import (
     read_manifest,
     verify,
 )
-from pipeline.checkpoints.state import KINDS, MOMENTS, SavedState
+from pipeline.checkpoints.state import SavedState
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,
@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = "pipeline.checkpoints.probe"
 _NICE = 10
-_CHUNK = 1 << 24
-"""Elements checked at once: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -74,26 +72,10 @@ def probe(path: Path) -> ProbeReport:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     beside = {name: each for name, each in saved.shapes.items() if name.startswith(TASK_HEADS)}
     saved.require_shapes(shapes | beside)
-    for name, shape in saved.shapes.items():
-        for kind in KINDS:
-            _require_sound(saved, kind, name, math.prod(shape))
+    for text in saved.unsound():
+        raise CheckpointError(text)
     elements = sum(math.prod(shape) for shape in saved.shapes.values())
     return ProbeReport(elements, manifest.num_bytes, time.perf_counter() - started)
-
-
-def _require_sound(saved: SavedState, kind: str, name: str, numel: int) -> None:
-    """Check that every value is finite, and that averages of squares are not negative."""
-    for start in range(0, numel, _CHUNK):
-        values = saved.read(kind, name, start, min(start + _CHUNK, numel))
-        wrong = ~values.isfinite()
-        if kind == MOMENTS[1]:
-            wrong |= values < 0
-        if wrong.any():
-            place = int(wrong.nonzero()[0])
-            raise CheckpointError(
-                f"{saved.folder}: element {start + place} of {kind}/{name} is "
-                f"{values[place].item()}"
-            )
 
 
 class Probe:

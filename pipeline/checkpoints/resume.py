@@ -249,7 +249,7 @@ class CheckpointStore:
         for folder in folders:
             _remove_spoiled(folder, ledger)
             good, rejected = newest_good(
-                folder, _require_complete, lambda _: dist.get_on("verifying checkpoints")
+                folder, require_usable, lambda _: dist.get_on("verifying checkpoints")
             )
             for text in rejected:
                 logger.warning("checkpoint rejected: %s", text)
@@ -303,11 +303,22 @@ def _remove_spoiled(folder: Path, ledger: Ledger) -> None:
         except CheckpointError:
             continue  # never loaded: `newest_good` rejects it
         if ledger.is_spoiled(manifest.cursor, manifest.rewinds):
-            logger.warning("removing %s: it was trained on a loss spike, see the ledger", path)
+            logger.warning(
+                "removing %s: it was trained on batches that are left out now, see the ledger", path
+            )
             remove([path])
 
 
-def _require_complete(path: Path) -> None:
-    """Check by the files' headers that every parameter has its weights and optimizer state."""
+def require_usable(path: Path) -> None:
+    """Check that every parameter has its weights and optimizer state, and that all are finite.
+
+    Of headers alone, if it was made sure of the values before they were written.
+
+    Raises:
+        CheckpointError: it is not so.
+    """
     if any((path / STATE_FOLDER).glob("rank-*")):
-        SavedState(path)
+        saved = SavedState(path)
+        if not read_manifest(path).is_sound:
+            for text in saved.unsound():
+                raise CheckpointError(text)

@@ -14,7 +14,14 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.checkpoints.background import Described, HostCopy, Mirror, RankFiles, Task
+from pipeline.checkpoints.background import (
+    Described,
+    HostCopy,
+    Mirror,
+    RankFiles,
+    Task,
+    UnsoundPartError,
+)
 from pipeline.checkpoints.manifest import (
     CONTENTS,
     COUNTERS,
@@ -37,7 +44,13 @@ from pipeline.config.load import digest, provenance
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schedule import alpha
 from pipeline.data.format import INDEX_FILE, DataIdentity
-from pipeline.errors import CheckpointError, DataError, PostnormError, RejectedError
+from pipeline.errors import (
+    CheckpointError,
+    DataError,
+    PostnormError,
+    RejectedError,
+    UnsoundStateError,
+)
 from pipeline.runtime import dist
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import sync_path, write_atomic, write_json_atomic
@@ -192,6 +205,7 @@ class Saver:
             losses=asdict(state.losses),
             weights=deepcopy(state.weights),
             contents=CONTENTS,
+            is_sound=True,
         )
 
     def _unfinished(self, step: int) -> Path:
@@ -219,11 +233,12 @@ class Saver:
         if self._tidying_step is not None:
             return  # the probe of the previous checkpoint must end first; no rank has waited yet
         done, error = save.task.is_done(wait=wait), save.task.error
-        text = f"rank {self._process.rank}: {error!s}" if error else None
-        if error is not None and not isinstance(error, (OSError, PostnormError)):
+        text = f"rank {self._process.rank} on {self._process.host}: {error!s}" if error else None
+        is_unsound = isinstance(error, UnsoundPartError)
+        if error is not None and not isinstance(error, (OSError, PostnormError, UnsoundPartError)):
             logger.error("saving failed", exc_info=error)
-        outcomes = dist.gather((done, text, save.task.result))
-        errors = [text for _, text, _ in outcomes if text is not None]
+        outcomes = dist.gather((done, (text, is_unsound), save.task.result))
+        errors = [each for _, each, _ in outcomes if each[0] is not None]
         if errors:
             self._give_up(save, errors)
         if not all(done for done, _, _ in outcomes):
@@ -239,7 +254,7 @@ class Saver:
         if self._process.is_first:
             self._tidying = Task(lambda: self._tidy(self.folder / name_of(manifest.step)))
 
-    def _give_up(self, save: _Writing, errors: list[str]) -> None:
+    def _give_up(self, save: _Writing, errors: list[tuple[str | None, bool]]) -> None:
         """Remove the failed save once no rank writes any more, then raise on all ranks."""
         save.task.is_done(wait=True)
         dist.barrier()
@@ -247,9 +262,17 @@ class Saver:
         step = save.manifest.step
         if self._process.is_first:
             shutil.rmtree(self._unfinished(step), ignore_errors=True)
+        texts = [text for text, _ in errors if text is not None]
+        unsound = [text for text, is_unsound in errors if text is not None and is_unsound]
+        if unsound:
+            raise UnsoundStateError(
+                f"the state of step {step} is not finite: {'; '.join(unsound)}; it was not saved",
+                save.manifest.cursor,
+                unsound,
+            )
         raise CheckpointError(
             f"checkpoint {name_of(step)} could not be written to {self.folder}: "
-            f"{'; '.join(errors)}; {_free_text(self.folder)}; earlier checkpoints are untouched. "
+            f"{'; '.join(texts)}; {_free_text(self.folder)}; earlier checkpoints are untouched. "
             "Free space or lower checkpoint.keep, then start the run again"
         )
 

@@ -82,6 +82,26 @@ def write_part(
     write_file(tensors, path, {_TABLE: json.dumps(table)})
 
 
+def unsound_value(kind: str, values: Tensor) -> str | None:
+    """Describe the first of (elements,) values that no training gives; None if there is none.
+
+    Such are NaN and infinity, and negative averages of squares.
+    """
+    for start in range(0, len(values), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        # A sum is not finite where a value is not, and takes half the time of looking at each.
+        if chunk.sum(dtype=torch.float64).isfinite() and not (
+            kind == MOMENTS[1] and len(chunk) and chunk.min() < 0
+        ):
+            continue
+        wrong = ~chunk.isfinite()
+        if kind == MOMENTS[1]:
+            wrong |= chunk < 0
+        place = int(wrong.nonzero()[0])
+        return f"element {start + place} is {chunk[place].item()}"
+    return None
+
+
 def expected_files(folder: Path, world_size: int) -> list[str]:
     """List the names of a checkpoint's files: those of the ranks first, in rank order.
 
@@ -156,6 +176,16 @@ class SavedState:
                     f"{kind}/{name}", first - stretch.start, last - stretch.start
                 )
         return values
+
+    def unsound(self) -> Iterator[str]:
+        """Read all values and yield a text for each tensor with one that no training gives."""
+        for name, stretches in self._stretches.items():
+            for kind in KINDS:
+                for stretch in stretches:
+                    values = stretch.file.read(f"{kind}/{name}", 0, stretch.stop - stretch.start)
+                    if text := unsound_value(kind, values):
+                        where = f" of those from {stretch.start} on" if stretch.start else ""
+                        yield f"{self.folder}: {kind}/{name}: {text}{where}"
 
     def _add(self, file: SlicedFile, name: str, start: int, shape: tuple[int, ...]) -> None:
         counts = {kind: file.shapes.get(f"{kind}/{name}") for kind in KINDS}

@@ -9,7 +9,7 @@ before the run goes back. `batches.tsv` has every batch, with its hash.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipeline.errors import DataError
@@ -41,7 +41,7 @@ class NonFinite:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewind:
-    """A spike of the loss, and what was done about it."""
+    """A spike of the loss, or a state that is not finite, and what was done about it."""
 
     first_batch: int
     last_batch: int
@@ -51,15 +51,27 @@ class Rewind:
     """One past the last sequence of the last one."""
     high_batches: list[int]
     """Batches with a loss above the limit."""
-    loss: float
-    """The largest of these steps, nats."""
-    limit: float
+    loss: float | None
+    """The largest of these steps, nats; None if no loss was the reason."""
+    limit: float | None
     """The loss above which a step was high."""
     from_step: int
     """Steps applied when the run turned round."""
     to_step: int
     """Step of the checkpoint that it went back to."""
     unix_s: float
+    unsound: list[str] = field(default_factory=list)
+    """Rank and tensor of values that were not finite, if those were the reason."""
+
+    @property
+    def reason(self) -> str:
+        """Why the run went back, for people."""
+        if self.loss is None:
+            return f"the state was not finite: {'; '.join(self.unsound)}"
+        return (
+            f"the loss jumped up to {self.loss:.4f}, above {self.limit:.4f} in batches "
+            f"{self.high_batches[0]} to {self.high_batches[-1]}"
+        )
 
 
 _KINDS: dict[str, type[NonFinite] | type[Rewind]] = {"non_finite": NonFinite, "rewind": Rewind}

@@ -221,9 +221,8 @@ def skipped_text(run: OpenedRun) -> Iterator[str]:
     for each in ledger.rewinds:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.unix_s))
         yield (
-            f"loss spike, {when}: up to {each.loss:.4f}, above {each.limit:.4f} in batches "
-            f"{each.high_batches[0]} to {each.high_batches[-1]}; back from step {each.from_step:,} "
-            f"to {each.to_step:,}, without batches {each.first_batch} to {each.last_batch}"
+            f"{when}: {each.reason}; back from step {each.from_step:,} to {each.to_step:,}, "
+            f"without batches {each.first_batch} to {each.last_batch}"
         )
     yield f"{len(skipped)} of {len(run.records):,} batches were skipped"
     if ledger.rewinds:
@@ -235,7 +234,7 @@ def skipped_text(run: OpenedRun) -> Iterator[str]:
 
 def _why_skipped(run: OpenedRun, ledger: Ledger, batch: int) -> str:
     if any(each.first_batch <= batch <= each.last_batch for each in ledger.rewinds):
-        return "left out after a loss spike"
+        return "left out when the run went back"
     if any(each.first <= batch <= each.last for each in run.skip_batches):
         return "left out by train.skip_batches"
     if found := ledger.non_finite.get(batch):

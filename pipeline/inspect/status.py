@@ -306,9 +306,9 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
     rewinds = read_ledger(run.path).rewinds
     if rewinds:
         found.append(
-            f"the loss jumped {len(rewinds)} times, the last up to {rewinds[-1].loss:.4f}: the run "
-            f"went back to step {rewinds[-1].to_step} without batches {rewinds[-1].first_batch} "
-            f"to {rewinds[-1].last_batch}"
+            f"the run went back {len(rewinds)} times, the last because {rewinds[-1].reason}: to "
+            f"step {rewinds[-1].to_step} without batches {rewinds[-1].first_batch} to "
+            f"{rewinds[-1].last_batch}"
         )
     if any(line["loss"] is None for line in train):
         found.append("a loss is NaN in the last log lines: see skipped steps; lower train.lr")

@@ -1,4 +1,4 @@
-"""Reactions to faults of training: skipped steps, loss spikes, and batches that are left out.
+"""Reactions to faults: skipped steps, loss spikes, state that is not finite, batches left out.
 
 Every decision is a function of numbers that are the same on all ranks. Spikes are looked for at
 multiples of `monitor.log_every_steps` only, and `state.LossHistory` is saved with every
@@ -7,17 +7,21 @@ checkpoint, so a run that was killed decides like one that was not.
 
 import logging
 import math
+import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, verify
+from pipeline.checkpoints.background import unsound_parts
+from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, step_of, verify
+from pipeline.checkpoints.resume import require_usable
 from pipeline.checkpoints.save import Saver
-from pipeline.checkpoints.state import TrainState
+from pipeline.checkpoints.state import HasState, TrainState
 from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord
-from pipeline.errors import CheckpointError, StorageError, TrainingError
+from pipeline.errors import CheckpointError, StorageError, TrainingError, UnsoundStateError
 from pipeline.runtime import dist
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
@@ -27,9 +31,17 @@ from pipeline.train.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+_MOST_TENSORS = 3
+"""Of a rank that are named."""
+_JUMPS = "Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false."
+_BROKEN = (
+    "Where one rank is named each time, look for a faulty device there and leave its node out; "
+    "else lower train.lr or lengthen the warm-ups."
+)
+
 
 class Rescue:
-    """Decide what to do about skipped steps and loss spikes. All ranks call it and agree.
+    """Decide what to do about skipped steps, spikes and broken state. All ranks call it and agree.
 
     Methods raise TrainingError if the run must end: too many steps in a row were skipped, there is
     no checkpoint to go back to, or it went back too often; StorageError without a writable ledger.
@@ -51,8 +63,14 @@ class Rescue:
         self._watch = watch
         self._warned = False
 
-    def report_skip(self, state: TrainState, result: StepResult, place: BatchPlace) -> None:
-        """Record a step that was skipped on all ranks. Collective."""
+    def report_skip(
+        self, state: TrainState, result: StepResult, place: BatchPlace, engine: HasState
+    ) -> None:
+        """Record a step that was skipped on all ranks. Collective.
+
+        Raises:
+            UnsoundStateError: not the batch is the reason, but the state, which is not finite.
+        """
         own = all(math.isfinite(float(each.total)) for each in result.sums.values())
         is_finite = dist.gather(own)
         each = place.size // len(is_finite)
@@ -83,6 +101,8 @@ class Rescue:
                 unix_s=time.time(),
             )
         )
+        if state.skipped_in_a_row == 1:
+            self._require_sound(state, place, engine)
         limit = self._config.train.max_skipped_in_a_row
         if state.skipped_in_a_row >= limit:
             self._batch_log.flush()
@@ -91,6 +111,44 @@ class Rescue:
                 f"{limit} steps in a row had no finite gradient (train.max_skipped_in_a_row); the "
                 "newest checkpoint is from before them; lower train.lr or lengthen the warm-ups"
             )
+
+    def _require_sound(self, state: TrainState, place: BatchPlace, engine: HasState) -> None:
+        own = unsound_parts(engine.state_parts()[0])[:_MOST_TENSORS]
+        of_ranks = dist.gather([f"on {socket.gethostname()}: {text}" for text in own])
+        found = [f"rank {rank} {text}" for rank, texts in enumerate(of_ranks) for text in texts]
+        if found:
+            raise UnsoundStateError(
+                f"the state after step {state.step} is not finite: {'; '.join(found)}",
+                place.cursor,
+                found,
+            )
+
+    def go_back(self, state: TrainState, error: UnsoundStateError) -> None:
+        """Leave out what led to a broken state: the batch before it shows, and, should that not do,
+        two more before, then four. Collective.
+
+        Raises:
+            TrainingError: it breaks whatever is left out, or there is nothing to go back to.
+        """
+        if not self._config.spikes.rewind:
+            raise TrainingError(f"{error}; spikes.rewind is off. {_BROKEN}") from error
+        self._batch_log.flush()
+        try:
+            self._saver.finish()
+        except UnsoundStateError as other:
+            logger.warning("%s", other)
+        plan = self._config.batches
+
+        def choose() -> tuple[int, int]:
+            newest = max(map(step_of, published(self._run_dir / FOLDER)), default=None)
+            rewinds = read_ledger(self._run_dir).rewinds
+            firsts = [r.first_batch for r in rewinds if r.unsound and r.to_step == newest]
+            end = min([plan.at(error.cursor).number, *firsts])
+            first = max(0, end - 2 ** len(firsts))
+            return first, self._step_before(plan.number(first).cursor, str(error), _BROKEN)
+
+        first, to_step = dist.on_first(choose, "looking for a checkpoint to go back to")
+        self._leave_out(state, plan.number(first), to_step, str(error), unsound=error.found)
 
     def must_go_back(self, state: TrainState, interval: Interval, *, decide: bool) -> bool:
         """Follow the losses and return whether the run must rewind because of a spike. Collective.
@@ -103,37 +161,52 @@ class Rescue:
         if not decide or not state.losses.is_spike(config):
             self._warned = self._warned and bool(state.losses.high)
             return False
-        first, loss = state.losses.high[0][0], max(loss for _, loss in state.losses.high)
+        high, loss = state.losses.high, max(loss for _, loss in state.losses.high)
         limit = state.losses.limit(config)
         text = (
-            f"the loss jumped: above {limit:.4f} in {len(state.losses.high)} steps in a row since "
-            f"batch {first}, up to {loss:.4f}"
+            f"the loss jumped: above {limit:.4f} in {len(high)} steps in a row since "
+            f"batch {high[0][0]}, up to {loss:.4f}"
         )
         if not config.rewind:
             if not self._warned:
                 logger.warning("%s; spikes.rewind is off: training goes on", text)
             self._warned = True
             return False
-        plan = self._config.batches
-        start = plan.number(max(0, first - config.skip_before_steps))
+        start = self._config.batches.number(max(0, high[0][0] - config.skip_before_steps))
         # A save in flight may be about to remove the checkpoint that is needed now.
         self._saver.finish()
         to_step = dist.on_first(
-            lambda: self._step_before(start.cursor, text), "looking for a checkpoint to go back to"
+            lambda: self._step_before(start.cursor, text, _JUMPS),
+            "looking for a checkpoint to go back to",
         )
+        self._leave_out(state, start, to_step, text, loss=loss, limit=limit)
+        return True
+
+    def _leave_out(
+        self,
+        state: TrainState,
+        start: BatchPlace,
+        to_step: int,
+        text: str,
+        *,
+        loss: float | None = None,
+        limit: float | None = None,
+        unsound: Sequence[str] = (),
+    ) -> None:
         # Includes all batches up to here, so that the batch log has no holes.
-        last = plan.at(state.cursor).number - 1
+        last = self._config.batches.at(state.cursor).number - 1
         record = Rewind(
             first_batch=start.number,
             last_batch=last,
             first_cursor=start.cursor,
             stop_cursor=state.cursor,
-            high_batches=[batch for batch, _ in state.losses.high],
+            high_batches=[] if unsound else [batch for batch, _ in state.losses.high],
             loss=loss,
             limit=limit,
             from_step=state.step,
             to_step=to_step,
             unix_s=time.time(),
+            unsound=list(unsound),
         )
         self._record(record)
         logger.warning(
@@ -143,9 +216,8 @@ class Rescue:
             start.number,
             last,
         )
-        return True
 
-    def _step_before(self, cursor: int, text: str) -> int:
+    def _step_before(self, cursor: int, text: str, remedy: str) -> int:
         """Find the newest good checkpoint from before `cursor` and return its step."""
         rewinds = read_ledger(self._run_dir).rewinds
         for path in published(self._run_dir / FOLDER):
@@ -154,6 +226,7 @@ class Rescue:
                 if manifest.cursor > cursor:
                     continue
                 verify(path, lambda _: dist.get_on("verifying checkpoints"))
+                require_usable(path)
             except CheckpointError as error:
                 logger.warning("checkpoint rejected: %s", error)
                 continue
@@ -162,13 +235,13 @@ class Rescue:
                 raise TrainingError(
                     f"{text}; the run went back to step {manifest.step} {times} times before "
                     "(spikes.max_rewinds) and left out other batches each time, so the data is not "
-                    "the cause. Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false"
+                    f"the cause. {remedy}"
                 )
             return manifest.step
         raise TrainingError(
-            f"{text}; no good checkpoint is from before sequence {cursor} to go back to. Lower "
-            "train.lr, lengthen the warm-ups, or save more often (checkpoint.every_steps, "
-            "checkpoint.keep); or leave the batches out from the start with train.skip_batches"
+            f"{text}; no good checkpoint is from before sequence {cursor} to go back to. {remedy} "
+            "Save more often (checkpoint.every_steps, checkpoint.keep); batches can be left out "
+            "from the start with train.skip_batches"
         )
 
     def _record(self, record: NonFinite | Rewind) -> None:

@@ -11,7 +11,7 @@ from pipeline.config import schedule
 from pipeline.config.data import BatchPlace
 from pipeline.data.loader import MicroBatch
 from pipeline.data.record import BatchRecord
-from pipeline.errors import EXIT_FINISHED
+from pipeline.errors import EXIT_FINISHED, UnsoundStateError
 from pipeline.runtime import watchdog
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
@@ -40,15 +40,23 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
     """Train from `state` to the end of the run, or until asked to stop.
 
     Returns:
-        An exit code of `pipeline.errors`; None if the loss jumped and the run has to go back: the
-        ledger says which batches are left out then.
+        An exit code of `pipeline.errors`; None if the run has to go back, because the loss jumped
+        or the state is not finite: the ledger says which batches are left out then.
 
     Raises:
-        TrainingError: too many steps in a row had no finite gradient, or the loss jumps whatever
-            is left out.
+        TrainingError: too many steps in a row had no finite gradient, or the loss jumps or the
+            state breaks whatever is left out.
         CheckpointError: a save failed.
         DataError: a shard is damaged.
     """
+    try:
+        return _train(attempt, state)
+    except UnsoundStateError as error:
+        attempt.rescue.go_back(state, error)
+        return None
+
+
+def _train(attempt: Attempt, state: TrainState) -> int | None:
     run = attempt.run
     config, intervals = run.config.train, run.config.monitor
     meter = Meter(run.engine, run.process, run.objective, config.grad_clip)
@@ -80,7 +88,7 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
         meter.end_step(result, place.number, batches)
         _log_batch(attempt, place, batches, state.step if result.applied else None)
         if not result.applied:
-            attempt.rescue.report_skip(state, result, place)
+            attempt.rescue.report_skip(state, result, place, run.engine)
             continue
 
         last = False
