@@ -338,7 +338,8 @@ class _Kept:
         """Count inputs of both linear layers, queries, keys and values, without scores."""
         config, one = self.config, self.tokens * self.config.hidden_size * self.value
         # The product of all three, kept by the values; queries that were scaled; keys that turned.
-        qkv = 5 if config.positions == "rotary" else 4
+        # Values that turned do not keep the product.
+        qkv = 3 if config.rotary_value else 5 if config.positions == "rotary" else 4
         if config.score_residual == "none":
             return (2 + qkv) * one + self.tokens * config.num_heads * _FP32
         if self._carries_fused:
