@@ -336,6 +336,8 @@ def load_trained(source: Path, step: int | None = None) -> TrainedModel:
     if step is not None:
         verify(path)
     model, manifest, made_new = load_checkpoint(path)
+    if manifest.alpha < 1:
+        logger.info("%s: in its alpha warm-up; computed at its own %.3f", path, manifest.alpha)
     facts: dict[str, Any] = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,

@@ -26,6 +26,7 @@ from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.convert import load_foreign
+from pipeline.use.encode_lines import write_header
 from pipeline.use.folder import MADE_NEW, TrainedModel, load_trained
 from pipeline.use.hf import is_own_hf, load_own_hf
 from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
@@ -390,14 +391,14 @@ class Model:
         unfinished = temporary_beside(path)
         try:
             with unfinished.open("wb") as file:
-                _write_header(file, 0, width)
+                write_header(file, 0, width)
                 for block in blocks:
                     block.tofile(file)
                     count += len(block)
                 if not count:
                     raise DataError("no text to encode; give at least one")
                 file.seek(0)
-                _write_header(file, count, width)
+                write_header(file, count, width)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -524,12 +525,6 @@ class Model:
             if pooling != "pooler":  # whose weights are in the model's dtype
                 hidden = [each.float() for each in hidden]
             return pool(pooling, hidden, packed_documents(ends, len(ids)), encoder).float()
-
-
-def _write_header(file: Any, count: int, width: int) -> None:
-    # numpy leaves room for the first axis to grow: the header keeps its length.
-    header = {"descr": "<f4", "fortran_order": False, "shape": (count, width)}
-    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _whole_numbers(name: str, values: Any, like: Tensor | None) -> Tensor:
