@@ -63,7 +63,7 @@ def load_fine_tuned(folder: Path) -> FineTuned:
     weights = {name: tensor for name, tensor in found.items() if name.startswith("encoder.")}
     weights |= from_head_weights(tensors.read_file(source / HEAD_FILE))
     require_fit(dict(model.state_dict()), weights, str(source))
-    tensors.require_finite(weights, str(source))
+    tensors.require_weights(weights, str(source))
     model.load_state_dict(weights)
     return FineTuned(model.eval(), load_task(str(source / TASK_FILE)), read_tokenizer(source))
 

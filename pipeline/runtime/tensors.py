@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.errors import CheckpointError
 
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _open: Any = safe_open  # without type hints
 # In the order in which transformers looks for them.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -81,19 +82,26 @@ def read_file(path: Path) -> dict[str, Tensor]:
     return {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
-def require_finite(tensors: dict[str, Tensor], origin: str) -> None:
-    """Check all values.
+def require_weights(tensors: dict[str, Tensor], origin: str) -> None:
+    """Check that all values are numbers that fp32 holds.
 
     Raises:
-        CheckpointError: a tensor has one that is infinite or NaN; names the first.
+        CheckpointError: a tensor has another dtype, or values that are infinite or NaN; names it.
     """
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            count = int((~torch.isfinite(tensor)).sum())
+        if tensor.dtype not in _WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{origin}: {name} holds {tensor.dtype}, expected fp32, bf16, fp16 or fp64; the "
+                "values of quantised weights mean nothing without their scales: take the model "
+                "that was quantised"
+            )
+        finite = torch.isfinite(tensor.float())
+        if not bool(finite.all()):
+            count = tensor.numel() - int(finite.sum())
             raise CheckpointError(
                 f"{origin}: {count:,} of the {tensor.numel():,} values of {name} are infinite or "
-                "NaN: training has diverged, or the file is damaged; take an earlier checkpoint, "
-                "or copy it again"
+                "NaN in fp32: training has diverged, or the file is damaged; take an earlier "
+                "checkpoint, or copy it again"
             )
 
 

@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 _CONFIG_FILES = ("config.json", "bert_config.json")
 _SEGMENTS, _SEGMENT_ROWS = "token_type_embeddings", "type_vocab_size"
-_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -375,10 +374,4 @@ def _check(
                 f"{source}: {name} has shape {tuple(tensor.shape)}, the architecture has {wanted}; "
                 "check the sizes in the config, and that the file belongs to it"
             )
-        if tensor.dtype not in _WEIGHT_DTYPES:
-            raise CheckpointError(
-                f"{source}: {name} holds {tensor.dtype}, expected fp32, bf16, fp16 or fp64; the "
-                "values of quantised weights mean nothing without their scales: take the model "
-                "that was quantised"
-            )
-        tensors.require_finite({name: tensor.float()}, str(source))
+        tensors.require_weights({name: tensor}, str(source))

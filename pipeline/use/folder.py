@@ -263,7 +263,7 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: str) ->
         CheckpointError: a tensor is missing, unexpected, of another shape, or not finite; names
             them.
     """
-    tensors.require_finite(weights, origin)
+    tensors.require_weights(weights, origin)
     return _filled(without_storage(config), weights, origin)
 
 

@@ -19,7 +19,7 @@ from pipeline.runtime import cli
 from pipeline.tokenizer.fast import build_tokenizer_json
 from pipeline.use.encode_lines import Lines, encode_lines
 from pipeline.use.folder import write_model
-from pipeline.use.model import Model, load
+from pipeline.use.model import Model, batches_of, load
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs"]
 BAD = 9
@@ -82,6 +82,14 @@ def test_a_line_that_is_not_utf8_is_named_and_ends_nothing(
         found = np.delete(found, BAD, axis=0)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["v.npy"]
+
+
+def test_batches_end_at_texts_and_at_tokens() -> None:
+    lengths = [9, 9, 4, 4, 4, 2, 2, 2, 2, 2, 30]
+    order = sorted(range(11), key=lambda number: -lengths[number])
+    assert list(batches_of(order, lengths, 4, 20)) == [[10], [0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+    assert list(batches_of(order, lengths, 4, None)) == [[10, 0, 1, 2], [3, 4, 5, 6], [7, 8, 9]]
+    assert list(batches_of([], [], 4, 20)) == []
 
 
 def test_a_killed_command_goes_on_where_it_was(

@@ -9,14 +9,24 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.checkpoints.manifest import state_file
 from pipeline.config.model import ModelConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError
 from pipeline.model.architecture import read_architecture
 from pipeline.model.encoder import MaskedLanguageModel
+from pipeline.runtime.tensors import write_file
 from pipeline.use.evaluate import load_model as load_for_evaluation
-from pipeline.use.folder import export, initial_weights, load_model, write_config, write_model
+from pipeline.use.folder import (
+    export,
+    initial_weights,
+    load_model,
+    tokenizer_folder,
+    write_config,
+    write_model,
+)
 from pipeline.use.grow import grow
 from pipeline.use.model import load
+from tests.support.checkpoints import make_checkpoint
 
 CONFIG = ModelConfig(
     vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, ffn_size=24, score_residual="sum"
@@ -98,6 +108,26 @@ def test_weights_that_are_not_finite_are_not_written(
     with pytest.raises(CheckpointError, match=message):
         write_model(tmp_path, CONFIG, weights, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_integer_weights_are_not_taken_as_values(folder: Path) -> None:
+    weights = _weights()
+    name = "encoder.layers.0.attention.qkv.weight"
+    weights[name] = weights[name].to(torch.int8)
+    write_file(weights, folder / "model.safetensors")
+    write_config(folder, CONFIG, {})  # whose sha256 is right
+    with pytest.raises(CheckpointError, match=r"qkv\.weight holds torch\.int8, expected fp32"):
+        load_model(folder)
+
+
+def test_a_damaged_newest_checkpoint_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier, newest = (make_checkpoint(tmp_path, step) for step in (10, 20))
+    _flip(newest / state_file(0, 1), -5)
+    assert tokenizer_folder(tmp_path) == earlier
+    assert "state/rank-00000-of-00001.safetensors is damaged, its sha256 differs" in caplog.text
+    assert "step-00000010 is taken in its place" in caplog.text
 
 
 def test_finite_weights_with_logits_that_overflow_are_not_written(tmp_path: Path) -> None:
