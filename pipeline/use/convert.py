@@ -310,10 +310,10 @@ def _weights(
 ) -> dict[str, Tensor]:
     """Put our parameters together from theirs; without an MLM head where they have none."""
     model = without_storage(config)
-    translate: Callable[[str], tuple[str, ...]] = (
+    theirs_of: Callable[[str], tuple[str, ...]] = (
         names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)
     )
-    wanted = {name: translate(name) for name in model.state_dict()}
+    wanted = {name: theirs_of(name) for name in model.state_dict()}
     nameless = [name for name, theirs in wanted.items() if not theirs]
     expected = {name for theirs in wanted.values() for name in theirs}
     of_head = {name for name in wanted if not name.startswith("encoder.")}
@@ -360,14 +360,14 @@ def _is_kernel(name: str) -> bool:
 
 
 def _check(
-    given: dict[str, Tensor], names: tuple[str, ...], shape: tuple[int, ...], source: Path
+    given: dict[str, Tensor], parts: tuple[str, ...], shape: tuple[int, ...], source: Path
 ) -> None:
     """Check tensors before they are joined, where one that is too long could hide one too short.
 
     Raises:
         CheckpointError: one has another shape or dtype, or a value that fp32 cannot hold.
     """
-    for name in names:
+    for name in parts:
         tensor, wanted = given[name], shape[::-1] if _is_kernel(name) else shape
         if tuple(tensor.shape) != wanted:
             raise CheckpointError(

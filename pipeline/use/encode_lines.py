@@ -13,17 +13,15 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pipeline.errors import DataError
+from pipeline.model.heads import Pool
 from pipeline.runtime.files import write_json_atomic
+from pipeline.use.model import Model, write_header
 from pipeline.use.whiten import Vectors, Whitening
-
-if TYPE_CHECKING:
-    from pipeline.model.heads import Pool
-    from pipeline.use.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +29,6 @@ _NAMED = 10
 """Lines that are named each; of more only the number is told."""
 _SAVE_EVERY_S, _TELL_EVERY_S = 5.0, 30.0
 _BOM = b"\xef\xbb\xbf"
-
-
-def write_header(file: Any, count: int, width: int) -> None:
-    """Write the header of an .npy file of (count, width) float32."""
-    # numpy leaves room for the first axis to grow: the header keeps its length.
-    header = {"descr": "<f4", "fortran_order": False, "shape": (count, width)}
-    np.lib.format.write_array_header_1_0(file, header)
 
 
 class Lines:
@@ -104,10 +95,10 @@ class Lines:
 
 
 def encode_lines(
-    model: "Model",
+    model: Model,
     lines: Lines,
     out: Path,
-    pooling: "Pool",
+    pooling: Pool,
     batch_size: int,
     max_length: int,
     whitening: Whitening | None,

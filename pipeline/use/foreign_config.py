@@ -65,10 +65,8 @@ _ACTIVATIONS = {
 }
 _CARRY = ("residual_attention_scores", "residual_attention", "use_residual_attention")
 _MEAN = "use_running_mean"
-_USED = {
-    *_SIZES.values(), *_OPTIONAL.values(), *_CARRY, _MEAN, "model_type", "hidden_act",
-    "type_vocab_size", "embedding_size", "rotary_value",
-}  # fmt: skip
+_OTHERS = ("model_type", "hidden_act", "type_vocab_size", "embedding_size", "rotary_value")
+_USED = {*_SIZES.values(), *_OPTIONAL.values(), *_CARRY, _MEAN, *_OTHERS}
 _PLAIN = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
@@ -171,10 +169,10 @@ def translate(
     values |= {ours: theirs[key] for ours, key in _OPTIONAL.items() if theirs.get(key) is not None}
     values |= {**_FAMILY_VALUES[family], "pooler": source.has_pooler}
     defaults = ModelConfig()
+    absent = {ours: key for ours, key in _OPTIONAL.items() if ours not in values}
     assumed = {
-        ours: f"{getattr(defaults, ours)}: the config has no {key}"
-        for ours, key in _OPTIONAL.items() if ours not in values
-    }  # fmt: skip
+        ours: f"{getattr(defaults, ours)}: the config has no {key}" for ours, key in absent.items()
+    }
     if "norm_eps" in assumed:
         assumed["norm_eps"] += "; bert4keras 0.11.3 and later compute with norm_eps=1e-7"
     _activation(source, values, assumed)

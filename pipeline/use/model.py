@@ -26,7 +26,6 @@ from pipeline.runtime.files import temporary_beside
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.use.convert import load_foreign
-from pipeline.use.encode_lines import write_header
 from pipeline.use.folder import MADE_NEW, TrainedModel, load_trained
 from pipeline.use.hf import is_own_hf, load_own_hf
 from pipeline.use.whiten import Vectors, Whitening, fingerprint, fit
@@ -530,6 +529,13 @@ class Model:
             if pooling != "pooler":  # whose weights are in the model's dtype
                 hidden = [each.float() for each in hidden]
             return pool(pooling, hidden, packed_documents(ends, len(ids)), encoder).float()
+
+
+def write_header(file: Any, count: int, width: int) -> None:
+    """Write the header of an .npy file of (count, width) float32."""
+    # numpy leaves room for the first axis to grow: the header keeps its length.
+    header = {"descr": "<f4", "fortran_order": False, "shape": (count, width)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def batches_of(
