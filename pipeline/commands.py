@@ -90,6 +90,13 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bert", "realformer", "roberta", "roformer", "roformer_v2"),
         help="needed for TensorFlow checkpoints of BERT and RealFormer, whose names are the same",
     )
+    add(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key of the config that is not known and changes nothing; may be repeated",
+    )
     cli.add_overrides(parser, "of the architecture, such as norm_eps=1e-7", "field=value")
 
 
@@ -97,9 +104,18 @@ def _convert(arguments: argparse.Namespace) -> None:
     from pipeline.use.convert import convert
 
     report = convert(
-        arguments.checkpoint, arguments.out, family=arguments.family, overrides=arguments.overrides
+        arguments.checkpoint,
+        arguments.out,
+        family=arguments.family,
+        overrides=arguments.overrides,
+        ignored=arguments.ignore,
     )
     print(f"{arguments.out}: {report.family}, {report.num_parameters:,} parameters")
+    for kind, keys in report.keys.items():
+        if keys:
+            print(f"config keys {kind}: {', '.join(sorted(keys))}")
+    for text in report.assumed:
+        print(f"assumed {text}")
     if report.left_out:
         print(f"left out: {', '.join(report.left_out)}")
     if report.made_new:
@@ -113,7 +129,7 @@ def _grow_arguments(parser: argparse.ArgumentParser) -> None:
     add("source", type=Path, metavar="SRC", help="run folder, or model folder")
     add("out", type=Path, metavar="OUT", help="folder to write")
     add("--width", type=int, default=1, help="factor, a power of 2; changes no logit")
-    add("--depth", type=int, help="layers, a multiple of those there are")
+    add("--depth", type=int, help="layers, a multiple of those there are; changes logits")
     noise = "share of each matrix' deviation that is added (default 0)"
     add("--noise", type=float, default=0.0, help=noise)
     add("--seed", type=int, default=0, help="of the noise (default 0)")
@@ -134,6 +150,8 @@ def _grow(arguments: argparse.Namespace) -> None:
         f"{arguments.out}: {report.config.num_layers} layers of {report.config.hidden_size}, "
         f"{report.num_parameters_before:,} parameters before, {report.num_parameters:,} now"
     )
+    for note in report.notes:
+        print(note)
 
 
 USE: tuple[Verb, ...] = (
@@ -161,7 +179,9 @@ USE: tuple[Verb, ...] = (
         "read a published checkpoint",
         _convert_arguments,
         _convert,
-        "convert bert-base-chinese/ models/bert",
+        """\
+convert bert-base-chinese/ models/bert
+convert ckpt/ models/realformer --family realformer norm_eps=1e-7""",
     ),
     Verb(
         "grow",

@@ -9,7 +9,6 @@ RUN/checkpoints/.saving-*, .removing-*         unfinished work of a running or k
 RUN/checkpoints/.rejected-*                    found unusable by a probe (`checkpoints.probe`)
 """
 
-import hashlib
 import json
 import math
 import re
@@ -21,6 +20,7 @@ from typing import Any
 
 from pipeline.config.train import CheckpointConfig
 from pipeline.errors import CheckpointError
+from pipeline.runtime import files
 from pipeline.runtime.files import sha256_file, sync_path
 from pipeline.runtime.run_folder import A_STARTED_RUN, RunFolder
 
@@ -95,9 +95,8 @@ class Manifest:
 
 
 def signed(body: dict[str, Any]) -> dict[str, Any]:
-    """Add a sha256 of the manifest to itself, so that a flipped digit of the cursor is noticed."""
-    text = json.dumps(body, sort_keys=True)
-    return {**body, _SIGNATURE: hashlib.sha256(text.encode()).hexdigest()}
+    """Add a sha256 of the manifest to itself."""
+    return files.signed(body, _SIGNATURE)
 
 
 def read_manifest(path: Path) -> Manifest:

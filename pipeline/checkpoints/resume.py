@@ -182,9 +182,12 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
         {name: value for name, value in phase.items() if name != "micro_batch"}
         for phase in tree["phases"]
     ]
+    # Checkpoints from before these switches do not have them, and computed as their default does.
+    later = {"rotary_value": False}
+    model = {name: value for name, value in tree["model"].items() if later.get(name, ()) != value}
     values = {
         "seed": config.seed,
-        "model": tree["model"],
+        "model": model,
         "data": data,
         "train": train,
         "phases": phases,

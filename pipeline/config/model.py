@@ -16,22 +16,30 @@ class ModelConfig:
     SHIPPED: ClassVar = ("model",)
 
     vocab_size: int | None = param(
-        None, "rows of the token embedding; null takes the tokenizer's", unit="tokens", ge=6
+        None,
+        "rows of the token embedding; null takes the tokenizer's",
+        unit="tokens",
+        ge=6,
+        le=100_000_000,
     )
-    num_layers: int = param(6, "encoder layers (attention + feed-forward)", ge=1)
-    hidden_size: int = param(384, "width of the residual stream", ge=2)
+    num_layers: int = param(6, "encoder layers (attention + feed-forward)", ge=1, le=2_000)
+    hidden_size: int = param(384, "width of the residual stream", ge=2, le=1_000_000)
     num_heads: int = param(6, "attention heads; must divide hidden_size", ge=1)
-    ffn_size: int = param(1536, "inner width of the feed-forward layer", ge=1)
+    ffn_size: int = param(1536, "inner width of the feed-forward layer", ge=1, le=10_000_000)
     embedding_size: int | None = param(
-        None, "width of the embeddings, projected to hidden_size; null takes hidden_size", ge=1
+        None,
+        "width of the embeddings, projected to hidden_size; null takes hidden_size",
+        ge=1,
+        le=1_000_000,
     )
-    type_vocab_size: int = param(2, "rows of the segment embedding", ge=1)
+    type_vocab_size: int = param(2, "rows of the segment embedding", ge=1, le=1_000_000)
     positions: Literal["learned", "rotary", "none"] = param(
         "rotary", "a learned embedding, queries and keys turned by their position, or neither"
     )
-    max_positions: int = param(512, "rows of the learned position embedding", ge=1)
+    max_positions: int = param(512, "rows of the learned position embedding", ge=1, le=100_000_000)
     position_offset: int = param(0, "row of the first position; RoBERTa's table starts at 2", ge=0)
     rotary_base: float = param(10000.0, "base of the rotary angles, base^(-2i/d)", gt=1)
+    rotary_value: bool = param(False, "rotary positions turn values, too; transformers' RoFormer")
     norm_placement: Literal["post", "pre"] = param(
         "post", "x = Norm(x + F(x)), or x = x + F(Norm(x)) with a norm behind the last layer"
     )
@@ -88,6 +96,11 @@ class ModelConfig:
                 f"model.hidden_size={self.hidden_size} must be model.num_heads={self.num_heads} "
                 "times an even head size (rotary positions turn pairs of coordinates); "
                 "change one of the two"
+            )
+        if self.rotary_value and self.positions != "rotary":
+            raise ConfigError(
+                f"model.rotary_value=true needs model.positions=rotary, got {self.positions}; "
+                "set it, or model.rotary_value=false"
             )
         if self.residual == "deepnorm" and self.norm_placement == "pre":
             raise ConfigError(

@@ -20,7 +20,7 @@ from pipeline.runtime import tensors
 from pipeline.tasks.encode import encode
 from pipeline.tasks.readers import read_file
 from pipeline.tasks.task import TaskConfig, load_task
-from pipeline.use.folder import fine_tuned, read_tokenizer, require_fit
+from pipeline.use.folder import fine_tuned, read_tokenizer, require_fit, require_intact
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ def load_fine_tuned(folder: Path) -> FineTuned:
         raise CheckpointError(
             f"{source} has no head of a task; pass the --out of `postnorm finetune`"
         )
+    require_intact(source, facts)
     spec = HeadSpec.read(facts["task"])
     model = TaskModel(config, spec)
     found = tensors.read_file(source / WEIGHTS_FILE)
     weights = {name: tensor for name, tensor in found.items() if name.startswith("encoder.")}
     weights |= from_head_weights(tensors.read_file(source / HEAD_FILE))
     require_fit(dict(model.state_dict()), weights, str(source))
+    tensors.require_weights(weights, str(source))
     model.load_state_dict(weights)
     return FineTuned(model.eval(), load_task(str(source / TASK_FILE)), read_tokenizer(source))
 

@@ -676,10 +676,10 @@ def _write_folder(
         task = {"task": prepared.spec.plain(), "from": prepared.source}
         if MADE_NEW in prepared.trained.facts:
             task[MADE_NEW] = prepared.trained.facts[MADE_NEW]
-        write_model(new, config.model, whole, {**facts, **task})
         tensors.write_file(head_weights(weights), new / HEAD_FILE)
         (new / prepared.tokenizer_file).write_bytes(prepared.tokenizer)
         (new / TASK_FILE).write_bytes(_task_text(prepared, config))
+        write_model(new, config.model, whole, {**facts, **task})
 
 
 def _combined(seeds: Sequence[int], folders: Sequence[Path], out: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The architecture that a model folder or a checkpoint has on disk, read and checked without torch.
 
 model.safetensors   fp32 weights by parameter name; the tied MLM matrix is the embedding
-config.json         architecture, where the weights come from, versions
+config.json         architecture, where the weights come from, versions; sha256 of the other files
+                    and of itself, and the logits of a fixed input (`use.folder`)
 tokenizer.model     sentencepiece, or tokenizer.json of BERT's or a converted model, or neither
 
 A fine-tuned model also has:
@@ -17,6 +18,7 @@ from typing import Any
 from pipeline.config import schema, strict_yaml
 from pipeline.config.model import ModelConfig
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.runtime.files import signed
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -29,6 +31,8 @@ OBJECTIVE_PARTS = "objective."
 BESIDE_MODEL = (TASK_HEADS, OBJECTIVE_PARTS)
 HEAD_FILE = "head.safetensors"
 TASK_FILE = "task.yaml"
+INTEGRITY = "integrity"
+SIGNATURE = "config_sha256"
 FORMAT = "postnorm-encoder"
 FORMAT_VERSION = 1
 
@@ -45,10 +49,17 @@ def read_architecture(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Read a model folder's architecture, and what else its config.json holds.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or of another format.
+        CheckpointError: the file is missing, damaged, changed since it was written, or of another
+            format.
     """
     try:
         body = json.loads((folder / CONFIG_FILE).read_bytes())
+        if body.get(SIGNATURE, "") not in ("", signed(body, SIGNATURE)[SIGNATURE]):
+            raise CheckpointError(
+                f"{folder}: {CONFIG_FILE} is not as it was written, its own sha256 differs; copy "
+                "or export the model again"
+            )
+        body.pop(SIGNATURE, None)
         found = (body.pop("format", None), body.pop("format_version", None))
         if found != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
@@ -64,10 +75,13 @@ def read_config(values: dict[str, Any], origin: str) -> ModelConfig:
     """Check an architecture that is given as plain values.
 
     Raises:
-        ConfigError: a key or value is wrong.
+        ConfigError: a key or value is wrong, or there is no vocabulary size.
     """
     node = strict_yaml.parse(json.dumps(values), origin, with_lines=False)
-    return schema.build(ModelConfig, node, "model")
+    config = schema.build(ModelConfig, node, "model")
+    if config.vocab_size is None:
+        raise ConfigError(f"{origin}: vocab_size is null, expected the rows of the token embedding")
+    return config
 
 
 def tokenizer_path(folder: Path) -> Path | None:

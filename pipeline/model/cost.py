@@ -338,15 +338,19 @@ class _Kept:
         """Count inputs of both linear layers, queries, keys and values, without scores."""
         config, one = self.config, self.tokens * self.config.hidden_size * self.value
         # The product of all three, kept by the values; queries that were scaled; keys that turned.
-        qkv = 5 if config.positions == "rotary" else 4
+        # Values that turned do not keep the product.
+        qkv = 3 if config.rotary_value else 5 if config.positions == "rotary" else 4
         if config.score_residual == "none":
             return (2 + qkv) * one + self.tokens * config.num_heads * _FP32
         if self._carries_fused:
             return (2 + self._fused_qkv()) * one + self.tokens * config.num_heads * _FP32
-        # torch.matmul copies what it cannot view as one batch of matrices, and keeps the copies.
-        if self.tokens > self.seq_len and config.num_heads > 1:
-            qkv = 3
-        return (2 + qkv) * one
+        # torch.matmul copies what it cannot view as one batch of matrices, and keeps the copies;
+        # queries and keys are cast to fp32 before.
+        copies = self.tokens > self.seq_len and config.num_heads > 1
+        if self.value == _FP32 and not copies:
+            return (2 + qkv) * one
+        values = 1 if copies or config.rotary_value else 3
+        return (2 + values) * one + 2 * self.tokens * config.hidden_size * _FP32
 
     def scores(self) -> int:
         """Count one layer's carried scores. Backward reads the softmax in fp32, the same in the

@@ -129,6 +129,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.score_residual = config.score_residual
+        self.turns_values = config.rotary_value
         self.dropout = config.attention_dropout
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.bias)
         self.stacked = {"qkv.weight": 3}  # matrices in it, for optimizers that tell them apart
@@ -153,6 +154,7 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.unbind(-3)
         if shared.tables is not None:
             q, k = rotate(q, *shared.tables), rotate(k, *shared.tables)
+            v = rotate(v, *shared.tables) if self.turns_values else v
         # A query sees as many keys in every layer, so that scaling it by their number commutes
         # with the carry: it is the scale of the sum.
         q = q * shared.query_scale
@@ -190,6 +192,9 @@ class SelfAttention(nn.Module):
             scale = shared.query_scale
         if shared.tables is not None:
             cos, sin = shared.tables
+            if self.turns_values:  # the kernels turn queries and keys alone
+                q, k, v = qkv.unbind(-3)
+                qkv = torch.stack((q, k, rotate(v, cos, sin)), -3)
             angles = cos.flatten(0, -2), sin.flatten(0, -2)
         context_TNH, carry_NTW = carried_attention(
             qkv.flatten(0, -4), carry_NTW, windows,

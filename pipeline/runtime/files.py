@@ -117,6 +117,12 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def signed(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """Add under `name` a sha256 of everything else, so that a flipped digit is noticed."""
+    text = json.dumps({key: value for key, value in body.items() if key != name}, sort_keys=True)
+    return {**body, name: hashlib.sha256(text.encode()).hexdigest()}
+
+
 class AppendedFile:
     """A file of one writer, opened for each record: it may have been replaced meanwhile."""
 

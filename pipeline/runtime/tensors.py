@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.errors import CheckpointError
 
+_WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _open: Any = safe_open  # without type hints
 # In the order in which transformers looks for them.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -22,19 +23,38 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a model folder, from one file or from those that an index names.
 
     Raises:
-        CheckpointError: no file is there, or one cannot be read.
+        CheckpointError: no file is there, one cannot be read, or the index is damaged or names a
+            file outside the folder.
     """
     for name in _SINGLE:
         if (folder / name).is_file():
             return read_file(folder / name)
     for name in _INDEX:
         if (folder / name).is_file():
-            parts = json.loads((folder / name).read_bytes())["weight_map"].values()
             tensors: dict[str, Tensor] = {}
-            for part in sorted(set(parts)):
+            for part in _parts(folder / name):
                 tensors |= read_file(folder / part)
             return tensors
     raise CheckpointError(f"{folder} holds none of {', '.join((*_SINGLE, *_INDEX))}")
+
+
+def _parts(index: Path) -> list[str]:
+    """List the files that an index of tensors names."""
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"].values()
+        parts = sorted(set(listed))
+        # What `..` or an absolute path leads to is not a part of what was downloaded here.
+        outside = [part for part in parts if Path(part).is_absolute() or ".." in Path(part).parts]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} has no readable weight_map ({error!r}), expected one file name a tensor; "
+            "download it again"
+        ) from error
+    if outside:
+        raise CheckpointError(
+            f"{index} names {outside[0]!r}, expected files of {index.parent} alone; do not use it"
+        )
+    return parts
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
@@ -44,9 +64,45 @@ def read_file(path: Path) -> dict[str, Tensor]:
             loaded: dict[str, Tensor] = load_file(path)
             return loaded
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        # torch's own text advises to run the code that the file may hold.
+        raise CheckpointError(
+            f"{path} cannot be read: it is damaged, or holds pickled code, which is never run; "
+            "download it again, or save its tensors as safetensors"
+        ) from error
+    except (
+        *(OSError, RuntimeError, EOFError, SafetensorError),
+        *(ValueError, LookupError, TypeError, AttributeError),
+    ) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    if not isinstance(tensors, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(tensors).__name__}, expected tensors by name (a state_dict)"
+        )
+    return {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def require_weights(tensors: dict[str, Tensor], origin: str) -> None:
+    """Check that all values are numbers that fp32 holds.
+
+    Raises:
+        CheckpointError: a tensor has another dtype, or values that are infinite or NaN; names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{origin}: {name} holds {tensor.dtype}, expected fp32, bf16, fp16 or fp64; the "
+                "values of quantised weights mean nothing without their scales: take the model "
+                "that was quantised"
+            )
+        finite = torch.isfinite(tensor.float())
+        if not bool(finite.all()):
+            count = tensor.numel() - int(finite.sum())
+            raise CheckpointError(
+                f"{origin}: {count:,} of the {tensor.numel():,} values of {name} are infinite or "
+                "NaN in fp32: training has diverged, or the file is damaged; take an earlier "
+                "checkpoint, or copy it again"
+            )
 
 
 def write_file(

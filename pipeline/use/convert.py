@@ -2,8 +2,9 @@
 
 Read are Hugging Face BERT, RoBERTa and RoFormer, RoFormerV2 as JunnYu/RoFormer_pytorch names it,
 and TensorFlow 1 checkpoints of BERT, RealFormer, RoFormer and RoFormerV2. What does not fit is
-refused by name; the report lists what is left out (heads of other tasks, optimizer state). Where
-there is no MLM head, as in a fine-tuned model, one is made new.
+refused by name; the report lists what is left out (heads of other tasks, optimizer state), what
+each key of the config was for, and what was assumed (`foreign_config`). Where there is no MLM head,
+as in a fine-tuned model, one is made new.
 """
 
 import json
@@ -13,15 +14,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.config import strict_yaml
 from pipeline.config.model import ModelConfig
-from pipeline.errors import CheckpointError, ConfigError
-from pipeline.model.architecture import TOKENIZERS_FILE, is_model_folder, read_config
+from pipeline.errors import CheckpointError
+from pipeline.model.architecture import TOKENIZERS_FILE, is_model_folder
 from pipeline.model.encoder import EncoderModel, without_storage
 from pipeline.runtime import tensors
 from pipeline.runtime.files import sha256_file, write_atomic
@@ -35,64 +35,13 @@ from pipeline.use.folder import (
     publishing,
     write_model,
 )
+from pipeline.use.foreign_config import Checkpoint, Family, Translated, carry_of, translate
 from pipeline.use.tf_checkpoint import TfCheckpoint
 
 logger = logging.getLogger(__name__)
 
-Family = Literal["bert", "realformer", "roberta", "roformer", "roformer_v2"]
 _CONFIG_FILES = ("config.json", "bert_config.json")
-_POST_LN = {
-    "norm_placement": "post",
-    "norm": "layernorm",
-    "norm_affine": True,
-    "bias": True,
-    "embedding_dropout": "after_norm",
-    "mlm_head": "bert",
-    "init": "bert",
-}
-_FAMILY_VALUES: dict[Family, dict[str, Any]] = {
-    "bert": {**_POST_LN, "positions": "learned"},
-    "realformer": {**_POST_LN, "positions": "learned", "score_residual": "sum"},
-    "roberta": {**_POST_LN, "positions": "learned"},
-    "roformer": {**_POST_LN, "positions": "rotary"},
-    "roformer_v2": {
-        "norm_placement": "post",
-        "norm": "rmsnorm",
-        "norm_affine": False,
-        "bias": False,
-        "embedding_dropout": "before_norm",
-        "mlm_head": "linear",
-        "positions": "rotary",
-        "init": "rsqrt_depth",
-    },
-}
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "ffn_size": "intermediate_size",
-}
-_OPTIONAL = {
-    "max_positions": "max_position_embeddings",
-    "type_vocab_size": "type_vocab_size",
-    "norm_eps": "layer_norm_eps",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
-}
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-_PLAIN = {
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "rotary_value": False,
-}
-"""Keys of a foreign config that must have these values, if they are there at all."""
+_SEGMENTS, _SEGMENT_ROWS = "token_type_embeddings", "type_vocab_size"
 
 
 @dataclass(frozen=True)
@@ -105,6 +54,10 @@ class ConvertReport:
     """Names of tensors that this project's models do not have."""
     made_new: list[str]
     """Names of our parameters that the checkpoint lacks: those of the MLM head, or none."""
+    keys: dict[str, list[str]]
+    """As `foreign_config.Translated.keys`."""
+    assumed: list[str]
+    """What neither config nor overrides say, `field=value: reason`."""
     no_tokenizer: str
     """Why the model has no tokenizer; empty if it has one."""
 
@@ -126,6 +79,7 @@ class _Converted:
     family: Family
     model: EncoderModel
     origin: dict[str, Any]
+    translated: Translated
     made_new: list[str]
     tokenizer: str | None
     """Content of tokenizer.json."""
@@ -139,12 +93,18 @@ class _Converted:
 
 
 def convert(
-    source: Path, out: Path, *, family: Family | None, overrides: Sequence[str]
+    source: Path,
+    out: Path,
+    *,
+    family: Family | None,
+    overrides: Sequence[str],
+    ignored: Sequence[str] = (),
 ) -> ConvertReport:
     """Read a foreign checkpoint and write a model folder.
 
     The family is needed for TensorFlow checkpoints of BERT and RealFormer. Overrides are
-    `field=value` of `ModelConfig`, for what the foreign config does not say.
+    `field=value` of `ModelConfig`, for what the foreign config does not say; `ignored` are keys of
+    that config that nobody knows and that change nothing.
 
     Raises:
         CheckpointError: the checkpoint is damaged, of an unknown form, or does not fit.
@@ -152,15 +112,20 @@ def convert(
     """
     if is_model_folder(source):
         raise CheckpointError(f"{source} is a model folder of this project already")
-    read = _convert(source, family, overrides)
+    read = _convert(source, family, overrides, ignored)
     with publishing(out) as unfinished:
         weights = dict(read.model.state_dict())
-        write_model(unfinished, read.model.config, weights, read.facts)
         if read.tokenizer is not None:
             write_atomic(unfinished / TOKENIZERS_FILE, read.tokenizer.encode())
-    num_parameters = sum(parameter.numel() for parameter in read.model.parameters())
+        write_model(unfinished, read.model.config, weights, read.facts)
     return ConvertReport(
-        read.family, num_parameters, read.origin["left_out"], read.made_new, read.no_tokenizer
+        family=read.family,
+        num_parameters=sum(parameter.numel() for parameter in read.model.parameters()),
+        left_out=read.origin["left_out"],
+        made_new=read.made_new,
+        keys=read.translated.keys,
+        assumed=read.translated.assumed,
+        no_tokenizer=read.no_tokenizer,
     )
 
 
@@ -170,7 +135,9 @@ def load_foreign(source: Path) -> TrainedModel:
     Raises:
         CheckpointError: as `convert`.
     """
-    read, tokenizer = _convert(source, None, ()), None
+    read, tokenizer = _convert(source, None, (), ()), None
+    for text in read.translated.assumed:
+        logger.info("%s: assumed %s", source, text)
     if read.origin["left_out"]:
         logger.info("%s: left out %s", source, ", ".join(read.origin["left_out"]))
     if read.tokenizer is not None:
@@ -181,25 +148,43 @@ def load_foreign(source: Path) -> TrainedModel:
     return TrainedModel(read.model, tokenizer, read.facts)
 
 
-def _convert(source: Path, family: Family | None, overrides: Sequence[str]) -> _Converted:
+def _convert(
+    source: Path, family: Family | None, overrides: Sequence[str], ignored: Sequence[str]
+) -> _Converted:
     read = _read(source)
+    carry_is_said = family in ("bert", "realformer")
     family = _check_family(read, family)
     style = _style(family)
     given, left_out = _own_part(_strip(read, style), read.is_tensorflow)
-    pooler = any(".pooler." in name or "/pooler/" in name for name in given)
-    config = _model_config(read, family, overrides, pooler=pooler)
-    weights, made_new = only_encoder(
-        config, _weights(config, given, style, read, source), str(source)
+    segments = next((each for name, each in given.items() if _SEGMENTS in name), None)
+    checkpoint = Checkpoint(
+        config=read.config,
+        origin=str(read.config_path),
+        family=family,
+        is_tensorflow=read.is_tensorflow,
+        has_pooler=any(".pooler." in name or "/pooler/" in name for name in given),
+        segment_rows=segments.shape[0] if segments is not None and segments.ndim else None,
     )
+    translated = translate(checkpoint, overrides, ignored, carry_is_said=carry_is_said)
+    config = translated.model
+    weights = _weights(config, given, style, read, source)
+    weights, made_new = only_encoder(config, weights, str(source))
+    if made_new:
+        translated.assumed.append(
+            f"mlm_head={config.mlm_head}: the checkpoint has no head for masked tokens; if its "
+            "output is the token embedding alone, it is mlm_head=linear"
+        )
     model = build_model(config, weights, str(source))
     tokenizer, no_tokenizer = _tokenizer(source if source.is_dir() else source.parent, family)
     origin = {
         "path": source.name,
         "family": family,
         "left_out": left_out,
+        "config_keys": translated.keys,
+        "assumed": translated.assumed,
         "config_sha256": sha256_file(read.config_path),
     }
-    return _Converted(family, model, origin, made_new, tokenizer, no_tokenizer)
+    return _Converted(family, model, origin, translated, made_new, tokenizer, no_tokenizer)
 
 
 def _tokenizer(folder: Path, family: Family) -> tuple[str | None, str]:
@@ -223,6 +208,10 @@ def _read(source: Path) -> _Source:
         config = json.loads(config_path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{config_path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{config_path} holds a {type(config).__name__}, expected an object of sizes by name"
+        )
     is_tensorflow = not source.is_dir() or any(source.glob("*.index"))
     if not is_tensorflow:
         return _Source(config, config_path, tensors.read_tensors(folder), is_tensorflow)
@@ -243,7 +232,7 @@ def _check_family(read: _Source, family: Family | None) -> Family:
         kind = read.config.get("model_type")
         rms = read.config.get("norm_type") == "rms_norm"
         known: dict[Any, Family] = {"bert": "bert", "roberta": "roberta", "roformer": "roformer"}
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise CheckpointError(
                 f"{read.config_path}: model_type {kind!r} is not known; expected one of "
                 f"{', '.join(known)}"
@@ -251,7 +240,11 @@ def _check_family(read: _Source, family: Family | None) -> Family:
         found = {"roformer_v2" if kind == "roformer" and rms else known[kind]}
         if kind == "bert":
             found |= {"realformer"}  # a RealFormer that someone gave BERT's names
-            family = family or "bert"
+    carry = carry_of(read.config, str(read.config_path))
+    if len(found) > 1 and carry is not None:
+        found = {"bert" if carry == "none" else "realformer"}
+    elif len(found) > 1 and not read.is_tensorflow:
+        family = family or "bert"
     if family is None and len(found) > 1:
         raise CheckpointError(
             f"the tensors of {read.config_path.parent} have the names of "
@@ -302,7 +295,7 @@ def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, 
         same = next((kept[name] for name in kept if name.endswith(original)), None)
         if same is None:  # only the copy was saved
             kept[original] = kept.pop(copy)
-        elif torch.equal(kept[copy], same):
+        elif kept[copy].shape == same.shape and torch.equal(kept[copy].double(), same.double()):
             del kept[copy]
         else:
             raise CheckpointError(
@@ -312,57 +305,26 @@ def _own_part(given: dict[str, Tensor], is_tensorflow: bool) -> tuple[dict[str, 
     return kept, left_out
 
 
-def _model_config(
-    read: _Source, family: Family, overrides: Sequence[str], *, pooler: bool
-) -> ModelConfig:
-    theirs = read.config
-    for key, plain in _PLAIN.items():
-        if theirs.get(key, plain) != plain:
-            raise CheckpointError(
-                f"{read.config_path}: {key} is {theirs[key]!r}; only {plain!r} can be converted"
-            )
-    missing = [key for key in _SIZES.values() if key not in theirs]
-    if missing:
-        raise CheckpointError(f"{read.config_path} has no {', '.join(missing)}")
-    activation = theirs.get("hidden_act", "gelu")
-    if activation not in _ACTIVATIONS:
-        raise CheckpointError(
-            f"{read.config_path}: hidden_act {activation!r} is not known; expected one of "
-            f"{', '.join(_ACTIVATIONS)}"
-        )
-    values: dict[str, Any] = {ours: theirs[key] for ours, key in _SIZES.items()}
-    values |= {ours: theirs[key] for ours, key in _OPTIONAL.items() if key in theirs}
-    values |= {**_FAMILY_VALUES[family], "activation": _ACTIVATIONS[activation], "pooler": pooler}
-    if read.is_tensorflow and family in ("bert", "realformer") and activation == "gelu":
-        values["activation"] = "gelu_tanh"  # Google's gelu() is the tanh form
-    if family == "roberta":
-        values["position_offset"] = theirs.get("pad_token_id", 1) + 1
-    if theirs.get("embedding_size", theirs["hidden_size"]) != theirs["hidden_size"]:
-        values["embedding_size"] = theirs["embedding_size"]
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"override {text!r}: expected field=value, such as norm_eps=1e-7")
-        node = strict_yaml.parse(value, f"command line {text!r}", with_lines=False)
-        values[key.strip()] = node.plain()
-    return read_config(values, str(read.config_path))
-
-
 def _weights(
     config: ModelConfig, given: dict[str, Tensor], style: names.Style, read: _Source, source: Path
 ) -> dict[str, Tensor]:
     """Put our parameters together from theirs; without an MLM head where they have none."""
     model = without_storage(config)
-    translate: Callable[[str], tuple[str, ...]] = (
+    theirs_of: Callable[[str], tuple[str, ...]] = (
         names.tensorflow if read.is_tensorflow else lambda name: names.hugging_face(name, style)
     )
-    wanted = {name: translate(name) for name in model.state_dict()}
+    wanted = {name: theirs_of(name) for name in model.state_dict()}
     nameless = [name for name, theirs in wanted.items() if not theirs]
     expected = {name for theirs in wanted.values() for name in theirs}
     of_head = {name for name in wanted if not name.startswith("encoder.")}
+    zeros = [name for name in wanted if "segment_" in name and not read.config.get(_SEGMENT_ROWS)]
+    zeros = [name for name in zeros if not set(wanted[name]) & given.keys()]
+    for name in zeros:
+        expected -= set(wanted.pop(name))
     if expected - given.keys() == {part for name in of_head for part in wanted[name]}:
         wanted = {name: theirs for name, theirs in wanted.items() if name not in of_head}
         expected &= given.keys()
+    hint = " A checkpoint whose output is the token embedding alone needs mlm_head=linear."
     problems = [
         f"{label} {', '.join(sorted(listed)[:5])}"
         + (f" and {len(listed) - 5} more" * (len(listed) > 5))
@@ -374,17 +336,42 @@ def _weights(
         if listed
     ]
     if problems:
+        lacks_head = any(set(wanted.get(name, ())) - given.keys() for name in of_head)
         raise CheckpointError(
             f"{source} does not fit {read.config_path.name} and the overrides: "
             f"{'; '.join(problems)}. Biases or LayerNorm where none are expected (or none where "
-            "they are) mean another norm type or family"
+            f"they are) mean another norm type or family.{hint if lacks_head else ''}"
         )
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    for name, theirs in wanted.items():
+        first, *rest = shapes[name]
+        _check(given, theirs, (first // len(theirs), *rest), source)
     # TensorFlow keeps the matrices of dense layers as (in, out).
-    oriented = {
-        name: tensor.T if read.is_tensorflow and name.endswith("/kernel") else tensor
-        for name, tensor in given.items()
-    }
-    return {
+    oriented = {name: tensor.T if _is_kernel(name) else tensor for name, tensor in given.items()}
+    weights = {
         name: torch.cat([oriented[part] for part in theirs]).float().contiguous()
         for name, theirs in wanted.items()
     }
+    return {**{name: torch.zeros(shapes[name]) for name in zeros}, **weights}
+
+
+def _is_kernel(name: str) -> bool:
+    return name.endswith("/kernel")
+
+
+def _check(
+    given: dict[str, Tensor], parts: tuple[str, ...], shape: tuple[int, ...], source: Path
+) -> None:
+    """Check tensors before they are joined, where one that is too long could hide one too short.
+
+    Raises:
+        CheckpointError: one has another shape or dtype, or a value that fp32 cannot hold.
+    """
+    for name in parts:
+        tensor, wanted = given[name], shape[::-1] if _is_kernel(name) else shape
+        if tuple(tensor.shape) != wanted:
+            raise CheckpointError(
+                f"{source}: {name} has shape {tuple(tensor.shape)}, the architecture has {wanted}; "
+                "check the sizes in the config, and that the file belongs to it"
+            )
+        tensors.require_weights({name: tensor}, str(source))

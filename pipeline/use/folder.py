@@ -1,7 +1,8 @@
 """The folder that models are exchanged in; its files: `model.architecture`.
 
-A trained model is a run's newest good checkpoint, or such a folder. Before an exported folder
-appears under its name, it is read back and its logits are compared with the trainer's.
+A trained model is a run's newest good checkpoint, or such a folder. A folder holds the sha256 of
+its files and logits of a fixed input from the moment of writing, and every reader compares them.
+Before an exported folder appears under its name, its logits are compared with the trainer's, too.
 """
 
 import logging
@@ -35,7 +36,9 @@ from pipeline.model.architecture import (
     FORMAT,
     FORMAT_VERSION,
     HEAD_FILE,
+    INTEGRITY,
     SENTENCEPIECE_FILE,
+    SIGNATURE,
     TASK_FILE,
     TASK_HEADS,
     TOKENIZERS_FILE,
@@ -50,7 +53,7 @@ from pipeline.model.layout import Layout, rows
 from pipeline.objectives.base import Objective
 from pipeline.objectives.choose import read_objective
 from pipeline.runtime import tensors
-from pipeline.runtime.files import read_json_lines, write_json_atomic
+from pipeline.runtime.files import read_json_lines, sha256_file, signed, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tokenizer.fast import FastTokenizer
 from pipeline.tokenizer.sentencepiece import Tokenizer
@@ -59,6 +62,10 @@ from pipeline.train.initial import InitialWeights
 logger = logging.getLogger(__name__)
 
 _LISTED = 5
+_HASHED = (WEIGHTS_FILE, HEAD_FILE, SENTENCEPIECE_FILE, TOKENIZERS_FILE)
+_PROBE_DOCUMENT = 8
+LARGEST_DIFFERENCE = 1e-3
+"""Largest difference between exported and trained logits that is accepted."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +113,113 @@ def publishing(out: Path) -> Iterator[Path]:
 def write_model(
     folder: Path, config: ModelConfig, weights: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Write weights and config.json; the caller adds the tokenizer."""
-    tensors.write_file(weights, folder / WEIGHTS_FILE)
-    write_config(folder, config, facts)
+    """Write weights and config.json, with what proves them; the tokenizer should be there already.
+
+    Raises:
+        CheckpointError: a weight or a logit of the model is infinite or NaN.
+    """
+    whole = {name: tensor.detach().cpu() for name, tensor in weights.items()}
+    model = build_model(config, whole, str(folder))
+    tensors.write_file(whole, folder / WEIGHTS_FILE)
+    write_config(folder, config, facts, model)
 
 
-def write_config(folder: Path, config: ModelConfig, facts: dict[str, Any]) -> None:
-    """Write config.json."""
+def write_config(
+    folder: Path, config: ModelConfig, facts: dict[str, Any], model: EncoderModel | None = None
+) -> None:
+    """Write config.json: of files that are there already with their sha256.
+
+    Raises:
+        CheckpointError: `model` gives infinite or NaN logits.
+    """
+    hashes = {name: sha256_file(folder / name) for name in _HASHED if (folder / name).is_file()}
     body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "model": asdict(config),
         **facts,
         "exported_with": provenance(),
+        INTEGRITY: {
+            "sha256": hashes,
+            "probe_logits": None if model is None else _sample(model, str(folder)),
+        },
     }
-    write_json_atomic(folder / CONFIG_FILE, body)
+    write_json_atomic(folder / CONFIG_FILE, signed(body, SIGNATURE))
+
+
+def probe_logits(model: EncoderModel) -> Tensor:
+    """Compute (T, V) logits of a fixed input: two rows, each of two documents and both segments."""
+    config = model.config
+    length = min(_PROBE_DOCUMENT, config.longest_document or _PROBE_DOCUMENT)
+    slots = torch.arange(2 * length).expand(2, -1)
+    # Numbers that no version of torch draws otherwise; not RoBERTa's padding.
+    lowest = min(max(NUM_SPECIAL, config.position_offset), (config.vocab_size or 0) - 1)
+    numbers = torch.arange(4 * length).view(2, -1) * 7919
+    ids = lowest + numbers % ((config.vocab_size or 0) - lowest)
+    documents = slots // length
+    segments = documents.clamp(max=config.type_vocab_size - 1)
+    layout = rows(documents + 1, slots % length)
+    with torch.no_grad():
+        return model(ids, layout, torch.arange(ids.numel()), segments=segments)  # type: ignore[no-any-return]
+
+
+def _sample(model: EncoderModel, origin: str) -> list[list[float]]:
+    """Return logits of the fixed input: of a token of each document, 8 of the vocabulary."""
+    logits = probe_logits(model)
+    if not bool(torch.isfinite(logits).all()):
+        raise CheckpointError(
+            f"{origin}: the model gives infinite or NaN logits, although its weights are finite; "
+            "they are out of any range that training reaches: check where they come from"
+        )
+    columns = torch.linspace(0, logits.shape[1] - 1, 8).long()
+    values = logits[:: len(logits) // 4][:4, columns].tolist()
+    return [[float(f"{value:.7g}") for value in row] for row in values]
+
+
+def require_intact(folder: Path, facts: dict[str, Any]) -> None:
+    """Compare a model folder's files with the sha256 that they were written with.
+
+    `facts` are those of `read_architecture`.
+
+    Raises:
+        CheckpointError: one is missing or differs; names it.
+    """
+    if INTEGRITY not in facts:
+        logger.warning(
+            "%s has no sha256 of its weights: it is of an earlier version. `postnorm export` "
+            "writes a copy with them",
+            folder,
+        )
+        return
+    for name, expected in facts[INTEGRITY]["sha256"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: {name} is missing; copy or export the model again")
+        if sha256_file(path) != expected:
+            raise CheckpointError(
+                f"{path} is not as it was written, its sha256 differs; copy or export the model "
+                "again"
+            )
+
+
+def _require_probe(model: EncoderModel, folder: Path, facts: dict[str, Any]) -> None:
+    """Compare logits of the fixed input with those at the time of writing.
+
+    Raises:
+        CheckpointError: they differ by more than `LARGEST_DIFFERENCE` of the largest, or of 1.
+    """
+    written = facts.get(INTEGRITY, {}).get("probe_logits")
+    if written is None:
+        return
+    expected, found = torch.tensor(written), torch.tensor(_sample(model, str(folder)))
+    limit = LARGEST_DIFFERENCE * max(1.0, float(expected.abs().max()))
+    difference = float((expected - found).abs().max())
+    if not difference <= limit:
+        raise CheckpointError(
+            f"{folder}: logits of the fixed input differ by {difference:.3g} from those written, "
+            f"at most {limit:.3g} is accepted; the files are as they were written, so "
+            "this version of Postnorm or torch computes something else: please report it"
+        )
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -131,9 +230,17 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def load_model(folder: Path) -> TrainedModel:
-    """Read a model folder (CheckpointError: a file is missing, damaged, or of another format)."""
+    """Read a model folder.
+
+    Raises:
+        CheckpointError: a file is missing, of another format, or not as it was written; or the
+            logits of the fixed input differ.
+    """
     config, facts = read_architecture(folder)
+    require_intact(folder, facts)
     model = build_model(config, tensors.read_file(folder / WEIGHTS_FILE), str(folder))
+    _require_probe(model, folder, facts)
+    facts.pop(INTEGRITY, None)
     return TrainedModel(model, read_tokenizer(folder), facts)
 
 
@@ -153,8 +260,10 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], origin: str) ->
     """Build a model with these weights, in evaluation mode.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected or of another shape; names them.
+        CheckpointError: a tensor is missing, unexpected, of another shape, or not finite; names
+            them.
     """
+    tensors.require_weights(weights, origin)
     return _filled(without_storage(config), weights, origin)
 
 
@@ -227,6 +336,8 @@ def load_trained(source: Path, step: int | None = None) -> TrainedModel:
     if step is not None:
         verify(path)
     model, manifest, made_new = load_checkpoint(path)
+    if manifest.alpha < 1:
+        logger.info("%s: in its alpha warm-up; computed at its own %.3f", path, manifest.alpha)
     facts: dict[str, Any] = {
         "step": manifest.step,
         "data_fingerprint": manifest.fingerprint,
@@ -319,6 +430,8 @@ def _newest(run_dir: Path) -> tuple[Path, Manifest]:
     path, rejected = newest_good(folder_of(run_dir, f"{A_RUN_OR_ITS_COPY}, or a model folder"))
     if path is None:
         raise CheckpointError(f"{run_dir} has no good checkpoint: {'; '.join(rejected)}")
+    for text in rejected:
+        logger.warning("%s; %s is taken in its place", text, path.name)
     return path, read_manifest(path)
 
 
@@ -330,8 +443,6 @@ def _scores(run_dir: Path, step: int) -> dict[str, float]:
     return {name: found[-1][name] for name in names if name in found[-1]} if found else {}
 
 
-LARGEST_DIFFERENCE = 1e-3
-"""Largest difference between exported and trained logits that is accepted."""
 _PROBE_SEQUENCES = 4
 _PROBE_LENGTH = 64
 
@@ -358,16 +469,16 @@ def export(source: Path, out: Path) -> ExportReport:
     require_full_alpha(trained, source, "an exported model has alpha 1")
     weights = dict(trained.model.state_dict())
     with publishing(out) as folder:
-        write_model(folder, trained.model.config, weights, trained.facts)
         whole = tokenizer_folder(source)
         copy_tokenizer(whole, folder)
         for name in (HEAD_FILE, TASK_FILE):
             if (whole / name).is_file():
                 shutil.copyfile(whole / name, folder / name)
+        write_model(folder, trained.model.config, weights, trained.facts)
         exported = load_model(folder).model
         report = compare(trained.model, exported)
         facts = {**trained.facts, "max_abs_diff": report.max_abs_diff}
-        write_config(folder, trained.model.config, facts)
+        write_config(folder, trained.model.config, facts, exported)
     return report
 
 

@@ -307,7 +307,7 @@ def native_config(trained: TrainedModel, family: names.Style, auto: str) -> dict
         "dtype": "float32",
     }
     if family == "roformer":
-        body |= {"embedding_size": config.embedding_width, "rotary_value": False}
+        body |= {"embedding_size": config.embedding_width, "rotary_value": config.rotary_value}
     if tokenizer is not None:
         body |= {
             "pad_token_id": tokenizer.pad_id,

@@ -40,32 +40,46 @@ def _whitening(path: Path | None) -> "Whitening | None":
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="MODEL", help="run folder, or model folder")
     parser.add_argument("--out", type=Path, help=".npy file; default: a JSON list a line")
+    parser.add_argument(
+        "--bad-lines",
+        choices=("nan", "skip"),
+        default="nan",
+        help="lines that are not UTF-8 get a vector of NaN (default; null as JSON), or none",
+    )
     add_vector_options(parser)
     _add_batch_size(parser)
+    parser.description = (
+        "Write a vector of each line of standard input. Texts of similar length are computed "
+        "together. A line that is not UTF-8 is named and ends nothing. With --out, rows are "
+        "written as they come; the same command on the same lines goes on after a kill."
+    )
 
 
 def _encode(arguments: argparse.Namespace) -> None:
+    from pipeline.use.encode_lines import Lines, encode_lines
     from pipeline.use.model import load
 
     model, whitening = load(arguments.source), _whitening(arguments.whiten)
     # An empty line is a text too, so that line N has vector N.
-    texts = (line.rstrip("\r\n") for line in sys.stdin)
+    lines = Lines(sys.stdin.buffer, skip_bad=arguments.bad_lines == "skip")
     pooling, length = model.setting(arguments.pooling, arguments.max_length, whitening)
-    chosen = pooling, arguments.batch_size, length, whitening
     if arguments.out is not None:
-        count = model.encode_to(arguments.out, texts, *chosen)
+        size = arguments.batch_size
+        encode_lines(model, lines, arguments.out, pooling, size, length, whitening)
     else:
-        count = 0
-        for vectors in model.iter_encode(texts, *chosen):
-            count += len(vectors)
+        chosen = pooling, arguments.batch_size, length, whitening
+        for vectors in lines.vectors_of(model.iter_encode(lines, *chosen)):
             for vector in vectors.tolist():
-                print(json.dumps([float(f"{value:.6g}") for value in vector]))
-        if not count:
+                is_bad = vector[0] != vector[0]  # NaN, which JSON has no word for
+                print(json.dumps(None if is_bad else [float(f"{each:.6g}") for each in vector]))
+            sys.stdout.flush()
+        if not lines.num_rows:
             raise DataError("no text to encode; give one a line on standard input")
+    bad = f"; {lines.num_bad:,} lines were not UTF-8" if lines.num_bad else ""
     print(
-        f"{count:,} texts, vectors of "
+        f"{lines.num_rows:,} texts, vectors of "
         f"{whitening.size if whitening else model.config.hidden_size}; {model.num_cut:,} were cut "
-        f"at {length} tokens",
+        f"at {length} tokens{bad}",
         file=sys.stderr,
     )
 
@@ -191,6 +205,7 @@ ENCODE = Verb(
     _encode_arguments,
     _encode,
     "encode models/bert --pooling mean --out vectors.npy < texts.txt",
+    "with --out, OUT.partial holds what is done; the same command goes on from there",
 )
 WHITEN = Verb(
     "whiten",

@@ -114,8 +114,16 @@ def test_carry_is_unmasked_and_undivided(inputs) -> None:  # type: ignore[no-unt
 
 
 def test_carry_of_bf16_is_kept_in_fp32(allowed: Tensor) -> None:
-    q, k, v = (torch.randn(B, N, S, H).bfloat16() for _ in range(3))
-    carry = raw_scores(q, k, None)
+    torch.manual_seed(0)
+    exact, carry = torch.zeros(B, N, S, S, dtype=torch.float64), None
+    for _ in range(12):
+        q, k, v = (torch.randn(B, N, S, H).bfloat16() for _ in range(3))
+        carry = raw_scores(q, k, carry)
+        exact += q.double() @ k.double().transpose(-1, -2)
+    assert carry is not None
+    # A product of bf16 is exact in fp32, so that only sums round; rounded to bf16 a layer's scores
+    # would be off by up to 2^-9 of themselves, here by more than 1e-2.
+    assert float((carry - exact).abs().max()) <= 1e-5
     out = weighted_values(probabilities(carry, allowed, 1), v, 0.0)
     assert (out.dtype, carry.dtype) == (torch.bfloat16, torch.float32)
 

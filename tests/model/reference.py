@@ -73,6 +73,9 @@ def _attention(w, name, config, x, positions, carry, number):
         if config.positions == "rotary":
             head_q = _rotate(head_q, positions, config.rotary_base)
             head_k = _rotate(head_k, positions, config.rotary_base)
+        head_v = v[:, part]
+        if config.rotary_value:
+            head_v = _rotate(head_v, positions, config.rotary_base)
         scores = head_q @ head_k.T / np.sqrt(config.head_size)
         if config.score_residual != "none":
             scores = scores + carry[head]
@@ -83,7 +86,7 @@ def _attention(w, name, config, x, positions, carry, number):
             # On the sum, as bert4keras does; the model scales each layer's own scores.
             scores = scores * np.log(max(len(x), 16)) / np.log(512)
         share = np.exp(scores - scores.max(axis=1, keepdims=True))
-        heads.append(share / share.sum(axis=1, keepdims=True) @ v[:, part])
+        heads.append(share / share.sum(axis=1, keepdims=True) @ head_v)
     return _linear(w, f"{name}.output", np.concatenate(heads, axis=1))
 
 

@@ -209,7 +209,9 @@ def kept_by(model: EncoderModel, run: Callable[[], torch.Tensor], seq_len: int) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("score_residual", ["none", "sum", "mean"])
-@pytest.mark.parametrize("changes", [{}, BERT, ODD], ids=["v2", "bert", "odd"])
+@pytest.mark.parametrize(
+    "changes", [{}, BERT, ODD, {"rotary_value": True}], ids=["v2", "bert", "odd", "values turned"]
+)
 def test_activations_equal_what_autograd_keeps(
     changes: dict[str, Any], score_residual: str, dropout: float, dtype: torch.dtype
 ) -> None:

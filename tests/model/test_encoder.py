@@ -55,6 +55,7 @@ SWITCHES = {
     "gains": {"norm_affine": True},
     "layernorm, biases": {"norm": "layernorm", "norm_affine": True, "bias": True},
     "pre-norm": {"norm_placement": "pre", "score_residual": "sum", "norm_affine": True},
+    "values turned": {"rotary_value": True, "score_residual": "sum"},
     "no positions": {"positions": "none"},
     "learned": {"positions": "learned", "max_positions": 20, "position_offset": 3},
     "shared, factorised": {"share_layers": True, "embedding_size": 10, "bias": True},

@@ -48,6 +48,9 @@ FAMILIES = {
         "roberta",
     ),
     "roformer": Family("RoFormerForMaskedLM", {"pad_token_id": 0}, "roformer"),
+    "roformer rotary_value": Family(
+        "RoFormerForMaskedLM", {"pad_token_id": 0, "rotary_value": True}, "roformer"
+    ),
     "roformer factorised": Family(
         "RoFormerForMaskedLM", {"pad_token_id": 0, "embedding_size": 24, "hidden_act": "relu"},
         "roformer",

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, CheckpointError, ConfigError
 from pipeline.model.layout import padded
 from pipeline.use.convert import convert
 from pipeline.use.folder import build_model, load_model
@@ -44,7 +45,7 @@ def _gelu(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh" if tanh else "none")
 
 
-def _google_bert(w: Any, row: torch.Tensor, *, carry: bool) -> torch.Tensor:
+def _google_bert(w: Any, row: torch.Tensor, *, carry: str) -> torch.Tensor:
     """MLM logits as google-research/bert `modeling.py` computes them, with (in, out) kernels."""
     w = {name: torch.from_numpy(value) for name, value in w.items()}
 
@@ -67,7 +68,8 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: bool) -> torch.Tensor:
             for part in ("query", "key", "value")
         )
         scores = q @ k.transpose(1, 2) / 2 + previous
-        previous = scores if carry else 0.0
+        previous = 0.0 if carry == "none" else scores
+        scores = scores / (number + 1) if carry == "mean" else scores
         context = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(row), 8)
         x = norm(x + dense(context, f"{layer}/attention/output/dense"), f"{layer}/attention/output")
         inner = _gelu(dense(x, f"{layer}/intermediate/dense"), True)
@@ -77,9 +79,22 @@ def _google_bert(w: Any, row: torch.Tensor, *, carry: bool) -> torch.Tensor:
     return x @ w["bert/embeddings/word_embeddings"].T + w["cls/predictions/output_bias"]
 
 
-@pytest.mark.parametrize("family", ["bert", "realformer"])
-def test_google_checkpoint_gives_google_s_logits(family: Any, tmp_path: Path) -> None:
-    report = convert(_source(tmp_path, "bert"), tmp_path / "out", family=family, overrides=[])
+@pytest.mark.parametrize(
+    ("family", "changes", "carry"),
+    [
+        ("bert", {}, "none"),
+        ("realformer", {}, "sum"),
+        (None, {"residual_attention_scores": False}, "none"),
+        (None, {"residual_attention_scores": True}, "sum"),
+        ("realformer", {"use_running_mean": False}, "sum"),
+        (None, {"use_running_mean": True}, "mean"),
+    ],
+)
+def test_google_checkpoint_gives_google_s_logits(
+    family: Any, changes: dict[str, Any], carry: str, tmp_path: Path
+) -> None:
+    source = _source(tmp_path, "bert", **changes)
+    report = convert(source, tmp_path / "out", family=family, overrides=[])
     assert report.left_out == ["cls/seq_relationship/output_bias",
                                "cls/seq_relationship/output_weights"]  # fmt: skip
     model = load_model(tmp_path / "out").model.double()
@@ -87,7 +102,7 @@ def test_google_checkpoint_gives_google_s_logits(family: Any, tmp_path: Path) ->
     with torch.no_grad():
         logits = model(IDS, padded(LENGTHS, 5), torch.arange(10)).view(2, 5, 20)
     for row, length in enumerate(LENGTHS.tolist()):
-        expected = _google_bert(_weights("bert"), IDS[row, :length], carry=family == "realformer")
+        expected = _google_bert(_weights("bert"), IDS[row, :length], carry=carry)
         torch.testing.assert_close(logits[row, :length], expected, rtol=0, atol=1e-10)
 
 
@@ -150,7 +165,7 @@ def test_both_forms_of_roformer_v2_agree(tmp_path: Path) -> None:
 
 def test_roformer_v2_is_no_layernorm_model(tmp_path: Path) -> None:
     # Without its norm_type it would load into RoFormer, as it does in transformers, and be garbage.
-    source = _community_v2(tmp_path / "pt", norm_type=None)
+    source = _community_v2(tmp_path / "pt", norm_type=None, use_bias=None)
     with pytest.raises(CheckpointError, match=r"missing: .*cls\.predictions.*and \d+ more"):
         convert(source, tmp_path / "out", family=None, overrides=[])
     good = _community_v2(tmp_path / "good")
@@ -163,8 +178,8 @@ def test_roformer_v2_is_no_layernorm_model(tmp_path: Path) -> None:
 
 def test_other_vocabulary_is_refused_with_numbers(tmp_path: Path) -> None:
     source = _community_v2(tmp_path / "pt", vocab_size=21128)
-    with pytest.raises(CheckpointError, match=r"token_embedding\.weight has shape \(20, 8\), the "
-                       r"model has \(21128, 8\)"):  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight has shape \(20, 8\), the "
+                       r"architecture has \(21128, 8\)"):  # fmt: skip
         convert(source, tmp_path / "out", family=None, overrides=[])
 
 
@@ -180,7 +195,19 @@ def test_same_names_need_the_family(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not known"),
-        ({"rotary_value": True}, "rotary_value is True; only False"),
+        ({"rotary_value": "yes"}, "rotary_value"),
+        ({"use_bias": True}, "use_bias is True; only False can be converted as roformer_v2"),
+        ({"attention_head_size": 2}, "attention_head_size is 2; only 4"),
+        ({"brand_new": 3}, "brand_new=3: not known, .* --ignore brand_new"),
+        ({"residual_attention_scores": 1}, "residual_attention_scores is 1, expected true or"),
+        (
+            {"residual_attention_scores": False, "use_running_mean": True},
+            "residual_attention_scores=False, use_running_mean=True contradict each other",
+        ),
+        ({"model_type": ["bert"]}, r"model_type \['bert'\] is not known"),
+        ({"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not known"),
+        ({"hidden_size": 10**18}, "hidden_size.*1000000000000000000"),
+        ({"num_hidden_layers": 10**7}, "num_layers.*10000000"),
         ({"position_embedding_type": "relative_key"}, "only 'absolute' can be converted"),
         ({"model_type": "t5"}, "model_type 't5' is not known"),
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
@@ -194,6 +221,140 @@ def test_what_does_not_fit_is_named(changes: Any, message: str, tmp_path: Path) 
     with pytest.raises((CheckpointError, ConfigError), match=message):
         convert(source, tmp_path / "out", family=None, overrides=[])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pt"]
+
+
+def _rewrite(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    state = torch.load(source / "pytorch_model.bin")
+    change(state)
+    torch.save(state, source / "pytorch_model.bin")
+
+
+_SELF = "roformer.encoder.layer.0.attention.self"
+_WORDS = "roformer.embeddings.word_embeddings.weight"
+DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "rows of queries and keys": (
+        lambda state: state.update({
+            f"{_SELF}.query.weight": torch.ones(7, 8), f"{_SELF}.key.weight": torch.ones(9, 8)
+        }),
+        r"query\.weight has shape \(7, 8\), the architecture has \(8, 8\)",
+    ),
+    "vector": (
+        lambda state: state.update({f"{_SELF}.query.weight": torch.ones(8)}),
+        r"query\.weight has shape \(8,\), the architecture has \(8, 8\)",
+    ),
+    "int8": (
+        lambda state: state.update({f"{_SELF}.key.weight": torch.ones(8, 8, dtype=torch.int8)}),
+        r"key\.weight holds torch\.int8, expected fp32.*quantised",
+    ),
+    "NaN": (
+        lambda state: state[f"{_SELF}.key.weight"][3].fill_(float("nan")),
+        r"8 of the 64 values of .*key\.weight are infinite or NaN",
+    ),
+    "beyond fp32": (
+        lambda state: state.update({f"{_SELF}.key.weight": 1e39 * torch.ones(8, 8).double()}),
+        r"64 of the 64 values of .*key\.weight are infinite or NaN",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_tensors_are_named_before_any_is_joined(kind: str, tmp_path: Path) -> None:
+    change, message = DAMAGE[kind]
+    source = _community_v2(tmp_path / "pt")
+    _rewrite(source, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        convert(source, tmp_path / "out", family=None, overrides=[])
+    assert caught.value.exit_code == EXIT_FAILED_DO_NOT_RETRY
+    assert not (tmp_path / "out").exists()
+
+
+FILES: dict[str, tuple[str, Any, str]] = {
+    "config is a list": ("config.json", [1], "holds a list, expected an object"),
+    "no weight_map": ("pytorch_model.bin.index.json", {}, "has no readable weight_map"),
+    "weight_map is a list": (
+        "pytorch_model.bin.index.json", {"weight_map": [1]}, "has no readable weight_map"
+    ),
+    "numbers in weight_map": (
+        "pytorch_model.bin.index.json", {"weight_map": {"a": 1}}, "has no readable weight_map"
+    ),
+    "path outside": (
+        "pytorch_model.bin.index.json", {"weight_map": {"a": "../x.bin"}}, r"names '\.\./x\.bin'"
+    ),
+    "absolute path": (
+        "pytorch_model.bin.index.json", {"weight_map": {"a": "/x.bin"}}, "names '/x.bin', expected"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_damaged_files_are_named(kind: str, tmp_path: Path) -> None:
+    name, content, message = FILES[kind]
+    source = _community_v2(tmp_path / "pt")
+    (source / name).write_text(json.dumps(content))
+    if name != "config.json":
+        (source / "pytorch_model.bin").rename(tmp_path / "x.bin")  # where `../` would find it
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "out", family=None, overrides=[])
+
+
+def test_a_file_that_holds_no_state_is_named(tmp_path: Path) -> None:
+    source = _community_v2(tmp_path / "pt")
+    torch.save([torch.ones(2)], source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds a list, expected tensors by name"):
+        convert(source, tmp_path / "out", family=None, overrides=[])
+
+
+def test_every_key_is_accounted_for_and_every_assumption_told(tmp_path: Path) -> None:
+    source = _source(tmp_path, "bert", hidden_dropout_prob=0.0, label2id={"a": 0}, odd=[1])
+    out, family = tmp_path / "out", "bert"
+    with pytest.raises(CheckpointError, match=r"odd=\[1\]: not known"):
+        convert(source, out, family="bert", overrides=[])
+    with pytest.raises(ConfigError, match=r"--ignore even: .* has no such key"):
+        convert(source, out, family="bert", overrides=[], ignored=["odd", "even"])
+    report = convert(source, out, family="bert", overrides=[], ignored=["odd"])
+    assert report.keys == {
+        "used": [*CONFIG, "hidden_dropout_prob"], "no effect": ["label2id"], "ignored": ["odd"]
+    }  # fmt: skip
+    told = {text.partition("=")[0]: text for text in report.assumed}
+    assert list(told) == ["norm_eps", "attention_dropout", "activation"]  # the carry was said
+    assert "norm_eps=1e-12: the config has no layer_norm_eps" in told["norm_eps"]
+    assert "gelu_tanh: Google's gelu" in told["activation"]
+    assert json.loads((out / "config.json").read_text())["converted_from"]["assumed"]
+    overrides = ["norm_eps=1e-7", "activation=gelu", "attention_dropout=0.0"]
+    report = convert(source, tmp_path / "said", family=family, overrides=overrides, ignored=["odd"])
+    assert report.assumed == []
+    assert load_model(tmp_path / "said").model.config.norm_eps == 1e-7
+    guessed = convert(_community_v2(tmp_path / "pt"), tmp_path / "v2", family=None, overrides=[])
+    assert [text.partition(":")[0] for text in guessed.assumed] == [
+        "dropout=0.1", "attention_dropout=0.1", "score_residual=none"
+    ]  # fmt: skip
+
+
+def test_a_model_without_a_head_is_converted_as_one(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**CONFIG)
+    transformers.BertModel(config).save_pretrained(tmp_path / "hf")
+    report = convert(tmp_path / "hf", tmp_path / "out", family=None, overrides=[])
+    assert "head_dense.weight" in report.made_new
+    assert "mlm_head=linear" in report.assumed[-1]
+    linear = convert(tmp_path / "hf", tmp_path / "lin", family=None, overrides=["mlm_head=linear"])
+    assert linear.made_new == []
+    state = transformers.BertForMaskedLM(config).state_dict()
+    del state["cls.predictions.transform.dense.weight"]
+    (tmp_path / "hf/model.safetensors").unlink()
+    torch.save(state, tmp_path / "hf/pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"missing: cls\.predictions\.transform.*mlm_head=lin"
+    ):
+        convert(tmp_path / "hf", tmp_path / "half", family=None, overrides=[])
+
+
+def test_a_model_without_segments_gets_a_row_of_zeros(tmp_path: Path) -> None:
+    source = _community_v2(tmp_path / "pt", type_vocab_size=0)
+    _rewrite(source, lambda state: state.pop("roformer.embeddings.token_type_embeddings.weight"))
+    report = convert(source, tmp_path / "out", family=None, overrides=[])
+    assert report.assumed[-1].startswith("type_vocab_size=1: the config has no segments")
+    weight = load_model(tmp_path / "out").model.encoder.segment_embedding.weight
+    assert torch.equal(weight, torch.zeros(1, 8))
 
 
 def test_word_model_is_converted_without_its_tokenizer(tmp_path: Path) -> None:
@@ -217,8 +378,9 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
             return Path.touch, (tmp_path / "exploded",)
 
     torch.save({"x": Bomb()}, source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot be read.*never run") as caught:
         convert(source, tmp_path / "out", family=None, overrides=[])
+    assert "weights_only" not in str(caught.value)  # torch's advice to run it
     assert not (tmp_path / "exploded").exists()
 
 
