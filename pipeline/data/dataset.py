@@ -57,12 +57,12 @@ class Inputs(Protocol):
         """How pieces become pairs of segments before that; None: they do not."""
 
     def __call__(
-        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
+        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, places: Ints
     ) -> list[Batch]:
         """Corrupt sequences and cuts them into micro-batches; a pure function.
 
         `number` counts the run's batches from 0, skipped ones included. The last micro-batch may
-        have fewer sequences. `first_place`, of the first sequence in the step's batch, is for the
+        have fewer sequences. `places` (B,), those of the sequences in the step's batch, are for the
         hash.
         """
 

@@ -9,9 +9,11 @@ sequences each source has its share w N / sum(w N), where N is its number of seq
 two sequences at any point of the run, with up to 20 sources. So a source of weight 2 begins again
 when one of weight 1 is half seen, and no document is repeated before its turn.
 
-A step's batch is the run's places from the cursor on, as many as the batch has. Rank r takes the
-r-th contiguous share of them, cut into micro-batches. There is no state; any step can be asked for
-at any time. Nothing here needs torch: so worker processes are small.
+A step's batch is the run's places from the cursor on, as many as the batch has. For more than one
+rank they are sorted by block, and rank r takes the r-th contiguous share, cut into micro-batches:
+so it reads few blocks. Which rank computes a sequence is not part of a run's identity; a rank alone
+keeps the order of the places. There is no state; any step can be asked for at any time. Nothing
+here needs torch: so worker processes are small.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +27,7 @@ from pipeline.config.data import MixConfig, TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex, Source
-from pipeline.data.order import NO_LOCATIONS, Ints, Locations, Material, Order, Start
+from pipeline.data.order import NO_LOCATIONS, Ints, Locations, Material, Order, Start, joined
 from pipeline.data.packing import Packing, repack
 from pipeline.errors import ConfigError
 
@@ -69,6 +71,8 @@ class Mix:
 
     def parts(self, first: int, count: int) -> list[Part]:
         """Divide positions first .. first + count - 1 among the sources, in their order."""
+        if len(self._shares) == 1:
+            return [Part(np.arange(count), first)]
         before = self.counts(first)
         places: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in self._shares]
         for at in range(0, count, _STRETCH):
@@ -168,6 +172,25 @@ class Segment:
             for into, values in zip(merged, located, strict=True):
                 into[part.places] = values
         return merged
+
+    def share(self, first: int, count: int, rows: range) -> tuple[Locations, Ints]:
+        """Return a part of the sequences at some places of the run, sorted by block.
+
+        `rows` are those of the sorted sequences that are wanted.
+
+        Returns:
+            Their locations, and (len(rows),) places, counted from `first`.
+        """
+        locations, places = [NO_LOCATIONS], [NO_LOCATIONS.blocks]
+        row = 0
+        for order, part in zip(self.orders, self.mix.parts(first - self.first, count), strict=True):
+            for cell in order.cells(part.first, len(part.places)):
+                mine = cell.places[max(0, rows.start - row) : max(0, rows.stop - row)]
+                row += len(cell.places)
+                if len(mine):
+                    locations.append(order.located(cell.window, cell.window.order[mine]))
+                    places.append(part.places[mine + (cell.window.first - part.first)])
+        return joined(locations), np.concatenate(places)
 
 
 class RunOrder:
@@ -339,14 +362,30 @@ class TrainSteps:
         self.order = RunOrder(index, config, self.split)
         self._inputs = inputs
 
-    def micro_batches(self, cursor: int, share: Share) -> list[Batch]:
-        """Return a rank's micro-batches of the step that starts at a cursor."""
+    def located(self, cursor: int, share: Share) -> tuple[Locations, Ints]:
+        """Find a rank's sequences of the step that starts at a cursor.
+
+        Returns:
+            Their locations in the order of its micro-batches, and (B,) their places in the step.
+        """
+        size, segment = self.plan.at(cursor).size, self.order.segment(cursor)
+        if share.world_size == 1:
+            return segment.locate(cursor, size), np.arange(size)
+        each = size // share.world_size
+        return segment.share(cursor, size, range(share.rank * each, (share.rank + 1) * each))
+
+    def micro_batches(self, cursor: int, share: Share, only: int | None = None) -> list[Batch]:
+        """Return a rank's micro-batches of the step that starts at a cursor, or only one of them.
+
+        `only` is its number, from 0.
+        """
         place = self.plan.at(cursor)
         segment = self.order.segment(cursor)
-        per_rank = place.size // share.world_size
-        first = share.rank * per_rank
-        locations = segment.locate(cursor + first, per_rank)
+        locations, places = self.located(cursor, share)
+        if only is not None:
+            one = slice(only * place.micro_batch, (only + 1) * place.micro_batch)
+            locations, places = locations.rows(one.start, one.stop), places[one]
         slots = self.split.slots(locations, segment.seq_len, segment.leftovers)
         return self._inputs(
-            slots, locations, place.number, micro_batch=place.micro_batch, first_place=first
+            slots, locations, place.number, micro_batch=place.micro_batch, places=places
         )

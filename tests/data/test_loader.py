@@ -48,7 +48,7 @@ def _batch(loader: TrainLoader, locations: Locations) -> MicroBatch:
     split = loader.steps.split
     slots = split.slots(locations, 64)
     inputs = train_inputs(_config(loader.steps.split.reader.index).train_data, split.reader.index)
-    [batch] = inputs(slots, locations, 0, micro_batch=1, first_place=0)
+    [batch] = inputs(slots, locations, 0, micro_batch=1, places=np.arange(1))
     return MicroBatch.of(batch)
 
 

@@ -339,7 +339,7 @@ def test_the_hash_covers_segments_and_labels(dataset: DatasetIndex) -> None:
     slots, make = steps.split.slots(locations, 32), train_inputs(config, dataset)
 
     def total(slots: Slots) -> int:
-        [batch] = make(slots, locations, 0, micro_batch=4, first_place=0)
+        [batch] = make(slots, locations, 0, micro_batch=4, places=np.arange(len(locations.blocks)))
         return batch.hash
 
     assert slots.pairs is not None
