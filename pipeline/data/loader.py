@@ -107,7 +107,9 @@ class TrainLoader:
         config.batches.require_split(share.world_size)
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
-        self.steps = TrainSteps(index, config, inputs, counts)
+        # With workers these make the steps.
+        sharing = share.world_size > 1 and not config.data.workers
+        self.steps = TrainSteps(index, config, inputs, counts, sharing=sharing)
         self._share = share
         self._prefetched = max(config.data.prefetch_steps, config.data.workers)
         self._start_workers: Callable[[], Workers] | None = None

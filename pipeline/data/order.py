@@ -9,7 +9,7 @@ rest of the window, packed again, then the epoch's other windows. So every token
 epoch, whatever lengths it was cut to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,6 +21,9 @@ from pipeline.data.jit import kernel
 from pipeline.data.random import Purpose, permutation
 
 Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
+Once = Callable[[tuple[int, int, int, int], Callable[[], Sequence[Ints32]]], Sequence[Ints32]]
+"""Returns the arrays of a key, which it may have."""
 
 
 class Locations(NamedTuple):
@@ -81,9 +84,9 @@ class Window(NamedTuple):
     """(m,) rows of the material."""
     ends: Ints
     """(m,) end of each block's sequences, numbered block after block."""
-    order: npt.NDArray[np.int32]
+    order: Ints32
     """(n,) number of the sequence at each place."""
-    by_block: npt.NDArray[np.int32]
+    by_block: Ints32
     """(n,) places of the sequences, rising within a block, block after block."""
 
 
@@ -93,7 +96,7 @@ class Cell(NamedTuple):
     depth: float
     """Where the block stands among those of its window, 0 to 1."""
     window: Window
-    places: npt.NDArray[np.int32]
+    places: Ints32
     """(k,) rising, in the window."""
 
 
@@ -109,8 +112,11 @@ class Order:
         source: int = 0,
         segment: int = 0,
         start: Start | None = None,
+        once: Once = lambda key, make: make(),
     ) -> None:
         """Prepare the order; permutations are drawn when they are first needed.
+
+        `once` may give those of a window that another process has drawn.
 
         `seed` is below 2^32, `source` and `segment` below 2^16. Orders of different sources are
         independent; different segments have the same windows, with the sequences in independent
@@ -122,6 +128,7 @@ class Order:
         self._source = source
         self._segment = segment
         self._start = start or Start()
+        self._once = once
         self.num_sequences = int(material.counts.sum())
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
         self._window = lru_cache(maxsize=2)(self._window_uncached)
@@ -154,7 +161,7 @@ class Order:
             ]
         return sorted(found, key=lambda cell: cell.depth)
 
-    def located(self, window: Window, numbers: npt.NDArray[np.int32]) -> Locations:
+    def located(self, window: Window, numbers: Ints32) -> Locations:
         """Find sequences of a window by their numbers."""
         left = window.number == _LEFTOVER
         material = self._start.leftover if left else self._material
@@ -258,22 +265,27 @@ class Order:
             material, (blocks, _) = self._material, self._epoch_windows(epoch)
             members = blocks[window * self._window_blocks : (window + 1) * self._window_blocks]
         ends = np.cumsum(material.counts[members])
-        order = permutation(
-            int(ends[-1]),
-            seed=self._seed,
-            purpose=Purpose.SEQUENCE_ORDER,
-            epoch=epoch,
-            window=_LEFTOVER_COUNTER if left else window,
-            stream=self._source + (self._segment << 16),
-        ).astype(np.int32)
-        by_block = _places_by_block(order, ends)
+        stream = self._source + (self._segment << 16)
+
+        def draw() -> tuple[Ints32, Ints32]:
+            order = permutation(
+                int(ends[-1]),
+                seed=self._seed,
+                purpose=Purpose.SEQUENCE_ORDER,
+                epoch=epoch,
+                window=_LEFTOVER_COUNTER if left else window,
+                stream=stream,
+            ).astype(np.int32)
+            return order, _places_by_block(order, ends)
+
+        order, by_block = self._once((stream, epoch, window, 0), draw)
         return Window(
             epoch, window, self._first_position(epoch, window), members, ends, order, by_block
         )
 
 
 @kernel
-def _places_by_block(order: npt.NDArray[np.int32], ends: Ints) -> npt.NDArray[np.int32]:
+def _places_by_block(order: Ints32, ends: Ints) -> Ints32:
     """Sort places by the block of their sequence, stably."""
     block_of = np.empty(len(order), np.int32)
     at = 0
@@ -291,9 +303,7 @@ def _places_by_block(order: npt.NDArray[np.int32], ends: Ints) -> npt.NDArray[np
 
 
 @kernel
-def _in_stretch(
-    by_block: npt.NDArray[np.int32], ends: Ints, start: int, stop: int
-) -> tuple[Ints, Ints]:
+def _in_stretch(by_block: Ints32, ends: Ints, start: int, stop: int) -> tuple[Ints, Ints]:
     """Find the rows of `by_block`, from and to, of each block with places from start to stop."""
     begins, stops = np.empty(len(ends), np.int64), np.empty(len(ends), np.int64)
     first = 0

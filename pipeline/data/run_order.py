@@ -273,6 +273,7 @@ class RunOrder:
                 source=which,
                 segment=number,
                 start=start,
+                once=self._split.window,
             )
             for which, (group, window, start) in enumerate(
                 zip(self.groups, self._windows, starts, strict=True)
@@ -353,12 +354,19 @@ class TrainSteps:
         config: TrainDataConfig,
         inputs: Inputs,
         counts: Mapping[int, Ints] | None = None,
+        *,
+        sharing: bool = False,
     ) -> None:
-        """Open the training split; see `PackedSplit` and `RunOrder` for what can fail."""
+        """Open the training split; see `PackedSplit` and `RunOrder` for what can fail.
+
+        With `sharing`, what is read and drawn is shared with other processes of the node.
+        """
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         self.plan = config.batches
         self.split = PackedSplit(index, "train", config.data, counts, inputs.pairs)
+        if sharing:
+            self.split.share(repr((config.seed, config.data, config.batches.stretches)))
         self.order = RunOrder(index, config, self.split)
         self._inputs = inputs
 
