@@ -75,13 +75,7 @@ def permutation(
 
     It sorts by 64-bit random keys; equal keys (one in 2^64 per pair) keep their order.
     """
-    keys = _sort_keys(size, epoch, window, stream, seed, int(purpose))
-    order = np.argsort(keys)
-    in_order = keys[order]
-    if (in_order[1:] == in_order[:-1]).any():
-        # The default sort is several times as fast, but its order of equal keys is not defined.
-        order = np.argsort(keys, kind="stable")
-    return order
+    return _sorted_order(_sort_keys(size, epoch, window, stream, seed, int(purpose)))
 
 
 @inlined
@@ -112,3 +106,30 @@ def _sort_keys(
         high, low, _, _ = philox_words(np.uint64(number), c1, c2, c3, k0, k1)
         keys[number] = (high << _HALF) | low
     return keys
+
+
+@kernel
+def _sorted_order(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Sort random keys stably, in a time that grows with their number only."""
+    bits = 1
+    while 1 << bits < len(keys):
+        bits += 1
+    shift = np.uint64(64 - bits)
+    next_of = np.zeros((1 << bits) + 1, np.int64)
+    for key in keys:
+        next_of[np.int64(key >> shift) + 1] += 1
+    for bucket in range(1, len(next_of)):
+        next_of[bucket] += next_of[bucket - 1]
+    order = np.empty(len(keys), np.int64)
+    for number in range(len(keys)):
+        bucket = np.int64(keys[number] >> shift)
+        order[next_of[bucket]] = number
+        next_of[bucket] += 1
+    # Buckets are in order; each has about one key.
+    for place in range(1, len(keys)):
+        number = order[place]
+        while place and keys[order[place - 1]] > keys[number]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = number
+    return order
