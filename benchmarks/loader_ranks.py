@@ -7,11 +7,12 @@ DATASET is a folder written by `python -m data_prep run`, whose blocks stand man
 that is made here: 512 blocks, so that no window comes twice while its blocks are kept. A node has
 8 ranks. Of each world the ranks of two nodes are simulated, one node after the other, its ranks by
 turns in one process, with the caches and shared memory of a node. A rank has 64 sequences of a step
-at 128 slots and 32 at 512, with 1,024 ranks the batches of You et al. 2020 (65,536 and 32,768).
+at 128 slots and 32 at 512, with 1,024 ranks the batches of You et al. 2020 (65,536 and 32,768), but
+a step has no fewer slots than that of Devlin et al. 2019, 256 x 512.
 
 "bytes" are those asked of the storage (blocks, and documents' ends), a token of text that one of
 these ranks trains on; "M/CPU-s" millions of tokens of text a second of CPU time of these ranks,
-opening, reading, hashing, packing and drawing the order included. At least 48 steps, or nearly two
+opening, reading, hashing, packing and drawing the order included. At least 24 steps and two whole
 windows of blocks. The page cache is warm.
 
 "workers" compares wall time of `TrainLoader.steps_from`, whose steps nothing uses: a thread of the
@@ -48,10 +49,12 @@ from pipeline.data.run_order import Share, TrainSteps
 from pipeline.objectives.inputs import train_inputs
 
 _PER_RANK = {128: 64, 512: 32}
+_LEAST_SLOTS = 256 * 512
 _RANKS_PER_NODE = 8
 _BLOCKS = 512
-_WINDOWS = 1.85
-_LEAST_STEPS = 48
+_WINDOWS = 2
+_numbers = itertools.count()
+_LEAST_STEPS = 24
 _GOALS = {1: (1, 30), 64: (8, 15), 1024: (16, 8)}
 """By world: times the bytes of world 1 at most, millions of tokens a CPU-second at least."""
 
@@ -81,7 +84,9 @@ def _config(index: DatasetIndex, seq_len: int, world: int, **data: Any) -> Pretr
     return PretrainConfig(
         run_dir="unused",
         data=DataConfig(**{"dir": str(index.folder), **data}, seq_len=seq_len),
-        train=TrainConfig(global_batch=per_rank * world, micro_batch=per_rank),
+        train=TrainConfig(
+            global_batch=max(per_rank * world, _LEAST_SLOTS // seq_len), micro_batch=per_rank
+        ),
     )
 
 
@@ -90,8 +95,8 @@ def measure_node(
 ) -> dict[str, float]:
     """Steps of all ranks of the share's node; sums of tokens, bytes, CPU seconds."""
     world, node = share.world_size, share.rank // _RANKS_PER_NODE
-    # Not read, but part of the name of the shared memory: a node has its own.
-    config = _config(index, seq_len, world, dir=f"{index.folder} {os.getpid()} node {node}")
+    # Not read, but part of the name of the shared memory: each node has its own, empty at first.
+    config = _config(index, seq_len, world, dir=f"{os.getpid()} {next(_numbers)}")
     num_ranks, inputs = min(world, _RANKS_PER_NODE), train_inputs(config.train_data, index)
     ranks = [
         TrainSteps(index, config.train_data, inputs, counts, sharing=world > 1)
@@ -99,8 +104,12 @@ def measure_node(
     ]
     shares = [Share(node * num_ranks + k, world) for k in range(num_ranks)]
     size = config.train.global_batch
-    in_window = config.data.window_blocks * int(counts[seq_len].mean())
-    num_steps = num_steps or max(_LEAST_STEPS, int(_WINDOWS * in_window / size))
+    if not num_steps:
+        # To the end of a window: what is read of the next one belongs to later steps.
+        _, ends = ranks[0].order.segments[0].orders[0]._epoch_windows(0)
+        enough = np.flatnonzero(ends >= _LEAST_STEPS * size)
+        last = max(_WINDOWS - 1, int(enough[0])) if len(enough) else len(ends) - 1
+        num_steps = int(ends[last]) // size
     num_bytes, read = 0, reader.read_range
 
     def counted(path: Path, offset: int, length: int, what: Any) -> Any:
@@ -118,7 +127,7 @@ def measure_node(
     finally:
         reader.read_range = read
     text = index.blocks.num_tokens.sum() / counts[seq_len].sum()
-    tokens = num_steps * num_ranks * _PER_RANK[seq_len] * text
+    tokens = num_steps * size / world * num_ranks * text
     return {"tokens": float(tokens), "bytes": num_bytes, "cpu_s": cpu_s}
 
 
@@ -153,7 +162,6 @@ def measure_workers(index: DatasetIndex, counts: dict[int, Any], seq_len: int) -
     found: dict[str, float] = {}
     for name, workers in (("thread", 0), ("workers", 2)):
         config = _config(index, seq_len, 1, workers=workers, prefetch_steps=4)
-        config = replace(config, train=replace(config.train, global_batch=8 * _PER_RANK[seq_len]))
         inputs = train_inputs(config.train_data, index)
         loader = TrainLoader(index, config.train_data, inputs, Share(0, 1), counts)
         steps = loader.steps_from(0)

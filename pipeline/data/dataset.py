@@ -175,18 +175,20 @@ class PackedSplit:
                 text, packing = self._text(position), leftover or self.packing(position, seq_len)
                 lay_out_pairs(slots, rows, text, packing, locations, self._vocabulary, self._pairs)
                 continue
-            with self._packed(position, seq_len, leftover) as (block, packing):
-                lay_out(slots, rows, block, packing, locations.sequences[rows], self._vocabulary)
+            which = rows, locations.sequences[rows]
+            if self._node is None:
+                block, packing = self.block(position), leftover or self.packing(position, seq_len)
+                lay_out(slots, which, block, packing, self._vocabulary)
+                continue
+            with self._shared(self._node, position, seq_len) as (block, packing):
+                lay_out(slots, which, block, leftover or packing, self._vocabulary)
         return slots
 
     @contextmanager
-    def _packed(
-        self, position: int, seq_len: int, leftover: Packing | None
+    def _shared(
+        self, node: NodeCache, position: int, seq_len: int
     ) -> Iterator[tuple[Block, Packing]]:
-        """Give a block and its packing, which must not be used after the block."""
-        if self._node is None:
-            yield self.block(position), leftover or self.packing(position, seq_len)
-            return
+        """Give a block of the node and its packing, which must not be used after the `with`."""
         row = int(self.rows[position])
 
         def make() -> Arrays:
@@ -195,10 +197,10 @@ class PackedSplit:
             return [block.tokens, block.doc_ends, block.word_bits, *vars(packing).values()]
 
         key: Key = (_BLOCK, row, seq_len, 0, 0)
-        with self._node.get(key, make) as (tokens, doc_ends, word_bits, *rest):
+        with node.get(key, make) as (tokens, doc_ends, word_bits, *rest):
             for array in (tokens, doc_ends, word_bits):
                 array.flags.writeable = False
-            yield Block(tokens, doc_ends, word_bits, b""), leftover or Packing(*rest)
+            yield Block(tokens, doc_ends, word_bits, b""), Packing(*rest)
 
     def pairs(self, one: Locations, packing: Packing) -> list[Pair] | None:
         """Return how the pieces of a single sequence become pairs; None: they do not."""

@@ -67,6 +67,8 @@ class NodeCache:
         table = np.frombuffer(self._memory, np.int64, num_slots * _ROW)
         self._table = table.reshape(num_slots, _ROW)
         self._turn = threading.Lock()
+        self._last: dict[Key, int] = {}
+        """Where a key was found, which saves a search."""
         weakref.finalize(self, _leave, self._file, stop)
 
     @contextmanager
@@ -104,7 +106,7 @@ class NodeCache:
             if slot is not None:
                 # Waits for a process that fills it. Only with the lock is the row sure to stay.
                 self._lock(slot + 1, fcntl.F_RDLCK, wait=True)
-                if self._table[slot, 0] == _READY and self._find(key) == slot:
+                if self._table[slot, 0] == _READY and self._has(slot, key):
                     self._table[slot, 1] = self._table[:, 1].max() + 1
                     return slot, False
                 self._lock(slot + 1, fcntl.F_UNLCK)
@@ -125,8 +127,19 @@ class NodeCache:
                 self._lock(_MUTEX, fcntl.F_UNLCK)
 
     def _find(self, key: Key) -> int | None:
+        last = self._last.get(key)
+        if last is not None and self._has(last, key):
+            return last
         rows = np.flatnonzero((self._table[:, 2:7] == key).all(axis=1) & (self._table[:, 1] > 0))
-        return int(rows[0]) if len(rows) else None
+        if not len(rows):
+            return None
+        self._last[key] = slot = int(rows[0])
+        if len(self._last) > self._num_slots:
+            del self._last[next(iter(self._last))]
+        return slot
+
+    def _has(self, slot: int, key: Key) -> bool:
+        return self._table[slot, 2:7].tolist() == [*key]
 
     def _evicted(self) -> int | None:
         """Lock the slot that was unused for longest, to fill it; None: all are in use."""

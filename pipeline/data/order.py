@@ -96,8 +96,9 @@ class Cell(NamedTuple):
     depth: float
     """Where the block stands among those of its window, 0 to 1."""
     window: Window
-    places: Ints32
-    """(k,) rising, in the window."""
+    begin: int
+    """Of its rows in `by_block`."""
+    stop: int
 
 
 class Order:
@@ -154,10 +155,12 @@ class Order:
         """
         found = []
         for window, start, stop in self._stretches(first, count):
-            begins, ends = _in_stretch(window.by_block, window.ends, start, stop)
+            begins, stops = _in_stretch(window.by_block, window.ends, start, stop)
             found += [
-                Cell(row / len(begins), window, window.by_block[begins[row] : ends[row]])
-                for row in np.flatnonzero(ends > begins).tolist()
+                Cell(row / len(begins), window, begin, end)
+                for row, (begin, end) in enumerate(
+                    zip(begins.tolist(), stops.tolist(), strict=True)
+                )
             ]
         return sorted(found, key=lambda cell: cell.depth)
 

@@ -19,6 +19,7 @@ here needs torch: so worker processes are small.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -184,12 +185,20 @@ class Segment:
         locations, places = [NO_LOCATIONS], [NO_LOCATIONS.blocks]
         row = 0
         for order, part in zip(self.orders, self.mix.parts(first - self.first, count), strict=True):
-            for cell in order.cells(part.first, len(part.places)):
-                mine = cell.places[max(0, rows.start - row) : max(0, rows.stop - row)]
-                row += len(cell.places)
-                if len(mine):
-                    locations.append(order.located(cell.window, cell.window.order[mine]))
-                    places.append(part.places[mine + (cell.window.first - part.first)])
+            cells = order.cells(part.first, len(part.places))
+            for _, of_window in groupby(cells, key=lambda cell: cell.window.first):
+                mine = []
+                for cell in of_window:
+                    begin = cell.begin + max(0, rows.start - row)
+                    stop = min(cell.stop, cell.begin + rows.stop - row)
+                    row += cell.stop - cell.begin
+                    if begin < stop:
+                        mine.append(cell.window.by_block[begin:stop])
+                        window = cell.window
+                if mine:
+                    in_window = np.concatenate(mine)
+                    locations.append(order.located(window, window.order[in_window]))
+                    places.append(part.places[in_window + (window.first - part.first)])
         return joined(locations), np.concatenate(places)
 
 
