@@ -238,9 +238,8 @@ class DataConfig:
     )
     check_blocks: Literal["first_touch", "never"] = param(
         "first_touch",
-        "when a block's sha256 is compared with the index: at the first touch of bytes that were "
-        "read, each time they are read, or never, for storage that checks by itself; document ends "
-        "are always checked",
+        "when a block's sha256 is compared with the index: whenever it is read from storage, or "
+        "never, for storage that checks by itself; document ends are always checked",
     )
     workers: int = param(
         0, "processes of each rank that make batches; 0: a thread of the rank itself", ge=0, le=64

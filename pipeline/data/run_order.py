@@ -28,7 +28,16 @@ from pipeline.config.data import MixConfig, TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex, Source
-from pipeline.data.order import NO_LOCATIONS, Ints, Locations, Material, Order, Start, joined
+from pipeline.data.order import (
+    NO_LOCATIONS,
+    Ints,
+    Ints32,
+    Locations,
+    Material,
+    Order,
+    Start,
+    joined,
+)
 from pipeline.data.packing import Packing, repack
 from pipeline.errors import ConfigError
 
@@ -187,7 +196,7 @@ class Segment:
         for order, part in zip(self.orders, self.mix.parts(first - self.first, count), strict=True):
             cells = order.cells(part.first, len(part.places))
             for _, of_window in groupby(cells, key=lambda cell: cell.window.first):
-                mine = []
+                mine: list[Ints32] = []
                 for cell in of_window:
                     begin = cell.begin + max(0, rows.start - row)
                     stop = min(cell.stop, cell.begin + rows.stop - row)

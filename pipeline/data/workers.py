@@ -29,6 +29,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import Batch, Inputs
@@ -166,7 +167,8 @@ _FIELDS = ("input_ids", "documents", "positions", "segments")
 
 def _send(pipe: Connection, batches: list[Batch]) -> None:
     """Put the arrays into a memory file, and send what stands where, and then the file."""
-    size, arrays, notes = 0, [], []
+    size, notes = 0, list[Any]()
+    arrays: list[tuple[npt.NDArray[Any], int]] = []
     for batch in batches:
         named = {field: array for field in _FIELDS if (array := getattr(batch, field)) is not None}
         places = {}
@@ -199,7 +201,7 @@ def _mapped(file: int, notes: list[Any]) -> list[Batch]:
             name: np.ndarray(shape, dtype, memory, at)
             for name, (dtype, shape, at) in places.items()
         }
-        fields = {field: arrays.pop(field, None) for field in _FIELDS}
+        fields: dict[str, Any] = {field: arrays.pop(field, None) for field in _FIELDS}
         inputs = {name.removeprefix("inputs."): array for name, array in arrays.items()}
         batches.append(
             Batch(

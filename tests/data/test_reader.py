@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from data_prep.verify import verify
+from pipeline.config.data import DataConfig
+from pipeline.data.counts import sequences_at
+from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import DataError
