@@ -139,7 +139,7 @@ class NodeCache:
         return slot
 
     def _has(self, slot: int, key: Key) -> bool:
-        return self._table[slot, 2:7].tolist() == [*key]
+        return bool(self._table[slot, 2:7].tolist() == [*key])
 
     def _evicted(self) -> int | None:
         """Lock the slot that was unused for longest, to fill it; None: all are in use."""

@@ -127,9 +127,9 @@ def _sorted_order(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         next_of[bucket] += 1
     # Buckets are in order; each has about one key.
     for place in range(1, len(keys)):
-        number = order[place]
-        while place and keys[order[place - 1]] > keys[number]:
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = number
+        moved, to = order[place], place
+        while to and keys[order[to - 1]] > keys[moved]:
+            order[to] = order[to - 1]
+            to -= 1
+        order[to] = moved
     return order

@@ -132,9 +132,9 @@ def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size:
             of_rank[rank] |= set(locations.blocks.tolist())
             seen += places.tolist()
         assert sorted(seen) == list(range(48))
-    # Three blocks a window: a rank has one or half a one, and what lies over its edges.
-    assert max(len(blocks) for blocks in of_rank) <= (3 if world_size == 3 else 2)
-    assert sum(len(blocks) for blocks in of_rank) < 2 * world_size + 1
+    # Each has all three blocks of a window if a step is not sorted. Sorted, the two inner edges of
+    # blocks vary by a few sequences from step to step, so a rank on either side has both blocks.
+    assert sum(len(blocks) for blocks in of_rank) <= world_size + 2 * 2 < 3 * world_size
 
 
 def test_ranks_of_a_node_read_a_block_once(
