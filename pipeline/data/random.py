@@ -122,9 +122,9 @@ def _sorted_order(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         next_of[bucket] += next_of[bucket - 1]
     order = np.empty(len(keys), np.int64)
     for number in range(len(keys)):
-        bucket = np.int64(keys[number] >> shift)
-        order[next_of[bucket]] = number
-        next_of[bucket] += 1
+        own = np.int64(keys[number] >> shift)
+        order[next_of[own]] = number
+        next_of[own] += 1
     # Buckets are in order; each has about one key.
     for place in range(1, len(keys)):
         moved, to = order[place], place
