@@ -147,9 +147,9 @@ print(sequences, time.process_time() - started, peak_mib() - before, before)
 """
 
 
-def opening(folder: Path) -> dict[str, float]:
-    """Start in the middle of a simulated set of 280 GB, whose index is written to a new folder."""
-    index = write_large_index(folder, num_shards=400, blocks_per_shard=200)
+def opening(folder: Path, num_shards: int = 400) -> dict[str, float]:
+    """Start in the middle of a simulated set of 700 MB a shard, whose index is written anew."""
+    index = write_large_index(folder, num_shards=num_shards, blocks_per_shard=200)
     counts._keep(plausible_counts(index, 512), [folder / "packing-512.npz"], index, 512)
     command = [sys.executable, "-c", _OPEN, str(folder)]
     root = Path(__file__).parents[1]

@@ -232,13 +232,13 @@ class DataConfig:
     verify_at_start_gib: float = param(
         1.0,
         "hash every shard before training if all are at most this large; "
-        "larger sets are hashed block by block at first touch",
+        "larger sets are hashed only block by block, when they are read",
         unit="GiB",
         ge=0,
     )
     check_blocks: Literal["first_touch", "never"] = param(
         "first_touch",
-        "when a block's sha256 is compared with the index: when this process first reads it, or "
+        "when a block's sha256 is compared with the index: whenever it is read from storage, or "
         "never, for storage that checks by itself; document ends are always checked",
     )
     workers: int = param(

@@ -1,6 +1,8 @@
 """Packed sequences of one split: the place where pure functions meet shards."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -9,7 +11,8 @@ import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
 from pipeline.data.format import DatasetIndex
-from pipeline.data.order import Ints, Locations
+from pipeline.data.node_cache import Arrays, Key, NodeCache
+from pipeline.data.order import Ints, Ints32, Locations
 from pipeline.data.packing import (
     Packing,
     Slots,
@@ -21,6 +24,13 @@ from pipeline.data.packing import (
 from pipeline.data.pairs import Pair, PairRule, Text, lay_out_pairs, pairs_of, sentence_starts
 from pipeline.data.reader import Block, BlockReader
 from pipeline.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_WINDOW, _BLOCK = 1, 2
+"""First number of a key of the node's cache."""
+_SLOT_HEAD_BYTES = 4096
+_MORE_SLOTS = 8
 
 
 class Batch(NamedTuple):
@@ -57,12 +67,12 @@ class Inputs(Protocol):
         """How pieces become pairs of segments before that; None: they do not."""
 
     def __call__(
-        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
+        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, places: Ints
     ) -> list[Batch]:
         """Corrupt sequences and cuts them into micro-batches; a pure function.
 
         `number` counts the run's batches from 0, skipped ones included. The last micro-batch may
-        have fewer sequences. `first_place`, of the first sequence in the step's batch, is for the
+        have fewer sequences. `places` (B,), those of the sequences in the step's batch, are for the
         hash.
         """
 
@@ -109,6 +119,38 @@ class PackedSplit:
         self.block = lru_cache(maxsize=kept)(self._block)
         self.packing = lru_cache(maxsize=kept)(self._packing)
         self._text = lru_cache(maxsize=kept)(self._found_text)
+        self._node: NodeCache | None = None
+
+    def share(self, content: str) -> None:
+        """Read blocks, and draw windows, once for all processes of this node with this content.
+
+        The cache holds the blocks of two windows, for the one that is read ahead. Without it each
+        process reads by itself. Pairs are made of a block's sentences, which are not shared.
+        """
+        if self._pairs is not None:
+            return
+        index, kept = self.reader.index, self.block.cache_parameters()["maxsize"]
+        blocks = index.blocks
+        longest = min(self.counts) - self.specials
+        pieces = blocks.num_tokens // longest + blocks.num_documents
+        # Four numbers a piece at most, and two of 4 bytes a sequence of a window.
+        largest = int((blocks.length + 32 * pieces)[self.rows].max())
+        in_window = max(
+            int(np.sort(counts)[-self._config.window_blocks :].sum())
+            for counts in self.counts.values()
+        )
+        size = max(largest, 8 * in_window) + _SLOT_HEAD_BYTES
+        identity = f"{index.fingerprint} {self._config.check_blocks} {content}"
+        try:
+            self._node = NodeCache(identity, size, 2 * kept + _MORE_SLOTS)
+        except OSError as error:
+            logger.warning("ranks of this node do not share what they read: %s", error)
+
+    def window(
+        self, key: tuple[int, int, int, int], make: Callable[[], Sequence[Ints32]]
+    ) -> Sequence[Ints32]:
+        """Return the arrays of a window of an order, made once a node if it is shared."""
+        return make() if self._node is None else self._node.copied((_WINDOW, *key), make)
 
     def slots(
         self, locations: Locations, seq_len: int, leftovers: Mapping[int, Packing] | None = None
@@ -125,18 +167,40 @@ class PackedSplit:
         for start, stop in zip([0, *stops], stops, strict=False):
             rows = order[start:stop]
             position = int(locations.blocks[rows[0]])
+            leftover = None
             if locations.leftover[rows[0]]:
                 assert leftovers is not None
-                packing = leftovers[position]
-            else:
-                packing = self.packing(position, seq_len)
+                leftover = leftovers[position]
             if self._pairs is not None:
-                text = self._text(position)
+                text, packing = self._text(position), leftover or self.packing(position, seq_len)
                 lay_out_pairs(slots, rows, text, packing, locations, self._vocabulary, self._pairs)
                 continue
-            block = self.block(position)
-            lay_out(slots, rows, block, packing, locations.sequences[rows], self._vocabulary)
+            which = rows, locations.sequences[rows]
+            if self._node is None:
+                block, packing = self.block(position), leftover or self.packing(position, seq_len)
+                lay_out(slots, which, block, packing, self._vocabulary)
+                continue
+            with self._shared(self._node, position, seq_len) as (block, packing):
+                lay_out(slots, which, block, leftover or packing, self._vocabulary)
         return slots
+
+    @contextmanager
+    def _shared(
+        self, node: NodeCache, position: int, seq_len: int
+    ) -> Iterator[tuple[Block, Packing]]:
+        """Give a block of the node and its packing, which must not be used after the `with`."""
+        row = int(self.rows[position])
+
+        def make() -> Arrays:
+            block = self.reader.block(row)
+            packing = self._checked(position, seq_len, block.doc_ends)
+            return [block.tokens, block.doc_ends, block.word_bits, *vars(packing).values()]
+
+        key: Key = (_BLOCK, row, seq_len, 0, 0)
+        with node.get(key, make) as (tokens, doc_ends, word_bits, *rest):
+            for array in (tokens, doc_ends, word_bits):
+                array.flags.writeable = False
+            yield Block(tokens, doc_ends, word_bits, b""), Packing(*rest)
 
     def pairs(self, one: Locations, packing: Packing) -> list[Pair] | None:
         """Return how the pieces of a single sequence become pairs; None: they do not."""
@@ -157,7 +221,12 @@ class PackedSplit:
     def _packing(self, position: int, seq_len: int) -> Packing:
         """Return the packing of a block of the split; the last ones are kept."""
         row = int(self.rows[position])
-        packing = pack(self.reader.doc_ends(row), seq_len, self.specials)
+        return self._checked(position, seq_len, self.reader.doc_ends(row))
+
+    def _checked(self, position: int, seq_len: int, doc_ends: Ints) -> Packing:
+        """Pack a block, and compare with what was counted."""
+        row = int(self.rows[position])
+        packing = pack(doc_ends, seq_len, self.specials)
         counted = int(self.counts[seq_len][position])
         if packing.num_sequences != counted:
             raise DataError(

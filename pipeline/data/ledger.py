@@ -30,7 +30,7 @@ class NonFinite:
     grad_norm: str
     """Over all ranks: `inf` or `nan`, which JSON has no numbers for."""
     ranks: dict[str, list[int]]
-    """Ranks whose loss was no number -> [first, stop) of their sequences in the batch.
+    """Ranks whose loss was NaN or infinite -> places of their sequences in the batch, from 0.
 
     Empty if all losses were finite, and a gradient was not.
     """

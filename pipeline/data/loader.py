@@ -107,7 +107,9 @@ class TrainLoader:
         config.batches.require_split(share.world_size)
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
-        self.steps = TrainSteps(index, config, inputs, counts)
+        # With workers these make the steps.
+        sharing = share.world_size > 1 and not config.data.workers
+        self.steps = TrainSteps(index, config, inputs, counts, sharing=sharing)
         self._share = share
         self._prefetched = max(config.data.prefetch_steps, config.data.workers)
         self._start_workers: Callable[[], Workers] | None = None
@@ -125,8 +127,12 @@ class TrainLoader:
 
     def samples(self, place: BatchPlace) -> list[list[int]]:
         """Return [epoch, sample id] of each sequence of a batch, over all ranks."""
-        found = self.steps.order.segment(place.cursor).locate(place.cursor, place.size)
+        found, _ = self.steps.located(place.cursor, Share(0, 1))
         return [list(map(int, pair)) for pair in zip(found.epochs, found.sample_ids, strict=True)]
+
+    def places(self, place: BatchPlace, share: Share) -> list[int]:
+        """Return which sequences of a batch a rank computes, counted from its first."""
+        return list(map(int, self.steps.located(place.cursor, share)[1]))
 
     def epochs(self, cursor: int) -> dict[str, float]:
         """Return how often each group of sources was seen before a cursor."""
@@ -247,7 +253,7 @@ class EvalLoader:
     def _made(self, rows: Ints) -> Batch:
         locations = Locations._make(array[rows] for array in self._all)
         slots = self.split.slots(locations, self._seq_len)
-        [batch] = self._inputs(slots, locations, 0, micro_batch=len(rows), first_place=0)
+        [batch] = self._inputs(slots, locations, 0, micro_batch=len(rows), places=rows)
         return batch
 
 

@@ -54,15 +54,11 @@ import numpy.typing as npt
 
 from pipeline.config.data import DataConfig
 from pipeline.data.format import Vocabulary
-from pipeline.data.jit import inlined, kernel
-from pipeline.data.random import Purpose
+from pipeline.data.jit import kernel
+from pipeline.data.random import Purpose, philox_words
 from pipeline.errors import DataError
 
 # An unsigned 64-bit number becomes a float when mixed with a signed one: hence the casts.
-_MULTIPLY_A = np.uint64(0xD2511F53)
-_MULTIPLY_B = np.uint64(0xCD9E8D57)
-_WEYL_A = np.uint64(0x9E3779B9)
-_WEYL_B = np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _ROUND_UP = np.uint64(1 << 31)
@@ -233,23 +229,6 @@ class _Words(NamedTuple):
     """(S + 1,) chosen words, rising; entries after them mean nothing."""
     source: npt.NDArray[np.int64]
     """(S,) word whose action a chosen word takes, -1 if it is not chosen."""
-
-
-@inlined
-def philox_words(
-    c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
-) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Draw Philox4x32-10 for one counter and key, all below 2^32; see `pipeline.data.random`."""
-    for _ in range(10):
-        product_a = _MULTIPLY_A * c0
-        product_b = _MULTIPLY_B * c2
-        c0 = (product_b >> _HALF) ^ c1 ^ k0
-        c1 = product_b & _LOW
-        c2 = (product_a >> _HALF) ^ c3 ^ k1
-        c3 = product_a & _LOW
-        k0 = (k0 + _WEYL_A) & _LOW
-        k1 = (k1 + _WEYL_B) & _LOW
-    return c0, c1, c2, c3
 
 
 @kernel

@@ -9,7 +9,7 @@ rest of the window, packed again, then the epoch's other windows. So every token
 epoch, whatever lengths it was cut to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,9 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.jit import kernel
 from pipeline.data.random import Purpose, permutation
 
 Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
+Once = Callable[[tuple[int, int, int, int], Callable[[], Sequence[Ints32]]], Sequence[Ints32]]
+"""Returns the arrays of a key, which it may have."""
 
 
 class Locations(NamedTuple):
@@ -69,6 +73,34 @@ class Start:
     """Sequences before that window."""
 
 
+class Window(NamedTuple):
+    """The sequences of some blocks in random order; n sequences of m blocks."""
+
+    epoch: int
+    number: int
+    first: int
+    """Position of its first sequence."""
+    blocks: Ints
+    """(m,) rows of the material."""
+    ends: Ints
+    """(m,) end of each block's sequences, numbered block after block."""
+    order: Ints32
+    """(n,) number of the sequence at each place."""
+    by_block: Ints32
+    """(n,) places of the sequences, rising within a block, block after block."""
+
+
+class Cell(NamedTuple):
+    """The sequences of one block of a window that stand in a stretch of positions."""
+
+    depth: float
+    """Where the block stands among those of its window, 0 to 1."""
+    window: Window
+    begin: int
+    """Of its rows in `by_block`."""
+    stop: int
+
+
 class Order:
     """Order of a source's sequences of one length."""
 
@@ -81,8 +113,11 @@ class Order:
         source: int = 0,
         segment: int = 0,
         start: Start | None = None,
+        once: Once = lambda key, make: make(),
     ) -> None:
         """Prepare the order; permutations are drawn when they are first needed.
+
+        `once` may give those of a window that another process has drawn.
 
         `seed` is below 2^32, `source` and `segment` below 2^16. Orders of different sources are
         independent; different segments have the same windows, with the sequences in independent
@@ -94,6 +129,7 @@ class Order:
         self._source = source
         self._segment = segment
         self._start = start or Start()
+        self._once = once
         self.num_sequences = int(material.counts.sum())
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
         self._window = lru_cache(maxsize=2)(self._window_uncached)
@@ -105,22 +141,63 @@ class Order:
 
     def locate(self, first: int, count: int) -> Locations:
         """Find the sequences at positions first .. first + count - 1."""
-        parts = []
-        while count > 0:
-            epoch, window, offset = self._place(first)
-            part = self._window(epoch, window).rows(offset, offset + count)
-            parts.append(part)
-            first, count = first + len(part.epochs), count - len(part.epochs)
+        parts = [
+            self.located(window, window.order[start:stop])
+            for window, start, stop in self._stretches(first, count)
+        ]
         return joined(parts) if parts else NO_LOCATIONS
+
+    def cells(self, first: int, count: int) -> list[Cell]:
+        """Divide the sequences at positions first .. first + count - 1 by block.
+
+        Blocks at equal depths of successive windows stand side by side: whoever takes a share of
+        each step then stays with a block to its window's end, and goes on with one of the next.
+        """
+        found = []
+        for window, start, stop in self._stretches(first, count):
+            begins, stops = _in_stretch(window.by_block, window.ends, start, stop)
+            found += [
+                Cell(row / len(begins), window, begin, end)
+                for row, (begin, end) in enumerate(
+                    zip(begins.tolist(), stops.tolist(), strict=True)
+                )
+            ]
+        return sorted(found, key=lambda cell: cell.depth)
+
+    def located(self, window: Window, numbers: Ints32) -> Locations:
+        """Find sequences of a window by their numbers."""
+        left = window.number == _LEFTOVER
+        material = self._start.leftover if left else self._material
+        assert material is not None
+        which = np.searchsorted(window.ends, numbers, side="right")
+        rows = window.blocks[which]
+        sequences = numbers - (window.ends[which] - material.counts[rows])
+        total = len(numbers)
+        return Locations(
+            np.full(total, window.epoch),
+            material.blocks[rows],
+            sequences,
+            material.first_ids[rows] + sequences,
+            np.full(total, left),
+        )
+
+    def _stretches(self, first: int, count: int) -> Iterator[tuple[Window, int, int]]:
+        """Yield the windows of a stretch of positions, each with its places from, to."""
+        while count > 0:
+            epoch, number, start = self._place(first)
+            window = self._window(epoch, number)
+            stop = min(start + count, len(window.order))
+            yield window, start, stop
+            first, count = first + stop - start, count - (stop - start)
 
     def rest_of_window(self, position: int) -> tuple[Start, Locations]:
         """Return the start after a position's window, and the rest of that window."""
         epoch, window, offset = self._place(position)
-        if window == _LEFTOVER:
-            return Start(epoch, self._start.window), self._window(epoch, window).rows(offset)
-        if offset == 0:
+        if window != _LEFTOVER and offset == 0:
             return Start(epoch, window), NO_LOCATIONS
-        return Start(epoch, window + 1), self._window(epoch, window).rows(offset)
+        table = self._window(epoch, window)
+        rest = self.located(table, table.order[offset:])
+        return Start(epoch, self._start.window if window == _LEFTOVER else window + 1), rest
 
     def epochs(self, position: int) -> float:
         """Return how many times the source was seen before a position."""
@@ -147,8 +224,9 @@ class Order:
 
     def _positions_in(self, epoch: int, window: int, block: int, sequence: int) -> Iterator[int]:
         table = self._window(epoch, window)
-        offsets = np.flatnonzero((table.blocks == block) & (table.sequences == sequence))
-        yield from (self._first_position(epoch, window) + offsets).tolist()
+        located = self.located(table, table.order)
+        offsets = np.flatnonzero((located.blocks == block) & (located.sequences == sequence))
+        yield from (table.first + offsets).tolist()
 
     def _place(self, position: int) -> tuple[int, int, int]:
         """Return the epoch, window and offset in it of a position."""
@@ -180,8 +258,7 @@ class Order:
         firsts = np.arange(0, len(blocks), self._window_blocks)
         return blocks, np.cumsum(np.add.reduceat(self._material.counts[blocks], firsts))
 
-    def _window_uncached(self, epoch: int, window: int) -> Locations:
-        """Return all sequences of a window in their order."""
+    def _window_uncached(self, epoch: int, window: int) -> Window:
         left = window == _LEFTOVER
         if left:
             assert self._start.leftover is not None
@@ -190,25 +267,55 @@ class Order:
         else:
             material, (blocks, _) = self._material, self._epoch_windows(epoch)
             members = blocks[window * self._window_blocks : (window + 1) * self._window_blocks]
-        counts = material.counts[members]
-        total = int(counts.sum())
-        order = permutation(
-            total,
-            seed=self._seed,
-            purpose=Purpose.SEQUENCE_ORDER,
-            epoch=epoch,
-            window=_LEFTOVER_COUNTER if left else window,
-            stream=self._source + (self._segment << 16),
+        ends = np.cumsum(material.counts[members])
+        stream = self._source + (self._segment << 16)
+
+        def draw() -> tuple[Ints32, Ints32]:
+            order = permutation(
+                int(ends[-1]),
+                seed=self._seed,
+                purpose=Purpose.SEQUENCE_ORDER,
+                epoch=epoch,
+                window=_LEFTOVER_COUNTER if left else window,
+                stream=stream,
+            ).astype(np.int32)
+            return order, _places_by_block(order, ends)
+
+        order, by_block = self._once((stream, epoch, window, 0), draw)
+        return Window(
+            epoch, window, self._first_position(epoch, window), members, ends, order, by_block
         )
-        sequences = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        ids = np.repeat(material.first_ids[members], counts) + sequences
-        return Locations(
-            np.full(total, epoch),
-            np.repeat(material.blocks[members], counts)[order],
-            sequences[order],
-            ids[order],
-            np.full(total, left),
-        )
+
+
+@kernel
+def _places_by_block(order: Ints32, ends: Ints) -> Ints32:
+    """Sort places by the block of their sequence, stably."""
+    block_of = np.empty(len(order), np.int32)
+    at = 0
+    for block in range(len(ends)):
+        block_of[at : ends[block]] = block
+        at = ends[block]
+    next_of = np.zeros(len(ends), np.int64)
+    next_of[1:] = ends[:-1]
+    places = np.empty(len(order), np.int32)
+    for place in range(len(order)):
+        block = block_of[order[place]]
+        places[next_of[block]] = place
+        next_of[block] += 1
+    return places
+
+
+@kernel
+def _in_stretch(by_block: Ints32, ends: Ints, start: int, stop: int) -> tuple[Ints, Ints]:
+    """Find the rows of `by_block`, from and to, of each block with places from start to stop."""
+    begins, stops = np.empty(len(ends), np.int64), np.empty(len(ends), np.int64)
+    first = 0
+    for block in range(len(ends)):
+        places = by_block[first : ends[block]]
+        begins[block] = first + np.searchsorted(places, start)
+        stops[block] = first + np.searchsorted(places, stop)
+        first = ends[block]
+    return begins, stops
 
 
 _LEFTOVER = -1

@@ -265,19 +265,18 @@ class Slots(NamedTuple):
 
 def lay_out(
     slots: Slots,
-    rows: Ints,
+    which: tuple[Ints, Ints],
     block: Block,
     packing: Packing,
-    sequences: Ints,
     vocabulary: Vocabulary,
 ) -> None:
     """Fill some rows with the pieces of sequences of a block, side by side.
 
-    `rows` (r,) are below B; `sequences` (r,) are their numbers within the block.
+    `which` holds rows (r,) below B, and the numbers (r,) of the sequences within the block.
     """
     _lay_out(
         slots,
-        (rows, sequences),
+        which,
         (block.tokens, block.word_bits),
         (packing.piece_start, packing.piece_stop, packing.sequence_ends),
         vocabulary.special,

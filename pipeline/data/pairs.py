@@ -42,10 +42,9 @@ import numpy.typing as npt
 from pipeline.config.objective import PairKind
 from pipeline.data.format import Vocabulary
 from pipeline.data.jit import inlined, kernel
-from pipeline.data.masking import philox_words
 from pipeline.data.order import Locations
 from pipeline.data.packing import Ints, Packing, Pairs, Slots, put_text
-from pipeline.data.random import Purpose
+from pipeline.data.random import Purpose, philox_words
 from pipeline.data.reader import Block
 
 _ENDS, _CLOSES = 1, 2

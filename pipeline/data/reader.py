@@ -118,9 +118,10 @@ class BlockReader:
     """Reads blocks of a dataset by their row in the index; threads may share it.
 
     Opening it checks that every shard exists with the right size. The first use of a shard checks
-    that it ends as a tar must, and the first use of a block its sha256 unless `check_blocks` is
-    "never". Methods raise DataError, which names shard and member, if bytes are not those of the
-    index, and StorageError if they cannot be read at the moment.
+    that it ends as a tar must, and every reading of a block its sha256 unless `check_blocks` is
+    "never": a block that changes under a running job is noticed before it is used again. Methods
+    raise DataError, which names shard and member, if bytes are not those of the index, and
+    StorageError if they cannot be read at the moment.
     """
 
     def __init__(
@@ -139,7 +140,6 @@ class BlockReader:
         self.index = index
         self._remedy = _RESTORE if index.shard_root == index.folder else _COPY_AGAIN
         self._check_blocks = check_blocks == "first_touch"
-        self._checked: set[int] = set()
         self._touched: set[int] = set()
         for shard in range(len(index.shards)) if shards is None else shards:
             self._check_size(shard)
@@ -148,11 +148,8 @@ class BlockReader:
         """Read all of one block; callers keep what they need again."""
         data = self._block_bytes(row)
         docs_member = MEMBERS.index("docs.npy")
-        if row in self._checked:
-            pass
-        elif self._check_blocks:
+        if self._check_blocks:
             self._check(row, data)
-            self._checked.add(row)
         else:
             # Compiled code relies on the documents' ends.
             self._check_member(row, docs_member, self._payload(row, docs_member, data))
@@ -186,7 +183,6 @@ class BlockReader:
         """Check many blocks now, so that damage shows before training starts."""
         for row in rows:
             self.check(row)
-            self._checked.add(row)
 
     def check_end(self, shard: int) -> None:
         """Check the end of a shard after its last block; done when a shard is first touched."""

@@ -9,14 +9,17 @@ sequences each source has its share w N / sum(w N), where N is its number of seq
 two sequences at any point of the run, with up to 20 sources. So a source of weight 2 begins again
 when one of weight 1 is half seen, and no document is repeated before its turn.
 
-A step's batch is the run's places from the cursor on, as many as the batch has. Rank r takes the
-r-th contiguous share of them, cut into micro-batches. There is no state; any step can be asked for
-at any time. Nothing here needs torch: so worker processes are small.
+A step's batch is the run's places from the cursor on, as many as the batch has. For more than one
+rank they are sorted by block, and rank r takes the r-th contiguous share, cut into micro-batches:
+so it reads few blocks. Which rank computes a sequence is not part of a run's identity; a rank alone
+keeps the order of the places. There is no state; any step can be asked for at any time. Nothing
+here needs torch: so worker processes are small.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +28,16 @@ from pipeline.config.data import MixConfig, TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex, Source
-from pipeline.data.order import NO_LOCATIONS, Ints, Locations, Material, Order, Start
+from pipeline.data.order import (
+    NO_LOCATIONS,
+    Ints,
+    Ints32,
+    Locations,
+    Material,
+    Order,
+    Start,
+    joined,
+)
 from pipeline.data.packing import Packing, repack
 from pipeline.errors import ConfigError
 
@@ -69,6 +81,8 @@ class Mix:
 
     def parts(self, first: int, count: int) -> list[Part]:
         """Divide positions first .. first + count - 1 among the sources, in their order."""
+        if len(self._shares) == 1:
+            return [Part(np.arange(count), first)]
         before = self.counts(first)
         places: list[list[Ints]] = [[np.empty(0, np.int64)] for _ in self._shares]
         for at in range(0, count, _STRETCH):
@@ -169,6 +183,33 @@ class Segment:
                 into[part.places] = values
         return merged
 
+    def share(self, first: int, count: int, rows: range) -> tuple[Locations, Ints]:
+        """Return a part of the sequences at some places of the run, sorted by block.
+
+        `rows` are those of the sorted sequences that are wanted.
+
+        Returns:
+            Their locations, and (len(rows),) places, counted from `first`.
+        """
+        locations, places = [NO_LOCATIONS], [NO_LOCATIONS.blocks]
+        row = 0
+        for order, part in zip(self.orders, self.mix.parts(first - self.first, count), strict=True):
+            cells = order.cells(part.first, len(part.places))
+            for _, of_window in groupby(cells, key=lambda cell: cell.window.first):
+                mine: list[Ints32] = []
+                for cell in of_window:
+                    begin = cell.begin + max(0, rows.start - row)
+                    stop = min(cell.stop, cell.begin + rows.stop - row)
+                    row += cell.stop - cell.begin
+                    if begin < stop:
+                        mine.append(cell.window.by_block[begin:stop])
+                        window = cell.window
+                if mine:
+                    in_window = np.concatenate(mine)
+                    locations.append(order.located(window, window.order[in_window]))
+                    places.append(part.places[in_window + (window.first - part.first)])
+        return joined(locations), np.concatenate(places)
+
 
 class RunOrder:
     """All places of a run, which has no end here."""
@@ -250,6 +291,7 @@ class RunOrder:
                 source=which,
                 segment=number,
                 start=start,
+                once=self._split.window,
             )
             for which, (group, window, start) in enumerate(
                 zip(self.groups, self._windows, starts, strict=True)
@@ -330,23 +372,46 @@ class TrainSteps:
         config: TrainDataConfig,
         inputs: Inputs,
         counts: Mapping[int, Ints] | None = None,
+        *,
+        sharing: bool = False,
     ) -> None:
-        """Open the training split; see `PackedSplit` and `RunOrder` for what can fail."""
+        """Open the training split; see `PackedSplit` and `RunOrder` for what can fail.
+
+        With `sharing`, what is read and drawn is shared with other processes of the node.
+        """
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         self.plan = config.batches
         self.split = PackedSplit(index, "train", config.data, counts, inputs.pairs)
+        if sharing:
+            self.split.share(repr((config.seed, config.data, config.batches.stretches)))
         self.order = RunOrder(index, config, self.split)
         self._inputs = inputs
 
-    def micro_batches(self, cursor: int, share: Share) -> list[Batch]:
-        """Return a rank's micro-batches of the step that starts at a cursor."""
+    def located(self, cursor: int, share: Share) -> tuple[Locations, Ints]:
+        """Find a rank's sequences of the step that starts at a cursor.
+
+        Returns:
+            Their locations in the order of its micro-batches, and (B,) their places in the step.
+        """
+        size, segment = self.plan.at(cursor).size, self.order.segment(cursor)
+        if share.world_size == 1:
+            return segment.locate(cursor, size), np.arange(size)
+        each = size // share.world_size
+        return segment.share(cursor, size, range(share.rank * each, (share.rank + 1) * each))
+
+    def micro_batches(self, cursor: int, share: Share, only: int | None = None) -> list[Batch]:
+        """Return a rank's micro-batches of the step that starts at a cursor, or only one of them.
+
+        `only` is its number, from 0.
+        """
         place = self.plan.at(cursor)
         segment = self.order.segment(cursor)
-        per_rank = place.size // share.world_size
-        first = share.rank * per_rank
-        locations = segment.locate(cursor + first, per_rank)
+        locations, places = self.located(cursor, share)
+        if only is not None:
+            one = slice(only * place.micro_batch, (only + 1) * place.micro_batch)
+            locations, places = locations.rows(one.start, one.stop), places[one]
         slots = self.split.slots(locations, segment.seq_len, segment.leftovers)
         return self._inputs(
-            slots, locations, place.number, micro_batch=place.micro_batch, first_place=first
+            slots, locations, place.number, micro_batch=place.micro_batch, places=places
         )

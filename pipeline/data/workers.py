@@ -1,10 +1,12 @@
 """Processes that make batches: worker w of n makes those of every n-th step, in order.
 
-Each has a pipe. The parent writes cursors and reads batches; which worker made a batch, and how far
-ahead they are, is not part of the resumable state. No shared memory and no signals:
+Each has a pipe. The parent writes cursors and reads what stands in a memory file (memfd_create)
+where the worker put a step's arrays, and the file itself, which it maps: no array is pickled or
+copied. Which worker made a batch, and how far ahead they are, is not part of the resumable state.
 
 - A worker that dies (out of memory, SIGKILL) closes its pipe, and the parent's next read says so.
 - A parent that dies closes the pipes, and its workers end.
+- A memory file has no name, and ends with the last array in it.
 - Signals that ask the run to stop go to the whole process group. They are blocked in workers, so
   that the run can still be saved.
 
@@ -14,13 +16,20 @@ dies, and its workers load torch (see DECISIONS.md).
 
 import atexit
 import logging
+import mmap
 import multiprocessing
+import os
 import signal
 import traceback
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline.config.data import TrainDataConfig
 from pipeline.data.dataset import Batch, Inputs
@@ -87,6 +96,8 @@ class Workers:
         try:
             wait([pipe, process.sentinel])
             answer = pipe.recv() if pipe.poll() else None
+            if isinstance(answer, list):
+                return _mapped(recv_handle(pipe), answer)
         except (EOFError, ConnectionError):
             answer = None
         if answer is None:
@@ -101,8 +112,7 @@ class Workers:
             raise answer
         if isinstance(answer, str):
             raise WorkerError(f"{process.name} failed, which is an error of ours:\n{answer}")
-        batches: list[Batch] = answer
-        return batches
+        raise AssertionError(answer)
 
     def close(self) -> None:
         """End the processes; they hold nothing that must be kept."""
@@ -136,13 +146,71 @@ def _serve(
     with suppress(EOFError, ConnectionError):
         while True:
             cursor = pipe.recv()
-            answer: list[Batch] | PostnormError | str
+            answer: PostnormError | str
             try:
                 if steps is None:
-                    steps = TrainSteps(index, config, inputs, counts)
-                answer = steps.micro_batches(cursor, share)
+                    steps = TrainSteps(index, config, inputs, counts, sharing=True)
+                batches = steps.micro_batches(cursor, share)
             except PostnormError as error:
                 answer = error
             except Exception:  # noqa: BLE001 - told to the rank, which stops
                 answer = traceback.format_exc()
+            else:
+                _send(pipe, batches)
+                continue
             pipe.send(answer)
+
+
+_ALIGN = 64
+_FIELDS = ("input_ids", "documents", "positions", "segments")
+
+
+def _send(pipe: Connection, batches: list[Batch]) -> None:
+    """Put the arrays into a memory file, and send what stands where, and then the file."""
+    size, notes = 0, list[Any]()
+    arrays: list[tuple[npt.NDArray[Any], int]] = []
+    for batch in batches:
+        named = {field: array for field in _FIELDS if (array := getattr(batch, field)) is not None}
+        places = {}
+        for name, array in (named | {f"inputs.{k}": v for k, v in batch.inputs.items()}).items():
+            places[name] = (array.dtype.str, array.shape, size)
+            arrays.append((array, size))
+            size += -(-array.nbytes // _ALIGN) * _ALIGN
+        notes.append((places, batch.weights, batch.counts, batch.num_tokens, batch.hash))
+    file = os.memfd_create("postnorm-step")
+    try:
+        os.ftruncate(file, size)
+        with mmap.mmap(file, size) as memory:
+            for array, at in arrays:
+                np.ndarray(array.shape, array.dtype, memory, at)[...] = array
+        pipe.send(notes)
+        send_handle(pipe, file, None)
+    finally:
+        os.close(file)
+
+
+def _mapped(file: int, notes: list[Any]) -> list[Batch]:
+    """Return the batches that `_send` sent; their arrays are views of its memory."""
+    try:
+        memory = mmap.mmap(file, os.fstat(file).st_size)
+    finally:
+        os.close(file)
+    batches = []
+    for places, weights, counts, num_tokens, digest in notes:
+        arrays = {
+            name: np.ndarray(shape, dtype, memory, at)
+            for name, (dtype, shape, at) in places.items()
+        }
+        fields: dict[str, Any] = {field: arrays.pop(field, None) for field in _FIELDS}
+        inputs = {name.removeprefix("inputs."): array for name, array in arrays.items()}
+        batches.append(
+            Batch(
+                **fields,
+                inputs=inputs,
+                weights=weights,
+                counts=counts,
+                num_tokens=num_tokens,
+                hash=digest,
+            )
+        )
+    return batches

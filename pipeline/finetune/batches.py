@@ -337,6 +337,11 @@ class TaskStream:
         """Return [epoch, unit] of each unit of a batch."""
         return [list(pair) for pair in self._located(place.cursor, place.size)]
 
+    def places(self, place: BatchPlace, share: Share) -> list[int]:
+        """Return which units of a batch a rank computes, counted from its first."""
+        size = place.size // share.world_size
+        return list(range(share.rank * size, (share.rank + 1) * size))
+
     def epochs(self, cursor: int) -> dict[str, float]:
         """Return how often the examples were seen before a cursor."""
         return {"train": cursor / len(self._units)}

@@ -6,7 +6,7 @@ ranks as the run has.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -315,7 +315,9 @@ def step_text(
             yield shown or _as_text(run, sequence, place)
 
 
-def _share(run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None) -> range:
+def _share(
+    run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int | None
+) -> Collection[int]:
     """Find the places of the step that are asked for."""
     if rank is None:
         return range(place.size)
@@ -326,11 +328,11 @@ def _share(run: OpenedRun, place: BatchPlace, rank: int | None, world_size: int 
     if not 0 <= rank < world_size:
         raise DataError(f"--rank {rank} must be 0 to {world_size - 1}, of {world_size} ranks")
     run.config.batches.require_split(world_size)
-    each = place.size // world_size
-    return range(rank * each, (rank + 1) * each)
+    _, places = run.steps.located(place.cursor, Share(rank, world_size))
+    return sorted(places.tolist())
 
 
-def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterator[str]:
+def _head(run: OpenedRun, place: BatchPlace, found: int, share: Collection[int]) -> Iterator[str]:
     record = run.record(place.number)
     yield (
         f"batch {place.number} of {run.folder}: sequences {place.cursor:,} to "
@@ -348,7 +350,7 @@ def _head(run: OpenedRun, place: BatchPlace, found: int, share: range) -> Iterat
             equal = f"BUT THE RUN LOGGED {record.hash:016x}: it was trained on something else"
         yield f"hash {found:016x}, {equal}, in {outcome}"
     if len(share) < place.size:
-        yield f"the rank's part: places {share.start} to {share.stop - 1}"
+        yield f"the rank's part: places {', '.join(map(str, share))}"
 
 
 def _sequences(run: OpenedRun, place: BatchPlace, batches: list[Batch]) -> Iterator[Row]:

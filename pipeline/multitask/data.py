@@ -10,6 +10,7 @@ from pipeline.config.data import BatchPlace, BatchPlan
 from pipeline.data.dataset import Batch
 from pipeline.data.loader import MicroBatch, TrainLoader
 from pipeline.data.random import Purpose, philox
+from pipeline.data.run_order import Share
 from pipeline.finetune.batches import TaskStream, rows_hash
 from pipeline.multitask.draws import Draws
 
@@ -61,6 +62,14 @@ class MixedStream:
             [task, *pair] for task, drawn in self._drawn(place) for pair in
             self._streams[task][1].samples(drawn)
         ]  # fmt: skip
+
+    def places(self, place: BatchPlace, share: Share) -> list[int]:
+        """Return which of these examples a rank computes."""
+        first, found = 0, list[int]()
+        for task, drawn in self._drawn(place):
+            found += [first + one for one in self._streams[task][1].places(drawn, share)]
+            first += drawn.size
+        return found
 
     def examples(self, place: BatchPlace) -> Iterator[tuple[str, int, int, int]]:
         """Yield (task, epoch, example, rows) of each example of a step, in the order of its rows.

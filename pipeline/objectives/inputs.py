@@ -119,7 +119,7 @@ class MaskedInputs:
     pairs: PairRule | None = None
 
     def __call__(
-        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, first_place: int
+        self, slots: Slots, locations: Locations, number: int, *, micro_batch: int, places: Ints
     ) -> list[Batch]:
         """Make micro-batches, as `pipeline.data.dataset.Inputs`."""
         sequences = Sequences(
@@ -147,7 +147,7 @@ class MaskedInputs:
             predicted["uniform"] = (draws * 2.0**-_DRAW_BITS).astype(np.float32)
             hashed = targets | draws << _HALF
         hashes = sequence_hashes(
-            np.arange(first_place, first_place + num_sequences),
+            places,
             locations.sample_ids,
             locations.epochs,
             corrupted,

@@ -21,6 +21,7 @@ from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
 from pipeline.data.record import BatchRecord
+from pipeline.data.run_order import Share
 from pipeline.errors import CheckpointError, StorageError, TrainingError, UnsoundStateError
 from pipeline.runtime import dist
 from pipeline.train.batch_log import BatchLog
@@ -73,9 +74,8 @@ class Rescue:
         """
         own = all(math.isfinite(float(each.total)) for each in result.sums.values())
         is_finite = dist.gather(own)
-        each = place.size // len(is_finite)
         ranks = {
-            str(rank): [rank * each, (rank + 1) * each]
+            str(rank): self._data.places(place, Share(rank, len(is_finite)))
             for rank, finite in enumerate(is_finite)
             if not finite
         }

@@ -37,6 +37,9 @@ class TrainingData(Protocol):
     def samples(self, place: BatchPlace) -> list[list[int]]:
         """Return [epoch, sample] of each sequence of a batch, over all ranks."""
 
+    def places(self, place: BatchPlace, share: Share) -> list[int]:
+        """Return which samples of a batch a rank computes, counted from its first."""
+
     def epochs(self, cursor: int) -> dict[str, float]:
         """Return how often each group of the data was seen before a cursor."""
 

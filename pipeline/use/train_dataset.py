@@ -199,12 +199,9 @@ class TrainDataset(IterableDataset[Item]):
     def _every(self, first: int, step: int) -> Iterator[Item]:
         """Make every `step`-th item by itself, for a worker: a DataLoader takes them by turns."""
         steps = TrainSteps(self._index, self._config, self._inputs, self._counts)
-        rank, world_size = self._share.rank, self._share.world_size
         self._advance(first)
         while True:
-            # A rank's micro-batches are what as many smaller ranks would have.
-            share = Share(rank * self._parts + self._part, world_size * self._parts)
-            [batch] = steps.micro_batches(self._cursor, share)
+            [batch] = steps.micro_batches(self._cursor, self._share, self._part)
             self._advance(step)
             yield _item(MicroBatch.of(batch))
 

@@ -13,8 +13,8 @@ from pipeline.config.train import MonitorConfig, TrainConfig
 from pipeline.data.format import CLS_ID, MASK_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex
 from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader, document_bounds
 from pipeline.data.order import Locations
-from pipeline.data.reader import BlockReader
-from pipeline.data.run_order import Share
+from pipeline.data.reader import Block, BlockReader
+from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import ConfigError
 from pipeline.objectives.inputs import train_inputs
 from tests.support.steps import eval_loader, train_loader
@@ -48,7 +48,7 @@ def _batch(loader: TrainLoader, locations: Locations) -> MicroBatch:
     split = loader.steps.split
     slots = split.slots(locations, 64)
     inputs = train_inputs(_config(loader.steps.split.reader.index).train_data, split.reader.index)
-    [batch] = inputs(slots, locations, 0, micro_batch=1, first_place=0)
+    [batch] = inputs(slots, locations, 0, micro_batch=1, places=np.arange(1))
     return MicroBatch.of(batch)
 
 
@@ -65,27 +65,38 @@ def _step(
         for rank in range(world_size)
         for batch in _train(dataset, config, rank, world_size).step_batches(cursor)
     ]
-    rows = [part.input_ids.shape[0] * 64 for part in parts]
-    offsets = np.cumsum([0, *rows[:-1]]).tolist()
+    places = torch.tensor(
+        [
+            place
+            for rank in range(world_size)
+            for place in _train(dataset, config, rank, world_size).places(
+                config.train_data.batches.at(cursor), Share(rank, world_size)
+            )
+        ]
+    )
+    order = torch.argsort(places)
+    targets = torch.cat([_targets_of(part) for part in parts])[order]
+    documents = torch.cat([part.documents for part in parts])[order]
+    masked = torch.nonzero(targets.view(-1) >= 0).view(-1)
     return MicroBatch(
-        input_ids=torch.cat([part.input_ids for part in parts]),
-        documents=torch.cat([part.documents for part in parts]),
-        positions=torch.cat([part.positions for part in parts]),
+        input_ids=torch.cat([part.input_ids for part in parts])[order],
+        documents=documents,
+        positions=torch.cat([part.positions for part in parts])[order],
         segments=None,
-        inputs={
-            "masked_index": torch.cat(
-                [part.inputs["masked_index"] + at for part, at in zip(parts, offsets, strict=True)]
-            ),
-            "targets": torch.cat([part.inputs["targets"] for part in parts]),
-        },
+        inputs={"masked_index": masked, "targets": targets.view(-1)[masked]},
         weights={"loss": sum(part.weights["loss"] for part in parts)},
         counts={"unmasked_documents": sum(part.counts["unmasked_documents"] for part in parts)},
-        cu_seqlens=torch.from_numpy(
-            document_bounds(torch.cat([part.documents for part in parts]).numpy())
-        ),
+        cu_seqlens=torch.from_numpy(document_bounds(documents.numpy())),
         num_tokens=sum(part.num_tokens for part in parts),
         hash=sum(part.hash for part in parts) % 2**64,
     )
+
+
+def _targets_of(batch: MicroBatch) -> torch.Tensor:
+    """(B, S) targets, -1 where nothing is to be predicted."""
+    targets = torch.full((batch.input_ids.numel(),), -1)
+    targets[batch.inputs["masked_index"]] = batch.inputs["targets"]
+    return targets.view_as(batch.input_ids)
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 48), (2, 4), (3, 8), (4, 1), (6, 8)])
@@ -103,6 +114,51 @@ def test_global_batch_does_not_depend_on_ranks_and_micro_batch(
         assert expected.counts == found.counts
         assert expected.weights == found.weights == {"loss": len(found.inputs["targets"])}
         assert expected.hash == found.hash != 0
+
+
+@pytest.mark.parametrize("world_size", [3, 6])
+def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size: int) -> None:
+    steps = _train(dataset, _config(dataset, micro_batch=8), 0, 1).steps
+    assert len(steps.split.rows) > 2 * 3
+    of_rank = [set[int]() for _ in range(world_size)]
+    window = len(steps.order.segments[0].orders[0]._window(0, 0).order)
+    for cursor in range(0, window - 47, 48):
+        seen = []
+        for rank in range(world_size):
+            locations, places = steps.located(cursor, Share(rank, world_size))
+            whole = steps.order.segment(cursor).locate(cursor, 48)
+            for array, of_all in zip(locations, whole, strict=True):
+                assert array.tolist() == of_all[places].tolist()
+            of_rank[rank] |= set(locations.blocks.tolist())
+            seen += places.tolist()
+        assert sorted(seen) == list(range(48))
+    # Each has all three blocks of a window if a step is not sorted. Sorted, the two inner edges of
+    # blocks vary by a few sequences from step to step, so a rank on either side has both blocks.
+    assert sum(len(blocks) for blocks in of_rank) <= world_size + 2 * 2 < 3 * world_size
+
+
+def test_ranks_of_a_node_read_a_block_once(
+    dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(dataset, micro_batch=4).train_data
+    inputs, read = train_inputs(config, dataset), []
+    block = BlockReader.block
+
+    def counted(self: BlockReader, row: int) -> Block:
+        read.append(row)
+        return block(self, row)
+
+    monkeypatch.setattr(BlockReader, "block", counted)
+    alone = TrainSteps(dataset, config, inputs)
+    ranks = [TrainSteps(dataset, config, inputs, sharing=True) for _ in range(6)]
+    for cursor in range(0, 48 * 4, 48):
+        for rank, steps in enumerate(ranks):
+            found = steps.micro_batches(cursor, Share(rank, 6))
+            expected = alone.micro_batches(cursor, Share(rank, 6))
+            for one, other in zip(found, expected, strict=True):
+                assert one.hash == other.hash
+                np.testing.assert_array_equal(one.input_ids, other.input_ids)
+    assert sorted(read) == sorted(2 * sorted(set(read)))
 
 
 def test_batch_that_does_not_split_over_ranks_is_refused(dataset: DatasetIndex) -> None:

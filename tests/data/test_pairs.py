@@ -291,11 +291,17 @@ def test_a_step_does_not_depend_on_ranks_and_micro_batch(
     assert steps.order.segments[1].leftovers
     for cursor in cursors:
         parts = steps.micro_batches(cursor, Share(0, 1))
-        split = [b for rank in range(3) for b in other.micro_batches(cursor, Share(rank, 3))]
-        whole, again = _joined(parts), _joined(split)
+        whole, again = _joined(parts), _joined(other.micro_batches(cursor, Share(0, 1)))
         for field, array in whole.items():
             assert array.dtype == again[field].dtype
             np.testing.assert_array_equal(array, again[field], field)
+        shares = [Share(rank, 3) for rank in range(3)]
+        split = [batch for share in shares for batch in other.micro_batches(cursor, share)]
+        places = np.concatenate([other.located(cursor, share)[1] for share in shares])
+        for field in ("input_ids", "segments", "positions"):
+            of_ranks = np.concatenate([getattr(batch, field) for batch in split])
+            of_one = np.concatenate([getattr(part, field) for part in parts])
+            np.testing.assert_array_equal(of_ranks, of_one[places], field)
         assert sum(part.hash for part in parts) % 2**64 == sum(b.hash for b in split) % 2**64
         for found in (parts, split):
             assert sum(part.weights[name] for part in found) == len(whole["pair_labels"]) > 12
@@ -339,7 +345,7 @@ def test_the_hash_covers_segments_and_labels(dataset: DatasetIndex) -> None:
     slots, make = steps.split.slots(locations, 32), train_inputs(config, dataset)
 
     def total(slots: Slots) -> int:
-        [batch] = make(slots, locations, 0, micro_batch=4, first_place=0)
+        [batch] = make(slots, locations, 0, micro_batch=4, places=np.arange(len(locations.blocks)))
         return batch.hash
 
     assert slots.pairs is not None

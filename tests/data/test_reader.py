@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from data_prep.verify import verify
+from pipeline.config.data import DataConfig
 from pipeline.data import format as dataset_format
+from pipeline.data.counts import sequences_at
+from pipeline.data.dataset import PackedSplit
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import DataError
@@ -162,6 +165,18 @@ def test_word_starts_are_read_at_any_offset(dataset: DatasetIndex) -> None:
     whole = np.unpackbits(block.word_bits)[: len(block.tokens)].astype(bool)
     for start, stop in [(0, 5), (3, 9), (8, 16), (13, 1000), (len(whole) - 3, len(whole)), (7, 7)]:
         np.testing.assert_array_equal(block.word_starts(start, stop), whole[start:stop])
+
+
+def test_a_block_that_changes_under_a_running_job_is_not_used_again(copy: Path) -> None:
+    index = read_index(copy)
+    config = DataConfig(dir=str(copy), seq_len=64, window_blocks=1)
+    split = PackedSplit(index, "train", config, sequences_at(index, [64], None))
+    kept = [split.block(position).tokens.copy() for position in range(3)]
+    with tarfile.open(_shard(copy)) as tar:
+        _flip(_shard(copy), tar.getmembers()[0].offset_data + 150)
+    with pytest.raises(DataError, match=r"tokens.npy is damaged: its sha256 is"):
+        split.block(0)
+    assert split.block(2).tokens.tolist() == kept[2].tolist()
 
 
 def test_blocks_that_are_never_checked_still_have_sound_document_ends(copy: Path) -> None:

@@ -46,6 +46,7 @@ class Case:
             },
             packing=self.packing,
             specials=SPECIALS_PER_PIECE,
+            window=lambda key, make: make(),
         )
         index, split = cast(DatasetIndex, self.index), cast(PackedSplit, split)
         return RunOrder(index, config.train_data, split)

@@ -16,7 +16,7 @@ def _assert_filled_as_reference(block: Block, seq_len: int, vocabulary: Vocabula
         array.view(np.uint8)[:] = 0xA5  # what is not written must show
     every = np.random.default_rng(0).permutation(packing.num_sequences)
     for rows in np.array_split(every, 3):
-        lay_out(found, rows, block, packing, rows, vocabulary)
+        lay_out(found, (rows, rows), block, packing, vocabulary)
     expected = Slots.empty(packing.num_sequences, seq_len)
     for sequence in range(packing.num_sequences):
         reference_slots(expected, sequence, block, packing, sequence, vocabulary)

@@ -114,7 +114,7 @@ def made(
     )
     nothing = np.zeros(num_rows, np.int64)
     places = Locations(nothing, nothing, nothing, batch.sample_ids, nothing.astype(bool))
-    return inputs(slots, places, 0, micro_batch=micro_batch, first_place=0)
+    return inputs(slots, places, 0, micro_batch=micro_batch, places=np.arange(len(places.blocks)))
 
 
 def inputs_of(objective: ObjectiveConfig, **data: Any) -> MaskedInputs:

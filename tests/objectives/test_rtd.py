@@ -352,7 +352,7 @@ def _made(
         replace_random_prob=0.0,
     )  # fmt: skip
     made = MaskedInputs(data, VOCABULARY, 7, purpose, kind)
-    return made(slots, where, 0, micro_batch=micro_batch, first_place=0)
+    return made(slots, where, 0, micro_batch=micro_batch, places=np.arange(len(where.blocks)))
 
 
 def test_inputs_are_masks_or_the_token_itself_and_a_draw_for_each() -> None:

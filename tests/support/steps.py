@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
@@ -51,9 +53,14 @@ def eval_loader(dataset: DatasetIndex, config: PretrainConfig, *rest: Any) -> Ev
 def rows_of_step(
     steps: TrainSteps, cursor: int, parts: Iterable[Iterable[Batch]]
 ) -> tuple[list[Row], int]:
-    """A step's sequences in order, and its hash, from the micro-batches of its ranks in order."""
-    place = steps.plan.at(cursor)
+    """A step's sequences in order, and its hash, from the micro-batches of its ranks in order.
+
+    Epochs and ids are those of the places, whatever rank computes them.
+    """
+    place, parts = steps.plan.at(cursor), list(parts)
     ids = steps.order.segment(cursor).locate(cursor, place.size)
+    shares = [Share(rank, len(parts)) for rank in range(len(parts))]
+    places = np.concatenate([steps.located(cursor, share)[1] for share in shares]).tolist()
     rows: list[Row] = []
     total = 0
     for batch in (batch for part in parts for batch in part):
@@ -63,7 +70,7 @@ def rows_of_step(
             mine = (batch.inputs["masked_index"] >= first) & (
                 batch.inputs["masked_index"] < first + place.seq_len
             )
-            number = len(rows)
+            number = places[len(rows)]
             rows.append(
                 Row(
                     int(ids.epochs[number]),
@@ -74,8 +81,8 @@ def rows_of_step(
                     tuple(batch.inputs["targets"][mine].tolist()),
                 )
             )
-    assert len(rows) == place.size
-    return rows, total % 2**64
+    assert sorted(places) == list(range(place.size))
+    return [row for _, row in sorted(zip(places, rows, strict=True))], total % 2**64
 
 
 def step_on(steps: TrainSteps, cursor: int, world_size: int) -> tuple[list[Row], int]:
