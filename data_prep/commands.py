@@ -15,7 +15,10 @@ from pipeline.runtime.summary import Summary
 
 
 def _load(arguments: argparse.Namespace) -> PrepConfig:
-    return load(PrepConfig, arguments.config, arguments.overrides).config
+    from data_prep.filters.own import located
+
+    config = load(PrepConfig, arguments.config, arguments.overrides).config
+    return located(config, Path(arguments.config).parent)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:

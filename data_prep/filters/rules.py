@@ -32,6 +32,7 @@ last. The first rule that fails is the reason.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -382,6 +383,29 @@ class Filters:
             if excess := ngrams.duplicates(scaled):
                 n, share = excess
                 yield f"repetition: duplicate {n}-grams", weight * share, duplicates[n], False
+
+
+class Chain:
+    """Applies the sets of rules of one source, in order."""
+
+    def __init__(self, sets: Sequence[FiltersConfig], source: str) -> None:
+        self.source = source
+        keys = ["filters"] if len(sets) == 1 else [f"filters.{i}" for i in range(len(sets))]
+        self.sets = [
+            Filters(rules, f"source {source!r}: {key}")
+            for rules, key in zip(sets, keys, strict=True)
+        ]
+
+    def apply(self, text: str, document_id: str) -> Kept | Dropped:
+        """Decide about one normalised document; see `Filters.apply`."""
+        masked = Counter[str]()
+        for rules in self.sets:
+            outcome = rules.apply(text, document_id, self.source)
+            if isinstance(outcome, Dropped):
+                return outcome
+            text = outcome.text
+            masked.update(outcome.masked)
+        return Kept(text, dict(masked))
 
 
 def key_parts(config: FiltersConfig) -> list[Any]:
