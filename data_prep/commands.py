@@ -15,7 +15,7 @@ from pipeline.runtime.summary import Summary
 
 
 def _load(arguments: argparse.Namespace) -> PrepConfig:
-    from data_prep.filters.own import located
+    from data_prep.own import located
 
     config = load(PrepConfig, arguments.config, arguments.overrides).config
     return located(config, Path(arguments.config).parent)

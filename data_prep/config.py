@@ -49,6 +49,11 @@ class SourceConfig:
         "what to do about files, folders and links in an input folder that cannot be read: stop, "
         "or leave them out, listed in the log and counted in the report",
     )
+    reader: str = param(
+        "",
+        "own reader, MODULE:FUNCTION beside the config or in sys.path: is given a file's path and "
+        "yields texts, or pairs of id and text; then format, encoding and fields do not count",
+    )
     filters: "FiltersConfig | tuple[FiltersConfig, ...] | None" = param(
         None,
         "rules for this source in place of the top level's: `{from: technical}` (presets: web, "
@@ -61,6 +66,11 @@ class SourceConfig:
             raise ConfigError(
                 f"source {self.name!r}: kind={self.kind} with inputs={list(self.inputs)}; "
                 "files need inputs, the embedded corpus takes none"
+            )
+        if self.reader and (self.kind != "files" or self.format != "auto"):
+            raise ConfigError(
+                f"source {self.name!r}: reader={self.reader!r} with kind={self.kind} and "
+                f"format={self.format}; an own reader takes files of any format: leave these out"
             )
 
 

@@ -18,6 +18,7 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, Filtering, FiltersConfig, rule_sets
 from data_prep.filters.rules import Chain, Dropped, key_parts
 from data_prep.inputs import Piece
+from data_prep.own import digest
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
 from data_prep.readers.documents import read_piece
 from data_prep.readers.items import Document, Rejected
@@ -64,7 +65,10 @@ def tasks(
         described = asdict(piece)
         # They say how often text is used, and which files there are, not which text they hold.
         del described["source"]["weight"], described["source"]["on_unreadable"]
-        del described["source"]["filters"]
+        del described["source"]["filters"], described["source"]["reader"]
+        if piece.source.reader:
+            key = f"source {piece.source.name!r}: reader"
+            described["source"]["reader"] = digest(piece.source.reader, key)
         chosen = rule_sets(filters if piece.source.filters is None else piece.source.filters)
         if chosen not in parts:  # reads the files of words and of own rules once
             parts[chosen] = [part for rules in chosen for part in key_parts(rules)]

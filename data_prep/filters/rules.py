@@ -38,13 +38,13 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep.config import C4Config, FiltersConfig
 from data_prep.filters.mask import Masker
-from data_prep.filters.own import Languages, OwnRule, source_of
 from data_prep.filters.prose import prose
 from data_prep.filters.units import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, Measured, NGrams
+from data_prep.own import Languages, OwnRule, digest
 from pipeline.errors import ConfigError
 
 _STOP_WORDS = re.compile(r"\b(?:the|be|to|of|and|that|have|with)\b", re.IGNORECASE | re.ASCII)
@@ -170,8 +170,7 @@ Check = tuple[str, float, float | None, bool]
 passes; else it is the highest."""
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """What the rules on lines and words see of a text: all of it, or its prose."""
 
     text: str
@@ -415,10 +414,8 @@ def key_parts(config: FiltersConfig) -> list[Any]:
         words = "\n".join(read_words(config.bad_words.file))
         parts.append(sha256(words.encode()).hexdigest())
     if config.python:
-        own = source_of(config.python, "filters.python")
-        # Where the file is does not matter, only what is in it.
-        parts[0]["python"] = own.function
-        parts.append(sha256(own.file.read_bytes()).hexdigest())
+        del parts[0]["python"]
+        parts.append(digest(config.python, "filters.python"))
     return parts
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from data_prep import embedded
 from data_prep.config import SourceConfig
 from data_prep.inputs import InputFile, Piece, format_of, refuse_changed
+from data_prep.own import load_function, raised, source_of
 from data_prep.readers import text
-from data_prep.readers.items import BrokenFileError, Document, Place, Rejected
+from data_prep.readers.items import BrokenFileError, Document, Place, Rejected, storable
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,9 @@ def read_file(
 def _items(
     file: InputFile, source: SourceConfig, max_bytes: int, encoding: text.Encoding, place: Place
 ) -> Iterator[Document | Rejected]:
+    if source.reader:
+        yield from _own(file, source, max_bytes, place)
+        return
     kind = format_of(file.path, source)
     if kind == "parquet":
         # Imported here, because it is large and few files need it.
@@ -106,3 +110,27 @@ def _items(
         else:
             span = (file.start, file.end)
             yield from text.paragraphs(lines, place, encoding, max_bytes, span)
+
+
+def _own(
+    file: InputFile, source: SourceConfig, max_bytes: int, place: Place
+) -> Iterator[Document | Rejected]:
+    """Yield the documents of a user's reader; those without an id are numbered."""
+    key = f"source {source.name!r}: reader"
+    function = load_function(source.reader, key)
+    number = 0
+    try:
+        for number, item in enumerate(function(file.path)):
+            given, document = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
+            if not isinstance(document, str):
+                raise TypeError(f"yielded {item!r:.80}; expected text, or a pair of id and text")
+            if len(document) > max_bytes:
+                raise place.too_long(f"document {number}", max_bytes)
+            yield Document(place.own(given, number), storable(document))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{key} = {source.reader!r} failed behind document {number} of {file.path}: "
+            f"{raised(error, source_of(source.reader, key).file)}; correct the reader"
+        ) from error

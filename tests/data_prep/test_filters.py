@@ -431,9 +431,9 @@ def test_times_are_not_cards() -> None:
     [
         "v1.2.3.4", "version 8.8.8.8", "Chrome/4.2.11.3", "libfoo-12.200.3.4.tar.gz",
         "foo>=1.2.3.4", "upgrade from 1.2.3.4 to 1.2.4.0", "firmware 65.3.100.7", "Java 11.0.19.7",
-        "1.2.3.4-beta", "see section 4.2.1.3 for details", "4.2.1.3 Title of it", 
-        "## 4.2.1.3. Overview", "§ 3.1.2.4", "according to 4.2.1.3", "第4.2.1.3节", "见 4.2.1.3 节", "版本 5.10.200.3",
-        "升级到 4.19.0.1",
+        "1.2.3.4-beta", "see section 4.2.1.3 for details", "4.2.1.3 Title of it",
+        "## 4.2.1.3. Overview", "§ 3.1.2.4", "according to 4.2.1.3", "第4.2.1.3节",
+        "见 4.2.1.3 节", "版本 5.10.200.3", "升级到 4.19.0.1",
     ],
 )  # fmt: skip
 def test_versions_and_sections_are_not_addresses(text: str) -> None:

@@ -10,9 +10,11 @@ import pytest
 from data_prep import corpus, ingest
 from data_prep.clean.normalise import normalise
 from data_prep.config import FiltersConfig, LanguageConfig, PrepConfig
-from data_prep.filters.own import OwnRule, located, source_of
 from data_prep.filters.prose import prose
 from data_prep.filters.rules import Chain, Dropped, Filters, Kept, key_parts
+from data_prep.own import OwnRule, located, source_of
+from data_prep.readers.documents import read_piece
+from data_prep.readers.items import Document, Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
 
@@ -240,3 +242,46 @@ def test_filters_null_is_refused(folder: Path) -> None:
     (folder / "prep.yaml").write_text(text)
     with pytest.raises(ConfigError, match="did you mean 'legal'"):
         read(folder)
+
+
+def test_own_readers(folder: Path) -> None:
+    (folder / "readers.py").write_text("""
+def parts(path):
+    yield from open(path).read().split("==")
+
+def named(path):
+    yield "first", "text one"
+    yield 7
+
+def none(path):
+    return None
+""")
+    (folder / "book.xyz").write_text("one==two")
+    source = f"{{name: book, inputs: [{folder}/book.xyz], reader: 'readers:parts'}}"
+
+    def documents(source: str) -> list[Document | Rejected]:
+        config = read(folder, f"sources=[{source}]", "filters={}")
+        [piece] = corpus.find(config).pieces
+        return list(read_piece(piece, 10**6, []))
+
+    assert documents(source) == [
+        Document("book/book.xyz@0", "one"),
+        Document("book/book.xyz@1", "two"),
+    ]
+    with pytest.raises(
+        DataError, match=r"named' failed behind document 1 of .*book\.xyz: TypeError"
+    ):
+        documents(source.replace("parts", "named"))
+    with pytest.raises(DataError, match=r"none' failed behind document 0 .*not iterable"):
+        documents(source.replace("parts", "none"))
+    with pytest.raises(ConfigError, match="an own reader takes files of any format"):
+        documents(source.replace(", reader:", ", format: txt, reader:"))
+
+    def key() -> str:
+        config = read(folder, f"sources=[{source}]", "filters={}")
+        [task] = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, folder)
+        return task.key
+
+    before = key()
+    (folder / "readers.py").write_text("def parts(path):\n    yield 'other'\n")
+    assert key() != before

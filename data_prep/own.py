@@ -8,11 +8,16 @@ that start elsewhere find it. A task's key has the sha256 of that file, not of w
         if document.text.count("|") > 50:
             return "many table cells"       # None: the document stays
 
+    def chapters(path):                     # the reader: key of a source is my_readers:chapters
+        for number, text in enumerate(Path(path).read_text().split("\f")):
+            yield number, text              # or text alone
+
 Lingua (github.com/pemistahl/lingua-py) brings its models in its package and knows 75 languages.
 """
 
 import ast
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -53,7 +58,7 @@ def located(config: T, folder: Path) -> T:
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
-        if field.name == "python" and value:
+        if field.name in ("python", "reader") and value:
             module, _, function = value.rpartition(":")
             file = folder / f"{module.replace('.', '/')}.py"
             if file.is_file():
@@ -122,18 +127,24 @@ def load_function(text: str, key: str) -> Callable[..., Any]:
             module = importlib.import_module(own.module)
     except Exception as error:
         raise ConfigError(
-            f"{key} = {text!r}: importing {own.file} raised {_raised(error, own.file)}; correct it"
+            f"{key} = {text!r}: importing {own.file} raised {raised(error, own.file)}; correct it"
         ) from error
     function: Callable[..., Any] = getattr(module, own.function)
     return function
 
 
-def _raised(error: Exception, file: Path) -> str:
+def raised(error: Exception, file: Path) -> str:
     """Tell what was raised, and at which line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
     where = f" at line {lines[-1]}" if lines else ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+def digest(text: str, key: str) -> list[str]:
+    """Return a function's name and the sha256 of its file; where the file is does not matter."""
+    own = source_of(text, key)
+    return [own.function, hashlib.sha256(own.file.read_bytes()).hexdigest()]
 
 
 class OwnRule:
@@ -150,7 +161,7 @@ class OwnRule:
             reason = self._function(OwnDocument(document_id, source, text))
         except Exception as error:
             raise DataError(
-                f"{self._name} raised {_raised(error, self._own.file)}, for document "
+                f"{self._name} raised {raised(error, self._own.file)}, for document "
                 f"{document_id}; correct {self._own.file}. `postnorm prep try CONFIG --id ID` runs "
                 "it on that document alone"
             ) from error
