@@ -5,10 +5,10 @@ Sources, with the papers' values as defaults in `data_prep.config`:
 - Gopher: Rae et al. 2021, "Scaling Language Models", arXiv 2112.11446, appendix A.1 ("Quality
   Filtering" and "Repetition Removal", table A1). Groups `quality` and `repetition`.
 - C4: Raffel et al. 2020, arXiv 1910.10683, section 2.2. Group `c4`; also the idea of `bad_words`.
-- Groups `shape` and `script` are our own. A language model such as fastText's lid.176 would tell
-  German from English, but add little else that matters here: Han and Latin letters tell Chinese
-  from English, kana count against `zh` and so show Japanese, and Gopher's English stop words reject
-  other languages in Latin letters. So no weights have to be downloaded.
+- Groups `shape` and `script` are our own. Han and Latin letters tell Chinese from English, kana
+  count against `zh` and so show Japanese, and Gopher's English stop words reject other languages in
+  Latin letters; who wants more has `language` (`data_prep.own`), for which a package is needed.
+- `reads: prose`, of the presets for technical and legal text: `data_prep.filters.prose`.
 
 Where the papers leave it open: a duplicate line, paragraph or n-gram is one that equals an earlier
 one of the document (as in the datatrove library); shares of lines are of lines that are not empty;
@@ -21,7 +21,7 @@ Chinese characters or kana. In a Chinese document
 - an n-gram has 2n characters, since a Chinese word has nearly two. Duplicate 5-grams of 5
   characters reject 4.2% of 4,935 real texts (translated articles, reviews, a wiki, Lu Xun), of 10
   characters 0.5%; of 5 words 1.6% of 1,144 English texts. Statutes differ, since they repeat their
-  wording: 98%, 70%, and 11% at 20 characters;
+  wording: 98%, 70%, and 11% at 20 characters, and have a preset, configs/filters/legal.yaml;
 - mean word length and alphabetic words mean nothing and are not looked at;
 - the stop words are ten frequent characters instead of eight English words;
 - bullets, ellipses and ends of sentences include the Chinese ones. Line and paragraph rules are
