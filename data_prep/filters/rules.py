@@ -239,15 +239,16 @@ class Filters:
             hits, least = self._bad_words.count(lower), config.bad_words.min_hits
             if hits >= least:
                 return Dropped("bad words", f"{hits} >= {least}")
-        if self._own and (reason := self._own(text, document_id, source)):
-            return Dropped(reason)
+        if self._own and (own := self._own(text, document_id, source)):
+            return Dropped(own)
         if self._masker is None:
             return Kept(text)
         return Kept(*self._masker(text))
 
     def measure(self, text: str) -> list[Check]:
         """Measure a normalised document by all rules that have a limit, whichever fails first."""
-        config, checks = self._config, []
+        config = self._config
+        checks: list[Check] = []
         lower = text.lower()
         if config.c4.enabled:
             if config.c4.curly_bracket:
