@@ -14,8 +14,8 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 223,
-    "lines": 52_800,
+    "modules": 226,
+    "lines": 53_750,
     "crumbs": 10,
     "long functions": 0,
     "long files": 0,
