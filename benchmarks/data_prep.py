@@ -49,7 +49,7 @@ from benchmarks.timing import cpu_seconds, peak_mib  # noqa: E402
 from data_prep import corpus as corpora  # noqa: E402
 from data_prep.chain import walk  # noqa: E402
 from data_prep.clean.normalise import normalise  # noqa: E402
-from data_prep.config import DedupConfig, PrepConfig, TokenizerConfig  # noqa: E402
+from data_prep.config import DedupConfig, PrepConfig, TokenizerConfig, rule_sets  # noqa: E402
 from data_prep.dedup.near import settings_of  # noqa: E402
 from data_prep.pieces import read_documents  # noqa: E402
 from data_prep.readers.documents import Remarks, read_piece  # noqa: E402
@@ -386,7 +386,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     web = [f"tokenizer={{file: {model}}}", "dedup.near_duplicates=true"]
     stages = _prepare(folder / "web", one, web)
     texts = [text for record in records if (text := normalise(record["text"]))]
-    web_filters = load(PrepConfig, filters.WEB).config.filters
+    [web_filters] = rule_sets(load(PrepConfig, filters.WEB).config.filters)
     seconds, _ = filters.measure(web_filters, texts)
     languages = minhash._load(arguments.corpus, 1e9)
     parts: dict[str, Any] = {

@@ -22,7 +22,7 @@ import numpy as np
 
 from data_prep import embedded
 from data_prep.clean.normalise import normalise
-from data_prep.config import FiltersConfig, PrepConfig
+from data_prep.config import FiltersConfig, PrepConfig, rule_sets
 from data_prep.filters.rules import Dropped, Filters
 from pipeline.config.load import load
 
@@ -58,13 +58,13 @@ def main(arguments: list[str]) -> None:
     """Measures the default set of web.yaml, and each of its groups alone."""
     overrides = [argument for argument in arguments if "=" in argument]
     path = next((argument for argument in arguments if "=" not in argument), None)
-    web = load(PrepConfig, WEB, overrides).config.filters
+    [web] = rule_sets(load(PrepConfig, WEB, overrides).config.filters)
     texts = [text for text in map(normalise, _texts(path)) if text]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     groups = {
         field.name: dataclasses.replace(FiltersConfig(), **{field.name: getattr(web, field.name)})
         for field in dataclasses.fields(web)
-        if getattr(web, field.name).enabled
+        if getattr(getattr(web, field.name), "enabled", False)
     }
     result: dict[str, object] = {
         "corpus": path or "embedded", "documents": len(texts), "mb": round(megabytes, 2),

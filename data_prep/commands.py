@@ -15,7 +15,10 @@ from pipeline.runtime.summary import Summary
 
 
 def _load(arguments: argparse.Namespace) -> PrepConfig:
-    return load(PrepConfig, arguments.config, arguments.overrides).config
+    from data_prep.own import located
+
+    config = load(PrepConfig, arguments.config, arguments.overrides).config
+    return located(config, Path(arguments.config).parent)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +81,32 @@ def dataset_status(folder: Path) -> tuple[Summary, dict[str, Any]] | None:
 
     seen = status_of_folder(folder)
     return (seen.summary(), asdict(seen)) if seen else None
+
+
+def _try_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--documents", type=int, default=2000, help="of all sources together (default 2000)")
+    add("--id", help="only this document: all that the rules measure of it")
+    add("--page", type=Path, metavar="FILE", help="page to write (default OUTPUT_DIR/try.html)")
+    add("--json", action="store_true", help="print JSON for programs")
+    cli.add_config_arguments(parser)
+
+
+def _try(arguments: argparse.Namespace) -> None:
+    from data_prep import trial
+
+    config = _load(arguments)
+    if arguments.documents < 1:
+        raise ConfigError(f"--documents {arguments.documents}: expected at least 1")
+    if arguments.id is not None:
+        print(trial.document_text(config, arguments.id))
+        return
+    result = trial.try_filters(config, arguments.documents)
+    page = arguments.page or Path(config.output_dir) / trial.PAGE_FILE
+    trial.write_page(config, result, page)
+    print(json.dumps(result, ensure_ascii=False) if arguments.json else trial.text_of(result))
+    if not arguments.json:
+        print(f"\n{page}")
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +201,14 @@ VERBS = (
         _plan_arguments,
         _plan,
         "plan configs/prep/web.yaml --cores 64",
+    ),
+    Verb(
+        "try",
+        "try the filters on a sample: what they reject and measure, with examples",
+        _try_arguments,
+        _try,
+        "try configs/prep/web.yaml --documents 2000\n"
+        "try configs/prep/web.yaml --id web/part-03.jsonl@81920",
     ),
     Verb(
         "status",

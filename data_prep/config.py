@@ -59,6 +59,17 @@ class SourceConfig:
         "what to do about files, folders and links in an input folder that cannot be read: stop, "
         "or leave them out, listed in the log and counted in the report",
     )
+    reader: str = param(
+        "",
+        "own reader, MODULE:FUNCTION beside the config or in sys.path: is given a file's path and "
+        "yields texts, or (id, text), or (id, text, metadata); then format, encoding and fields do not count",
+    )
+    filters: "FiltersConfig | tuple[FiltersConfig, ...] | None" = param(
+        None,
+        "rules for this source in place of the top level's: `{from: technical}` (presets: web, "
+        "technical, legal, verse), rules, or a list of such that apply in order; null: the top "
+        "level's",
+    )
 
     def __post_init__(self) -> None:
         if (self.kind == "files") != bool(self.inputs):
@@ -71,6 +82,11 @@ class SourceConfig:
             raise ConfigError(
                 f"source {self.name!r}: metadata = {list(self.metadata)}; expected different "
                 "names, none of them id, source, split or text, which every document has"
+            )
+        if self.reader and (self.kind != "files" or self.format != "auto"):
+            raise ConfigError(
+                f"source {self.name!r}: reader={self.reader!r} with kind={self.kind} and "
+                f"format={self.format}; an own reader takes files of any format: leave these out"
             )
 
 
@@ -161,6 +177,9 @@ class QualityConfig:
     max_ellipsis_ratio: float | None = _share(0.1, "ellipses a word")
     max_bullet_lines: float | None = _share(0.9, "lines that start with a bullet")
     max_ellipsis_lines: float | None = _share(0.3, "lines that end with an ellipsis")
+    min_lines: int | None = _count(
+        3, "shorter documents pass these two rules on lines; our own", "lines"
+    )
     min_alphabetic_words: float | None = _share(0.8, "words with a letter, not in Chinese")
     min_stop_words: int | None = _count(2, "different stop words in it")
 
@@ -174,6 +193,9 @@ class RepetitionConfig:
     max_duplicate_paragraphs: float | None = _share(0.30, "paragraphs equal to an earlier one")
     max_duplicate_line_chars: float | None = _share(0.20, "characters in duplicate lines")
     max_duplicate_paragraph_chars: float | None = _share(0.20, "characters in duplicate paragraphs")
+    max_duplicate_code_chars: float | None = _share(
+        0.8, "characters in duplicate lines, among those that `reads: prose` leaves out; our own"
+    )
     max_top_2gram: float | None = _share(0.20, "characters in the most frequent 2-gram")
     max_top_3gram: float | None = _share(0.18, "characters in the most frequent 3-gram")
     max_top_4gram: float | None = _share(0.16, "characters in the most frequent 4-gram")
@@ -231,16 +253,53 @@ class MaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LanguageConfig:
+    """Languages that a document may be written in, told apart by Lingua's models."""
+
+    enabled: bool = param(False, "apply this rule; needs the package lingua-language-detector")
+    languages: tuple[str, ...] = param(
+        ("zh", "en"), "ISO 639-1 codes, of which the document has to be in one"
+    )
+    min_confidence: float = param(
+        0.5, "Lingua's confidence in these languages together, out of all it knows", ge=0, le=1
+    )
+
+    def __post_init__(self) -> None:
+        if not self.languages:
+            raise ConfigError("filters.language.languages = []: expected codes such as zh, en")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FiltersConfig:
     """Rules that reject documents, and masking of personal data."""
 
+    reads: Literal["text", "prose"] = param(
+        "text",
+        "prose: code fences, tables and lines without a letter count neither as repetition nor as "
+        "bullets or short words (data_prep/filters/prose.py)",
+    )
     shape: ShapeConfig = section(ShapeConfig, "length and make-up")
     script: ScriptConfig = section(ScriptConfig, "scripts of the expected languages")
     quality: QualityConfig = section(QualityConfig, "Gopher's quality rules")
     repetition: RepetitionConfig = section(RepetitionConfig, "Gopher's repetition rules")
     c4: C4Config = section(C4Config, "C4's rules")
     bad_words: BadWordsConfig = section(BadWordsConfig, "words that reject a document")
+    language: LanguageConfig = section(LanguageConfig, "languages beyond scripts, by a library")
+    python: str = param(
+        "",
+        "own rule, MODULE:FUNCTION beside the config or in sys.path: is given a document with id, "
+        "source and text, and returns None or the reason to reject it",
+    )
     mask: MaskConfig = section(MaskConfig, "personal data")
+
+
+Filtering = FiltersConfig | tuple[FiltersConfig, ...]
+"""Rules, or several sets of them, each of which a document has to pass, in order."""
+
+
+def rule_sets(filters: Filtering) -> tuple[FiltersConfig, ...]:
+    """Return the sets of rules in the order in which they apply."""
+    return (filters,) if isinstance(filters, FiltersConfig) else filters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,7 +520,9 @@ class PrepConfig:
     )
     sources: tuple[SourceConfig, ...] = param(REQUIRED, "collections of text, at least one")
     clean: CleanConfig = section(CleanConfig, "normalisation, and limits on documents")
-    filters: FiltersConfig = section(FiltersConfig, "rules on documents, and masking; all off")
+    filters: Filtering = section(
+        FiltersConfig, "rules on documents, and masking, of sources without their own; all off"
+    )
     dedup: DedupConfig = section(DedupConfig, "removal of near duplicates, off")
     decontaminate: DecontaminateConfig = section(
         DecontaminateConfig, "removal of text of evaluation sets, off without sets"
@@ -473,3 +534,7 @@ class PrepConfig:
         names = [source.name for source in self.sources]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"sources = {names}: expected at least one, each with its own name")
+
+    def filters_of(self, source: SourceConfig) -> tuple[FiltersConfig, ...]:
+        """Return the sets of rules that the documents of a source have to pass, in order."""
+        return rule_sets(self.filters if source.filters is None else source.filters)

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_prep.clean.normalise import normalise
-from data_prep.config import CleanConfig, FiltersConfig
-from data_prep.filters.rules import Dropped, Filters, key_parts
+from data_prep.config import CleanConfig, Filtering, FiltersConfig, rule_sets
+from data_prep.filters.rules import Chain, Dropped, key_parts
 from data_prep.inputs import Piece
+from data_prep.own import digest
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
 from data_prep.readers.documents import Remarks, read_piece
 from data_prep.readers.items import Document, Rejected
@@ -49,21 +51,29 @@ class IngestJob:
 
     piece: Piece
     clean: CleanConfig
-    filters: FiltersConfig
+    filters: tuple[FiltersConfig, ...]
+    """Those of the piece's source."""
 
 
 def tasks(
-    pieces: Sequence[Piece], clean: CleanConfig, filters: FiltersConfig, folder: Path
+    pieces: Sequence[Piece], clean: CleanConfig, filters: Filtering, folder: Path
 ) -> list[Task[IngestJob]]:
-    """Make one task per piece."""
-    settings = [asdict(clean), *key_parts(filters)]
+    """Make one task per piece; `filters` are for the sources that have none of their own."""
     made = []
+    parts: dict[tuple[FiltersConfig, ...], list[Any]] = {}
     for i, piece in enumerate(pieces):
         described = asdict(piece)
         # They say how often text is used, and which files there are, not which text they hold.
         del described["source"]["weight"], described["source"]["on_unreadable"]
-        key = make_key(described, *settings)
-        made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, filters)))
+        del described["source"]["filters"], described["source"]["reader"]
+        if piece.source.reader:
+            key = f"source {piece.source.name!r}: reader"
+            described["source"]["reader"] = digest(piece.source.reader, key)
+        chosen = rule_sets(filters if piece.source.filters is None else piece.source.filters)
+        if chosen not in parts:  # reads the files of words and of own rules once
+            parts[chosen] = [part for rules in chosen for part in key_parts(rules)]
+        key = make_key(described, asdict(clean), *parts[chosen])
+        made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, chosen)))
     return made
 
 
@@ -96,9 +106,9 @@ def run(task: Task[IngestJob]) -> Result:
 
 def estimates(size: Size) -> dict[str, Estimate]:
     """Estimate the cost; filters take nearly as long as all the rest."""
-    filters = size.config.filters
     names = ("shape", "script", "quality", "repetition", "c4", "mask")
-    filtered = any(getattr(filters, name).enabled for name in names)
+    every = [rules for source in size.config.sources for rules in size.config.filters_of(source)]
+    filtered = any(getattr(rules, name).enabled for rules in every for name in names)
     cpu_s = size.text_bytes / 1e6 * (1 / 32 + (1 / 23 if filtered else 0))
     longest_mb = size.config.clean.max_document_mb if size.largest_bytes > 1e9 else 0
     memory = 150e6 + 25e6 * longest_mb
@@ -114,7 +124,7 @@ class _Results:
         self.scripts = Counter[str]()
         self._source = job.piece.source.name
         self._clean, self._min_chars = job.clean, job.clean.min_chars
-        self._filters = Filters(job.filters)
+        self._filters = Chain(job.filters, self._source)
         self._writer = writer
 
     def reject(self, stage: str, item: Rejected, num_bytes: int) -> None:
@@ -138,7 +148,7 @@ class _Results:
         num_bytes = len(encoded)
         self.counts["normalise"].give(num_bytes)
         self.counts["filter"].take(num_bytes)
-        outcome = self._filters.apply(text)
+        outcome = self._filters.apply(text, item)
         if isinstance(outcome, Dropped):
             rejected = Rejected(item.id, outcome.reason, raw, outcome.detail, item.metadata)
             self.reject("filter", rejected, num_bytes)

@@ -91,8 +91,8 @@ def format_of(path: str, source: SourceConfig) -> str | None:
 def find(source: SourceConfig) -> Listing:
     """List a source's files, sorted by name.
 
-    In folders, files are chosen by their names. A file given by its name or a glob is read as
-    `source.format`, whatever its name is, unless that is `auto`.
+    In folders, files are chosen by their names, unless the source has its own reader. A file given
+    by its name or a glob is read as `source.format`, whatever its name is, unless that is `auto`.
     """
     if source.kind == "embedded":
         pairs = embedded.find()
@@ -106,7 +106,8 @@ def find(source: SourceConfig) -> Listing:
         for path, name in matches:
             by_name = _format_by_name(str(path))
             wanted = by_name if source.format == "auto" else source.format
-            if wanted is not None and (by_name == wanted or not is_folder):
+            fits = wanted is not None and (by_name == wanted or not is_folder)
+            if fits or source.reader:
                 files.setdefault(str(path.resolve()), input_file(path, name))
             elif len(matches) == 1 and not is_folder:
                 raise DataError(f"source {source.name!r}: {path} is of an unknown kind; {_KINDS}")
@@ -161,6 +162,7 @@ def _split(source: SourceConfig, file: InputFile, piece_bytes: int) -> list[Inpu
     kind = format_of(file.path, source)
     splittable = (
         source.kind == "files"
+        and not source.reader
         and not file.path.lower().endswith(COMPRESSED_SUFFIXES)
         and (kind == "jsonl" or (kind == "txt" and source.txt_documents != "file"))
     )

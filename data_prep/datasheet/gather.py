@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.clean.normalise import normalise
-from data_prep.config import PrepConfig
+from data_prep.config import FiltersConfig, PrepConfig
 from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
 from data_prep.inputs import Piece
@@ -246,11 +246,7 @@ def collect(
         ingested: records of stage ingest, one per piece.
         rejected: source -> reason -> [documents, bytes] of ingestion and filters.
     """
-    masker = Masker(config.filters.mask) if config.filters.mask.enabled else None
-
-    def mask(text: str) -> str:
-        return masker(text)[0] if masker else text
-
+    maskers = {source.name: mask_of(config.filters_of(source)) for source in config.sources}
     samples: defaultdict[str, list[dict[str, str]]] = defaultdict(list)
     wanted = _wanted(rejected)
     num_read = Counter[str]()
@@ -260,11 +256,12 @@ def collect(
         if not here or num_read[source] == _MAX_PIECES:
             continue
         num_read[source] += 1
+        mask = maskers[source]
         for record in _records(path):
             reason = record["reason"]
             if reason not in wanted[source]:
                 continue
-            text = _beginning(record, reason in done.result["ingest"]["rejected"], mask)
+            text = beginning(record, reason in done.result["ingest"]["rejected"], mask)
             samples[reason].append({"source": source, "id": mask(record["id"]), "text": text})
             wanted[source][reason] -= 1
             wanted[source] += Counter()  # drops reasons that are complete
@@ -298,7 +295,19 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def _beginning(record: dict[str, Any], is_unread: bool, mask: Mask) -> str:
+def mask_of(sets: Sequence[FiltersConfig]) -> Mask:
+    """Return the function that masks personal data as the rules of a source say."""
+    maskers = [Masker(rules.mask) for rules in sets if rules.mask.enabled]
+
+    def mask(text: str) -> str:
+        for masker in maskers:
+            text = masker(text)[0]
+        return text
+
+    return mask
+
+
+def beginning(record: dict[str, Any], is_unread: bool, mask: Mask) -> str:
     """Return the beginning of a rejected document as a page may show it, without personal data.
 
     The raw text of one that `is_unread` may be a line of JSON.

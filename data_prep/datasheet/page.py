@@ -68,17 +68,6 @@ def render(report: dict[str, Any]) -> str:
     Raises:
         KeyError, jinja2.UndefinedError: the report is of another version.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if isinstance(value, str) else value,
-        extensions=["jinja2.ext.do"],
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["number_head"] = lambda name: f"#{name}"
-    environment.filters["labelled"] = _labelled
     given = report["sources"]
     names = sorted(given, key=lambda name: (-given[name]["tokens"], name))
     keys = ("documents", "text_bytes", "tokens", "characters")
@@ -97,15 +86,51 @@ def render(report: dict[str, Any]) -> str:
         "lengths": _lengths(report, names),
         "reasons": _reasons(report, names),
         "tree": tree(report.get("tokenizer_report") or {}),
+        "masked": _masked(report["settings"]),
         "settings": strict_yaml.dump(report["settings"]),
     }
 
     def by_source(*keys: str) -> dict[str, int]:
         return {name: functools.reduce(operator.getitem, keys, given[name]) for name in names}
 
+    return fill("page.html", {**context, "by_source": by_source})
+
+
+def fill(template: str, context: dict[str, Any]) -> str:
+    """Fill a page of this folder; `parts.html` has what pages are made of.
+
+    Raises:
+        jinja2.UndefinedError: the context lacks a name that the page uses.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if isinstance(value, str) else value,
+        extensions=["jinja2.ext.do"],
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number_head"] = lambda name: f"#{name}"
+    environment.filters["labelled"] = _labelled
     functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
-    functions |= {"by_source": by_source}
-    return environment.get_template("page.html").render(**context, **functions)
+    return environment.get_template(template).render(**functions, **context)
+
+
+def _masked(settings: dict[str, Any]) -> list[str]:
+    """Name the sources whose rules mask personal data."""
+
+    def masks(filters: Any) -> bool:
+        return any(
+            rules["mask"]["enabled"]
+            for rules in (filters if isinstance(filters, list) else [filters])
+        )
+
+    return [
+        source["name"]
+        for source in settings["sources"]
+        if masks(source.get("filters") or settings["filters"])
+    ]
 
 
 def _labelled(rows: Markup, heads: Sequence[str]) -> Markup:

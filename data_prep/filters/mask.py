@@ -6,9 +6,11 @@
 - Chinese identity numbers: 18 characters with a date of birth and the check character of
   GB 11643-1999 (ISO 7064 MOD 11-2).
 - Bank cards: 13 to 19 digits beginning with 2 to 6, also in groups of 4, with Luhn's check digit
-  (ISO/IEC 7812-1).
-- Public IPv4 addresses; private, loopback and documentation ranges identify no person. A version
-  number of four parts looks the same and is masked too.
+  (ISO/IEC 7812-1). Every tenth timestamp has such a digit by chance, so digits that are a time,
+  20240131123456 or 31012024123456 with or without fractions of a second, are not a card, nor are
+  groups that are all years. No network issues numbers that begin with 20.
+- Public IPv4 addresses; private, loopback and documentation ranges identify no person. Versions and
+  section numbers of four parts look the same; the text around them tells (`_is_version`).
 
 A number in a longer run of ASCII letters, digits or underscores, or behind a point, is not masked.
 """
@@ -39,6 +41,34 @@ _NUMBER = re.compile(
     r"(?:(?P=space)[0-9]{1,3})?)"
     r"|(?P<ip>[0-9]{0,2}(?:\.[0-9]{1,3}){3})"
     rf"){_LAST}"
+)
+_BEFORE, _AFTER = 40, 24  # characters around an address that tell what it is
+_SMALL = 40  # a section or version seldom has a larger part; a random address has all four in 0.06%
+_NETWORK = re.compile(
+    r"(?i)\b(?:ip|ipv4|addr(?:ess(?:es)?)?|hosts?|ping|dns|nameservers?|gateway|proxy|subnet|from|to|at"
+    r"|via|client|peer|listen|connect(?:ed)?|ssh|curl)\b|://|@|地址|服务器|网关|主机|代理|访问|来自"
+)
+_VERSION = re.compile(
+    r"(?i)(?<![a-z])(?:v|ver|version(?:s|ed)?|releases?|rev(?:ision)?|build|firmware|driver|"
+    r"upgrad\w*|downgrad\w*)(?![a-z])|版本|升级|固件"
+)
+# Words that tell only with small parts: `Updated at 93.184.216.34` is an address.
+_SECTION = re.compile(
+    r"(?i)\b(?:sections?|chapters?|clauses?|appendix|tables?|fig(?:ure)?s?|paragraphs?|see|refers?|"
+    r"according|described|defined|updat\w*|patch\w*)\b|[见第图表章节]|更新|补丁"
+)
+# Directly before: `lib-1.2.3.4`, `Chrome/1.2.3.4`, `>=1.2.3.4`, v1.2.3.4; not `ip=` and `<`.
+_VERSION_NEXT_TO = re.compile(
+    r"(?:\b(?!(?:ip|ipv4|host|addr|client|server|from|to)[-/])[A-Za-z][A-Za-z0-9+]*[-/]"
+    r"|(?:[<>=~!]=|~>|\^)\s?|[vV§])\Z"
+)
+# Directly behind: `1.2.3.4-beta`, `1.2.3.4.tar.gz`, 1.2.3.4 节, and `1.2.3.4版`.
+_VERSION_TAIL = re.compile(
+    r"(?:-[A-Za-z]|\.(?:tar|zip|t?gz|deb|rpm|whl|jar|exe|dll|so)\b|\s?[节章条款版])"
+)
+_HEADING = re.compile(r"\.?[ \t]+[^\W\d_]")
+_ADDRESS_TAIL = re.compile(
+    r":\d|/\d|[ \t]+[\w-]+(?:\.[\w-]+)+(?:[ \t]|$)|[ \t]+-[ \t]", re.MULTILINE
 )
 _ID_WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
 _ID_CHECKS = "10X98765432"
@@ -94,10 +124,57 @@ def _kind(match: re.Match[str]) -> Kind | None:
     if match["international"]:
         return "PHONE" if 8 <= sum(char.isdigit() for char in number) <= 15 else None
     if match["ip"]:
-        return "IP" if is_public_ipv4(number) else None
+        return "IP" if is_public_ipv4(number) and not _is_version(match) else None
     if len(number) == 18 and is_chinese_id(number):
         return "ID"
-    return "CARD" if is_bank_card(re.sub("[ -]", "", number)) else None
+    groups = re.split("[ -]", number)
+    digits = "".join(groups)
+    is_time = digits.startswith("20") or all(map(_is_year, groups)) or _is_time(digits)
+    return "CARD" if not is_time and is_bank_card(digits) else None
+
+
+def _is_year(digits: str) -> bool:
+    return len(digits) == 4 and 1900 <= int(digits) < 2100
+
+
+def _is_time(digits: str) -> bool:
+    """Tell whether 14 digits are a day, month, year, hour, minute and second; more are fractions.
+
+    Times that begin with the year begin with 20, or with 1 as no card does.
+    """
+    try:
+        day, month, year = int(digits[:2]), int(digits[2:4]), int(digits[4:8])
+        hour, minute, second = (int(digits[i : i + 2]) for i in (8, 10, 12))
+        datetime.datetime(year, month, day, hour, minute, second)
+    except ValueError:
+        return False
+    return 1970 <= year < 2100
+
+
+def _is_version(match: re.Match[str]) -> bool:
+    """Tell by the text around four numbers whether they are a version or a section, not an address.
+
+    What stands directly beside them decides, then the nearest word before them on the line; a
+    heading begins with its section. Without any hint, four small numbers are not an address.
+    """
+    text, start, end = match.string, match.start(), match.end()
+    before = text[max(0, start - _BEFORE) : start].rpartition("\n")[2]
+    after = text[end : end + _AFTER]
+    if _VERSION_NEXT_TO.search(before) or _VERSION_TAIL.match(after):
+        return True
+    if _ADDRESS_TAIL.match(after):
+        return False
+    parts = [int(part) for part in match[0].split(".")]
+    is_small = max(parts) < _SMALL
+    if is_small and not before.strip(" \t#*-") and _HEADING.match(after):
+        return True
+    hints = [*_VERSION.finditer(before), *(_SECTION.finditer(before) if is_small else ())]
+    if hints:
+        # "upgrade from 1.2.3.4 to 1.2.4.0": from and to are of the upgrade.
+        last = max(hint.end() for hint in hints)
+        words = {hint[0].lower() for hint in _NETWORK.finditer(before, last)}
+        return not words - {"from", "to", "at"}
+    return is_small and not _NETWORK.search(before) and len(set(parts)) > 1
 
 
 def is_chinese_id(number: str) -> bool:

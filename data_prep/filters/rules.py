@@ -5,10 +5,10 @@ Sources, with the papers' values as defaults in `data_prep.config`:
 - Gopher: Rae et al. 2021, "Scaling Language Models", arXiv 2112.11446, appendix A.1 ("Quality
   Filtering" and "Repetition Removal", table A1). Groups `quality` and `repetition`.
 - C4: Raffel et al. 2020, arXiv 1910.10683, section 2.2. Group `c4`; also the idea of `bad_words`.
-- Groups `shape` and `script` are our own. A language model such as fastText's lid.176 would tell
-  German from English, but add little else that matters here: Han and Latin letters tell Chinese
-  from English, kana count against `zh` and so show Japanese, and Gopher's English stop words reject
-  other languages in Latin letters. So no weights have to be downloaded.
+- Groups `shape` and `script` are our own. Han and Latin letters tell Chinese from English, kana
+  count against `zh` and so show Japanese, and Gopher's English stop words reject other languages in
+  Latin letters; who wants more has `language` (`data_prep.own`), for which a package is needed.
+- `reads: prose`, of the presets for technical and legal text: `data_prep.filters.prose`.
 
 Where the papers leave it open: a duplicate line, paragraph or n-gram is one that equals an earlier
 one of the document (as in the datatrove library); shares of lines are of lines that are not empty;
@@ -21,7 +21,7 @@ Chinese characters or kana. In a Chinese document
 - an n-gram has 2n characters, since a Chinese word has nearly two. Duplicate 5-grams of 5
   characters reject 4.2% of 4,935 real texts (translated articles, reviews, a wiki, Lu Xun), of 10
   characters 0.5%; of 5 words 1.6% of 1,144 English texts. Statutes differ, since they repeat their
-  wording: 98%, 70%, and 11% at 20 characters;
+  wording: 98%, 70%, and 11% at 20 characters, and have a preset, configs/filters/legal.yaml;
 - mean word length and alphabetic words mean nothing and are not looked at;
 - the stop words are ten frequent characters instead of eight English words;
 - bullets, ellipses and ends of sentences include the Chinese ones. Line and paragraph rules are
@@ -32,16 +32,20 @@ last. The first rule that fails is the reason.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep.config import C4Config, FiltersConfig
 from data_prep.filters.mask import Masker
+from data_prep.filters.prose import prose
 from data_prep.filters.units import DIGIT, HAN, KANA, LATIN, LETTER, SYMBOL, Measured, NGrams
+from data_prep.own import Languages, OwnDocument, OwnRule, digest
+from data_prep.readers.items import Document
 from pipeline.errors import ConfigError
 
 _STOP_WORDS = re.compile(r"\b(?:the|be|to|of|and|that|have|with)\b", re.IGNORECASE | re.ASCII)
@@ -55,6 +59,7 @@ _ELLIPSES = ("...", "…", "。。。")
 # C4's terminal punctuation and closing quotation mark, and the Chinese ones.
 _LINE_ENDS = (".", "!", "?", '"', "”", "。", "！", "？", "…", "」", "』")
 _JAVASCRIPT = "javascript"
+_FEW_LINES = 12  # of code repeat without being spam
 _PARAGRAPH = re.compile("\n\n+")
 _CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _LETTERS = "a-z0-9_\u00df-\u024f"
@@ -161,19 +166,60 @@ class WordFinder:
         return hits
 
 
-class Filters:
-    """Applies the rules that a config switches on."""
+_NO_ITEM = Document("", "")
+Check = tuple[str, float, float | None, bool]
+"""The rule, the measured value, its limit (None: off), and whether that is the lowest value that
+passes; else it is the highest."""
 
-    def __init__(self, config: FiltersConfig) -> None:
+
+class _Seen(NamedTuple):
+    """What the rules on lines and words see of a text: all of it, or its prose."""
+
+    text: str
+    lines: list[str]
+    measured: Measured
+    num_words: int
+    """Words of the whole text."""
+    line_share: float = 1.0
+    """Of the whole text's lines; shares of prose are multiplied by it."""
+    char_share: float = 1.0
+    """Of the whole text's characters other than spaces."""
+    code: Sequence[str] = ()
+    """Lines with letters that are not prose."""
+
+
+def _seen(text: str, reads: str) -> _Seen:
+    whole = Measured(text)
+    lines = _lines_of(text)
+    if reads == "text":
+        return _Seen(text, lines, whole, whole.num_units)
+    part, code = prose(text)
+    if part is text:
+        return _Seen(text, lines, whole, whole.num_units)
+    measured, kept = Measured(part), _lines_of(part)
+    shares = len(kept) / (len(lines) or 1), measured.num_chars / (whole.num_chars or 1)
+    return _Seen(part, kept, measured, whole.num_units, *shares, code)
+
+
+class Filters:
+    """Applies the rules that a config switches on. `key` names the config in messages."""
+
+    def __init__(self, config: FiltersConfig, key: str = "filters") -> None:
         self._config = config
         words = read_words(config.bad_words.file) if config.bad_words.enabled else []
         self._bad_words = WordFinder(words)
         self._masker = Masker(config.mask) if config.mask.enabled else None
+        self._own = OwnRule(config.python, f"{key}.python") if config.python else None
+        self._languages = Languages(config.language) if config.language.enabled else None
         groups = (config.shape, config.script, config.quality, config.repetition)
         self._measures = any(group.enabled for group in groups)
 
-    def apply(self, text: str) -> Kept | Dropped:
-        """Decide about one normalised document."""
+    def apply(self, text: str, item: Document = _NO_ITEM, source: str = "") -> Kept | Dropped:
+        """Decide about one normalised document; only an own rule looks at its id, source and so on.
+
+        Raises:
+            DataError: an own rule raised, or returned neither None nor a reason.
+        """
         config = self._config
         lower = text.lower() if config.c4.enabled or config.bad_words.enabled else ""
         if config.c4.enabled:
@@ -186,131 +232,196 @@ class Filters:
                 text, lower = shortened, shortened.lower()
             if not text:
                 return Dropped("c4: no line left")
-        if dropped := self._length(text):
-            return dropped
-        for dropped in self._failures(text):
-            return dropped
+        for reason, value, limit, is_lowest in self._checks(text):
+            if limit is not None and (value < limit if is_lowest else value > limit):
+                return Dropped(
+                    reason, f"{_shown(value, limit)} {'<' if is_lowest else '>'} {limit}"
+                )
         if config.bad_words.enabled:
             hits, least = self._bad_words.count(lower), config.bad_words.min_hits
             if hits >= least:
                 return Dropped("bad words", f"{hits} >= {least}")
+        if self._own:
+            own = self._own(OwnDocument(item.id, source, text, item.metadata))
+            if own:
+                return Dropped(own)
         if self._masker is None:
             return Kept(text)
         return Kept(*self._masker(text))
 
-    def _length(self, text: str) -> Dropped | None:
-        shape, c4 = self._config.shape, self._config.c4
-        if shape.enabled:
-            dropped = _below("shape: too short", len(text), shape.min_chars)
-            dropped = dropped or _above("shape: too long", len(text), shape.max_chars)
-            if dropped:
-                return dropped
-        if c4.enabled and c4.min_sentences:
-            return _below("c4: few sentences", len(_SENTENCE_END.findall(text)), c4.min_sentences)
-        return None
-
-    def _failures(self, text: str) -> Iterator[Dropped]:
-        """Yield the rules that fail, cheap ones first."""
-        if not self._measures:
-            return
+    def measure(self, text: str) -> list[Check]:
+        """Measure a normalised document by all rules that have a limit, whichever fails first."""
         config = self._config
-        measured = Measured(text)
-        checks = [*self._shape(measured), *self._script(measured)]
-        yield from filter(None, checks)
-        lines = _lines_of(text)
-        if config.quality.enabled:
-            yield from filter(None, self._quality(text, lines, measured))
-        if config.repetition.enabled:
-            yield from filter(None, self._repeated_lines(text, lines))
-            yield from filter(None, self._repeated_ngrams(measured))
+        checks: list[Check] = []
+        lower = text.lower()
+        if config.c4.enabled:
+            if config.c4.curly_bracket:
+                checks.append(("c4: curly bracket", float(text.count("{")), 0.0, False))
+            if config.c4.lorem_ipsum:
+                checks.append(("c4: lorem ipsum", float(lower.count("lorem ipsum")), 0.0, False))
+            text = _without_lines(config.c4, text, lower)
+        checks += [check for check in self._checks(text, every=True) if check[2] is not None]
+        if config.bad_words.enabled:
+            most = config.bad_words.min_hits - 1
+            checks.append(("bad words", self._bad_words.count(text.lower()), most, False))
+        return checks
 
-    def _shape(self, measured: Measured) -> Iterator[Dropped | None]:
-        shape, counts = self._config.shape, measured.kind_counts
+    def _checks(self, text: str, *, every: bool = False) -> Iterator[Check]:
+        """Yield what the rules measure, cheap ones first.
+
+        Unless `every` value is wanted, those that are known to be within their limits are left out.
+        """
+        config = self._config
+        shape, c4 = config.shape, config.c4
         if shape.enabled:
-            total = measured.num_chars or 1
-            yield _above("shape: digits", counts[DIGIT] / total, shape.max_digit_share)
-            yield _above("shape: symbols", counts[SYMBOL] / total, shape.max_symbol_share)
+            yield "shape: too short", len(text), shape.min_chars, True
+            yield "shape: too long", len(text), shape.max_chars, False
+        if c4.enabled and c4.min_sentences:
+            yield "c4: few sentences", len(_SENTENCE_END.findall(text)), c4.min_sentences, True
+        if self._measures:
+            seen = _seen(text, config.reads)
+            yield from self._make_up(seen)
+            if config.quality.enabled:
+                yield from self._quality(text, seen, every=every)
+            if config.repetition.enabled:
+                yield from self._repeated_lines(seen, every=every)
+                yield from self._repeated_ngrams(seen, every=every)
+        if self._languages:
+            least = config.language.min_confidence
+            yield "language: low confidence", self._languages(text), least, True
 
-    def _script(self, measured: Measured) -> Iterator[Dropped | None]:
-        script, counts = self._config.script, measured.kind_counts
+    def _make_up(self, seen: _Seen) -> Iterator[Check]:
+        shape, script, counts = self._config.shape, self._config.script, seen.measured.kind_counts
+        if shape.enabled:
+            total, weight = seen.measured.num_chars or 1, seen.char_share
+            yield "shape: digits", counts[DIGIT] / total * weight, shape.max_digit_share, False
+            yield "shape: symbols", counts[SYMBOL] / total * weight, shape.max_symbol_share, False
         if script.enabled:
             letters = counts[LATIN] + counts[LETTER] + counts[KANA] + counts[HAN]
             kinds = {"zh": HAN, "en": LATIN}
             expected = sum(counts[kinds[language]] for language in set(script.languages))
-            yield _below(
-                "script: few expected letters", expected / (letters or 1), script.min_share
-            )
+            share = expected / (letters or 1)
+            yield "script: few expected letters", share, script.min_share, True
 
-    def _quality(self, text: str, lines: list[str], measured: Measured) -> Iterator[Dropped | None]:
-        rules, words = self._config.quality, measured.num_units
-        yield _below("quality: few words", words, rules.min_words)
-        yield _above("quality: many words", words, rules.max_words)
-        hashes = text.count("#") if rules.max_hash_ratio is not None else 0
-        yield _above("quality: hash signs", hashes / (words or 1), rules.max_hash_ratio)
+    def _quality(self, text: str, seen: _Seen, *, every: bool) -> Iterator[Check]:
+        rules, words, lines = self._config.quality, seen.num_words, seen.lines
+        yield "quality: few words", words, rules.min_words, True
+        yield "quality: many words", words, rules.max_words, False
+        hashes = seen.text.count("#") if rules.max_hash_ratio is not None else 0
+        yield "quality: hash signs", hashes / (words or 1), rules.max_hash_ratio, False
         most = text.count("...") + text.count("…") + text.count("。。。")
         limit = rules.max_ellipsis_ratio
-        if limit is not None and most / (words or 1) > limit:
+        if limit is not None and (every or most / (words or 1) > limit):
             ellipses = len(_ELLIPSIS.findall(text))
-            yield _above("quality: ellipses", ellipses / (words or 1), limit)
+            yield "quality: ellipses", ellipses / (words or 1), limit, False
+        if len(lines) < (rules.min_lines or 0):
+            lines = []  # one line that begins with a dash is not a list of one
         if rules.max_bullet_lines is not None:
             share = sum(map(_BULLETS.__contains__, map(itemgetter(0), lines))) / (len(lines) or 1)
-            yield _above("quality: bullet lines", share, rules.max_bullet_lines)
-        if most and rules.max_ellipsis_lines is not None:
+            share *= seen.line_share
+            yield "quality: bullet lines", share, rules.max_bullet_lines, False
+        if (most or every) and rules.max_ellipsis_lines is not None:
             share = sum(line.endswith(_ELLIPSES) for line in lines) / (len(lines) or 1)
-            yield _above("quality: ellipsis lines", share, rules.max_ellipsis_lines)
-        if not measured.is_cjk:
-            yield from self._word_make_up(measured)
+            share *= seen.line_share
+            yield "quality: ellipsis lines", share, rules.max_ellipsis_lines, False
+        if not seen.measured.is_cjk:
+            yield from self._word_make_up(seen)
         least = rules.min_stop_words
         if least:
-            number = _num_stop_words(text, least, chinese=measured.is_cjk)
-            yield _below("quality: few stop words", number, least)
+            enough = 99 if every else least
+            number = _num_stop_words(text, enough, chinese=seen.measured.is_cjk)
+            yield "quality: few stop words", number, least, True
 
-    def _word_make_up(self, measured: Measured) -> Iterator[Dropped | None]:
-        rules = self._config.quality
-        words = (measured.num_units - measured.num_cjk) or 1
+    def _word_make_up(self, seen: _Seen) -> Iterator[Check]:
+        rules, measured = self._config.quality, seen.measured
+        words = measured.num_units - measured.num_cjk
+        if not words and seen.char_share < 1:
+            return  # a text without prose
+        words = words or 1
         mean = (measured.num_chars - measured.num_cjk) / words
-        yield _below("quality: short words", mean, rules.min_mean_word_length)
-        yield _above("quality: long words", mean, rules.max_mean_word_length)
+        yield "quality: short words", mean, rules.min_mean_word_length, True
+        yield "quality: long words", mean, rules.max_mean_word_length, False
         if rules.min_alphabetic_words is not None:
             share = measured.num_alphabetic() / words
-            yield _below("quality: few alphabetic words", share, rules.min_alphabetic_words)
+            yield "quality: few alphabetic words", share, rules.min_alphabetic_words, True
 
-    def _repeated_lines(self, text: str, lines: list[str]) -> Iterator[Dropped | None]:
+    def _repeated_lines(self, seen: _Seen, *, every: bool) -> Iterator[Check]:
         rules = self._config.repetition
-        share, chars = _duplicates(lines)
-        if share == 0:
+        if len(seen.code) >= _FEW_LINES:
+            _, chars = _duplicates(seen.code)
+            limit = rules.max_duplicate_code_chars
+            yield "repetition: duplicate code characters", chars, limit, False
+        share, chars = _duplicates(seen.lines)
+        if share == 0 and not every:
             return  # without a repeated line, paragraphs cannot repeat either
-        yield _above("repetition: duplicate lines", share, rules.max_duplicate_lines)
-        yield _above("repetition: duplicate line characters", chars, rules.max_duplicate_line_chars)
-        paragraphs = map(str.strip, _PARAGRAPH.split(text))
+        by_line, by_char = seen.line_share, seen.char_share
+        yield "repetition: duplicate lines", share * by_line, rules.max_duplicate_lines, False
+        limit = rules.max_duplicate_line_chars
+        yield "repetition: duplicate line characters", chars * by_char, limit, False
+        paragraphs = map(str.strip, _PARAGRAPH.split(seen.text))
         share, chars = _duplicates(list(filter(None, paragraphs)))
-        yield _above("repetition: duplicate paragraphs", share, rules.max_duplicate_paragraphs)
+        limit = rules.max_duplicate_paragraphs
+        yield "repetition: duplicate paragraphs", share * by_line, limit, False
         limit = rules.max_duplicate_paragraph_chars
-        yield _above("repetition: duplicate paragraph characters", chars, limit)
+        yield "repetition: duplicate paragraph characters", chars * by_char, limit, False
 
-    def _repeated_ngrams(self, measured: Measured) -> Iterator[Dropped | None]:
-        rules = self._config.repetition
+    def _repeated_ngrams(self, seen: _Seen, *, every: bool) -> Iterator[Check]:
+        rules, measured, weight = self._config.repetition, seen.measured, seen.char_share
         tops = _limits({n: getattr(rules, f"max_top_{n}gram") for n in range(2, 5)})
         duplicates = _limits({n: getattr(rules, f"max_duplicate_{n}gram") for n in range(5, 11)})
         if not measured.num_units or not (tops or duplicates):
             return
         ngrams = NGrams(measured, rules.chinese_chars_per_word if measured.is_cjk else 1)
         # Two 2-grams cover a 3-gram or 4-gram, and are at least as frequent.
-        if tops and 2 * ngrams.top_bound(2) > min(tops.values()):
+        if tops and (every or 2 * weight * ngrams.top_bound(2) > min(tops.values())):
             for n, limit in tops.items():
-                if ngrams.top_bound(n) > limit:
-                    yield _above(f"repetition: top {n}-gram", ngrams.top(n), limit)
-        if duplicates and (excess := ngrams.duplicates(duplicates)):
-            n, share = excess
-            yield _above(f"repetition: duplicate {n}-grams", share, duplicates[n])
+                if every or weight * ngrams.top_bound(n) > limit:
+                    yield f"repetition: top {n}-gram", weight * ngrams.top(n), limit, False
+        if every:
+            for n, limit in duplicates.items():
+                excess = ngrams.duplicates({n: -1.0})
+                share = weight * excess[1] if excess else 0.0
+                yield f"repetition: duplicate {n}-grams", share, limit, False
+        elif duplicates and weight:
+            scaled = {n: limit / weight for n, limit in duplicates.items()}
+            if excess := ngrams.duplicates(scaled):
+                n, share = excess
+                yield f"repetition: duplicate {n}-grams", weight * share, duplicates[n], False
+
+
+class Chain:
+    """Applies the sets of rules of one source, in order."""
+
+    def __init__(self, sets: Sequence[FiltersConfig], source: str) -> None:
+        self.source = source
+        keys = ["filters"] if len(sets) == 1 else [f"filters.{i}" for i in range(len(sets))]
+        self.sets = [
+            Filters(rules, f"source {source!r}: {key}")
+            for rules, key in zip(sets, keys, strict=True)
+        ]
+
+    def apply(self, text: str, item: Document) -> Kept | Dropped:
+        """Decide about the normalised text of a document; see `Filters.apply`."""
+        masked = Counter[str]()
+        for rules in self.sets:
+            outcome = rules.apply(text, item, self.source)
+            if isinstance(outcome, Dropped):
+                return outcome
+            text = outcome.text
+            masked.update(outcome.masked)
+        return Kept(text, dict(masked))
 
 
 def key_parts(config: FiltersConfig) -> list[Any]:
-    """Return plain values on which the results depend: the config, and the list of bad words."""
-    if not config.bad_words.enabled:
-        return [asdict(config)]
-    words = "\n".join(read_words(config.bad_words.file))
-    return [asdict(config), sha256(words.encode()).hexdigest()]
+    """Return plain values on which the results depend: the config, and the files that it names."""
+    parts: list[Any] = [asdict(config)]
+    if config.bad_words.enabled:
+        words = "\n".join(read_words(config.bad_words.file))
+        parts.append(sha256(words.encode()).hexdigest())
+    if config.python:
+        del parts[0]["python"]
+        parts.append(digest(config.python, "filters.python"))
+    return parts
 
 
 def _limits(values: dict[int, float | None]) -> dict[int, float]:
@@ -327,18 +438,6 @@ def _num_stop_words(text: str, enough: int, *, chinese: bool) -> int:
         if len(words) >= enough:
             break
     return len(words)
-
-
-def _below(reason: str, value: float, limit: float | None) -> Dropped | None:
-    if limit is None or value >= limit:
-        return None
-    return Dropped(reason, f"{_shown(value, limit)} < {limit}")
-
-
-def _above(reason: str, value: float, limit: float | None) -> Dropped | None:
-    if limit is None or value <= limit:
-        return None
-    return Dropped(reason, f"{_shown(value, limit)} > {limit}")
 
 
 def _shown(value: float, limit: float) -> str:

@@ -8,8 +8,16 @@ from pathlib import Path
 from data_prep import embedded
 from data_prep.config import CleanConfig, SourceConfig
 from data_prep.inputs import InputFile, Piece, format_of, refuse_changed
+from data_prep.own import load_function, raised, source_of
 from data_prep.readers import records, text, wiki
-from data_prep.readers.items import MOST_BYTES, BrokenFileError, Document, Place, Rejected
+from data_prep.readers.items import (
+    MOST_BYTES,
+    BrokenFileError,
+    Document,
+    Place,
+    Rejected,
+    storable,
+)
 from pipeline.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -118,6 +126,9 @@ def read_file(
 def _items(
     file: InputFile, source: SourceConfig, max_bytes: int, encoding: text.Encoding, place: Place
 ) -> Iterator[Document | Rejected]:
+    if source.reader:
+        yield from _own(file, source, max_bytes, place)
+        return
     kind = format_of(file.path, source)
     fields = records.Fields(source.text_field, source.id_field, source.metadata)
     if kind == "parquet":
@@ -151,3 +162,31 @@ def _items(
         else:
             span = (file.start, file.end)
             yield from text.paragraphs(lines, place, encoding, max_bytes, span)
+
+
+def _own(
+    file: InputFile, source: SourceConfig, max_bytes: int, place: Place
+) -> Iterator[Document | Rejected]:
+    """Yield the documents of a user's reader; those without an id are numbered."""
+    key = f"source {source.name!r}: reader"
+    function = load_function(source.reader, key)
+    number = 0
+    try:
+        for number, item in enumerate(function(file.path)):
+            parts = item if isinstance(item, tuple) else (None, item)
+            given, document, metadata = (*parts, {}) if len(parts) == 2 else parts
+            if not isinstance(document, str):
+                raise TypeError(
+                    f"yielded {item!r:.80}; expected text, or id and text, or id, text and metadata"
+                )
+            if len(document) > max_bytes:
+                raise place.too_long(f"document {number}", max_bytes)
+            named = records.Fields(metadata=source.metadata).metadata_of(metadata)
+            yield Document(place.own(given, number), storable(document), named)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{key} = {source.reader!r} failed behind document {number} of {file.path}: "
+            f"{raised(error, source_of(source.reader, key).file)}; correct the reader"
+        ) from error

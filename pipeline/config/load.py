@@ -163,7 +163,7 @@ def _expand(
     Shipped configs have a folder for each section that has such, `model`.
     """
     if isinstance(node.value, list):
-        items = [_expand(item, path, parents, (), mistakes) for item in node.value]
+        items = [_expand(item, path, parents, kinds[:1], mistakes) for item in node.value]
         return Node(items, node.origin)
     if not isinstance(node.value, dict):
         return node

@@ -22,9 +22,9 @@ def find(text: str, kinds: Sequence[str], beside: Path = Path()) -> Path:
         ConfigError: there is neither such a file nor such a name.
     """
     path = beside / text
-    if path.is_file() or "/" in text or path.suffix in (".yaml", ".yml") or not kinds:
-        return path
     shipped = {file.stem: file for kind in reversed(kinds) for file in _files(kind)}
+    if path.is_file() or "/" in text or path.suffix in (".yaml", ".yml") or not shipped:
+        return path
     if text in shipped:
         return shipped[text]
     near = get_close_matches(text, shipped, n=1)

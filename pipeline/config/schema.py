@@ -129,7 +129,8 @@ def _near(cls: type, key: str) -> list[str]:
     """Find the key of a section of this one, or the nearest key, that an unknown one may mean."""
     elsewhere = [
         f"{name}.{key}"
-        for name, hint in typing.get_type_hints(cls).items()
+        for name, hints in typing.get_type_hints(cls).items()
+        for hint in (hints, *typing.get_args(hints))
         if dataclasses.is_dataclass(hint) and key in {f.name for f in dataclasses.fields(hint)}
     ]
     names = [field.name for field in dataclasses.fields(cls)]
@@ -167,7 +168,7 @@ def _coerce(hint: Any, node: Node, path: str, mistakes: list[str]) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), node, path, mistakes)
     if origin in (Union, types.UnionType):
-        if value is None:
+        if value is None and type(None) in args:
             return None
         inner = [arg for arg in args if arg is not type(None)]
         # Of a word or a list (`auto` or [a, b]), the value says which is meant.

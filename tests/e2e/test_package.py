@@ -72,7 +72,13 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
         [metadata] = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     shipped = {f"postnorm/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert shipped <= names
-    assert {"postnorm/py.typed", "pipeline/py.typed", "data_prep/datasheet/page.html"} <= names
+    assert {
+        "postnorm/py.typed",
+        "pipeline/py.typed",
+        "data_prep/datasheet/page.html",
+        "data_prep/datasheet/frame.html",
+        "postnorm/configs/filters/web.yaml",
+    } <= names
     assert not {name for name in names if name.startswith(("tests", "benchmarks", "studies"))}
     assert "License-Expression: Apache-2.0" in metadata
     base = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]

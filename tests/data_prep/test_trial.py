@@ -1,0 +1,158 @@
+"""`prep try`: the sample, what it counts and measures against plain Python, its page and text."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep import corpus, ingest, trial
+from data_prep.__main__ import main
+from data_prep.clean.normalise import normalise
+from data_prep.config import PrepConfig
+from data_prep.filters.rules import Filters
+from data_prep.readers.items import Document
+from pipeline.config.load import load
+from pipeline.errors import DataError
+
+GOOD = "The miller and his wife went to the market of the town with grain that they had, day {}."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("try")
+    texts = {
+        "pages": [*(GOOD.format(i) for i in range(60)), *(f"word {i}" for i in range(30))],
+        "songs": ["la la la and to the of " * 9, *(GOOD.format(-i) for i in range(9))],
+    }
+    for name, of in texts.items():
+        lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(of)]
+        lines += ["no JSON"] if name == "pages" else []
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "own_try.py").write_text(
+        "def day_seven(document):\n    return 'a <b>' if 'day 7.' in document.text else None\n"
+    )
+    (folder / "prep.yaml").write_text(f"""
+output_dir: {folder}/data
+sources:
+  - {{name: pages, inputs: [{folder}/pages.jsonl], filters: [
+      {{quality: {{enabled: true, min_words: 10}}}}, {{python: "{folder}/own_try.py:day_seven"}}]}}
+  - {{name: songs, inputs: [{folder}/songs.jsonl], filters: {{from: verse}}}}
+""")
+    return folder
+
+
+def read(folder: Path, *overrides: str) -> PrepConfig:
+    return load(PrepConfig, folder / "prep.yaml", overrides).config
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> dict[str, Any]:
+    return trial.try_filters(read(folder), 400)
+
+
+def test_counts_are_those_of_a_run(folder: Path, result: dict[str, Any]) -> None:
+    """With samples of whole sources, each reason has as many documents as stage ingest counts."""
+    config = read(folder)
+    tasks = ingest.tasks(corpus.find(config).pieces, config.clean, config.filters, folder / "out")
+    (folder / "out").mkdir()
+    for task, source in zip(tasks, ("pages", "songs"), strict=True):
+        ran, tried = ingest.run(task)[0], result["sources"][source]
+        rejected = {
+            reason: documents
+            for stage in ("ingest", "normalise", "filter")
+            for reason, (documents, _) in ran[stage]["rejected"].items()
+        }
+        assert tried["rejected"] == rejected
+        assert tried["kept"] == ran["filter"]["documents_out"]
+        assert tried["documents"] == ran["ingest"]["documents_in"]
+    assert result["sources"]["pages"]["rejected"]["quality: few words"] == 30
+    assert result["sources"]["pages"]["rejected"]["day_seven: a <b>"] == 1
+
+
+def test_distributions_are_those_of_the_documents(folder: Path, result: dict[str, Any]) -> None:
+    words = [len(GOOD.split())] * 60 + [2] * 30
+    of = result["sources"]["pages"]["rules"]["quality: few words"]
+    assert (of["limit"], of["is_lowest"], of["beyond"]) == (10, True, 30)
+    assert list(of["quantiles"].values()) == np.quantile(words, (0.05, 0.5, 0.95)).tolist()
+    largest, is_logarithmic = result["scales"]["quality: few words"]
+    assert not is_logarithmic
+    songs = [7 * 9, *[len(GOOD.split())] * 9]
+    assert largest == pytest.approx(np.quantile(words + songs, 0.995))
+    expected = np.zeros(trial.BINS, dtype=int)
+    np.add.at(expected, [min(39, int(word / largest * 40)) for word in words], 1)
+    assert of["histogram"] == expected.tolist()
+    top = result["sources"]["songs"]["rules"]["repetition: top 2-gram"]
+    assert (top["beyond"], top["limit"], sum(top["histogram"])) == (0, 0.65, 10)
+
+
+def test_the_sample_is_a_fixed_part_of_each_source(folder: Path) -> None:
+    config = read(folder)
+    drawn = trial.sample(config, config.sources[0], 20)
+    again = trial.sample(config, config.sources[0], 20)
+    assert [item.id for item in drawn] == [item.id for item in again]
+    assert len(drawn) == 20
+    numbers = [int(item.id.partition("/")[2]) for item in drawn if isinstance(item, Document)]
+    assert numbers == sorted(numbers)
+    assert max(numbers) > 45, "not only the beginning"
+
+
+def test_examples_and_page(folder: Path, result: dict[str, Any]) -> None:
+    assert len(result["examples"]["quality: few words"]) == trial.EXAMPLES == 10
+    [own] = result["examples"]["day_seven: a <b>"]
+    assert own == {"source": "pages", "id": "pages/7", "text": GOOD.format(7), "detail": ""}
+    page = folder / "pages" / "try.html"
+    trial.write_page(read(folder), result, page)
+    root = ET.fromstring(page.read_text(encoding="utf-8"))
+    texts = " ".join(root.itertext())
+    assert "day_seven: a <b>" in texts
+    assert GOOD.format(7) in texts
+    limits = [path for path in root.iter("path") if path.get("class") == "limit"]
+    rules = [rule for of in result["sources"].values() for rule in of["rules"]]
+    assert len(limits) == len(rules) > 10
+    at = float((limits[0].get("d") or "").removeprefix("M").split()[0])
+    assert at == pytest.approx(
+        40 * trial.place(10, result["scales"]["quality: few words"]), abs=0.01
+    )
+    text = trial.text_of(result)
+    assert (
+        "quality: few words  33.0%" in " ".join(text.split("\n")[1].split("  ", 1))
+        or "33.0%" in text
+    )
+    assert all(rule in text for rule in rules)
+
+
+def test_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["data_prep", "try", str(folder / "prep.yaml"), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    code, out = run("--documents", "40")
+    assert code == 0
+    assert out.endswith(f"{folder}/data/try.html\n")
+    assert (folder / "data" / "try.html").is_file()
+    assert json.loads(run("--documents", "40", "--json")[1])["sources"]["songs"]["documents"] == 10
+    code, out = run("--id", "pages/7")
+    assert code == 0
+    assert out.startswith("pages/7: rejected: day_seven: a <b>\n")
+    text = normalise(GOOD.format(7))
+    config = read(folder).filters_of(read(folder).sources[0])[0]
+    for rule, value, limit, _ in Filters(config).measure(text):
+        assert any(rule in line and f"{value:.4g}" in line for line in out.split("\n")), rule
+        assert limit is not None
+    assert run("--id", "pages/none")[0] == 2
+    assert run("--documents", "0")[0] == 2
+
+
+def test_an_own_rule_that_raises_is_named(folder: Path) -> None:
+    (folder / "own_bad.py").write_text("def bad(document):\n    return 1 / 0\n")
+    config = read(folder, f"sources.1.filters=[{{python: '{folder}/own_bad.py:bad'}}]")
+    said = (
+        r"source 'songs': filters\.python = .* raised ZeroDivisionError: .* line 2, for .* songs/"
+    )
+    with pytest.raises(DataError, match=said):
+        trial.try_filters(config, 10)
