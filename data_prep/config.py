@@ -62,7 +62,8 @@ class SourceConfig:
     reader: str = param(
         "",
         "own reader, MODULE:FUNCTION beside the config or in sys.path: is given a file's path and "
-        "yields texts, or (id, text), or (id, text, metadata); then format, encoding and fields do not count",
+        "yields texts, or (id, text), or (id, text, metadata); format, encoding and fields do not "
+        "count then",
     )
     filters: "FiltersConfig | tuple[FiltersConfig, ...] | None" = param(
         None,
