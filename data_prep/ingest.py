@@ -2,7 +2,8 @@
 
 Writes the files of `data_prep.pieces`. A task's result holds counts by stage, `notes`, counts of
 what is worth knowing but not rejected (masked personal data, repeated ids within the piece, files
-read as GB18030), and `scripts`, the accepted documents by the script that they are written in.
+read as GB18030), `scripts`, the accepted documents by the script that they are written in, and
+`metadata`, their values in the fields that the source names.
 """
 
 import logging
@@ -18,6 +19,7 @@ from data_prep.clean.normalise import normalise
 from data_prep.config import CleanConfig, Filtering, FiltersConfig, rule_sets
 from data_prep.filters.rules import Chain, Dropped, key_parts
 from data_prep.inputs import Piece
+from data_prep.metadata import FieldCounts, count
 from data_prep.own import digest
 from data_prep.pieces import PieceWriter, id_hash, piece_paths, piece_writer
 from data_prep.readers.documents import Remarks, read_piece
@@ -101,7 +103,9 @@ def run(task: Task[IngestJob]) -> Result:
     }
     stages = {name: counts.to_json() for name, counts in results.counts.items()}
     scripts = dict(sorted(results.scripts.items()))
-    return {**stages, "notes": notes, "scripts": scripts}, piece_paths(task)
+    metadata = {name: asdict(counts) for name, counts in results.metadata.items()}
+    result = {**stages, "notes": notes, "scripts": scripts, "metadata": metadata}
+    return result, piece_paths(task)
 
 
 def estimates(size: Size) -> dict[str, Estimate]:
@@ -122,6 +126,7 @@ class _Results:
         self.counts = {name: Counts() for name in INGEST_STAGES}
         self.masked = Counter[str]()
         self.scripts = Counter[str]()
+        self.metadata: dict[str, FieldCounts] = {}
         self._source = job.piece.source.name
         self._clean, self._min_chars = job.clean, job.clean.min_chars
         self._filters = Chain(job.filters, self._source)
@@ -158,6 +163,7 @@ class _Results:
             encoded = outcome.text.encode()
         self.counts["filter"].give(len(encoded))
         self.scripts[script_of(encoded)] += 1
+        count(self.metadata, item.metadata)
         self._writer.take(item.id, self._source, outcome.text, item.metadata)
 
 

@@ -25,6 +25,7 @@ from data_prep.config import FiltersConfig, PrepConfig
 from data_prep.corpus import Progress
 from data_prep.filters.mask import Masker
 from data_prep.inputs import Piece
+from data_prep.metadata import merged, shown
 from data_prep.pieces import read_lines
 from data_prep.readers.items import storable
 from data_prep.stage import INGEST_STAGES, REPEATED_IDS, Counts, Done
@@ -137,12 +138,14 @@ class _SourceReport:
         """Length in bytes -> number of documents."""
         self.totals = {split: Counter[str]() for split in SPLITS}
         self._pieces: list[Piece] = []
+        self._metadata: list[dict[str, Any]] = []
         self._scripts, self._notes = Counter[str](), Counter[str]()
 
     def add_piece(self, piece: Piece, records: Mapping[str, Done]) -> None:
         """Add the records of a piece by stage."""
         self._pieces.append(piece)
         self._scripts.update(records["ingest"].result["scripts"])
+        self._metadata.append(records["ingest"].result["metadata"])
         self._notes.update(records["ingest"].result["notes"])
         for stage, record in records.items():
             for name in _PIECE_STAGES[stage]:
@@ -161,6 +164,10 @@ class _SourceReport:
             "file_bytes": sum(file.range_bytes for file in files),
             "stages": {name: counts.to_json() for name, counts in self.stages.items()},
             "scripts": dict(sorted(self._scripts.items())),
+            "metadata": {
+                name: {"documents": counts.documents, "values": shown(counts)}
+                for name, counts in merged(self._metadata).items()
+            },
             "notes": {name: count for name, count in self._notes.items() if count},
             "lengths": distribution(self.lengths),
             **{name: whole[name] for name in _TOTALS},

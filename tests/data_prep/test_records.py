@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from backports import zstd
 from data_prep.config import CleanConfig, PrepConfig, SourceConfig
 from data_prep.export import export
 from data_prep.inputs import Piece, find
+from data_prep.metadata import FieldCounts, count, merged, shown
 from data_prep.readers import records
 from data_prep.readers.documents import Remarks, encoding_of, read_file, read_piece
 from data_prep.readers.items import Document, Rejected
@@ -162,6 +164,8 @@ def test_a_dataset_of_the_hub_and_its_metadata_to_the_end(
     assert "characters, url http://x/0, n 0:" in document_text(config, first)
     assert "url http://x/7, n 7" in rejected_text(config, "shorter", 5)
 
+    page = (tmp_path / "out" / "datasheet.md").read_text()
+    assert "| hub | 100%: 0 to 99 | 100%: http\\\\://x/0 to http\\\\://x/99 |" in page
     found = {}
     for form in ("jsonl", "parquet"):
         count, files = export(tmp_path / "out", tmp_path / form, form)  # type: ignore[arg-type]
@@ -240,3 +244,20 @@ def test_a_document_without_an_end_stops_the_run(
     clean = CleanConfig(max_document_mb=1, on_long_document="split")
     with pytest.raises(DataError, match=r"a\.txt, byte 0: no end of a document within 2 MB"):
         list(read_piece(Piece(source, find(source).files), clean, Remarks()))
+
+
+def test_counts_of_metadata_add_up_in_any_order() -> None:
+    draw = random.Random(1)
+    values = [("en" if draw.random() < 0.8 else "zh", f"u{i}") for i in range(3000)]
+    parts = []
+    for size in (7, 900, 2093):
+        counts: dict[str, FieldCounts] = {}
+        for language, url in [values.pop() for _ in range(size)]:
+            count(counts, {"language": language, "url": url})
+        parts.append({name: asdict(each) for name, each in counts.items()})
+    one, other = merged(parts), merged(parts[::-1])
+    assert one == other
+    assert one["language"].documents == one["url"].documents == 3000
+    assert shown(one["language"]).startswith("en (79.2%), zh (")
+    assert one["url"].values is None
+    assert shown(one["url"]) == "u0 to u999"
