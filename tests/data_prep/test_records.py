@@ -165,7 +165,7 @@ def test_a_dataset_of_the_hub_and_its_metadata_to_the_end(
     assert "url http://x/7, n 7" in rejected_text(config, "shorter", 5)
 
     page = (tmp_path / "out" / "datasheet.md").read_text()
-    assert "| hub | 100%: 0 to 99 | 100%: http\\\\://x/0 to http\\\\://x/99 |" in page
+    assert "| hub | 100%: 0 to 99 | 100%: http\\://x/0 to http\\://x/99 |" in page
     found = {}
     for form in ("jsonl", "parquet"):
         count, files = export(tmp_path / "out", tmp_path / form, form)  # type: ignore[arg-type]
