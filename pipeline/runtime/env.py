@@ -14,6 +14,8 @@ from pipeline.errors import ConfigError
 _GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RUN_DIR_VARIABLE = "POSTNORM_RUN_DIR"
 """Set by `launch`, so that a rank can record how it ended."""
+START_VARIABLE = "POSTNORM_START"
+"""Set by `submit --local`: the start's number in the launcher's history, such as `local-1.0`."""
 SCRATCH_VARIABLE = "POSTNORM_SCRATCH"
 """Set by `launch` to the `scratch` folder of the cluster profile, for configs to name."""
 
@@ -31,7 +33,7 @@ class ProcessInfo:
     host: str
     job: str
     """SLURM job id and restart count, such as `1234.0`, in an array `1234_5.0`; `local` outside
-    SLURM."""
+    SLURM. A start by hand has the number of its attempt behind it, such as `local-2`."""
 
     @property
     def is_first(self) -> bool:
@@ -95,6 +97,9 @@ def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> Pr
 
 
 def _job(environ: Mapping[str, str]) -> str:
+    # Before SLURM's: ranks of `submit --local` may run within somebody's allocation.
+    if environ.get(START_VARIABLE):
+        return environ[START_VARIABLE]
     if "SLURM_JOB_ID" not in environ:
         return "local"
     job = environ["SLURM_JOB_ID"]

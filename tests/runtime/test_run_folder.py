@@ -2,16 +2,20 @@
 
 import fcntl
 import json
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import RunFolderError
+from pipeline.inspect.status import run_status
 from pipeline.runtime.env import process_info
 from pipeline.runtime.run_folder import RunFolder, record_exit
+from tests.support.run_folder import RunFolder as StartedRun
 
 _PASS = r"Pass the run_dir of a started run\."
 
@@ -99,6 +103,29 @@ def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
         record_exit(tmp_path, process_info({**group, "SLURM_RESTART_COUNT": restarts}), code)
     assert (tmp_path / "exit/17.0/rank-00001").read_text() == "75\n"
     assert (tmp_path / "exit/17.1/rank-00001").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "first_end"),
+    [
+        (("local-1", "local-2"), "failed, trying again changes nothing"),
+        # Written before starts by hand had a job each.
+        (("local", "local"), "not known: a later start replaced its exit codes"),
+    ],
+)
+def test_each_start_ends_as_its_own_ranks_say(
+    tmp_path: Path, jobs: tuple[str, str], first_end: str
+) -> None:
+    run = StartedRun(tmp_path / "run")
+    # The node's clock is ahead of that of the file server, which sets the files' times.
+    now = time.time() + (3600 if len(set(jobs)) > 1 else -3600)
+    for job, code in zip(jobs, (2, 75), strict=True):
+        run.started(job, now)
+        shutil.rmtree(run.folder / "exit" / job, ignore_errors=True)
+        run.exited(job, code, code)
+        now += 10
+    ends = [start.end for start in run_status(run.folder).starts]
+    assert ends == [first_end, "stopped on request, saved"]
 
 
 def test_paths_of_a_config_begin_where_the_run_was_started(
