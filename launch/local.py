@@ -20,7 +20,7 @@ from launch.records import newest_checkpoint
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED, ConfigError
 from pipeline.runtime import env
 from pipeline.runtime.env import RUN_DIR_VARIABLE, START_VARIABLE
-from pipeline.runtime.run_folder import record_exit
+from pipeline.runtime.run_folder import RunFolder, record_exit
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,10 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
     `words` are the module of the ranks and its arguments.
 
     Raises:
+        RunFolderError: the folder cannot be written.
         KeyboardInterrupt: a signal ended the ranks, and not all of them had saved.
     """
+    RunFolder(run_dir).create()
     # The time makes the id new: attempts of an earlier call do not count, since a person may have
     # fixed what stopped it.
     job, restart = f"local-{time.time_ns()}", 0

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from pipeline.config.strict_yaml import Node, refuse
 from pipeline.errors import ConfigError
+from pipeline.runtime import env
 
 T = TypeVar("T")
 REQUIRED = dataclasses.MISSING
@@ -42,6 +43,15 @@ def param(
         "unit": unit,
         "bounds": {sign: bound for sign, bound in bounds.items() if bound is not None},
     }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def path_param(default: Any, meaning: str) -> Any:
+    """Declare a field of one path or several, in which `~` and variables are filled in.
+
+    They are filled in where the config is read, and recorded so: compute nodes may have others.
+    """
+    metadata = {"meaning": meaning, "is_path": True}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -91,6 +101,8 @@ def _build(cls: type[Any], node: Node, path: str, mistakes: list[str]) -> Any:
         if name in node.value:
             with _noting(mistakes):
                 values[name] = _coerce(hints[name], node.value[name], dotted, mistakes)
+                if field.metadata.get("is_path"):
+                    values[name] = _filled_in(values[name], dotted)
                 _check_range(field, values[name], node.value[name], dotted)
         elif dataclasses.is_dataclass(hints[name]):
             # An absent section is built too, so that its own required fields are asked for.
@@ -145,6 +157,20 @@ def _unknown_key_text(cls: type, path: str, key: str, child: Node, near: list[st
         f"unknown key {dotted!r} = {child.plain()!r} ({child.origin}); {advice}"
         f"keys of {path or 'the top level'}: {', '.join(names)}"
     )
+
+
+def _filled_in(value: Any, path: str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_filled_in(item, path) for item in value)
+    if not isinstance(value, str):
+        return value
+    if "$$" in value:
+        # The record of a run is read like a config, where the one that is left would be refused.
+        raise ConfigError(
+            f"{path}={value!r}: $$ is not taken in a path that is recorded; rename the folder, or "
+            "make a link to it without a dollar sign"
+        )
+    return env.expand(value, path)
 
 
 def _check_range(field: "dataclasses.Field[Any]", value: Any, node: Node, path: str) -> None:

@@ -8,7 +8,7 @@ When a rise of the loss is a spike, and what a run does about it.
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from pipeline.config.schema import REQUIRED, param
+from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import ConfigError
 
 Optimizer = Literal["adamw", "lamb"]
@@ -106,7 +106,7 @@ class TrainConfig:
         ge=0,
         le=3,
     )
-    deepspeed_config: str | None = param(
+    deepspeed_config: str | None = path_param(
         None,
         "DeepSpeed config as JSON, for what tunes it alone: sizes of buckets, overlap, what "
         'it logs; other keys are errors unless their value is "auto"',
@@ -252,7 +252,7 @@ class CheckpointConfig:
         "training goes on while files are written, hashed and published, from a copy in host "
         "memory: 12 bytes a parameter, divided by the number of ranks",
     )
-    copy_to: str | None = param(
+    copy_to: str | None = path_param(
         None,
         "folder that gets a copy of each checkpoint, such as on slower, safer storage; a "
         "resume takes it from there if run_dir has none that verifies",
@@ -288,12 +288,12 @@ class MonitorConfig:
         "what shows the numbers besides metrics.jsonl: tensorboard, wandb, mlflow, or the name of "
         "an entry point of the group postnorm.sinks",
     )
-    probes: tuple[str, ...] = param(
+    probes: tuple[str, ...] = path_param(
         (),
         "task files, or names of shipped tasks, of kind classify, pair or coref; each evaluation "
         "scores a linear probe on the frozen vectors",
     )
-    probe_root: str | None = param(
+    probe_root: str | None = path_param(
         None, "data.root of the probes' tasks; null leaves each task's own"
     )
     straggler_factor: float = param(

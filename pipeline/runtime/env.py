@@ -119,14 +119,20 @@ def node_name() -> str:
 
 
 def expand(text: str, field: str) -> str:
-    """Fill in `$NAME` and `${NAME}`; `$$` is a dollar sign.
+    """Fill in a home folder, `~` or `~USER`, `$NAME` and `${NAME}`; `$$` is a dollar sign.
 
     Raises:
-        ConfigError: a variable is not set or empty, or a `$` has no name.
+        ConfigError: a variable is not set or empty, a `$` has no name, or the user is not known.
     """
     values = {name: value for name, value in os.environ.items() if value}
+    at_home = os.path.expanduser(text)
+    if at_home.startswith("~"):
+        raise ConfigError(
+            f"{field}={text!r}: a home folder of that name is not known here; write the folder in "
+            "full, or ./~ for one that begins so"
+        )
     try:
-        return Template(text).substitute(values)
+        return Template(at_home).substitute(values)
     except KeyError as error:
         raise ConfigError(
             f"{field}={text!r}: the environment variable {error.args[0]} is not set, or empty; "

@@ -59,8 +59,13 @@ def run_as_rank(
         log.to_console(logging.WARNING)
 
     def leave(code: int) -> None:
-        if rank.run_dir is not None:
+        if rank.run_dir is None:
+            return
+        try:
             record_exit(rank.run_dir, rank.process, code)
+        except OSError as error:
+            # Raised, it would hide why the work failed.
+            logging.getLogger(__name__).warning("exit code %d is not on record: %s", code, error)
 
     return leaving(lambda: _name_lost_rank(work, rank), leave)
 

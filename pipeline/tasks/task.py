@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.named import find
-from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.train import MonitorConfig
 from pipeline.errors import ConfigError
 
@@ -102,12 +102,12 @@ class FieldsConfig:
 class TaskDataConfig:
     """Files of the task and how rows become examples."""
 
-    root: str | None = param(
+    root: str | None = path_param(
         None, "folder that the files below are relative to; null takes the task file's own"
     )
-    train: tuple[str, ...] = param((), "files to train on, joined")
-    dev: tuple[str, ...] = param((), "files that choose the epoch and the settings")
-    test: tuple[str, ...] = param((), "files that are reported; may be without labels")
+    train: tuple[str, ...] = path_param((), "files to train on, joined")
+    dev: tuple[str, ...] = path_param((), "files that choose the epoch and the settings")
+    test: tuple[str, ...] = path_param((), "files that are reported; may be without labels")
     hold_out: float = param(
         0.0, "share of train's texts that is dev where dev names no file", ge=0, lt=1
     )
@@ -239,8 +239,10 @@ class TaskConfig:
     SHIPPED: ClassVar = ("tasks",)
 
     name: str | None = param(None, "of the task in results; null takes the file's")
-    model: str | None = param(None, "what a run starts from, where the command does not say it")
-    run_dir: str | None = param(None, "folder of the run, where the command does not say it")
+    model: str | None = path_param(
+        None, "what a run starts from, where the command does not say it"
+    )
+    run_dir: str | None = path_param(None, "folder of the run, where the command does not say it")
     task: KindConfig = section(KindConfig, "kind and metric")
     data: TaskDataConfig = section(TaskDataConfig, "files and fields")
     input: InputConfig = section(InputConfig, "tokens")
@@ -392,8 +394,8 @@ class SuiteConfig:
 
     SHIPPED: ClassVar = ("suites",)
 
-    tasks: tuple[str, ...] = param(REQUIRED, "task files, or names of shipped tasks")
-    root: str | None = param(None, "data.root of all tasks; null leaves each task's own")
+    tasks: tuple[str, ...] = path_param(REQUIRED, "task files, or names of shipped tasks")
+    root: str | None = path_param(None, "data.root of all tasks; null leaves each task's own")
     overrides: tuple[str, ...] = param(
         (), "section.key=value for every task, or TASK.section.key=value for one"
     )

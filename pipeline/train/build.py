@@ -63,7 +63,7 @@ def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
         PostnormError: the user can fix it.
     """
     run_dir, process = Path(config.run_dir), rank.process
-    run_dir.mkdir(parents=True, exist_ok=True)
+    RunFolder(run_dir).create()
     log.to_run(run_dir, process.rank)
     rank.if_lost = (
         f"Collectives wait for train.collective_timeout_s={config.train.collective_timeout_s:g}; "

@@ -194,6 +194,35 @@ def test_defaults_have_the_type_that_a_resolved_file_gives_them(root: type) -> N
     assert wrong == []
 
 
+def test_home_and_variables_in_paths_are_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.delenv("NOSUCH", raising=False)
+    path = _write(tmp_path, MINIMAL)
+    words = [
+        "run_dir=~/run", "data.dir=$SCRATCH/data", "checkpoint.copy_to=${SCRATCH}2",
+        "monitor.probes=[tnews, ~/task.yaml]", "data.stage_dir=$NOSUCH/each/node",
+    ]  # fmt: skip
+    config = load(PretrainConfig, path, words).config
+    assert (config.run_dir, config.data.dir) == ("/home/me/run", "/scratch/me/data")
+    assert config.checkpoint.copy_to == "/scratch/me2"
+    assert config.monitor.probes == ("tnews", "/home/me/task.yaml")
+    # Compute nodes have variables of their own, and this folder is each node's.
+    assert config.data.stage_dir == "$NOSUCH/each/node"
+    # The record is read again, on any machine.
+    assert load(PretrainConfig, _write(tmp_path, resolved_text(config), "r.yaml")).config == config
+    for text, message in (
+        ("run_dir=$NOSUCH/run", "environment variable NOSUCH is not set"),
+        ("run_dir=~nosuchuser/run", "run_dir='~nosuchuser/run': a home folder of that name"),
+        ("data.dir=a$$b", r"data.dir='a\$\$b': \$\$ is not taken"),
+        ("data.dir=a$", "must stand before a variable's name"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(PretrainConfig, path, [text])
+
+
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     _write(tmp_path, "num_layers: 0\nhidden_size: big\n", "model.yaml")
     path = _write(

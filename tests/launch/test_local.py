@@ -13,6 +13,7 @@ import pytest
 from launch.decide import Limits
 from launch.local import run_local, run_side_by_side
 from launch.records import FOLDER, PROGRAM, history
+from pipeline.errors import RunFolderError
 from tests.launch.test_submit import ROOT
 from tests.support.processes import Processes
 
@@ -92,6 +93,12 @@ def test_commands_side_by_side_divide_the_gpus(
     # The first two run at the same time: each waits for the other.
     assert {(tmp_path / f"{name}.log").read_text() for name in "ab"} == {"4,5\n", "6,7\n"}
     assert (tmp_path / "c.log").read_text() in ("4,5\n", "6,7\n")
+
+
+def test_a_local_run_without_a_folder_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        run_local(["launch", "rank", "--", "true"], PROGRAM, tmp_path / "file", 1, Limits(1, 9))
 
 
 @pytest.mark.usefixtures("processes")

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,27 @@ def test_each_start_ends_as_its_own_ranks_say(
         now += 10
     ends = [start.end for start in run_status(run.folder).starts]
     assert ends == [first_end, "stopped on request, saved"]
+
+
+def test_a_folder_that_cannot_be_written_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "locked" / "run" / "logs").mkdir(parents=True)
+    refused = [tmp_path / "file", tmp_path / "file" / "run"]
+    refused += [tmp_path / "locked" / "run", tmp_path / "locked" / "new"]
+    for path in (tmp_path / "locked" / "run", tmp_path / "locked"):
+        path.chmod(0o555)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:  # who may write everywhere
+            os.seteuid(65534)
+        for path in refused:
+            with pytest.raises(RunFolderError, match=r"run_dir=.* cannot be written \(") as caught:
+                RunFolder(path).create()
+            assert caught.value.exit_code == 2
+    finally:
+        if is_root:
+            os.seteuid(0)
+    RunFolder(tmp_path / "new").create()
 
 
 def test_paths_of_a_config_begin_where_the_run_was_started(
