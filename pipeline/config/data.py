@@ -213,7 +213,7 @@ class DataConfig:
         "bernoulli: each unit by itself with mask_prob; exact: in random order until "
         "round(mask_prob * maskable tokens) of the sequence are used, no word cut",
     )
-    mask_prob: float = param(0.15, "share of tokens to predict", gt=0, lt=1)
+    mask_prob: float = param(0.15, "share of tokens to predict", gt=0, lt=1, usual=(0.05, 0.6))
     mask_prob_end: float | None = param(
         None, "share after mask_prob_steps, reached linearly; null keeps mask_prob", gt=0, lt=1
     )

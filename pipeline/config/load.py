@@ -7,6 +7,7 @@ overrides, and checks the result against the dataclass of the command that is ru
 import dataclasses
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from pipeline.config.strict_yaml import Node
 from pipeline.errors import ConfigError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _RECORDED_PACKAGES = (
     "postnorm",
     "torch",
@@ -71,6 +73,12 @@ def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence
     mistakes: list[str] = []
     root = _overridden(root, overrides, mistakes)
     return schema.build(cls, root, mistakes=mistakes)
+
+
+def warn_of_unusual(config: Any) -> None:
+    """Warn of values that are allowed, but more often a slip than meant."""
+    for text in schema.unusual(config):
+        logger.warning("%s", text)
 
 
 def explain(loaded: Loaded[Any]) -> str:

@@ -49,7 +49,7 @@ class TrainConfig:
     micro_batch: int = param(
         8, "sequences of one forward pass on one rank; accumulation follows", unit="sequences", ge=1
     )
-    lr: float = param(5e-4, "peak learning rate", gt=0)
+    lr: float = param(5e-4, "peak learning rate", gt=0, usual=(1e-7, 0.05))
     min_lr_ratio: float = param(0.0, "learning rate at the end, as a share of the peak", ge=0, le=1)
     warmup_steps: int = param(
         100, "linear learning-rate warm-up of any schedule", unit="steps", ge=0
@@ -90,10 +90,14 @@ class TrainConfig:
         None, "lamb: whether averages are corrected for their start at 0"
     )
     adam_beta1: float = param(0.9, "decay of the gradient average", ge=0, lt=1)
-    adam_beta2: float = param(0.98, "decay of the squared-gradient average", ge=0, lt=1)
-    adam_eps: float = param(1e-6, "added to the root of the squared-gradient average", gt=0)
+    adam_beta2: float = param(
+        0.98, "decay of the squared-gradient average", ge=0, lt=1, usual=(0.9, 1)
+    )
+    adam_eps: float = param(
+        1e-6, "added to the root of the squared-gradient average", gt=0, usual=(0, 1e-3)
+    )
     weight_decay: float = param(
-        0.01, "decoupled weight decay of matrices; biases and gains have none", ge=0
+        0.01, "decoupled weight decay of matrices; biases and gains have none", ge=0, usual=(0, 0.5)
     )
     grad_clip: float = param(1.0, "largest global gradient norm; 0 does not clip", ge=0)
     precision: Literal["bf16", "fp32"] = param(

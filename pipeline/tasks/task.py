@@ -179,12 +179,12 @@ class TaskTrainConfig:
     steps: int | None = param(None, "optimiser steps, in place of epochs", ge=1)
     batch: int = param(32, "examples a step", ge=1)
     accumulate: int = param(1, "parts that a step's examples are computed in", ge=1)
-    lr: float = param(2e-5, "peak rate of the encoder", gt=0)
+    lr: float = param(2e-5, "peak rate of the encoder", gt=0, usual=(1e-7, 0.01))
     head_lr: float | None = param(None, "peak rate of the head; null takes lr", gt=0)
     layer_decay: float = param(1.0, "rate of a layer over that of the one above it", gt=0, le=1)
     warmup: float = param(0.1, "share of the steps that the rate rises in", ge=0, lt=1)
     decay: Literal["linear", "none"] = param("linear", "of the rate after the warm-up, to zero")
-    weight_decay: float = param(0.01, "of matrices", ge=0)
+    weight_decay: float = param(0.01, "of matrices", ge=0, usual=(0, 0.5))
     clip: float = param(1.0, "largest norm of the gradient", gt=0)
     class_weights: Literal["none", "balanced"] = param(
         "none", "weights of the classes in the loss: equal, or rows / (classes x rows of the class)"

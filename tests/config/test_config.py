@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -13,8 +14,9 @@ import pytest
 from data_prep.config import PrepConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
-from pipeline.config.load import explain, load, resolved_text
+from pipeline.config.load import build, explain, load, resolved_text, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schema import OTHER_NAMES
 from pipeline.errors import ConfigError
 from pipeline.multitask.config import is_mix, load_mix
 from pipeline.multitask.transfer import TransferConfig
@@ -71,6 +73,10 @@ def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
         ("train.lrr=1", r"unknown key 'train\.lrr' = 1 .*did you mean 'lr'"),
         ("lr=1e-4", r"unknown key 'lr'.*did you mean 'train\.lr'"),
         ("train.lr=fast", r"train\.lr = 'fast'.*expected a number"),
+        ("train.lr='1e-4'", r"train\.lr = '1e-4'.*quotes make it text; write 1e-4 without them"),
+        ("train.num_steps='5'", r"a whole number, and quotes make it text; write 5 without them"),
+        ("train.compile='true'", r"true or false, and quotes make it text; write true without"),
+        ("data=[a, {b: 1}]", r"data must be a mapping, got \['a', {'b': 1}\] \(.*\); write name: "),
         ("train.lr=true", r"train\.lr = True.*expected a number"),
         ("train.lr=0", r"train\.lr = 0\.0 is out of range: expected > 0"),
         ("train.num_steps=1e6", r"expected a whole number; write 1_000_000"),
@@ -221,6 +227,59 @@ def test_home_and_variables_in_paths_are_filled_in(
     ):
         with pytest.raises(ConfigError, match=message):
             load(PretrainConfig, path, [text])
+
+
+@pytest.mark.parametrize(
+    ("root", "word", "meant"),
+    [
+        (PretrainConfig, "train.learning_rate", "lr"),
+        (PretrainConfig, "learning_rate", "train.lr"),
+        (PretrainConfig, "train.batch_size", "global_batch"),
+        (PretrainConfig, "train.per_device_train_batch_size", "micro_batch"),
+        (PretrainConfig, "epochs", "train.num_steps"),
+        (PretrainConfig, "train.Max-Steps", "num_steps"),
+        (PretrainConfig, "max_seq_length", "data.seq_len"),
+        (PretrainConfig, "model.num_attention_heads", "num_heads"),
+        (PretrainConfig, "output_dir", "run_dir"),
+        (TaskConfig, "train.learning_rate", "lr"),
+        (TaskConfig, "batch_size", "train.batch"),
+        (TaskConfig, "train.num_train_epochs", "epochs"),
+        (TaskConfig, "train.warmup_ratio", "warmup"),
+    ],
+)
+def test_names_of_other_trainers_get_ours(root: type, word: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean '{re.escape(meant)}'\? \(\w") as caught:
+        build(root, {}, "here", [f"{word}=1"])
+    assert word in str(caught.value)
+
+
+def test_every_name_that_is_suggested_exists() -> None:
+    roots = (PretrainConfig, TaskConfig, PrepConfig)
+    sections = [hint for root in roots for hint in typing.get_type_hints(root).values()]
+    known = {
+        field.name
+        for cls in (*roots, *filter(dataclasses.is_dataclass, sections))
+        for field in dataclasses.fields(cls)
+    }
+    assert set(OTHER_NAMES) - known == set()
+
+
+def test_unusual_values_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = _write(tmp_path, MINIMAL)
+    config = load(PretrainConfig, path, ["train.lr=300", "train.weight_decay=0"]).config
+    warn_of_unusual(config)
+    [text] = caplog.messages
+    assert text.startswith("train.lr = 300 is unusual (peak learning rate): mostly it is 1e-07 to ")
+    caplog.clear()
+    warn_of_unusual(load(PretrainConfig, path).config)
+    assert not caplog.messages
+
+
+def test_a_list_in_place_of_a_config_is_shown_as_written(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the config must be a mapping, got \['train', {'lr': 0\.0001}\]"
+    ):
+        load(PretrainConfig, _write(tmp_path, "- train\n- {lr: 1e-4}\n"))
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
