@@ -20,6 +20,7 @@ from pipeline.config import schema, strict_yaml
 from pipeline.config.named import find
 from pipeline.config.strict_yaml import Node
 from pipeline.errors import ConfigError
+from pipeline.runtime import env
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ def _expand(
     target = node.value["from"]
     if not isinstance(target.value, str):
         raise ConfigError(f"from = {target.plain()!r} ({target.origin}): expected a file name")
-    below = find(target.value, kinds, path.parent)
+    below = find(env.expand(target.value, "from"), kinds, path.parent)
     base = _read_with_includes(below, parents, kinds, mistakes)
     return _overlay(base, Node(own, node.origin))
 

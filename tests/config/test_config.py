@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.config import PrepConfig
+from data_prep.config import FiltersConfig, PrepConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
 from pipeline.config.load import build, explain, load, resolved_text, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
-from pipeline.config.schema import OTHER_NAMES
+from pipeline.config.schema import OTHER_NAMES, unusual
 from pipeline.errors import ConfigError
 from pipeline.multitask.config import is_mix, load_mix
 from pipeline.multitask.transfer import TransferConfig
@@ -156,12 +156,14 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
         return
     roots = {
         "prep": PrepConfig,
+        "filters": FiltersConfig,
         "cluster": ClusterConfig,
         "tasks": TaskConfig,
         "suites": SuiteConfig,
         "multitask": TransferConfig,
     }
-    load(roots.get(kind, PretrainConfig), path)
+    loaded = load(roots.get(kind, PretrainConfig), path)
+    assert unusual(loaded.config) == []
 
 
 @pytest.mark.usefixtures("processes")
@@ -217,6 +219,11 @@ def test_home_and_variables_in_paths_are_filled_in(
     assert config.monitor.probes == ("tnews", "/home/me/task.yaml")
     # Compute nodes have variables of their own, and this folder is each node's.
     assert config.data.stage_dir == "$NOSUCH/each/node"
+    (tmp_path / "more").mkdir()
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "more"))
+    _write(tmp_path / "more", "lr: 0.01\n", "train.yaml")
+    included = _write(tmp_path, MINIMAL + "train: {from: $SCRATCH/train.yaml}\n", "i.yaml")
+    assert load(PretrainConfig, included).config.train.lr == 0.01
     # The record is read again, on any machine.
     assert load(PretrainConfig, _write(tmp_path, resolved_text(config), "r.yaml")).config == config
     for text, message in (
@@ -302,7 +309,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         (f"{path}:6: duplicate key 'warmup_steps'", f"first written at {path}:5"),
         ("override 'train.lr'", "expected section.key=value"),
         (f"unknown key 'run_dirr' = 'r' ({path}:1)", "did you mean 'run_dir'?"),
-        (f"model.num_layers = 0 is out of range: expected >= 1 ({tmp_path}/model.yaml:1)", ""),
+        ("model.num_layers = 0 is out of range: expected >= 1, <= ", f"({tmp_path}/model.yaml:1)"),
         (f"model.hidden_size = 'big' ({tmp_path}/model.yaml:2): expected a whole number", ""),
         (f"data.seq_len = 1000.0 ({path}:3): expected a whole number", "write 1_000"),
         ("data.dir is required", f"add it to {path}:3"),
