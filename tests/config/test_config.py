@@ -8,6 +8,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -261,7 +262,7 @@ def test_names_of_other_trainers_get_ours(root: type, word: str, meant: str) -> 
 
 
 def test_every_name_that_is_suggested_exists() -> None:
-    roots = (PretrainConfig, TaskConfig, PrepConfig)
+    roots: list[Any] = [PretrainConfig, TaskConfig, PrepConfig]
     sections = [hint for root in roots for hint in typing.get_type_hints(root).values()]
     known = {
         field.name
