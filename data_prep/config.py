@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ class SourceConfig:
     kind: Literal["files", "embedded"] = param(
         "files", "text files, or the documentation that is installed with Python (embedded)"
     )
-    inputs: tuple[str, ...] = param(
+    inputs: tuple[str, ...] = path_param(
         (),
         "folders, globs and files, plain or .gz, .zst, .xz, .bz2: .txt, .jsonl, .json (an object a "
         "line, or an array of objects), .csv, .tsv, .wet, .warc, .parquet, wiki_NN",
@@ -233,7 +233,7 @@ class BadWordsConfig:
     """Documents with words of a list are rejected."""
 
     enabled: bool = param(False, "apply this rule")
-    file: str = param("", "UTF-8 file with a word or phrase a line; lines with # are comments")
+    file: str = path_param("", "UTF-8 file with a word or phrase a line; lines with # are comments")
     min_hits: int = param(1, "occurrences that reject a document", unit="words", ge=1)
 
     def __post_init__(self) -> None:
@@ -365,7 +365,7 @@ class EvalSetConfig:
     """One evaluation set."""
 
     name: str = param(REQUIRED, "its name in reports")
-    inputs: tuple[str, ...] = param(
+    inputs: tuple[str, ...] = path_param(
         REQUIRED,
         "folders, globs and files, plain or .gz, .zst, .xz, .bz2: .jsonl and .json (every "
         "string in it), .tsv and .csv (every cell), .txt (every line)",
@@ -438,7 +438,7 @@ class DecontaminateConfig:
 class TokenizerConfig:
     """Sentencepiece training, or an existing tokenizer."""
 
-    file: str | None = param(
+    file: str | None = path_param(
         None,
         "use this instead of training a tokenizer: a sentencepiece model that `data_prep` trained, "
         "or a BERT model's vocab.txt or tokenizer.json; the kind is recognised by its content",
@@ -514,7 +514,7 @@ class PrepConfig:
 
     SHIPPED: ClassVar = ("prep",)
 
-    output_dir: str = param(REQUIRED, "dataset folder; intermediate files go to work/ in it")
+    output_dir: str = path_param(REQUIRED, "dataset folder; intermediate files go to work/ in it")
     workers: int = param(0, "processes; 0 takes one a core", unit="processes", ge=0)
     piece_mb: int = param(
         64, "input files are grouped into pieces of about this size", unit="MB", ge=1

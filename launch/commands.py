@@ -53,7 +53,7 @@ from launch.submit import (
     summary_text,
 )
 from pipeline.checkpoints.manifest import FOLDER, published
-from pipeline.config.load import load
+from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
 from pipeline.multitask.config import Mix, is_mix, load_mix, require_split
@@ -187,6 +187,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         config.batches.require_split(max(1, arguments.ranks))
         words = ["pipeline", PRETRAIN, arguments.config, *arguments.overrides]
         return _run_here(arguments, words, PRETRAIN, Path(config.run_dir), cluster)
+    warn_of_unusual(config)
     draft = prepare_training(config, cluster, _source(arguments, arguments.config))
     return _hand_over(draft, dry_run=arguments.dry_run)
 

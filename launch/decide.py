@@ -24,7 +24,7 @@ class Attempt:
     """One start of all ranks, after its end."""
 
     job: str
-    """SLURM's job id; `local` on this machine."""
+    """SLURM's job id; `local-NUMBER` on this machine."""
     restart: int
     nodes: tuple[str, ...]
     before: str | None
@@ -64,7 +64,7 @@ class Decision:
 
 
 def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
-    """Read the exit codes that the ranks of `JOB.RESTART`, or `local`, left, in their order."""
+    """Read the exit codes that the ranks of `JOB.RESTART` left, in their order."""
     texts = [
         path.read_text(encoding="utf-8").strip()
         for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*"))

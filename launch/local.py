@@ -7,7 +7,6 @@ that it restarts find the dead ranks' addresses in its store and fail to connect
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,12 +19,11 @@ from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
 from launch.records import newest_checkpoint
 from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED, ConfigError
 from pipeline.runtime import env
-from pipeline.runtime.env import RUN_DIR_VARIABLE
+from pipeline.runtime.env import RUN_DIR_VARIABLE, START_VARIABLE
 from pipeline.runtime.run_folder import RunFolder, record_exit
 
 logger = logging.getLogger(__name__)
 
-_JOB = "local"
 _NO_FAILURE = (EXIT_FINISHED, EXIT_PREEMPTED)
 _TO_END_S = 30.0
 _LOOK_EVERY_S = 0.1
@@ -38,15 +36,18 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
     `words` are the module of the ranks and its arguments.
 
     Raises:
+        RunFolderError: the folder cannot be written.
         KeyboardInterrupt: a signal ended the ranks, and not all of them had saved.
     """
+    RunFolder(run_dir).create()
     # The time makes the id new: attempts of an earlier call do not count, since a person may have
     # fixed what stopped it.
-    job, restart = f"{_JOB}-{time.time_ns()}", 0
+    job, restart = f"local-{time.time_ns()}", 0
     while True:
         before = newest_checkpoint(run_dir)
-        is_asked = _run_ranks(words, run_dir, num_ranks)
-        codes = exit_codes(run_dir, _JOB)
+        start = f"{job}.{restart}"
+        is_asked = _run_ranks(words, run_dir, num_ranks, start)
+        codes = exit_codes(run_dir, start)
         attempt = Attempt(
             job=job,
             restart=restart,
@@ -70,16 +71,16 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         restart += 1
 
 
-def _run_ranks(words: list[str], run_dir: Path, num_ranks: int) -> bool:
+def _run_ranks(words: list[str], run_dir: Path, num_ranks: int, start: str) -> bool:
     """Run all ranks once, and return whether a signal asked them to stop.
 
     The ranks' records say how it ended. A second signal kills them.
     """
-    shutil.rmtree(RunFolder(run_dir).exits(_JOB), ignore_errors=True)
     group = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
         **os.environ,
         RUN_DIR_VARIABLE: str(run_dir),
+        START_VARIABLE: start,
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pipeline.config.objective import MLM, ObjectiveConfig
-from pipeline.config.schema import REQUIRED, param
+from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import ConfigError
 
 
@@ -179,7 +179,7 @@ class MixConfig:
 class DataConfig:
     """A prepared dataset and the pure functions applied to it at load time."""
 
-    dir: str = param(REQUIRED, "folder written by `python -m data_prep run`")
+    dir: str = path_param(REQUIRED, "folder written by `python -m data_prep run`")
     stage_dir: str | None = param(
         None,
         "node-local folder that shards are copied to and read from; null reads them where they "
@@ -203,7 +203,7 @@ class DataConfig:
         "of ngram: how often one, two, ... words are masked together; null is [6, 3, 2], 1/n as "
         "ALBERT's; [4, 3, 2, 1] is MacBERT's",
     )
-    similar: str | None = param(
+    similar: str | None = path_param(
         None,
         "file of `postnorm similar`: in place of [MASK] stands a similar token, as in MacBERT; "
         "a random one where the file has none",
@@ -213,7 +213,7 @@ class DataConfig:
         "bernoulli: each unit by itself with mask_prob; exact: in random order until "
         "round(mask_prob * maskable tokens) of the sequence are used, no word cut",
     )
-    mask_prob: float = param(0.15, "share of tokens to predict", gt=0, lt=1)
+    mask_prob: float = param(0.15, "share of tokens to predict", gt=0, lt=1, usual=(0.05, 0.6))
     mask_prob_end: float | None = param(
         None, "share after mask_prob_steps, reached linearly; null keeps mask_prob", gt=0, lt=1
     )

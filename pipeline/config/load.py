@@ -7,6 +7,7 @@ overrides, and checks the result against the dataclass of the command that is ru
 import dataclasses
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -19,8 +20,10 @@ from pipeline.config import schema, strict_yaml
 from pipeline.config.named import find
 from pipeline.config.strict_yaml import Node
 from pipeline.errors import ConfigError
+from pipeline.runtime import env
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _RECORDED_PACKAGES = (
     "postnorm",
     "torch",
@@ -71,6 +74,12 @@ def build(cls: type[T], values: dict[str, Any], origin: str, overrides: Sequence
     mistakes: list[str] = []
     root = _overridden(root, overrides, mistakes)
     return schema.build(cls, root, mistakes=mistakes)
+
+
+def warn_of_unusual(config: Any) -> None:
+    """Warn of values that are allowed, but more often a slip than meant."""
+    for text in schema.unusual(config):
+        logger.warning("%s", text)
 
 
 def explain(loaded: Loaded[Any]) -> str:
@@ -177,7 +186,7 @@ def _expand(
     target = node.value["from"]
     if not isinstance(target.value, str):
         raise ConfigError(f"from = {target.plain()!r} ({target.origin}): expected a file name")
-    below = find(target.value, kinds, path.parent)
+    below = find(env.expand(target.value, "from"), kinds, path.parent)
     base = _read_with_includes(below, parents, kinds, mistakes)
     return _overlay(base, Node(own, node.origin))
 

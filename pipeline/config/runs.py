@@ -7,7 +7,7 @@ from typing import ClassVar
 from pipeline.config.data import BatchPlan, DataConfig, EvalDataConfig, PhaseConfig, TrainDataConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import ObjectiveConfig
-from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.train import (
     CheckpointConfig,
     KernelsConfig,
@@ -24,9 +24,11 @@ class PretrainConfig:
 
     SHIPPED: ClassVar = ("train", "")
 
-    run_dir: str = param(REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists")
+    run_dir: str = path_param(
+        REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists"
+    )
     seed: int = param(1, "of initialisation, order, masks and dropout", ge=0, le=2**32 - 1)
-    init_from: str | None = param(
+    init_from: str | None = path_param(
         None, "run or model folder whose weights a new run starts from; null starts at random"
     )
     model: ModelConfig = section(ModelConfig, "architecture")

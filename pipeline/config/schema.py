@@ -7,18 +7,73 @@ and `config --explain` never disagree with what is checked.
 import dataclasses
 import difflib
 import operator
+import reprlib
 import types
 import typing
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, Union
 
-from pipeline.config.strict_yaml import Node, refuse
+from pipeline.config.strict_yaml import Node, parse, refuse
 from pipeline.errors import ConfigError
+from pipeline.runtime import env
 
 T = TypeVar("T")
 REQUIRED = dataclasses.MISSING
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+OTHER_NAMES = {
+    "lr": "learning_rate peak_lr max_lr lr_peak base_lr",
+    "global_batch": "batch_size train_batch_size global_batch_size total_batch_size batch "
+    "gradient_accumulation_steps grad_accum accumulation_steps",
+    "micro_batch": "per_device_train_batch_size per_device_batch_size device_batch_size "
+    "micro_batch_size train_micro_batch_size_per_gpu batch_size_per_gpu mbs",
+    "batch": "batch_size train_batch_size per_device_train_batch_size",
+    "accumulate": "gradient_accumulation_steps grad_accum accumulation_steps",
+    "epochs": "num_epochs num_train_epochs max_epochs n_epochs epoch",
+    "num_steps": "max_steps steps total_steps train_steps max_iters iterations num_train_steps "
+    "max_train_steps epochs num_epochs num_train_epochs max_epochs n_epochs epoch",
+    "steps": "max_steps num_steps total_steps train_steps max_train_steps num_train_steps",
+    "warmup": "warmup_ratio warmup_steps num_warmup_steps warmup_proportion",
+    "warmup_steps": "warmup num_warmup_steps warmup_ratio warmup_iters warmup_proportion",
+    "schedule": "lr_scheduler_type lr_scheduler scheduler lr_schedule lr_decay_style",
+    "grad_clip": "max_grad_norm gradient_clipping gradient_clip_val clip_grad clip_grad_norm clip",
+    "clip": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
+    "weight_decay": "wd l2 decay",
+    "adam_beta1": "beta1 beta_1 betas adam_betas",
+    "adam_beta2": "beta2 beta_2",
+    "adam_eps": "adam_epsilon epsilon eps",
+    "norm_eps": "layer_norm_eps layernorm_eps rms_norm_eps eps epsilon",
+    "precision": "bf16 fp16 fp32 dtype torch_dtype mixed_precision amp",
+    "activation_checkpoint_layers": "gradient_checkpointing activation_checkpointing",
+    "zero_stage": "zero zero_optimization stage",
+    "seq_len": "max_seq_length max_seq_len max_length sequence_length seq_length block_size "
+    "context_length max_len",
+    "max_length": "max_seq_length max_seq_len seq_len sequence_length max_len",
+    "mask_prob": "mlm_probability mask_probability masked_lm_prob mask_ratio mask_rate mlm_prob",
+    "workers": "num_workers dataloader_num_workers",
+    "dir": "data_dir data_path dataset dataset_path train_data train_file path",
+    "num_layers": "num_hidden_layers n_layer n_layers layers depth num_layer",
+    "hidden_size": "hidden_dim d_model n_embd dim width embed_dim",
+    "num_heads": "num_attention_heads n_head n_heads heads attention_heads",
+    "ffn_size": "intermediate_size ffn_dim d_ff mlp_dim ffn_hidden_size inner_dim",
+    "max_positions": "max_position_embeddings n_positions",
+    "dropout": "hidden_dropout_prob dropout_rate dropout_prob hidden_dropout",
+    "attention_dropout": "attention_probs_dropout_prob attn_dropout attention_dropout_prob",
+    "activation": "hidden_act act hidden_activation",
+    "run_dir": "output_dir out_dir save_dir checkpoint_dir log_dir work_dir output out",
+    "output_dir": "out_dir save_dir output out run_dir",
+    "every_steps": "save_steps save_every save_interval checkpoint_every ckpt_interval",
+    "keep": "save_total_limit keep_last max_checkpoints",
+    "eval_every_steps": "eval_steps eval_interval eval_every evaluation_steps",
+    "log_every_steps": "logging_steps log_every log_interval log_steps",
+    "sinks": "report_to loggers logger",
+    "init_from": "model_name_or_path pretrained checkpoint_path load_from init_checkpoint",
+    "seed": "random_seed rng_seed",
+    "optimizer": "optim optimizer_type optimizer_name",
+}
+"""Our names of fields, and those that other trainers have for them."""
 
 
 def param(
@@ -30,18 +85,30 @@ def param(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    usual: tuple[float, float] | None = None,
 ) -> Any:
     """Declare one config field.
 
     The default `REQUIRED` means that a value must be written. `meaning` is a line for `--explain`;
-    `ge`, `gt`, `le` and `lt` are limits.
+    `ge`, `gt`, `le` and `lt` are limits. A value outside of `usual` is warned of: it is allowed,
+    but more often a slip than meant.
     """
     bounds = {">=": ge, ">": gt, "<=": le, "<": lt}
     metadata = {
         "meaning": meaning,
         "unit": unit,
         "bounds": {sign: bound for sign, bound in bounds.items() if bound is not None},
+        "usual": usual,
     }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def path_param(default: Any, meaning: str) -> Any:
+    """Declare a field of one path or several, in which `~` and variables are filled in.
+
+    They are filled in where the config is read, and recorded so: compute nodes may have others.
+    """
+    metadata = {"meaning": meaning, "is_path": True}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -75,7 +142,8 @@ def _build(cls: type[Any], node: Node, path: str, mistakes: list[str]) -> Any:
     """Build `cls`; where anything is wrong, add it to the mistakes and return None."""
     where, num_before = path or "the config", len(mistakes)
     if not isinstance(node.value, dict):
-        mistakes.append(f"{where} must be a mapping, got {node.value!r} ({node.origin})")
+        got = reprlib.repr(node.plain())
+        mistakes.append(f"{where} must be a mapping, got {got} ({node.origin}); write name: value")
         return None
     fields = {field.name: field for field in dataclasses.fields(cls)}
     near = set()
@@ -91,6 +159,8 @@ def _build(cls: type[Any], node: Node, path: str, mistakes: list[str]) -> Any:
         if name in node.value:
             with _noting(mistakes):
                 values[name] = _coerce(hints[name], node.value[name], dotted, mistakes)
+                if field.metadata.get("is_path"):
+                    values[name] = _filled_in(values[name], dotted)
                 _check_range(field, values[name], node.value[name], dotted)
         elif dataclasses.is_dataclass(hints[name]):
             # An absent section is built too, so that its own required fields are asked for.
@@ -125,26 +195,67 @@ def walk(config: Any, path: str = "") -> "Iterator[tuple[str, dataclasses.Field[
             yield dotted, field, value
 
 
-def _near(cls: type, key: str) -> list[str]:
-    """Find the key of a section of this one, or the nearest key, that an unknown one may mean."""
-    elsewhere = [
-        f"{name}.{key}"
+def unusual(config: Any) -> list[str]:
+    """Tell which values of a built config are allowed, but more often a slip than meant."""
+    texts = []
+    for path, field, value in walk(config):
+        usual = field.metadata.get("usual")
+        if usual and value is not None and not usual[0] <= value <= usual[1]:
+            texts.append(
+                f"{path} = {value:g} is unusual ({field.metadata['meaning']}): mostly it is "
+                f"{usual[0]:g} to {usual[1]:g}. It is taken as it is"
+            )
+    return texts
+
+
+def _near(cls: type, key: str) -> dict[str, str]:
+    """Find what an unknown key may mean: a section's key, our name of another's, the nearest.
+
+    Returns:
+        The meaning of each, by its dotted name.
+    """
+    own = {field.name: field.metadata["meaning"] for field in dataclasses.fields(cls)}
+    found = _in_sections(cls, key)
+    for ours, theirs in OTHER_NAMES.items():
+        if not found and key.lower().replace("-", "_") in theirs.split():
+            found = {ours: own[ours]} if ours in own else _in_sections(cls, ours)
+    close = difflib.get_close_matches(key, own, n=1, cutoff=0.5)
+    return found or {name: own[name] for name in close}
+
+
+def _in_sections(cls: type, key: str) -> dict[str, str]:
+    return {
+        f"{name}.{key}": field.metadata["meaning"]
         for name, hints in typing.get_type_hints(cls).items()
         for hint in (hints, *typing.get_args(hints))
-        if dataclasses.is_dataclass(hint) and key in {f.name for f in dataclasses.fields(hint)}
-    ]
-    names = [field.name for field in dataclasses.fields(cls)]
-    return elsewhere or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        if dataclasses.is_dataclass(hint)
+        for field in dataclasses.fields(hint)
+        if field.name == key
+    }
 
 
-def _unknown_key_text(cls: type, path: str, key: str, child: Node, near: list[str]) -> str:
+def _unknown_key_text(cls: type, path: str, key: str, child: Node, near: dict[str, str]) -> str:
     names = [field.name for field in dataclasses.fields(cls)]
     dotted = f"{path}.{key}" if path else key
-    advice = f"did you mean {near[0]!r}? " if near else ""
+    meant = next((f"did you mean {name!r}? ({text}) " for name, text in near.items()), "")
     return (
-        f"unknown key {dotted!r} = {child.plain()!r} ({child.origin}); {advice}"
+        f"unknown key {dotted!r} = {child.plain()!r} ({child.origin}); {meant}"
         f"keys of {path or 'the top level'}: {', '.join(names)}"
     )
+
+
+def _filled_in(value: Any, path: str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_filled_in(item, path) for item in value)
+    if not isinstance(value, str):
+        return value
+    if "$$" in value:
+        # The record of a run is read like a config, where the one that is left would be refused.
+        raise ConfigError(
+            f"{path}={value!r}: $$ is not taken in a path that is recorded; rename the folder, or "
+            "make a link to it without a dollar sign"
+        )
+    return env.expand(value, path)
 
 
 def _check_range(field: "dataclasses.Field[Any]", value: Any, node: Node, path: str) -> None:
@@ -157,6 +268,13 @@ def _check_range(field: "dataclasses.Field[Any]", value: Any, node: Node, path: 
                 f"{path} = {value}{unit} is out of range: expected {range_text(field)} "
                 f"({node.origin}); it means: {field.metadata['meaning']}"
             )
+
+
+def _unquoted(text: str) -> Any:
+    try:
+        return parse(text, "").value
+    except ConfigError:
+        return None
 
 
 def _coerce(hint: Any, node: Node, path: str, mistakes: list[str]) -> Any:
@@ -211,6 +329,11 @@ def _coerce(hint: Any, node: Node, path: str, mistakes: list[str]) -> Any:
     if type(value) is hint:
         return value
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if type(value) is str and type(_unquoted(value)) in (hint, int if hint is float else hint):
+        raise ConfigError(
+            f"{path} = {value!r} ({node.origin}): expected {names[hint]}, and quotes make it text; "
+            f"write {value.strip()} without them"
+        )
     advice = "; put it in quotes to make it text" if hint is str else ""
     if hint is int and type(value) is float and value.is_integer():
         advice = f"; write {int(value):_}"

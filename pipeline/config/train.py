@@ -8,7 +8,7 @@ When a rise of the loss is a spike, and what a run does about it.
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from pipeline.config.schema import REQUIRED, param
+from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import ConfigError
 
 Optimizer = Literal["adamw", "lamb"]
@@ -49,7 +49,7 @@ class TrainConfig:
     micro_batch: int = param(
         8, "sequences of one forward pass on one rank; accumulation follows", unit="sequences", ge=1
     )
-    lr: float = param(5e-4, "peak learning rate", gt=0)
+    lr: float = param(5e-4, "peak learning rate", gt=0, usual=(1e-7, 0.05))
     min_lr_ratio: float = param(0.0, "learning rate at the end, as a share of the peak", ge=0, le=1)
     warmup_steps: int = param(
         100, "linear learning-rate warm-up of any schedule", unit="steps", ge=0
@@ -90,10 +90,14 @@ class TrainConfig:
         None, "lamb: whether averages are corrected for their start at 0"
     )
     adam_beta1: float = param(0.9, "decay of the gradient average", ge=0, lt=1)
-    adam_beta2: float = param(0.98, "decay of the squared-gradient average", ge=0, lt=1)
-    adam_eps: float = param(1e-6, "added to the root of the squared-gradient average", gt=0)
+    adam_beta2: float = param(
+        0.98, "decay of the squared-gradient average", ge=0, lt=1, usual=(0.9, 1)
+    )
+    adam_eps: float = param(
+        1e-6, "added to the root of the squared-gradient average", gt=0, usual=(0, 1e-3)
+    )
     weight_decay: float = param(
-        0.01, "decoupled weight decay of matrices; biases and gains have none", ge=0
+        0.01, "decoupled weight decay of matrices; biases and gains have none", ge=0, usual=(0, 0.5)
     )
     grad_clip: float = param(1.0, "largest global gradient norm; 0 does not clip", ge=0)
     precision: Literal["bf16", "fp32"] = param(
@@ -106,7 +110,7 @@ class TrainConfig:
         ge=0,
         le=3,
     )
-    deepspeed_config: str | None = param(
+    deepspeed_config: str | None = path_param(
         None,
         "DeepSpeed config as JSON, for what tunes it alone: sizes of buckets, overlap, what "
         'it logs; other keys are errors unless their value is "auto"',
@@ -252,7 +256,7 @@ class CheckpointConfig:
         "training goes on while files are written, hashed and published, from a copy in host "
         "memory: 12 bytes a parameter, divided by the number of ranks",
     )
-    copy_to: str | None = param(
+    copy_to: str | None = path_param(
         None,
         "folder that gets a copy of each checkpoint, such as on slower, safer storage; a "
         "resume takes it from there if run_dir has none that verifies",
@@ -288,12 +292,12 @@ class MonitorConfig:
         "what shows the numbers besides metrics.jsonl: tensorboard, wandb, mlflow, or the name of "
         "an entry point of the group postnorm.sinks",
     )
-    probes: tuple[str, ...] = param(
+    probes: tuple[str, ...] = path_param(
         (),
         "task files, or names of shipped tasks, of kind classify, pair or coref; each evaluation "
         "scores a linear probe on the frozen vectors",
     )
-    probe_root: str | None = param(
+    probe_root: str | None = path_param(
         None, "data.root of the probes' tasks; null leaves each task's own"
     )
     straggler_factor: float = param(

@@ -46,12 +46,15 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
+    from pipeline.config.load import warn_of_unusual
     from pipeline.runtime import env
     from pipeline.runtime.rank import Rank, run_as_rank
     from pipeline.tasks.task import load_task
 
     def work(rank: Rank) -> int:
         config = load_task(arguments.task, tuple(arguments.overrides))
+        if rank.process.is_first:
+            warn_of_unusual(config)
         source: str = arguments.source or config.model or ""
         out: str = arguments.out or config.run_dir or ""
         for value, option, key in ((source, "--from", "model"), (out, "--out", "run_dir")):

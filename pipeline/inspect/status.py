@@ -29,6 +29,7 @@ from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import Line, Summary, date, duration, number, progress_bar
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
+UNKNOWN = "unknown"
 _SLOW_DATA = 0.05
 _RECENT_LINES = 10
 _SILENT_INTERVALS = 10
@@ -48,7 +49,7 @@ class Start:
     host: str
     job: str
     state: str
-    """`running`, `finished`, `stopped`, `failed` or `killed`."""
+    """`running`, `finished`, `stopped`, `failed`, `killed` or `unknown`."""
     end: str
     """The state in words, with the ranks that differ."""
 
@@ -229,14 +230,21 @@ def _eta_s(
 
 
 def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -> list[Start]:
-    """Tell how each start ended, by the exit codes written between it and the next."""
-    ends = [*(line["unix_s"] for line in attempts[1:]), math.inf]
+    """Tell how each start ended, by the exit codes that its ranks left under its job."""
     went_back = [*(line.get("rewound", False) for line in attempts[1:]), False]
     found = []
-    for line, next_s, rewound in zip(attempts, ends, went_back, strict=True):
-        codes = _exit_codes(run.exits(line["job"]), line["unix_s"], next_s)
+    for place, (line, rewound) in enumerate(zip(attempts, went_back, strict=True)):
+        # Starts by hand had one job, whose files the next start replaced, in an older version.
+        earlier, later = (
+            [other["unix_s"] for other in others if other["job"] == line["job"]]
+            for others in (attempts[:place], attempts[place + 1 :])
+        )
+        from_s, to_s = line["unix_s"] if earlier else 0.0, min(later, default=math.inf)
+        codes = _exit_codes(run.exits(line["job"]), from_s, to_s)
         state, end = _end_of(codes, line["world_size"])
-        if next_s == math.inf and is_alive and len(codes) < line["world_size"]:
+        if later and len(codes) < line["world_size"]:
+            state, end = UNKNOWN, "not known: a later start replaced its exit codes"
+        if place == len(attempts) - 1 and is_alive and len(codes) < line["world_size"]:
             state, end = RUNNING, RUNNING
         if rewound:
             state, end = STOPPED, "went back after a loss spike"
@@ -256,7 +264,6 @@ def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -
 
 
 def _exit_codes(folder: Path, from_s: float, to_s: float) -> list[int]:
-    # Outside SLURM all starts have one folder, and the next start replaces what is there.
     files = [path for path in folder.glob("rank-*") if from_s <= path.stat().st_mtime < to_s]
     return [int(text) for path in files if (text := path.read_text().strip())]
 

@@ -14,6 +14,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _multitask(arguments: argparse.Namespace) -> int:
+    from pipeline.config.load import warn_of_unusual
     from pipeline.multitask.config import load_mix
     from pipeline.runtime import env
     from pipeline.runtime.rank import Rank, run_as_rank
@@ -21,6 +22,8 @@ def _multitask(arguments: argparse.Namespace) -> int:
     def work(rank: Rank) -> int:
         mix = load_mix(arguments.config, tuple(arguments.overrides))
         rank.run_dir = Path(mix.config.run_dir)
+        if rank.process.is_first:
+            warn_of_unusual(mix.config)
         from pipeline.multitask.run import multitask
 
         return multitask(mix, rank)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pipeline.config.data import DataConfig
 from pipeline.config.load import build, load, to_yaml
 from pipeline.config.named import find
-from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.train import CheckpointConfig, KernelsConfig, MonitorConfig, SpikeConfig
 from pipeline.config.train import TrainConfig as SingleTrainConfig
 from pipeline.errors import ConfigError
@@ -158,13 +158,15 @@ class MultiTaskConfig:
 
     SHIPPED: ClassVar = ("multitask", "tasks")
 
-    run_dir: str = param(REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists")
-    init_from: str = param(
+    run_dir: str = path_param(
+        REQUIRED, "folder for checkpoints, metrics and logs; resumed if it exists"
+    )
+    init_from: str = path_param(
         REQUIRED, "run or model folder to start from; random:FOLDER takes fresh weights"
     )
     seed: int = param(1, "of heads, draws, order and dropout", ge=0, le=2**32 - 1)
     data: DataConfig | None = param(None, "dataset of the task mlm, as in pre-training")
-    root: str | None = param(None, "data.root of all tasks; null leaves each task's own")
+    root: str | None = path_param(None, "data.root of all tasks; null leaves each task's own")
     tasks: dict[str, Any] = param(
         REQUIRED, "by name: {from: TASK FILE, share: 5}; mlm: {share: 60}"
     )

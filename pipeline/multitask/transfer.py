@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.config.load import build, load, provenance
 from pipeline.config.named import find
-from pipeline.config.schema import REQUIRED, param
+from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import EXIT_FINISHED, ConfigError, PreemptedError
 from pipeline.finetune.benchmark import Cell, difference, read_cell
 from pipeline.finetune.run import finetune
@@ -40,8 +40,8 @@ class TransferConfig:
 
     SHIPPED: ClassVar = ("multitask",)
 
-    run_dir: str = param(REQUIRED, "folder of all runs; resumed if it exists")
-    mix: str = param(REQUIRED, "multi-task config; its run_dir is chosen here")
+    run_dir: str = path_param(REQUIRED, "folder of all runs; resumed if it exists")
+    mix: str = path_param(REQUIRED, "multi-task config; its run_dir is chosen here")
     mix_overrides: tuple[str, ...] = param((), "section.key=value of the multi-task runs")
     tasks: tuple[str, ...] = param((), "tasks of the mix to fine-tune; empty takes all")
     overrides: tuple[str, ...] = param((), "section.key=value of the fine-tunings")

@@ -170,7 +170,7 @@ def add_overrides(
 
 def config_verb(kind: type[Any], example: str) -> Verb:
     """Make the verb that checks a config of a kind and prints it."""
-    from pipeline.config.load import explain, load, to_yaml
+    from pipeline.config.load import explain, load, to_yaml, warn_of_unusual
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -180,6 +180,7 @@ def config_verb(kind: type[Any], example: str) -> Verb:
 
     def run(arguments: argparse.Namespace) -> None:
         loaded = load(kind, arguments.config, arguments.overrides)
+        warn_of_unusual(loaded.config)
         print(explain(loaded) if arguments.explain else to_yaml(loaded.config))
 
     return Verb("config", "check a config and print it in full", add, run, example)

@@ -14,6 +14,8 @@ from pipeline.errors import ConfigError
 _GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RUN_DIR_VARIABLE = "POSTNORM_RUN_DIR"
 """Set by `launch`, so that a rank can record how it ended."""
+START_VARIABLE = "POSTNORM_START"
+"""Set by `submit --local`: the start's number in the launcher's history, such as `local-1.0`."""
 SCRATCH_VARIABLE = "POSTNORM_SCRATCH"
 """Set by `launch` to the `scratch` folder of the cluster profile, for configs to name."""
 
@@ -31,7 +33,7 @@ class ProcessInfo:
     host: str
     job: str
     """SLURM job id and restart count, such as `1234.0`, in an array `1234_5.0`; `local` outside
-    SLURM."""
+    SLURM. A start by hand has the number of its attempt behind it, such as `local-2`."""
 
     @property
     def is_first(self) -> bool:
@@ -95,6 +97,9 @@ def process_info_or_alone(environ: MutableMapping[str, str] | None = None) -> Pr
 
 
 def _job(environ: Mapping[str, str]) -> str:
+    # Before SLURM's: ranks of `submit --local` may run within somebody's allocation.
+    if environ.get(START_VARIABLE):
+        return environ[START_VARIABLE]
     if "SLURM_JOB_ID" not in environ:
         return "local"
     job = environ["SLURM_JOB_ID"]
@@ -114,14 +119,20 @@ def node_name() -> str:
 
 
 def expand(text: str, field: str) -> str:
-    """Fill in `$NAME` and `${NAME}`; `$$` is a dollar sign.
+    """Fill in a home folder, `~` or `~USER`, `$NAME` and `${NAME}`; `$$` is a dollar sign.
 
     Raises:
-        ConfigError: a variable is not set or empty, or a `$` has no name.
+        ConfigError: a variable is not set or empty, a `$` has no name, or the user is not known.
     """
     values = {name: value for name, value in os.environ.items() if value}
+    at_home = os.path.expanduser(text)
+    if at_home.startswith("~"):
+        raise ConfigError(
+            f"{field}={text!r}: a home folder of that name is not known here; write the folder in "
+            "full, or ./~ for one that begins so"
+        )
     try:
-        return Template(text).substitute(values)
+        return Template(at_home).substitute(values)
     except KeyError as error:
         raise ConfigError(
             f"{field}={text!r}: the environment variable {error.args[0]} is not set, or empty; "

@@ -28,6 +28,7 @@ class Rank:
     """This process while it works as a rank."""
 
     process: ProcessInfo
+    """A run that was started by hand replaces it: see `train.build.train_run`."""
     run_dir: Path | None = None
     """Where the exit code is left for the job script; None: nowhere. Work may set it."""
     if_lost: str = "Start again"
@@ -56,15 +57,29 @@ def run_as_rank(
     rank = Rank(process, Path(run_dir) if run_dir else None)
     if not process.is_first:
         log.to_console(logging.WARNING)
+
+    def leave(code: int) -> None:
+        if rank.run_dir is None:
+            return
+        try:
+            record_exit(rank.run_dir, rank.process, code)
+        except OSError as error:
+            # Raised, it would hide why the work failed.
+            logging.getLogger(__name__).warning("exit code %d is not on record: %s", code, error)
+
+    return leaving(lambda: _name_lost_rank(work, rank), leave)
+
+
+def leaving(work: Callable[[], int], leave: Callable[[int], None]) -> int:
+    """Do some work, hand its exit code to `leave` however it ends, and return it."""
     code = EXIT_FAILED_RETRY
     try:
-        code = _name_lost_rank(work, rank)
+        code = work()
     except PostnormError as error:
         code = error.exit_code
         raise
     finally:
-        if rank.run_dir is not None:
-            record_exit(rank.run_dir, process, code)
+        leave(code)
     return code
 
 

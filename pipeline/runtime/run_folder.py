@@ -4,8 +4,10 @@ Files are written by the room that they belong to; here stand their names, how a
 exit code, and whether a process trains the run. Nothing here imports torch.
 """
 
+import errno
 import fcntl
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,12 @@ _OTHER_KINDS = {
     "result.json": "the result of several seeds, whose runs are in seed-N",
 }
 """Files that tell what kind of folder was given in place of a run's."""
+
+
+_FOR_GOOD = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
+)
+"""Errors of a folder's making that do not pass by themselves."""
 
 
 class _Inside:
@@ -68,6 +76,26 @@ class RunFolder:
         except OSError:
             return False
         return any(map(_is_json, lines))
+
+    def create(self) -> None:
+        """Make the folder and the one of its logs.
+
+        Raises:
+            RunFolderError: another try would fail as well: nobody may write there.
+        """
+        why = "Permission denied"
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            if os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
+                return
+        except OSError as error:
+            if error.errno not in _FOR_GOOD:
+                raise
+            why = str(error)
+        raise RunFolderError(
+            f"run_dir={self.path} cannot be written ({why}). Choose another run_dir, or make the "
+            "folder writable on every node"
+        )
 
     def refusal(self, expected: str = A_STARTED_RUN) -> RunFolderError:
         """Make the error that says what this is in place of a started run."""

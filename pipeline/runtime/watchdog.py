@@ -21,6 +21,7 @@ from typing import IO
 
 from pipeline.errors import EXIT_FAILED_RETRY
 from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder, record_exit
 
 logger = logging.getLogger(__name__)
@@ -58,17 +59,17 @@ def beat(phase: str, step: int | None = None) -> None:
 
 
 @contextmanager
-def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[None]:
+def watching(run_dir: Path, rank: Rank, timeout_s: float) -> Iterator[None]:
     """Watch this process; the run's log must be open.
 
     `timeout_s` is the longest time between two beats, once a step is done.
     """
     ended = threading.Event()
     beat("starting")
-    with RunFolder(run_dir).log(process.rank).open("ab") as rank_log:
+    with RunFolder(run_dir).log(rank.process.rank).open("ab") as rank_log:
         thread = threading.Thread(
             target=_watch,
-            args=(ended, run_dir, process, timeout_s, rank_log),
+            args=(ended, run_dir, rank, timeout_s, rank_log),
             name="watchdog",
             daemon=True,
         )
@@ -84,7 +85,7 @@ def watching(run_dir: Path, process: ProcessInfo, timeout_s: float) -> Iterator[
 def _watch(
     ended: threading.Event,
     run_dir: Path,
-    process: ProcessInfo,
+    rank: Rank,
     timeout_s: float,
     rank_log: IO[bytes],
 ) -> None:
@@ -97,7 +98,7 @@ def _watch(
             # What is written to may be what hangs.
             writer = threading.Thread(
                 target=_leave_record,
-                args=(run_dir, process, timeout_s, last, idle_s),
+                args=(run_dir, rank.process, timeout_s, last, idle_s),
                 name="record of the hang",
                 daemon=True,
             )

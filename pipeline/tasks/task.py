@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pipeline.config.load import load
 from pipeline.config.named import find
-from pipeline.config.schema import REQUIRED, param, section
+from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.train import MonitorConfig
 from pipeline.errors import ConfigError
 
@@ -102,12 +102,12 @@ class FieldsConfig:
 class TaskDataConfig:
     """Files of the task and how rows become examples."""
 
-    root: str | None = param(
+    root: str | None = path_param(
         None, "folder that the files below are relative to; null takes the task file's own"
     )
-    train: tuple[str, ...] = param((), "files to train on, joined")
-    dev: tuple[str, ...] = param((), "files that choose the epoch and the settings")
-    test: tuple[str, ...] = param((), "files that are reported; may be without labels")
+    train: tuple[str, ...] = path_param((), "files to train on, joined")
+    dev: tuple[str, ...] = path_param((), "files that choose the epoch and the settings")
+    test: tuple[str, ...] = path_param((), "files that are reported; may be without labels")
     hold_out: float = param(
         0.0, "share of train's texts that is dev where dev names no file", ge=0, lt=1
     )
@@ -179,12 +179,12 @@ class TaskTrainConfig:
     steps: int | None = param(None, "optimiser steps, in place of epochs", ge=1)
     batch: int = param(32, "examples a step", ge=1)
     accumulate: int = param(1, "parts that a step's examples are computed in", ge=1)
-    lr: float = param(2e-5, "peak rate of the encoder", gt=0)
+    lr: float = param(2e-5, "peak rate of the encoder", gt=0, usual=(1e-7, 0.01))
     head_lr: float | None = param(None, "peak rate of the head; null takes lr", gt=0)
     layer_decay: float = param(1.0, "rate of a layer over that of the one above it", gt=0, le=1)
     warmup: float = param(0.1, "share of the steps that the rate rises in", ge=0, lt=1)
     decay: Literal["linear", "none"] = param("linear", "of the rate after the warm-up, to zero")
-    weight_decay: float = param(0.01, "of matrices", ge=0)
+    weight_decay: float = param(0.01, "of matrices", ge=0, usual=(0, 0.5))
     clip: float = param(1.0, "largest norm of the gradient", gt=0)
     class_weights: Literal["none", "balanced"] = param(
         "none", "weights of the classes in the loss: equal, or rows / (classes x rows of the class)"
@@ -239,8 +239,10 @@ class TaskConfig:
     SHIPPED: ClassVar = ("tasks",)
 
     name: str | None = param(None, "of the task in results; null takes the file's")
-    model: str | None = param(None, "what a run starts from, where the command does not say it")
-    run_dir: str | None = param(None, "folder of the run, where the command does not say it")
+    model: str | None = path_param(
+        None, "what a run starts from, where the command does not say it"
+    )
+    run_dir: str | None = path_param(None, "folder of the run, where the command does not say it")
     task: KindConfig = section(KindConfig, "kind and metric")
     data: TaskDataConfig = section(TaskDataConfig, "files and fields")
     input: InputConfig = section(InputConfig, "tokens")
@@ -392,8 +394,8 @@ class SuiteConfig:
 
     SHIPPED: ClassVar = ("suites",)
 
-    tasks: tuple[str, ...] = param(REQUIRED, "task files, or names of shipped tasks")
-    root: str | None = param(None, "data.root of all tasks; null leaves each task's own")
+    tasks: tuple[str, ...] = path_param(REQUIRED, "task files, or names of shipped tasks")
+    root: str | None = path_param(None, "data.root of all tasks; null leaves each task's own")
     overrides: tuple[str, ...] = param(
         (), "section.key=value for every task, or TASK.section.key=value for one"
     )

@@ -4,9 +4,11 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -26,11 +28,11 @@ from pipeline.kernels.choose import choose
 from pipeline.model.compiled import CompiledLayer, require_compiler
 from pipeline.model.encoder import EncoderModel
 from pipeline.objectives.base import Objective
-from pipeline.runtime import dist, log, watchdog
+from pipeline.runtime import dist, env, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from pipeline.runtime.rank import Rank
-from pipeline.runtime.run_folder import RunFolder
+from pipeline.runtime.rank import Rank, leaving
+from pipeline.runtime.run_folder import RunFolder, record_exit
 from pipeline.sinks.base import Sinks, Start, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.deepspeed import deepspeed_config
@@ -61,7 +63,7 @@ def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
         PostnormError: the user can fix it.
     """
     run_dir, process = Path(config.run_dir), rank.process
-    run_dir.mkdir(parents=True, exist_ok=True)
+    RunFolder(run_dir).create()
     log.to_run(run_dir, process.rank)
     rank.if_lost = (
         f"Collectives wait for train.collective_timeout_s={config.train.collective_timeout_s:g}; "
@@ -70,11 +72,34 @@ def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
     )
     requests = Requests(rank.stop, run_dir, is_first=process.is_first)
     hang_timeout_s = config.train.hang_timeout_s
-    with _exclusive(run_dir, process), watchdog.watching(run_dir, process, hang_timeout_s):
+    with _exclusive(run_dir, process), watchdog.watching(run_dir, rank, hang_timeout_s):
         device = init_process_group(process, config.train.collective_timeout_s)
-        code = _run(config, process, work, device, requests)
+        _name_start(rank, run_dir)
+        # Also where `run_as_rank` leaves the code in another folder, as that of several seeds.
+        code = leaving(
+            lambda: _run(config, rank.process, work, device, requests),
+            lambda code: record_exit(run_dir, rank.process, code),
+        )
         close_process_group()
     return code
+
+
+def _name_start(rank: Rank, run_dir: Path) -> None:
+    """Give a start by hand a job of its own, so that the next one does not replace its exit codes.
+
+    `launch` has given its starts one. Torchrun's variables cannot: its run id is `none` by default,
+    and the same for each start where people choose it. Collective.
+    """
+
+    def make_job() -> str:
+        run = RunFolder(run_dir)
+        job = f"{rank.process.job}-{_next_attempt(run)}"
+        # A start that ended before its attempt was on record had the same number.
+        shutil.rmtree(run.exits(job), ignore_errors=True)
+        return job
+
+    if env.launched_run_dir() is None:
+        rank.process = replace(rank.process, job=dist.on_first(make_job, "naming the start"))
 
 
 def make_model(config: PretrainConfig, objective: Objective, device: torch.device) -> EncoderModel:
@@ -250,8 +275,7 @@ def _write_deepspeed_config(run: Run) -> None:
 
 def _record_attempt(run: Run, resumed_step: int | None, *, rewound: bool) -> int:
     """Add a line to attempts.jsonl and return this attempt's number, 1 for the first."""
-    process, path = run.process, run.folder.attempts
-    attempt = 1 + (path.read_text().count("\n") if path.exists() else 0)
+    process, attempt = run.process, _next_attempt(run.folder)
     record = {
         "attempt": attempt,
         "resumed_from_step": resumed_step,
@@ -264,9 +288,14 @@ def _record_attempt(run: Run, resumed_step: int | None, *, rewound: bool) -> int
         "cwd": os.getcwd(),
         **provenance(),
     }
-    with path.open("a", encoding="utf-8") as file:
+    with run.folder.attempts.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     return attempt
+
+
+def _next_attempt(folder: RunFolder) -> int:
+    path = folder.attempts
+    return 1 + (path.read_text().count("\n") if path.exists() else 0)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.load import load
+from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FINISHED, ConfigError, missing_extra
 from pipeline.runtime import env, log, stop
@@ -100,6 +100,8 @@ def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Ra
     config = load(PretrainConfig, path, overrides).config
     rank.run_dir = Path(config.run_dir)
     folders.append(rank.run_dir)
+    if rank.process.is_first:
+        warn_of_unusual(config)
     # Importing torch takes seconds.
     from pipeline.train.pretraining import pretrain
     from pipeline.use.folder import initial_weights

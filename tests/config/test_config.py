@@ -2,19 +2,22 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data_prep.config import PrepConfig
+from data_prep.config import FiltersConfig, PrepConfig
 from launch.cluster import ClusterConfig
 from pipeline.config import strict_yaml
-from pipeline.config.load import explain, load, resolved_text
+from pipeline.config.load import build, explain, load, resolved_text, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
+from pipeline.config.schema import OTHER_NAMES, unusual
 from pipeline.errors import ConfigError
 from pipeline.multitask.config import is_mix, load_mix
 from pipeline.multitask.transfer import TransferConfig
@@ -71,6 +74,10 @@ def test_duplicate_key_names_both_lines(tmp_path: Path) -> None:
         ("train.lrr=1", r"unknown key 'train\.lrr' = 1 .*did you mean 'lr'"),
         ("lr=1e-4", r"unknown key 'lr'.*did you mean 'train\.lr'"),
         ("train.lr=fast", r"train\.lr = 'fast'.*expected a number"),
+        ("train.lr='1e-4'", r"train\.lr = '1e-4'.*quotes make it text; write 1e-4 without them"),
+        ("train.num_steps='5'", r"a whole number, and quotes make it text; write 5 without them"),
+        ("train.compile='true'", r"true or false, and quotes make it text; write true without"),
+        ("data=[a, {b: 1}]", r"data must be a mapping, got \['a', {'b': 1}\] \(.*\); write name: "),
         ("train.lr=true", r"train\.lr = True.*expected a number"),
         ("train.lr=0", r"train\.lr = 0\.0 is out of range: expected > 0"),
         ("train.num_steps=1e6", r"expected a whole number; write 1_000_000"),
@@ -150,12 +157,14 @@ def test_every_shipped_config_loads(path: Path, tmp_path: Path) -> None:
         return
     roots = {
         "prep": PrepConfig,
+        "filters": FiltersConfig,
         "cluster": ClusterConfig,
         "tasks": TaskConfig,
         "suites": SuiteConfig,
         "multitask": TransferConfig,
     }
-    load(roots.get(kind, PretrainConfig), path)
+    loaded = load(roots.get(kind, PretrainConfig), path)
+    assert unusual(loaded.config) == []
 
 
 @pytest.mark.usefixtures("processes")
@@ -194,6 +203,93 @@ def test_defaults_have_the_type_that_a_resolved_file_gives_them(root: type) -> N
     assert wrong == []
 
 
+def test_home_and_variables_in_paths_are_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.delenv("NOSUCH", raising=False)
+    path = _write(tmp_path, MINIMAL)
+    words = [
+        "run_dir=~/run", "data.dir=$SCRATCH/data", "checkpoint.copy_to=${SCRATCH}2",
+        "monitor.probes=[tnews, ~/task.yaml]", "data.stage_dir=$NOSUCH/each/node",
+    ]  # fmt: skip
+    config = load(PretrainConfig, path, words).config
+    assert (config.run_dir, config.data.dir) == ("/home/me/run", "/scratch/me/data")
+    assert config.checkpoint.copy_to == "/scratch/me2"
+    assert config.monitor.probes == ("tnews", "/home/me/task.yaml")
+    # Compute nodes have variables of their own, and this folder is each node's.
+    assert config.data.stage_dir == "$NOSUCH/each/node"
+    (tmp_path / "more").mkdir()
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "more"))
+    _write(tmp_path / "more", "lr: 0.01\n", "train.yaml")
+    included = _write(tmp_path, MINIMAL + "train: {from: $SCRATCH/train.yaml}\n", "i.yaml")
+    assert load(PretrainConfig, included).config.train.lr == 0.01
+    # The record is read again, on any machine.
+    assert load(PretrainConfig, _write(tmp_path, resolved_text(config), "r.yaml")).config == config
+    for text, message in (
+        ("run_dir=$NOSUCH/run", "environment variable NOSUCH is not set"),
+        ("run_dir=~nosuchuser/run", "run_dir='~nosuchuser/run': a home folder of that name"),
+        ("data.dir=a$$b", r"data.dir='a\$\$b': \$\$ is not taken"),
+        ("data.dir=a$", "must stand before a variable's name"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(PretrainConfig, path, [text])
+
+
+@pytest.mark.parametrize(
+    ("root", "word", "meant"),
+    [
+        (PretrainConfig, "train.learning_rate", "lr"),
+        (PretrainConfig, "learning_rate", "train.lr"),
+        (PretrainConfig, "train.batch_size", "global_batch"),
+        (PretrainConfig, "train.per_device_train_batch_size", "micro_batch"),
+        (PretrainConfig, "epochs", "train.num_steps"),
+        (PretrainConfig, "train.Max-Steps", "num_steps"),
+        (PretrainConfig, "max_seq_length", "data.seq_len"),
+        (PretrainConfig, "model.num_attention_heads", "num_heads"),
+        (PretrainConfig, "output_dir", "run_dir"),
+        (TaskConfig, "train.learning_rate", "lr"),
+        (TaskConfig, "batch_size", "train.batch"),
+        (TaskConfig, "train.num_train_epochs", "epochs"),
+        (TaskConfig, "train.warmup_ratio", "warmup"),
+    ],
+)
+def test_names_of_other_trainers_get_ours(root: type, word: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean '{re.escape(meant)}'\? \(\w") as caught:
+        build(root, {}, "here", [f"{word}=1"])
+    assert word in str(caught.value)
+
+
+def test_every_name_that_is_suggested_exists() -> None:
+    roots: list[Any] = [PretrainConfig, TaskConfig, PrepConfig]
+    sections = [hint for root in roots for hint in typing.get_type_hints(root).values()]
+    known = {
+        field.name
+        for cls in (*roots, *filter(dataclasses.is_dataclass, sections))
+        for field in dataclasses.fields(cls)
+    }
+    assert set(OTHER_NAMES) - known == set()
+
+
+def test_unusual_values_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = _write(tmp_path, MINIMAL)
+    config = load(PretrainConfig, path, ["train.lr=300", "train.weight_decay=0"]).config
+    warn_of_unusual(config)
+    [text] = caplog.messages
+    assert text.startswith("train.lr = 300 is unusual (peak learning rate): mostly it is 1e-07 to ")
+    caplog.clear()
+    warn_of_unusual(load(PretrainConfig, path).config)
+    assert not caplog.messages
+
+
+def test_a_list_in_place_of_a_config_is_shown_as_written(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the config must be a mapping, got \['train', {'lr': 0\.0001}\]"
+    ):
+        load(PretrainConfig, _write(tmp_path, "- train\n- {lr: 1e-4}\n"))
+
+
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     _write(tmp_path, "num_layers: 0\nhidden_size: big\n", "model.yaml")
     path = _write(
@@ -214,7 +310,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         (f"{path}:6: duplicate key 'warmup_steps'", f"first written at {path}:5"),
         ("override 'train.lr'", "expected section.key=value"),
         (f"unknown key 'run_dirr' = 'r' ({path}:1)", "did you mean 'run_dir'?"),
-        (f"model.num_layers = 0 is out of range: expected >= 1 ({tmp_path}/model.yaml:1)", ""),
+        ("model.num_layers = 0 is out of range: expected >= 1, <= ", f"({tmp_path}/model.yaml:1)"),
         (f"model.hidden_size = 'big' ({tmp_path}/model.yaml:2): expected a whole number", ""),
         (f"data.seq_len = 1000.0 ({path}:3): expected a whole number", "write 1_000"),
         ("data.dir is required", f"add it to {path}:3"),

@@ -55,7 +55,7 @@ def test_alone_is_the_same_as_a_launched_group_of_one(
         assert process.returncode == 0, output
     assert losses(tmp_path / "alone") == losses(tmp_path / "launched")
     assert len(losses(tmp_path / "alone")) == 6
-    assert (tmp_path / "alone/exit/local/rank-00000").read_text() == "0\n"
+    assert (tmp_path / "alone/exit/local-1/rank-00000").read_text() == "0\n"
     assert _attempts(tmp_path / "alone") == [(1, None)]
 
 

@@ -28,7 +28,7 @@ def test_no_rank_waits_for_ever_for_one_that_is_frozen(
             assert ranks.processes[1].poll() is None
             ranks.signal(signal.SIGCONT, 1)
             assert ranks.processes[1].wait(60) == 1, ranks.output
-            assert (ranks.run_dir / "exit/local/rank-00000").read_text() == "1\n"
+            assert (ranks.run_dir / "exit/local-1/rank-00000").read_text() == "1\n"
     finally:
         watched.kill()
         timed.kill()
@@ -62,9 +62,10 @@ import sys, time, ctypes
 from pathlib import Path
 from pipeline.runtime import log, watchdog
 from pipeline.runtime.env import ProcessInfo
+from pipeline.runtime.rank import Rank
 run_dir, how = Path(sys.argv[1]), sys.argv[2]
 log.to_run(run_dir, 0)
-with watchdog.watching(run_dir, ProcessInfo(0, 0, 1, "here", "local"), 3.0):
+with watchdog.watching(run_dir, Rank(ProcessInfo(0, 0, 1, "here", "local")), 3.0):
     for step in range(35):
         watchdog.beat("working", step)
         time.sleep(0.1)

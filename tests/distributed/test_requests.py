@@ -59,7 +59,7 @@ def test_signal_in_the_start_of_one_rank_ends_all(
     ranks.signal(signal.SIGTERM, 0)
     assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], ranks.output
     assert "stopped by SIGTERM before the first step; there is nothing to save" in ranks.output
-    assert (tmp_path / "run/exit/local/rank-00001").read_text() == f"{EXIT_PREEMPTED}\n"
+    assert (tmp_path / "run/exit/local-1/rank-00001").read_text() == f"{EXIT_PREEMPTED}\n"
 
 
 def test_signals_until_the_end_do_no_harm(

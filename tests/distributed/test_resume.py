@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.checkpoints.manifest import newest_good, read_manifest
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import EXIT_PREEMPTED
+from pipeline.inspect.status import run_status
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 
@@ -35,7 +36,7 @@ def test_straight_run_leaves_what_it_should(straight_run: Path) -> None:
     manifest = read_manifest(straight_run / "checkpoints/step-00000040")
     assert (manifest.step, manifest.cursor, manifest.world_size) == (40, 320, 2)
     for rank in range(2):
-        assert (straight_run / f"exit/local/rank-{rank:05d}").read_text() == "0\n"
+        assert (straight_run / f"exit/local-1/rank-{rank:05d}").read_text() == "0\n"
         assert "step 40/40" in (straight_run / f"logs/rank-{rank:05d}.log").read_text()
     text = (straight_run / "resolved.yaml").read_text()
     assert "git_revision" in text
@@ -102,7 +103,6 @@ def test_stopped_run_saves_and_continues_bit_for_bit(
     ranks.wait_for_step(3)
     ranks.signal(number, rank)
     assert ranks.wait() == [EXIT_PREEMPTED, EXIT_PREEMPTED], ranks.output
-    assert f"{EXIT_PREEMPTED}\n" == (run_dir / "exit/local/rank-00001").read_text()
     path, rejected = newest_good(run_dir / "checkpoints")
     assert not rejected
     assert path is not None
@@ -113,6 +113,8 @@ def test_stopped_run_saves_and_continues_bit_for_bit(
     assert again.wait() == [0, 0], again.output
     assert losses(run_dir) == losses(straight_run)
     _same_state(run_dir, straight_run)
+    starts = [(start.job, start.end) for start in run_status(run_dir).starts]
+    assert starts == [("local-1", "stopped on request, saved"), ("local-2", "finished")]
 
 
 def test_rank_that_dies_in_a_save_lets_the_run_be_tried_again(
@@ -121,7 +123,7 @@ def test_rank_that_dies_in_a_save_lets_the_run_be_tried_again(
     run_dir = tmp_path / "run"
     ranks = start_ranks(run_dir, dataset, module=("-m", "tests.distributed.dying_in_save_main"))
     assert ranks.wait() == [1, -signal.SIGKILL], ranks.output
-    assert (run_dir / "exit/local/rank-00000").read_text() == "1\n"
+    assert (run_dir / "exit/local-1/rank-00000").read_text() == "1\n"
     assert _checkpoints(run_dir) == [".saving-step-00000015"]
     again = start_ranks(run_dir, dataset)
     assert again.wait() == [0, 0], again.output

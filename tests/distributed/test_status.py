@@ -162,8 +162,8 @@ def test_a_rank_that_failed_beside_one_that_was_killed(straight_run: Path, tmp_p
     folder = tmp_path / "copy"
     shutil.copytree(straight_run, folder)
     (folder / "done.json").unlink()
-    (folder / "exit/local/rank-00001").unlink()
-    (folder / "exit/local/rank-00000").write_text("1\n")
+    (folder / "exit/local-1/rank-00001").unlink()
+    (folder / "exit/local-1/rank-00000").write_text("1\n")
     status = run_status(folder)
     assert status.state == "failed"
     assert status.starts[0].end == (

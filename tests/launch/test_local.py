@@ -10,7 +10,10 @@ from subprocess import Popen
 
 import pytest
 
-from launch.local import run_side_by_side
+from launch.decide import Limits
+from launch.local import run_local, run_side_by_side
+from launch.records import FOLDER, PROGRAM, history
+from pipeline.errors import RunFolderError
 from tests.launch.test_submit import ROOT
 from tests.support.processes import Processes
 
@@ -90,3 +93,26 @@ def test_commands_side_by_side_divide_the_gpus(
     # The first two run at the same time: each waits for the other.
     assert {(tmp_path / f"{name}.log").read_text() for name in "ab"} == {"4,5\n", "6,7\n"}
     assert (tmp_path / "c.log").read_text() in ("4,5\n", "6,7\n")
+
+
+def test_a_local_run_without_a_folder_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        run_local(["launch", "rank", "--", "true"], PROGRAM, tmp_path / "file", 1, Limits(1, 9))
+
+
+@pytest.mark.usefixtures("processes")
+def test_each_start_of_a_local_run_keeps_its_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "9")  # in the shell of an allocation
+    (tmp_path / FOLDER).mkdir()
+    script = f"[ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}"
+    words = ["launch", "rank", "--", "bash", "-c", script]
+    assert run_local(words, PROGRAM, tmp_path, 1, Limits(1, 9)) == 0
+    # Under the names that the history has, by which `status` joins the two.
+    codes = {f"{line['job']}.{line['restart']}": line["codes"] for line in history(tmp_path)}
+    assert list(codes.values()) == [[1], [0]]
+    assert {
+        path.parent.name: [int(path.read_text())] for path in tmp_path.glob("exit/*/*")
+    } == codes

@@ -37,6 +37,12 @@ def test_the_exit_code_is_recorded(error: BaseException | None, code: int, tmp_p
     assert not (tmp_path / "launched").exists()
 
 
+def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="the reason"):
+        run_as_rank(lambda _: _raising(ConfigError("the reason")), PROCESS, str(tmp_path / "file"))
+
+
 def test_a_lost_rank_is_told_from_other_errors(tmp_path: Path) -> None:
     def work(rank: Rank) -> int:
         rank.if_lost = "Look at b2"

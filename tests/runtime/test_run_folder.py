@@ -2,16 +2,21 @@
 
 import fcntl
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import RunFolderError
+from pipeline.inspect.status import run_status
 from pipeline.runtime.env import process_info
 from pipeline.runtime.run_folder import RunFolder, record_exit
+from tests.support.run_folder import RunFolder as StartedRun
 
 _PASS = r"Pass the run_dir of a started run\."
 
@@ -99,6 +104,50 @@ def test_exit_records_are_kept_apart_by_attempt(tmp_path: Path) -> None:
         record_exit(tmp_path, process_info({**group, "SLURM_RESTART_COUNT": restarts}), code)
     assert (tmp_path / "exit/17.0/rank-00001").read_text() == "75\n"
     assert (tmp_path / "exit/17.1/rank-00001").read_text() == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "first_end"),
+    [
+        (("local-1", "local-2"), "failed, trying again changes nothing"),
+        # Written before starts by hand had a job each.
+        (("local", "local"), "not known: a later start replaced its exit codes"),
+    ],
+)
+def test_each_start_ends_as_its_own_ranks_say(
+    tmp_path: Path, jobs: tuple[str, str], first_end: str
+) -> None:
+    run = StartedRun(tmp_path / "run")
+    # The node's clock is ahead of that of the file server, which sets the files' times.
+    now = time.time() + (3600 if len(set(jobs)) > 1 else -3600)
+    for job, code in zip(jobs, (2, 75), strict=True):
+        run.started(job, now)
+        shutil.rmtree(run.folder / "exit" / job, ignore_errors=True)
+        run.exited(job, code, code)
+        now += 10
+    ends = [start.end for start in run_status(run.folder).starts]
+    assert ends == [first_end, "stopped on request, saved"]
+
+
+def test_a_folder_that_cannot_be_written_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "locked" / "run" / "logs").mkdir(parents=True)
+    refused = [tmp_path / "file", tmp_path / "file" / "run"]
+    refused += [tmp_path / "locked" / "run", tmp_path / "locked" / "new"]
+    for path in (tmp_path / "locked" / "run", tmp_path / "locked"):
+        path.chmod(0o555)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:  # who may write everywhere
+            os.seteuid(65534)
+        for path in refused:
+            with pytest.raises(RunFolderError, match=r"run_dir=.* cannot be written \(") as caught:
+                RunFolder(path).create()
+            assert caught.value.exit_code == 2
+    finally:
+        if is_root:
+            os.seteuid(0)
+    RunFolder(tmp_path / "new").create()
 
 
 def test_paths_of_a_config_begin_where_the_run_was_started(
