@@ -6,13 +6,11 @@ text is that of the stage that wrote texts last, without the documents that late
 
 import json
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import webdataset
 from backports import zstd
 
 from data_prep.chain import steps
@@ -22,6 +20,7 @@ from data_prep.run import RESOLVED_FILE, available_cores
 from data_prep.stage import recorded_sha256, replacing, require_written
 from pipeline.config.load import load
 from pipeline.data.format import read_index
+from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.files import sha256_file
 from pipeline.runtime.summary import progress
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 Format = Literal["jsonl", "parquet"]
 SUFFIXES: dict[Format, str] = {"jsonl": ".jsonl.zst", "parquet": ".parquet"}
-_ROW_GROUP = 4096
 
 
 @dataclass(frozen=True)
@@ -69,12 +67,11 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
         raise ConfigError(f"{out} holds {sorted(found - expected)[0]}; choose an empty folder")
     out.mkdir(parents=True, exist_ok=True)
     fields = tuple(dict.fromkeys(name for each in config.sources for name in each.metadata))
+    reader = BlockReader(index)
     held_out = frozenset(
         document_id
-        for number, shard in enumerate(index.shards)
-        if shard.split == "eval"
-        for sample in webdataset.WebDataset(str(index.shard_path(number)), shardshuffle=False)
-        for document_id in json.loads(sample["meta.json"])["document_ids"]
+        for row in index.split_blocks("eval").tolist()
+        for document_id in reader.block(row).document_ids
     )
     job = _Job(pieces, held_out, fields, out, form)
     workers = min(config.workers or available_cores(), len(names))
@@ -101,7 +98,10 @@ def _write(job: _Job, name: str) -> int:
     records = (_record(document, job.held_out) for document in documents)
     with replacing(job.folder / f"{name}{SUFFIXES[job.format]}") as path:
         if job.format == "parquet":
-            _write_parquet(path, records, job.fields)
+            # Imported here, because it is large and few exports need it.
+            from data_prep.readers.parquet import write_records
+
+            write_records(path, records, ("id", "source", "split", "text", *job.fields))
         else:
             with zstd.open(path, "wt", encoding="utf-8") as file:
                 for record in records:
@@ -117,27 +117,3 @@ def _record(document: dict[str, Any], held_out: frozenset[str]) -> dict[str, Any
         "text": document["text"],
         **document.get("metadata", {}),
     }
-
-
-def _write_parquet(path: Path, records: Iterator[dict[str, Any]], fields: tuple[str, ...]) -> None:
-    """Write columns of text; values of metadata that are no text are written as JSON."""
-    # Imported here, because it is large and few exports need it.
-    import pyarrow as pa  # type: ignore[import-untyped,import-not-found]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
-
-    names = ("id", "source", "split", "text", *fields)
-    schema = pa.schema([(name, pa.large_string()) for name in names])
-
-    def flat(record: dict[str, Any]) -> dict[str, str | None]:
-        plain = {k: v for k, v in record.items() if v is None or isinstance(v, str)}
-        return {k: plain[k] if k in plain else json.dumps(v) for k, v in record.items()}
-
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        group: list[dict[str, str | None]] = []
-        for record in records:
-            group.append(flat(record))
-            if len(group) == _ROW_GROUP:
-                writer.write_table(pa.Table.from_pylist(group, schema))
-                group = []
-        if group:
-            writer.write_table(pa.Table.from_pylist(group, schema))

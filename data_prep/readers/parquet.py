@@ -1,7 +1,8 @@
-"""Documents of a parquet file: one row each, read page by page."""
+"""Documents of a parquet file: one row each, read page by page; and records written into one."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from data_prep.readers.text import Items, decode, whole_document
 # Rows in memory at a time, and what is read of a column at a time.
 _ROWS = 256
 _BUFFER_BYTES = 1 << 20
+_GROUP_ROWS = 4096
 
 
 def documents(place: Place, fields: Fields, max_bytes: int) -> Items:
@@ -116,3 +118,16 @@ def _for_json(values: dict[str, Any]) -> Metadata:
 
 def _plain(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def write_records(path: Path, records: Iterator[dict[str, Any]], names: Sequence[str]) -> None:
+    """Write records into columns of text; values that are no text are written as JSON."""
+    schema = pa.schema([(name, pa.large_string()) for name in names])
+
+    def flat(record: dict[str, Any]) -> dict[str, str | None]:
+        plain = {k: v for k, v in record.items() if v is None or isinstance(v, str)}
+        return {k: plain[k] if k in plain else json.dumps(v) for k, v in record.items()}
+
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while group := [flat(record) for record in islice(records, _GROUP_ROWS)]:
+            writer.write_table(pa.Table.from_pylist(group, schema))

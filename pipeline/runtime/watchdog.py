@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import IO
 
 from pipeline.errors import EXIT_FAILED_RETRY
 from pipeline.runtime.env import ProcessInfo
-from pipeline.runtime.rank import Rank
 from pipeline.runtime.run_folder import RunFolder, record_exit
 
 logger = logging.getLogger(__name__)
@@ -59,17 +58,18 @@ def beat(phase: str, step: int | None = None) -> None:
 
 
 @contextmanager
-def watching(run_dir: Path, rank: Rank, timeout_s: float) -> Iterator[None]:
+def watching(run_dir: Path, process: Callable[[], ProcessInfo], timeout_s: float) -> Iterator[None]:
     """Watch this process; the run's log must be open.
 
-    `timeout_s` is the longest time between two beats, once a step is done.
+    `process` tells what it is at the moment; `timeout_s` is the longest time between two beats,
+    once a step is done.
     """
     ended = threading.Event()
     beat("starting")
-    with RunFolder(run_dir).log(rank.process.rank).open("ab") as rank_log:
+    with RunFolder(run_dir).log(process().rank).open("ab") as rank_log:
         thread = threading.Thread(
             target=_watch,
-            args=(ended, run_dir, rank, timeout_s, rank_log),
+            args=(ended, run_dir, process, timeout_s, rank_log),
             name="watchdog",
             daemon=True,
         )
@@ -85,7 +85,7 @@ def watching(run_dir: Path, rank: Rank, timeout_s: float) -> Iterator[None]:
 def _watch(
     ended: threading.Event,
     run_dir: Path,
-    rank: Rank,
+    process: Callable[[], ProcessInfo],
     timeout_s: float,
     rank_log: IO[bytes],
 ) -> None:
@@ -98,7 +98,7 @@ def _watch(
             # What is written to may be what hangs.
             writer = threading.Thread(
                 target=_leave_record,
-                args=(run_dir, rank.process, timeout_s, last, idle_s),
+                args=(run_dir, process(), timeout_s, last, idle_s),
                 name="record of the hang",
                 daemon=True,
             )

@@ -72,7 +72,10 @@ def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
     )
     requests = Requests(rank.stop, run_dir, is_first=process.is_first)
     hang_timeout_s = config.train.hang_timeout_s
-    with _exclusive(run_dir, process), watchdog.watching(run_dir, rank, hang_timeout_s):
+    with (
+        _exclusive(run_dir, process),
+        watchdog.watching(run_dir, lambda: rank.process, hang_timeout_s),
+    ):
         device = init_process_group(process, config.train.collective_timeout_s)
         _name_start(rank, run_dir)
         # Also where `run_as_rank` leaves the code in another folder, as that of several seeds.

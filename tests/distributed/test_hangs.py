@@ -65,7 +65,7 @@ from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.rank import Rank
 run_dir, how = Path(sys.argv[1]), sys.argv[2]
 log.to_run(run_dir, 0)
-with watchdog.watching(run_dir, Rank(ProcessInfo(0, 0, 1, "here", "local")), 3.0):
+with watchdog.watching(run_dir, lambda: ProcessInfo(0, 0, 1, "here", "local"), 3.0):
     for step in range(35):
         watchdog.beat("working", step)
         time.sleep(0.1)
