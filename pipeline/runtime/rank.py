@@ -39,6 +39,14 @@ class Rank:
         """Signals that ask this process to stop; from now on they do not kill it."""
         return stop.listen()
 
+    def leave(self, run_dir: Path, code: int) -> None:
+        """Leave an exit code in a folder; if that cannot be written, only a warning says so."""
+        try:
+            record_exit(run_dir, self.process, code)
+        except OSError as error:
+            # Raised, it would hide why the work failed.
+            logging.getLogger(__name__).warning("exit code %d is not on record: %s", code, error)
+
 
 def run_as_rank(
     work: Callable[[Rank], int], process: ProcessInfo, run_dir: str | None = None
@@ -59,13 +67,8 @@ def run_as_rank(
         log.to_console(logging.WARNING)
 
     def leave(code: int) -> None:
-        if rank.run_dir is None:
-            return
-        try:
-            record_exit(rank.run_dir, rank.process, code)
-        except OSError as error:
-            # Raised, it would hide why the work failed.
-            logging.getLogger(__name__).warning("exit code %d is not on record: %s", code, error)
+        if rank.run_dir is not None:
+            rank.leave(rank.run_dir, code)
 
     return leaving(lambda: _name_lost_rank(work, rank), leave)
 

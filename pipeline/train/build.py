@@ -32,7 +32,7 @@ from pipeline.runtime import dist, env, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.rank import Rank, leaving
-from pipeline.runtime.run_folder import RunFolder, record_exit
+from pipeline.runtime.run_folder import RunFolder
 from pipeline.sinks.base import Sinks, Start, find_sinks
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.deepspeed import deepspeed_config
@@ -81,7 +81,7 @@ def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
         # Also where `run_as_rank` leaves the code in another folder, as that of several seeds.
         code = leaving(
             lambda: _run(config, rank.process, work, device, requests),
-            lambda code: record_exit(run_dir, rank.process, code),
+            lambda code: rank.leave(run_dir, code),
         )
         close_process_group()
     return code
