@@ -16,7 +16,7 @@ from pipeline.checkpoints.manifest import (
     signed,
     state_file,
 )
-from pipeline.checkpoints.resume import _require_complete
+from pipeline.checkpoints.resume import require_usable
 from pipeline.errors import CheckpointError
 from pipeline.runtime.tensors import SlicedFile, write_file
 from tests.support.checkpoints import make_checkpoint, write_manifest
@@ -96,9 +96,9 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
     earlier = make_checkpoint(tmp_path / "run", 30, world_size=2, seed=3)
     newest = make_checkpoint(tmp_path / "run", 40, world_size=2, seed=4)
     folder = tmp_path / "run" / FOLDER
-    assert newest_good(folder, _require_complete) == (newest, [])
+    assert newest_good(folder, require_usable) == (newest, [])
     damage(newest, tmp_path)
-    good, [rejected] = newest_good(folder, _require_complete)
+    good, [rejected] = newest_good(folder, require_usable)
     assert good == earlier
     assert str(newest) in rejected
     assert message in rejected

@@ -9,11 +9,11 @@ import pytest
 
 from data_prep import corpus, ingest
 from data_prep.clean.normalise import normalise
-from data_prep.config import FiltersConfig, LanguageConfig, PrepConfig
+from data_prep.config import CleanConfig, FiltersConfig, LanguageConfig, PrepConfig
 from data_prep.filters.prose import prose
 from data_prep.filters.rules import Chain, Dropped, Filters, Kept, key_parts
-from data_prep.own import OwnRule, located, source_of
-from data_prep.readers.documents import read_piece
+from data_prep.own import OwnDocument, OwnRule, located, source_of
+from data_prep.readers.documents import Remarks, read_piece
 from data_prep.readers.items import Document, Rejected
 from pipeline.config.load import load
 from pipeline.errors import ConfigError, DataError
@@ -203,12 +203,12 @@ def test_own_rules_that_fail_are_named(folder: Path) -> None:
     sets = (FiltersConfig(), FiltersConfig(python=f"{file}:fails"))
     where = r"source 'manuals': filters\.1\.python = .*own_rules\.py:fails' raised AttributeError: "
     with pytest.raises(DataError, match=where + ".* at line 7, for document manuals/3;"):
-        Chain(sets, "manuals").apply("text", "manuals/3")
+        Chain(sets, "manuals").apply("text", Document("manuals/3", "text"))
     with pytest.raises(
         DataError, match="returned True for document d; expected None, or the reason"
     ):
-        OwnRule(f"{file}:true", "filters.python")("text", "d", "s")
-    assert OwnRule(f"{file}:no_sudo", "k")("text", "d", "s") is None
+        OwnRule(f"{file}:true", "filters.python")(OwnDocument("d", "s", "text", {}))
+    assert OwnRule(f"{file}:no_sudo", "k")(OwnDocument("d", "s", "text", {})) is None
     for text, said in {
         "own_rules": "expected MODULE:FUNCTION",
         "no_such_module_here:f": "there is not a Python file 'no_such_module_here'",
@@ -224,7 +224,9 @@ def test_own_rules_that_fail_are_named(folder: Path) -> None:
 def test_own_rules_are_found_in_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     assert source_of("own_rules:no_sudo", "k").file == folder / "own_rules.py"
-    assert OwnRule("own_rules:no_sudo", "k")("sudo", "d", "s") == "no_sudo: s has sudo"
+    assert OwnRule("own_rules:no_sudo", "k")(OwnDocument("d", "s", "sudo", {})) == (
+        "no_sudo: s has sudo"
+    )
 
 
 def test_languages_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +257,9 @@ def named(path):
 
 def none(path):
     return None
+
+def told(path):
+    yield "k", "text", {"url": "u", "other": 1}
 """)
     (folder / "book.xyz").write_text("one==two")
     source = f"{{name: book, inputs: [{folder}/book.xyz], reader: 'readers:parts'}}"
@@ -262,12 +267,14 @@ def none(path):
     def documents(source: str) -> list[Document | Rejected]:
         config = read(folder, f"sources=[{source}]", "filters={}")
         [piece] = corpus.find(config).pieces
-        return list(read_piece(piece, 10**6, []))
+        return list(read_piece(piece, CleanConfig(), Remarks()))
 
     assert documents(source) == [
         Document("book/book.xyz@0", "one"),
         Document("book/book.xyz@1", "two"),
     ]
+    told = source.replace("parts'", "told', metadata: [url]")
+    assert documents(told) == [Document("book/k", "text", {"url": "u"})]
     with pytest.raises(
         DataError, match=r"named' failed behind document 1 of .*book\.xyz: TypeError"
     ):

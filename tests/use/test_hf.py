@@ -174,6 +174,7 @@ def test_every_switch_decides_whether_the_form_is_native() -> None:
     bert = ModelConfig(vocab_size=50, positions="learned", **BERT)  # type: ignore[arg-type]
     assert native_family(bert) == "bert"
     assert native_family(replace(bert, positions="rotary")) == "roformer"
+    assert native_family(replace(bert, positions="rotary", rotary_value=True)) == "roformer"
     assert native_family(replace(bert, position_offset=2)) == "roberta"
     other = {
         "norm_placement": "pre", "norm": "rmsnorm", "norm_affine": False, "bias": False,
@@ -186,7 +187,7 @@ def test_every_switch_decides_whether_the_form_is_native() -> None:
     # What is left changes no number that a native class could not express.
     free = {"vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size", "type_vocab_size",
             "max_positions", "position_offset", "rotary_base", "norm_eps", "dropout",
-            "attention_dropout", "init", "pooler"}  # fmt: skip
+            "attention_dropout", "init", "pooler", "rotary_value"}  # fmt: skip
     assert set(asdict(bert)) == free | set(other)
 
 
