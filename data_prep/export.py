@@ -77,17 +77,26 @@ def export(dataset: Path, out: Path, form: Format) -> tuple[int, list[Path]]:
     workers = min(config.workers or available_cores(), len(names))
     total = 0
     with (
-        ProcessPoolExecutor(workers) as pool,
+        # Once a process: the held-out ids of a large corpus are megabytes.
+        ProcessPoolExecutor(workers, initializer=_open, initargs=(job,)) as pool,
         progress("export", len(names), "piece", stays=True) as advance,
     ):
-        for count in pool.map(_write, [job] * len(names), names):
+        for count in pool.map(_write, names):
             total += count
             advance(1)
     return total, sorted(path for path in out.iterdir() if path.name in expected)
 
 
-def _write(job: _Job, name: str) -> int:
+_opened: list[_Job] = []
+
+
+def _open(job: _Job) -> None:
+    _opened[:] = [job]
+
+
+def _write(name: str) -> int:
     """Write one piece; return the number of its documents."""
+    [job] = _opened
     mask = job.pieces.masks / f"{name}.keep.npy"
     if (recorded := recorded_sha256(mask)) is not None:
         require_written(mask, sha256_file(mask), recorded)

@@ -89,10 +89,9 @@ def unsound_value(kind: str, values: Tensor) -> str | None:
     """
     for start in range(0, len(values), _CHUNK):
         chunk = values[start : start + _CHUNK]
-        # A sum is not finite where a value is not, and takes half the time of looking at each.
-        if chunk.sum(dtype=torch.float64).isfinite() and not (
-            kind == MOMENTS[1] and len(chunk) and chunk.min() < 0
-        ):
+        # NaN if there is one: 1.3 ms for 32 MB on a core, where `isfinite` of each takes 60.
+        low, high = map(float, chunk.aminmax())
+        if math.isfinite(low) and math.isfinite(high) and not (kind == MOMENTS[1] and low < 0):
             continue
         wrong = ~chunk.isfinite()
         if kind == MOMENTS[1]:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.state import KINDS, Part, SavedState, read_weights, write_part
+from pipeline.checkpoints.state import (
+    KINDS,
+    Part,
+    SavedState,
+    read_weights,
+    unsound_value,
+    write_part,
+)
 from pipeline.errors import CheckpointError
 
 SHAPES = {"matrix": (3, 7), "gain": (5,), "scalar": (1,)}
@@ -134,3 +141,20 @@ def test_files_are_readable_by_those_whom_the_system_lets(tmp_path: Path) -> Non
     (tmp_path / "other").touch()
     _save(tmp_path, REST)
     assert _file(tmp_path, 0, 1).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("size", "place"), [(1, 0), (10, 9), ((1 << 23) + 5, (1 << 23) + 2)])
+def test_a_value_that_no_training_gives_is_found(wrong: float, size: int, place: int) -> None:
+    values = torch.full((size,), 3e38)
+    assert unsound_value("master", values) is None
+    values[place] = wrong
+    assert unsound_value("master", values) == f"element {place} is {wrong}"
+
+
+def test_an_average_of_squares_is_not_negative() -> None:
+    values = torch.zeros(9)
+    values[4] = -1e-30
+    assert unsound_value("exp_avg", values) is None
+    assert unsound_value("exp_avg_sq", values) == f"element 4 is {values[4].item()}"
+    assert unsound_value("exp_avg", torch.zeros(0)) is None
