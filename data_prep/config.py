@@ -289,7 +289,7 @@ class FiltersConfig:
     python: str = param(
         "",
         "own rule, MODULE:FUNCTION beside the config or in sys.path: is given a document with id, "
-        "source and text, and returns None or the reason to reject it",
+        "source, text and metadata, and returns None or the reason to reject it",
     )
     mask: MaskConfig = section(MaskConfig, "personal data")
 

@@ -9,8 +9,9 @@ frees it with the last of them. The first process makes it and hands it to the o
 socket of Linux's abstract namespace, whose name ends with that process, too.
 
 Whoever reads a slot has a shared lock on it, whoever fills it an exclusive one: locks of open files
-(F_OFD_SETLK, fcntl(2)), which the system frees when a process is killed. A slot whose maker died is
-filled by the next process that needs it. If all slots are taken, the one is filled anew that was
+(F_OFD_SETLK, fcntl(2)), which the system frees when a process is killed. A forked child opens the
+file again, so it does not hold its parent's locks. A slot whose maker died is filled by the next
+process that needs it. If all slots are taken, the one is filled anew that was
 unused for longest and that nobody reads.
 """
 
@@ -22,10 +23,10 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ _READY = 1
 _ALIGN = 64
 _PAGE = 4096
 _TIMEOUT_S = 10.0
+_RETRY_S = 0.01
 _MUTEX = 0  # byte that is locked to change the table; slot k has byte k + 1
 
 
@@ -62,14 +64,24 @@ class NodeCache:
         size = self._first + num_slots * self._slot_bytes
         identity = repr((_LAYOUT, os.getuid(), content, self._slot_bytes, num_slots))
         name = f"postnorm-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
-        self._file, stop = _join(name, size)
+        self._file, self._door = _join(name, size)
         self._memory = mmap.mmap(self._file, size)
         table = np.frombuffer(self._memory, np.int64, num_slots * _ROW)
         self._table = table.reshape(num_slots, _ROW)
         self._turn = threading.Lock()
         self._last: dict[Key, int] = {}
         """Where a key was found, which saves a search."""
-        weakref.finalize(self, _leave, self._file, stop)
+        weakref.finalize(self, _leave, self._file, self._door)
+        _caches.add(self)
+
+    def after_fork(self) -> None:
+        """Make a forked child's copy of the cache its own: its locks, and no door."""
+        own = _opened_again(self._file)
+        os.dup2(own, self._file, inheritable=False)
+        os.close(own)
+        self._turn = threading.Lock()  # a thread of the parent may have had it
+        if self._door is not None:
+            self._door.forget()
 
     @contextmanager
     def get(self, key: Key, make: Callable[[], Sequence[npt.NDArray[Any]]]) -> Iterator[Arrays]:
@@ -194,32 +206,79 @@ def _offsets(head: npt.NDArray[np.int64]) -> list[int]:
     return [*offsets, at]
 
 
-def _join(name: str, size: int) -> tuple[int, Callable[[], None]]:
-    """Return an open file of its own for this process, and what ends its part in handing it out."""
+class _Door:
+    """Where the process that made the file gives it to every process of this user that asks."""
+
+    def __init__(self, listener: socket.socket, file: int) -> None:
+        self._listener, self._file = listener, file
+        self._is_mine = True
+        listener.listen(socket.SOMAXCONN)
+        threading.Thread(target=self._hand_out, name="node-cache", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the file to nobody any more."""
+        if self._is_mine:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes both
+
+    def forget(self) -> None:
+        """Leave it to the parent of this forked process, which has no thread that waits at it."""
+        if self._is_mine:
+            self._is_mine = False
+            self._listener.close()
+            with suppress(OSError):
+                os.close(self._file)
+
+    def _hand_out(self) -> None:
+        with self._listener:
+            while True:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:
+                    os.close(self._file)
+                    return
+                with connection, suppress(OSError):
+                    if _user_of(connection) == os.getuid():
+                        socket.send_fds(connection, [b"f"], [self._file])
+
+
+_caches: weakref.WeakSet[NodeCache] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for cache in list(_caches):
+        cache.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _join(name: str, size: int) -> tuple[int, _Door | None]:
+    """Return an open file of its own for this process, and its door if it made the file."""
     address = f"\0{name}"
+    until = time.monotonic() + _TIMEOUT_S
     while True:
         with suppress(ConnectionRefusedError):
-            return _received(address, size), lambda: None
+            return _received(address, size), None
         listener = socket.socket(socket.AF_UNIX)
         try:
             listener.bind(address)
         except OSError as error:
             listener.close()
-            if error.errno != errno.EADDRINUSE:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
                 raise
-            continue  # another process was first
+            time.sleep(_RETRY_S)  # another process was first, or is ending
+            continue
         file = os.memfd_create(name)
         os.ftruncate(file, size)
-        listener.listen(socket.SOMAXCONN)
-        threading.Thread(target=_hand_out, args=(listener, file), name=name, daemon=True).start()
         # Locks belong to an open file, and the others get this one.
-        return _opened_again(file), partial(listener.shutdown, socket.SHUT_RDWR)
+        return _opened_again(file), _Door(listener, file)
 
 
-def _leave(file: int, stop: Callable[[], None]) -> None:
+def _leave(file: int, door: _Door | None) -> None:
     os.close(file)
-    with suppress(OSError):
-        stop()
+    if door is not None:
+        door.close()
 
 
 def _received(address: str, size: int) -> int:
@@ -238,20 +297,6 @@ def _received(address: str, size: int) -> int:
             return _opened_again(files[0])
         finally:
             os.close(files[0])
-
-
-def _hand_out(listener: socket.socket, file: int) -> None:
-    """Give the file to every process of this user that asks."""
-    with listener:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                os.close(file)
-                return
-            with connection, suppress(OSError):
-                if _user_of(connection) == os.getuid():
-                    socket.send_fds(connection, [b"f"], [file])
 
 
 def _user_of(connection: socket.socket) -> int:

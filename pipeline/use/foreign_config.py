@@ -79,7 +79,7 @@ _PLAIN = {
 """Keys that must have these values, if they are there at all."""
 # Names, versions, labels and tokens, which come with the tokenizer; what is of training alone, or
 # of how results are handed over; what is seen in the tensors (the pooler, a tied output); heads of
-# ELECTRA's tasks; generation of text.
+# tasks (ours say how they pool); generation of text.
 _NO_EFFECT = """
 _name_or_path name_or_path architectures dtype torch_dtype transformers_version tokenizer_class
 finetuning_task id2label label2id num_labels problem_type task_specific_params prefix pad_token_id
@@ -91,7 +91,7 @@ tf_legacy_loss
 tie_word_embeddings tie_encoder_decoder pooler_fc_size pooler_num_attention_heads
 pooler_num_fc_layers pooler_size_per_head
 summary_activation summary_first_dropout summary_hidden_size summary_last_dropout
-summary_proj_to_labels summary_type summary_use_proj
+summary_proj_to_labels summary_type summary_use_proj pool
 bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
 encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
 forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups

@@ -127,10 +127,31 @@ def _sockets() -> list[str]:
 
 
 @pytest.mark.usefixtures("processes")
-def test_processes_that_are_killed_never_spoil_what_others_read() -> None:
+def test_a_forked_child_does_not_keep_the_door_of_its_parent() -> None:
+    context, cache = multiprocessing.get_context("fork"), _open("forked")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=theirs.recv)
+    child.start()
+    made = list[int]()
+    _check(cache, 1)
+    _check(_open("forked"), 1, _maker(1, made))
+    assert not made, "the parent goes on handing it out"
+    del cache
+    _check(_open("forked"), 1, _maker(1, made))
+    assert made == [1], "the address is free for the next one"
+    ours.send(None)
+    child.join()
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_processes_that_are_killed_never_spoil_what_others_read(is_inherited: bool) -> None:
     context = multiprocessing.get_context("fork")
     keeper = _open("hammer")
-    processes = [context.Process(target=_hammer, args=(seed, seed < 2)) for seed in range(4)]
+    of_child = keeper if is_inherited else None
+    processes = [
+        context.Process(target=_hammer, args=(of_child, seed, seed < 2)) for seed in range(4)
+    ]
     for process in processes:
         process.start()
     signal.sigtimedwait([], 0.3)
@@ -142,8 +163,8 @@ def test_processes_that_are_killed_never_spoil_what_others_read() -> None:
     _check(keeper, 3)
 
 
-def _hammer(seed: int, endless: bool) -> None:
-    cache, rng = _open("hammer"), np.random.default_rng(seed)
+def _hammer(cache: NodeCache | None, seed: int, endless: bool) -> None:
+    cache, rng = cache or _open("hammer"), np.random.default_rng(seed)
     count = 0
     while endless or count < 400:
         _check(cache, int(rng.integers(1, 9)))

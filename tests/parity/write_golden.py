@@ -49,7 +49,8 @@ _RUN = """
 run_dir: run
 seed: 7
 model:
-  {num_layers: 2, hidden_size: 16, num_heads: 2, ffn_size: 32, score_residual: sum, init: unit}
+  {num_layers: 2, hidden_size: 16, num_heads: 2, ffn_size: 32, score_residual: sum, init: unit,
+   dropout: 0, attention_dropout: 0}
 data: {dir: dataset, seq_len: 64, window_blocks: 2}
 train:
   {num_steps: 60, global_batch: 8, micro_batch: 2, lr: 3e-3, warmup_steps: 5,

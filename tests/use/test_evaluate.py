@@ -191,10 +191,11 @@ def test_a_run_is_evaluated_with_its_own_objective(
     assert ranks.wait() == [0], ranks.output
     [record] = evaluate(run_dir, "--sequences", 20)
     logged = records(run_dir, "eval")[-1]
-    means = ["loss", "accuracy", "sampled_accuracy", "discriminator", "auc", "recall"]
-    assert [record[name] for name in means] == pytest.approx(
-        [logged[name] for name in means], rel=_OTHER_RANKS
-    )
+    for name in ("loss", "accuracy"):
+        assert record[name] == pytest.approx(logged[name], rel=_OTHER_RANKS)
+    # Another rounding may draw another token here and there for the discriminator to judge.
+    for name in ("sampled_accuracy", "discriminator", "auc", "recall"):
+        assert record[name] == pytest.approx(logged[name], rel=0.05, abs=0.02)
     assert 0 < record["auc"] < 1
 
 
