@@ -38,6 +38,7 @@ TORCH_FREE = {
     "pipeline.checkpoints.commands",
     "pipeline.checkpoints.manifest",
     "pipeline.runtime.files",
+    "pipeline.runtime.remote",
     "pipeline.runtime.run_folder",
     "pipeline.runtime.log",
     "pipeline.runtime.summary",
