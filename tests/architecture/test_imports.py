@@ -100,6 +100,7 @@ DOORS = {
     "psutil": {"launch.demo"},
     "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
+    "fsspec": {"pipeline.runtime.remote"},
     "rich": {"pipeline.runtime.summary"},
     "shtab": {"pipeline.runtime.cli"},
 }
