@@ -35,6 +35,7 @@ from pipeline.train.optimizer import (
     make_optimizer,
     matrix_slices,
     share_of_rank,
+    squared_norm,
 )
 from pipeline.train.replicated import Replicated
 from pipeline.train.timing import UPDATE, OwnTime, mark
@@ -456,7 +457,26 @@ def _deepspeed_engine(
             dist_init_required=False,
         )
     logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
+    if config.zero_stage == 1 and config.precision == "bf16":
+        _sum_norms_in_blocks(engine.optimizer)
     return engine
+
+
+def _sum_norms_in_blocks(optimizer: Any) -> None:
+    """Replace the norms of whole gradients in fp32 of DeepSpeed 0.19.8's BF16_Optimizer.
+
+    Its other optimizers, of the other stages and of fp32, take them in float64.
+    """
+    original = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return original(for_clipping=True)
+        gradients, of_experts = original()
+        # The norm of the norms is the norm of all.
+        return [squared_norm(each.flatten()).sqrt() for each in gradients], of_experts
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
 
 
 class _Fetched:
