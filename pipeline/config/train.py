@@ -306,6 +306,14 @@ class MonitorConfig:
         "each of three log intervals",
         gt=1,
     )
+    compare_replicas_every_steps: int = param(
+        100,
+        "compare the bits of what every rank has a copy of, then and before each save, and go back "
+        "to the newest checkpoint where they differ; weights, at zero_stage 0 all state, at 3 "
+        "nothing; 0: never",
+        unit="steps",
+        ge=0,
+    )
 
 
 Implementation = Literal["auto", "reference", "fused"]

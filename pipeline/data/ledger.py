@@ -2,6 +2,7 @@
 
     {"kind": "non_finite", "batch": 41, ...}   a gradient was not finite: no rank took the step
     {"kind": "rewind", "first_batch": 90, ...} the loss jumped: the run went back and left them out
+    {"kind": "diverged", "from_step": 70, ...} ranks held different weights: it went back, no more
 
 A run that repeats steps after a kill meets its non-finite batches again and writes them again: the
 last line about a batch counts. Lines about rewinds decide what is trained on; they are written
@@ -74,7 +75,21 @@ class Rewind:
         )
 
 
-_KINDS: dict[str, type[NonFinite] | type[Rewind]] = {"non_finite": NonFinite, "rewind": Rewind}
+@dataclass(frozen=True, kw_only=True)
+class Diverged:
+    """Copies of the state that differed between ranks; the run went back and repeats its steps."""
+
+    from_step: int
+    """Steps applied when it was seen."""
+    to_step: int
+    """Step of the checkpoint that the run went back to."""
+    unix_s: float
+    found: list[str]
+    """Ranks, hosts and tensors."""
+
+
+Record = NonFinite | Rewind | Diverged
+_KINDS: dict[str, type[Record]] = {"non_finite": NonFinite, "rewind": Rewind, "diverged": Diverged}
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,7 @@ class Ledger:
 
     non_finite: dict[int, NonFinite]
     rewinds: list[Rewind]
+    diverged: list[Diverged]
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
         """Return whether a checkpoint was trained on batches that were left out later.
@@ -94,7 +110,7 @@ class Ledger:
 
 def read_ledger(run_dir: Path) -> Ledger:
     """Read a run's ledger; without a file it is empty (DataError: a line is damaged)."""
-    ledger, path = Ledger({}, []), RunFolder(run_dir).ledger
+    ledger, path = Ledger({}, [], []), RunFolder(run_dir).ledger
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -108,12 +124,14 @@ def read_ledger(run_dir: Path) -> Ledger:
             ) from error
         if isinstance(record, Rewind):
             ledger.rewinds.append(record)
+        elif isinstance(record, Diverged):
+            ledger.diverged.append(record)
         else:
             ledger.non_finite[record.batch] = record
     return ledger
 
 
-def add_to_ledger(run_dir: Path, record: NonFinite | Rewind) -> None:
+def add_to_ledger(run_dir: Path, record: Record) -> None:
     """Add a record and flush it to disk; a kill leaves the file unchanged.
 
     Raises:

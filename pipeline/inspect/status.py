@@ -247,7 +247,7 @@ def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -
         if place == len(attempts) - 1 and is_alive and len(codes) < line["world_size"]:
             state, end = RUNNING, RUNNING
         if rewound:
-            state, end = STOPPED, "went back after a loss spike"
+            state, end = STOPPED, "went back to a checkpoint"
         found.append(
             Start(
                 attempt=line["attempt"],
@@ -310,7 +310,15 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
             "the batches"
         )
     found += _rank_warnings(lines, run)
-    rewinds = read_ledger(run.path).rewinds
+    ledger = read_ledger(run.path)
+    if ledger.diverged:
+        newest = ledger.diverged[-1]
+        found.append(
+            f"ranks held different weights {len(ledger.diverged)} times, the last at step "
+            f"{newest.from_step}: {'; '.join(newest.found)}; look for a faulty device there. The "
+            f"run went back to step {newest.to_step}"
+        )
+    rewinds = ledger.rewinds
     if rewinds:
         found.append(
             f"the run went back {len(rewinds)} times, the last because {rewinds[-1].reason}: to "

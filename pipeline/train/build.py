@@ -39,6 +39,7 @@ from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.loop import Attempt, train
+from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Requests
 from pipeline.train.run import Run, Work
 from pipeline.train.watch import Watch
@@ -215,6 +216,7 @@ def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | Non
         watch=watch,
         left_out=LeftOut(config, rewinds),
         rescue=Rescue(config, run.data, batch_log, run.saver, watch),
+        replicas=Replicas(run.engine, process, config.monitor.compare_replicas_every_steps),
     )
     try:
         code = train(attempt, state)

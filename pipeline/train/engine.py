@@ -356,6 +356,20 @@ class Engine:
         ]
         return parts, counters
 
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        """List by name what every rank holds a whole copy of, as views; nothing at stage 3."""
+        stage = self._engine.zero_optimization_stage()
+        if stage == 3:
+            return []
+        found = [(name, each.detach()) for name, each in self._engine.module.named_parameters()]
+        if stage == 0:
+            found += [
+                (f"{kind}/{each.name}", tensor)
+                for each in self._slices()
+                for kind, tensor in self._tensors(each).items()
+            ]
+        return found
+
     def load_files(self, folder: Path) -> None:
         """Read `state_parts` as any number of ranks wrote them, at any ZeRO stage. Collective.
 

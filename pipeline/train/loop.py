@@ -11,12 +11,13 @@ from pipeline.config import schedule
 from pipeline.config.data import BatchPlace
 from pipeline.data.loader import MicroBatch
 from pipeline.data.record import BatchRecord
-from pipeline.errors import EXIT_FINISHED, UnsoundStateError
+from pipeline.errors import EXIT_FINISHED, DivergedError, UnsoundStateError
 from pipeline.runtime import watchdog
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.faults import LeftOut, Rescue
 from pipeline.train.metrics import Interval, Meter
+from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Wanted
 from pipeline.train.run import Run
 from pipeline.train.timing import Clock
@@ -34,18 +35,20 @@ class Attempt:
     watch: Watch
     left_out: LeftOut
     rescue: Rescue
+    replicas: Replicas
 
 
 def train(attempt: Attempt, state: TrainState) -> int | None:
     """Train from `state` to the end of the run, or until asked to stop.
 
     Returns:
-        An exit code of `pipeline.errors`; None if the run has to go back, because the loss jumped
-        or the state is not finite: the ledger says which batches are left out then.
+        An exit code of `pipeline.errors`; None if the run has to go back, because the loss jumped,
+        the state is not finite, or ranks differ: the ledger says why, and what is left out then.
 
     Raises:
         TrainingError: too many steps in a row had no finite gradient, or the loss jumps or the
-            state breaks whatever is left out.
+            state breaks whatever is left out, or ranks differ again and again.
+        DivergedError: ranks differ, and there is no checkpoint to go back to.
         CheckpointError: a save failed.
         DataError: a shard is damaged.
     """
@@ -53,7 +56,9 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
         return _train(attempt, state)
     except UnsoundStateError as error:
         attempt.rescue.go_back(state, error)
-        return None
+    except DivergedError as error:
+        attempt.rescue.repeat(state, error)
+    return None
 
 
 def _train(attempt: Attempt, state: TrainState) -> int | None:
@@ -98,10 +103,12 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
             if attempt.rescue.must_go_back(state, interval, decide=regular):
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
+        saves = save or last or wanted.saves
+        attempt.replicas.compare(state.step, before_save=saves)
         if state.step % intervals.eval_every_steps == 0 or last:
             _set_alpha(attempt, state)  # that of the next step, as a checkpoint here has it
             attempt.watch.evaluate(state)
-        if save or last or wanted.saves:
+        if saves:
             _save(attempt, state)
         if wanted.save:
             run.saver.publish()
