@@ -38,6 +38,9 @@ class NonFinite:
     samples: list[list[int]]
     """[epoch, sample id] of every sequence of the batch; `pipeline inspect --batch` shows them."""
     unix_s: float
+    gradients: list[str] = field(default_factory=list)
+    """Where all losses were finite: rank, host and tensor of gradients that were not when they were
+    computed again. Empty if they were finite then: a device or the network erred in passing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,8 @@ def _why_skipped(run: OpenedRun, ledger: Ledger, batch: int) -> str:
         return "left out by train.skip_batches"
     if found := ledger.non_finite.get(batch):
         ranks = ", ".join(found.ranks) or "none"
-        return f"gradient norm {found.grad_norm}, ranks whose loss is not finite: {ranks}"
+        causes = [f"gradient norm {found.grad_norm}, ranks whose loss is not finite: {ranks}"]
+        return "; ".join([*causes, *found.gradients])
     return "not finite; the version that skipped it kept no ledger"
 
 

@@ -235,15 +235,9 @@ class Engine:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self._engine.train()
         names = list(objective.losses)
-        weights = [sum(batch.weights.get(name, 0.0) for batch in batches) for name in names]
         watchdog.beat("first collective of the step")
-        summed = dist.sum_over_ranks(torch.tensor([*weights, *notes], device=self.device))
+        scales, summed = self._scales(batches, objective, notes)
         noted = _Fetched(summed[len(names) :])
-        # DeepSpeed averages over ranks; the world size undoes it.
-        scales = {
-            name: factor * self.world_size / weight.clamp(min=1.0)
-            for (name, factor), weight in zip(objective.losses.items(), summed, strict=False)
-        }
         watchdog.beat("forward and backward")
         stage = self._engine.zero_optimization_stage()
         if stage == 3 and weighing is not None:
@@ -273,6 +267,40 @@ class Engine:
             ]
             weighing.done(list(found), losses)
         return StepResult(sums, applied, float(norm), noted.values())
+
+    def _scales(
+        self, batches: list[MicroBatch], objective: Objective, notes: Sequence[float] = ()
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return factors of the losses' sums, and the weights and notes, added over the ranks."""
+        weights = [
+            sum(batch.weights.get(name, 0.0) for batch in batches) for name in objective.losses
+        ]
+        summed = dist.sum_over_ranks(torch.tensor([*weights, *notes], device=self.device))
+        # DeepSpeed averages over ranks; the world size undoes it.
+        scales = {
+            name: factor * self.world_size / weight.clamp(min=1.0)
+            for (name, factor), weight in zip(objective.losses.items(), summed, strict=False)
+        }
+        return scales, summed
+
+    def unsound_gradients(self, batches: list[MicroBatch], objective: Objective) -> list[str]:
+        """Compute a step's passes again; name the parameters whose gradient is not finite here.
+
+        Those nearest to the loss come first, where it began. Nothing is kept. Collective.
+        """
+        module, scales = self._engine.module, self._scales(batches, objective)[0]
+        named = dict(module.named_parameters())
+        finite = torch.ones(len(named), dtype=torch.bool, device=self.device)
+        for batch in batches:
+            watchdog.beat("computing gradients again")
+            sums = objective(module, batch.to(self.device))
+            loss = torch.stack([sums[name].total * scale for name, scale in scales.items()]).sum()
+            # Without hooks of the engine, which would add them to the next step's.
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            for number, gradient in enumerate(gradients):
+                if gradient is not None:
+                    finite[number] &= gradient.isfinite().all()
+        return [name for name, ok in zip(named, finite.tolist(), strict=True) if not ok][::-1]
 
     def _passes(
         self,

@@ -9,7 +9,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.checkpoints.background import unsound_parts
@@ -54,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_TENSORS = 3
 """Of a rank that are named."""
+_IN_PASSING = (
+    "and so are the gradients of all ranks when they are computed again: a device or the network "
+    "erred in passing"
+)
 _JUMPS = "Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false."
 _BROKEN = (
     "Where one rank is named each time, look for a faulty device there and leave its node out; "
@@ -85,9 +89,17 @@ class Rescue:
         self._warned = False
 
     def report_skip(
-        self, state: TrainState, result: StepResult, place: BatchPlace, engine: HasState
+        self,
+        state: TrainState,
+        result: StepResult,
+        place: BatchPlace,
+        engine: HasState,
+        unsound_gradients: Callable[[], list[str]],
     ) -> None:
         """Record a step that was skipped on all ranks. Collective.
+
+        `unsound_gradients` computes the step's gradients again and names those of this rank that
+        are not finite, the nearest to the loss first; it is called where no loss tells the rank.
 
         Raises:
             UnsoundStateError: not the batch is the reason, but the state, which is not finite.
@@ -99,13 +111,18 @@ class Rescue:
             for rank, finite in enumerate(is_finite)
             if not finite
         }
-        losses = f"the loss is NaN or infinite on rank {', '.join(ranks)}"
+        gradients: list[str] = []
+        if ranks:
+            cause = f"the loss is NaN or infinite on rank {', '.join(ranks)}"
+        else:
+            gradients = _of_ranks(_first_of(unsound_gradients()))
+            cause = "losses are finite, " + ("; ".join(gradients) or _IN_PASSING)
         logger.warning(
             "step %d skipped on all ranks: gradient norm %s, %s; sequences %d to %d are not "
             "trained on, schedules do not advance",
             state.step + 1,
             result.grad_norm,
-            losses if ranks else "losses are finite",
+            cause,
             place.cursor,
             state.cursor - 1,
         )
@@ -119,6 +136,7 @@ class Rescue:
                 ranks=ranks,
                 samples=self._data.samples(place),
                 unix_s=time.time(),
+                gradients=gradients,
             )
         )
         if state.skipped_in_a_row == 1:
@@ -133,9 +151,7 @@ class Rescue:
             )
 
     def _require_sound(self, state: TrainState, place: BatchPlace, engine: HasState) -> None:
-        own = unsound_parts(engine.state_parts()[0])[:_MOST_TENSORS]
-        of_ranks = dist.gather([f"on {socket.gethostname()}: {text}" for text in own])
-        found = [f"rank {rank} {text}" for rank, texts in enumerate(of_ranks) for text in texts]
+        found = _of_ranks(unsound_parts(engine.state_parts()[0])[:_MOST_TENSORS])
         if found:
             raise UnsoundStateError(
                 f"the state after step {state.step} is not finite: {'; '.join(found)}",
@@ -323,6 +339,18 @@ class Rescue:
                 ) from error
 
         dist.on_first(write, "writing the ledger")
+
+
+def _first_of(names: list[str]) -> list[str]:
+    """Say which gradient is not finite, and how many more; empty without any."""
+    more = f", and of {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"the gradient of {names[0]}{more} is not finite"] if names else []
+
+
+def _of_ranks(texts: list[str]) -> list[str]:
+    """Put together what ranks found, each with its rank and host. Collective."""
+    of_ranks = dist.gather([f"on {socket.gethostname()}: {text}" for text in texts])
+    return [f"rank {rank} {text}" for rank, texts in enumerate(of_ranks) for text in texts]
 
 
 def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before: int) -> list[int]:

@@ -93,7 +93,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         meter.end_step(result, place.number, batches)
         _log_batch(attempt, place, batches, state.step if result.applied else None)
         if not result.applied:
-            attempt.rescue.report_skip(state, result, place, run.engine)
+            _report_skip(attempt, state, result, place, batches)
             continue
 
         last = False
@@ -132,16 +132,33 @@ def _step(
 ) -> tuple[StepResult, Mapping[str, float]]:
     """Train on a batch; return also what its weighing wants to be seen."""
     run = attempt.run
-    _seed_dropout(attempt, state)
+    _seed_dropout(attempt, state.cursor)
     weighing = run.work.weighing(state, place.number)
     notes = run.requests.own()
     result = run.engine.train_step(batches, run.objective, lr, notes, weighing)
     return result, weighing.values if weighing else {}
 
 
-def _seed_dropout(attempt: Attempt, state: TrainState) -> None:
+def _report_skip(
+    attempt: Attempt,
+    state: TrainState,
+    result: StepResult,
+    place: BatchPlace,
+    batches: list[MicroBatch],
+) -> None:
+    """Record a skipped step, and who made its gradient not finite. Collective."""
+    run = attempt.run
+
+    def unsound_gradients() -> list[str]:
+        _seed_dropout(attempt, place.cursor)
+        return run.engine.unsound_gradients(batches, run.objective)
+
+    attempt.rescue.report_skip(state, result, place, run.engine, unsound_gradients)
+
+
+def _seed_dropout(attempt: Attempt, cursor: int) -> None:
     """Seed dropout as a pure function of (seed, cursor, rank): no random state is restored."""
-    words = (attempt.run.config.seed, state.cursor, attempt.run.process.rank)
+    words = (attempt.run.config.seed, cursor, attempt.run.process.rank)
     mixed = 0
     for word in words:
         # Two rounds of a 64-bit LCG (Knuth's MMIX constants) keep neighbouring seeds apart.
