@@ -316,6 +316,17 @@ class MonitorConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NotifyConfig:
+    """Who is told of changes of the run's state."""
+
+    command: str = param(
+        "",
+        "line for the shell that gets a JSON object on its standard input when the run starts, "
+        "goes back, is requeued, stops, fails or is finished, and 10 s for it; empty: none",
+    )
+
+
 Implementation = Literal["auto", "reference", "fused"]
 
 

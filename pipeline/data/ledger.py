@@ -90,6 +90,11 @@ class Diverged:
     found: list[str]
     """Ranks, hosts and tensors."""
 
+    @property
+    def reason(self) -> str:
+        """Why the run went back, for people."""
+        return f"copies of the state differed: {'; '.join(self.found)}"
+
 
 Record = NonFinite | Rewind | Diverged
 _KINDS: dict[str, type[Record]] = {"non_finite": NonFinite, "rewind": Rewind, "diverged": Diverged}
@@ -102,6 +107,11 @@ class Ledger:
     non_finite: dict[int, NonFinite]
     rewinds: list[Rewind]
     diverged: list[Diverged]
+
+    @property
+    def newest_return(self) -> Rewind | Diverged:
+        """Why the run went back last; it did."""
+        return max([*self.rewinds, *self.diverged], key=lambda each: each.unix_s)
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
         """Return whether a checkpoint was trained on batches that were left out later.

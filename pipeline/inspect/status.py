@@ -314,9 +314,9 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
     if ledger.diverged:
         newest = ledger.diverged[-1]
         found.append(
-            f"ranks held different weights {len(ledger.diverged)} times, the last at step "
-            f"{newest.from_step}: {'; '.join(newest.found)}; look for a faulty device there. The "
-            f"run went back to step {newest.to_step}"
+            f"the run went back {len(ledger.diverged)} times because ranks differed, the last from "
+            f"step {newest.from_step} to {newest.to_step}: {newest.reason}; look for a faulty "
+            "device there"
         )
     rewinds = ledger.rewinds
     if rewinds:

@@ -1,5 +1,6 @@
 """A bit of one rank's weights flips: it is seen and named, never saved, and the run is repaired."""
 
+import json
 import socket
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def test_run_goes_back_and_is_the_undisturbed_one(
     said: str,
 ) -> None:
     monkeypatch.setenv("FLIP", flip)
-    given = (*OVERRIDES, *settings)
+    events = tmp_path / "events.jsonl"
+    given = (*OVERRIDES, *settings, f"notify.command=cat >>{events}")
     ranks = start_ranks(tmp_path / "run", dataset, *given, world_size=world_size, module=FLIPPING)
     assert ranks.wait() == [0] * world_size, ranks.output
     ledger = read_ledger(tmp_path / "run")
@@ -54,6 +56,10 @@ def test_run_goes_back_and_is_the_undisturbed_one(
     assert not ledger.rewinds
     assert {each.step for each in read_batches(tmp_path / "run")} == set(range(1, 13))
 
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [each["event"] for each in told] == ["started", "went_back", "finished"]
+    assert told[1]["text"].startswith("run: went back: to step 6: copies of the state differed: ")
+    assert said in told[1]["text"]
     other = start_ranks(tmp_path / "other", dataset, *given, world_size=world_size)
     assert other.wait() == [0] * world_size, other.output
     assert not read_ledger(tmp_path / "other").diverged
