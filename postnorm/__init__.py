@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from launch.jobs import SubmittedRun, SubmittedStatus, submit
     from pipeline.errors import PostnormError
     from pipeline.use.model import Candidate, Model, Output, load
     from pipeline.use.pretrain import PretrainResult, pretrain
     from pipeline.use.sentences import SentenceEncoder
     from pipeline.use.train_dataset import TrainDataset
     from pipeline.use.whiten import Whitening
-    from postnorm.jobs import SubmittedRun, SubmittedStatus, submit
 
 __version__ = "0.1.0"
 
@@ -58,9 +58,9 @@ _HOMES = {
     "SentenceEncoder": "pipeline.use.sentences",
     "TrainDataset": "pipeline.use.train_dataset",
     "Whitening": "pipeline.use.whiten",
-    "SubmittedRun": "postnorm.jobs",
-    "SubmittedStatus": "postnorm.jobs",
-    "submit": "postnorm.jobs",
+    "SubmittedRun": "launch.jobs",
+    "SubmittedStatus": "launch.jobs",
+    "submit": "launch.jobs",
 }
 
 

@@ -111,7 +111,8 @@ class Ledger:
     @property
     def newest_return(self) -> Rewind | Diverged:
         """Why the run went back last; it did."""
-        return max([*self.rewinds, *self.diverged], key=lambda each: each.unix_s)
+        returns: list[Rewind | Diverged] = [*self.rewinds, *self.diverged]
+        return max(returns, key=lambda each: each.unix_s)
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
         """Return whether a checkpoint was trained on batches that were left out later.

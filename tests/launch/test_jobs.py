@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import postnorm
+from launch import jobs
 from launch.records import append_history
 from launch.slurm import NoSlurmError
 from pipeline.checkpoints.manifest import published
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError, PostnormError
-from postnorm import jobs
 from tests.launch.test_submit import Place
 from tests.support.ranks import CONFIG
 
