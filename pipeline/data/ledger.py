@@ -93,7 +93,8 @@ class Diverged:
     @property
     def reason(self) -> str:
         """Why the run went back, for people."""
-        return f"copies of the state differed: {'; '.join(self.found)}"
+        more = f"; and {len(self.found) - 1} more" if len(self.found) > 1 else ""
+        return f"copies of the state differed: {self.found[0]}{more}"
 
 
 Record = NonFinite | Rewind | Diverged

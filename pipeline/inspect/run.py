@@ -224,6 +224,12 @@ def skipped_text(run: OpenedRun) -> Iterator[str]:
             f"{when}: {each.reason}; back from step {each.from_step:,} to {each.to_step:,}, "
             f"without batches {each.first_batch} to {each.last_batch}"
         )
+    for again in ledger.diverged:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(again.unix_s))
+        yield (
+            f"{when}: {again.reason}; back from step {again.from_step:,} to {again.to_step:,}, "
+            "without leaving out a batch"
+        )
     yield f"{len(skipped)} of {len(run.records):,} batches were skipped"
     if ledger.rewinds:
         ranges = ", ".join(

@@ -19,6 +19,8 @@ from pipeline.runtime import dist, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.train.engine import Engine
 
+_MOST_RANKS = 8
+"""Named in a message; the ledger has all."""
 _WIDTH = 1 << 12
 # Odd constants of 64 bits, as signed numbers (golden ratio, and Steele et al. 2014, SplitMix64).
 _ODD, _OTHER_ODD = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
@@ -51,9 +53,10 @@ class Replicas:
         hosts = dist.gather(self._host)
         found = differences([name for name, _ in copies], of_ranks, hosts)
         if found:  # else padding differs, which nothing reads
+            more = len(found) - _MOST_RANKS
+            shown = "; ".join(found[:_MOST_RANKS]) + (f"; and {more} more" if more > 0 else "")
             raise DivergedError(
-                f"the ranks' copies of the state after step {step} differ: {'; '.join(found)}",
-                found,
+                f"the ranks' copies of the state after step {step} differ: {shown}", found
             )
 
 

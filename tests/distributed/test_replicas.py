@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,12 @@ def test_run_goes_back_and_is_the_undisturbed_one(
     told = [json.loads(line) for line in events.read_text().splitlines()]
     assert [each["event"] for each in told] == ["started", "went_back", "finished"]
     assert told[1]["text"].startswith("run: went back: to step 6: copies of the state differed: ")
-    assert said in told[1]["text"]
+    assert record.reason in told[1]["text"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "pipeline", "inspect", tmp_path / "run", "--skip"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert f"{record.reason}; back from step {seen_at} to 6, without" in shown
     other = start_ranks(tmp_path / "other", dataset, *given, world_size=world_size)
     assert other.wait() == [0] * world_size, other.output
     assert not read_ledger(tmp_path / "other").diverged
