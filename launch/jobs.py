@@ -167,7 +167,7 @@ class _LocalRun(SubmittedRun):
         self._is_cancelled = False
 
     def cancel(self, *, save: bool = True, save_s: float = 600.0) -> None:
-        self._is_cancelled = self._process.poll() is None
+        self._is_cancelled |= self._process.poll() is None
         if self._process.poll() is None and save:
             self._process.send_signal(signal.SIGTERM)
             try:
