@@ -52,6 +52,7 @@ from launch.submit import (
     submit,
     summary_text,
 )
+from launch.tell import tell
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
@@ -393,6 +394,7 @@ def _decide(arguments: argparse.Namespace) -> int:
     )
     limits = Limits(arguments.max_restarts, arguments.max_attempts)
     decision = end_attempt(attempt, limits, run_dir)
+    tell(run_dir, f"{arguments.job}.{arguments.restart}", decision)
     print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
     return decision.exit_code
 
