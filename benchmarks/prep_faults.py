@@ -70,7 +70,8 @@ class _User:
     def __init__(self, config: Path, output: Path, log: Path) -> None:
         self._command = [sys.executable, "-m", "data_prep", "run", str(config)]
         self._command.append(f"output_dir={output}")
-        self._log, self.starts, self.code = log, 0, None
+        self._log, self.starts = log, 0
+        self.code: int | None = None
         self._start()
 
     def _start(self) -> None:

@@ -110,7 +110,7 @@ def test_a_break_is_a_word_of_its_own(pair: tuple[Tokenizer, Tokenizer]) -> None
     assert starts[places].all()
     assert starts[places + 1].all()
     assert token.normalise(POEM) == POEM
-    text, offsets = spelling.surface(ids)
+    text, offsets = spelling.surface(ids.astype(np.uint16))
     assert text == POEM
     assert [text[offsets[place]] for place in places] == ["\n"] * 5
 
