@@ -192,6 +192,7 @@ VERBS = (
         "run configs/prep/demo.yaml\n"
         "run configs/prep/demo.yaml output_dir=runs/mine/data \\\n"
         "    'sources=[{name: mine, inputs: [/data/text, \"/data/more/*.jsonl.zst\"]}]'\n"
+        "run configs/prep/demo.yaml output_dir=runs/verse/data clean.newline=token\n"
         "run configs/prep/web.yaml --stage ingest --rank 3 --world 64",
         if_interrupted="finished tasks stay done, the same command continues",
     ),

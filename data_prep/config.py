@@ -107,6 +107,11 @@ class CleanConfig:
         "remnants of HTML: strip decodes entities and removes tags, comments, scripts and "
         "styles; text that only looks like a tag stays (rules: data_prep/clean/html_text.py)",
     )
+    newline: Literal["space", "token"] = param(
+        "space",
+        "line breaks in a document: a space to the tokenizer, or a token of their own, for verse "
+        "and code; files in work/ have them either way",
+    )
     min_chars: int = param(
         1, "shorter documents are rejected, after normalisation", unit="characters", ge=1
     )
@@ -122,6 +127,12 @@ class CleanConfig:
         "what to do about a longer one: stop the run, split it at the end of a line or else at a "
         "space into documents ID, ID#2, ID#3 and so on, or reject it",
     )
+
+    def of_texts(self) -> dict[str, Any]:
+        """Return the settings that cleaned texts depend on; lines are the tokenizer's matter."""
+        settings = dataclasses.asdict(self)
+        del settings["newline"]
+        return settings
 
 
 def _share(default: float | None, meaning: str) -> Any:

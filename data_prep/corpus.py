@@ -51,6 +51,8 @@ class Corpus:
         """Hash of everything that the dataset depends on."""
         settings = asdict(self.config)
         del settings["workers"], settings["output_dir"]
+        if self.config.clean.newline == "space":
+            del settings["clean"]["newline"]  # datasets from before there was a choice stay valid
         given = self.tokenizer and self.tokenizer.sha256
         sets = {name: [asdict(file) for file in files] for name, files in self.eval_sets.items()}
         return make_key(settings, [asdict(piece) for piece in self.pieces], given, sets)
@@ -84,7 +86,7 @@ def find(config: PrepConfig) -> Corpus:
     return Corpus(
         config,
         tuple(pieces),
-        read_given(config.tokenizer),
+        read_given(config.tokenizer, config.clean.newline),
         eval_items.find(config.decontaminate),
         tuple(unreadable),
     )

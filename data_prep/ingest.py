@@ -74,7 +74,7 @@ def tasks(
         chosen = rule_sets(filters if piece.source.filters is None else piece.source.filters)
         if chosen not in parts:  # reads the files of words and of own rules once
             parts[chosen] = [part for rules in chosen for part in key_parts(rules)]
-        key = make_key(described, asdict(clean), *parts[chosen])
+        key = make_key(described, clean.of_texts(), *parts[chosen])
         made.append(Task(f"{i:05d}", folder, key, IngestJob(piece, clean, chosen)))
     return made
 

@@ -70,8 +70,8 @@ def plan(config: PrepConfig) -> dict[str, Any]:
             "name": name,
             "tasks": made.tasks,
             "max_tasks": made.tasks,
-            "core_hours": round(made.cpu_s / _SECONDS_PER_HOUR, 3),
-            "disk_gb": round(made.disk_bytes / 1e9, 3),
+            "core_hours": _figure(made.cpu_s / _SECONDS_PER_HOUR),
+            "disk_gb": _figure(made.disk_bytes / 1e9),
             "memory_gb": round(made.memory_bytes / 1e9, 2),
             "todo": todo.get(name),
         }
@@ -80,10 +80,10 @@ def plan(config: PrepConfig) -> dict[str, Any]:
     return {
         "files": len({file.path for piece in given.pieces for file in piece.files}),
         "pieces": size.pieces,
-        "text_gb": round(size.text_bytes / 1e9, 3),
+        "text_gb": _figure(size.text_bytes / 1e9),
         "stages": stages,
-        "core_hours": round(sum(e.cpu_s for e in costs.values()) / _SECONDS_PER_HOUR, 3),
-        "disk_gb": round(sum(e.disk_bytes for e in costs.values()) / 1e9, 3),
+        "core_hours": _figure(sum(e.cpu_s for e in costs.values()) / _SECONDS_PER_HOUR),
+        "disk_gb": _figure(sum(e.disk_bytes for e in costs.values()) / 1e9),
     }
 
 
@@ -95,13 +95,13 @@ def plan_text(made: dict[str, Any], cores: int) -> str:
         hours = stage["core_hours"] / min(cores, stage["max_tasks"])
         total_hours += hours
         rows.append((
-            stage["name"], f"{stage['tasks']:,}", f"{stage['core_hours']:.2f}", f"{hours:.2f}",
-            f"{stage['disk_gb']:.1f}", f"{stage['memory_gb']:.2f}",
+            stage["name"], f"{stage['tasks']:,}", _cell(stage["core_hours"], 2), _cell(hours, 2),
+            _cell(stage["disk_gb"], 1), f"{stage['memory_gb']:.2f}",
         ))  # fmt: skip
-    total = f"{made['core_hours']:.2f}", f"{total_hours:.2f}", f"{made['disk_gb']:.1f}"
+    total = _cell(made["core_hours"], 2), _cell(total_hours, 2), _cell(made["disk_gb"], 1)
     lines = [
-        f"{made['files']:,} files, about {made['text_gb']:,.1f} GB of text, in {made['pieces']:,} "
-        "pieces",
+        f"{made['files']:,} files, about {_gb_text(made['text_gb'])} of text, in "
+        f"{made['pieces']:,} pieces",
         "",
         *table([*rows, ("total", "", *total, "")], right=range(1, 6)),
         "",
@@ -109,6 +109,20 @@ def plan_text(made: dict[str, Any], cores: int) -> str:
         "that stages drop in full. work/ may be deleted when the dataset is complete.",
     ]
     return "\n".join(lines)
+
+
+def _figure(value: float) -> float:
+    """Round to three decimals, or three digits: what is small is not nothing."""
+    return round(value, 3) if value >= 1 else float(f"{value:.3g}")
+
+
+def _cell(value: float, decimals: int) -> str:
+    least = 10.0**-decimals
+    return f"<{least:g}" if 0 < value < least else f"{value:.{decimals}f}"
+
+
+def _gb_text(gigabytes: float) -> str:
+    return f"{gigabytes:,.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:,.1f} MB"
 
 
 def _size(given: Corpus) -> Size:

@@ -64,7 +64,7 @@ def eval_set_task(
 ) -> Task[EvalSetJob]:
     """Make the one task of stage eval_sets. Its items are normalised as documents are."""
     listed = {name: [asdict(file) for file in of_set] for name, of_set in files.items()}
-    key = make_key(listed, _lengths(config), config.min_hits, asdict(clean))
+    key = make_key(listed, _lengths(config), config.min_hits, clean.of_texts())
     return Task("all", folder, key, EvalSetJob(files, config, clean))
 
 

@@ -8,12 +8,12 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data_prep.config import TokenizerConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.tokenizer.fast import CONFIG_JSON, BertOptions, refuse_foreign_splitter
-from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.tokenizer.sentencepiece import Tokenizer, keep_line_breaks
 from pipeline.tokenizer.wordpiece import build, read_tokenizer_json, read_vocab_txt
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,17 @@ class GivenTokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
 
-def read_given(config: TokenizerConfig) -> GivenTokenizer | None:
-    """Read and check `tokenizer.file`; None if a tokenizer is to be trained."""
+def read_given(
+    config: TokenizerConfig, newline: Literal["space", "token"] = "space"
+) -> GivenTokenizer | None:
+    """Read and check `tokenizer.file`; None if a tokenizer is to be trained.
+
+    A sentencepiece model gets the rules for line breaks that `newline` names.
+
+    Raises:
+        ConfigError: options or `newline` do not go with this kind of file.
+        DataError: the file cannot be read or used.
+    """
     if config.file is None:
         return None
     path = Path(config.file)
@@ -50,11 +59,22 @@ def read_given(config: TokenizerConfig) -> GivenTokenizer | None:
     # Sentencepiece's scores are binary numbers; UTF-16 has zeros too.
     elif b"\0" in content and not content.startswith(_BYTE_ORDER_MARKS):
         _refuse_options(config, "sentencepiece model")
-        Tokenizer(path).definition()
+        if Tokenizer(path).definition().keeps_breaks and newline == "space":
+            raise ConfigError(
+                f"clean.newline = space, but {path} keeps line breaks as tokens; set clean.newline "
+                "to token"
+            )
+        content = keep_line_breaks(content) if newline == "token" else content
         return GivenTokenizer(".model", content)
     else:
         pieces = read_vocab_txt(content, path)
         options = _options(config, pieces, path)
+    if newline == "token":
+        raise ConfigError(
+            f"clean.newline = token, but {path} is a WordPiece vocabulary: BERT's rules make a "
+            "space of every line break before a piece is looked up. Set clean.newline to space, "
+            "or give a sentencepiece model, or leave tokenizer.file out to train one"
+        )
     return GivenTokenizer(".json", build(pieces, options, path).encode())
 
 

@@ -35,12 +35,15 @@ class VocabularyJob:
     """The source of each piece."""
     config: TokenizerConfig
     given: GivenTokenizer | None
+    keep_breaks: bool
+    """Whether a trained tokenizer keeps line breaks."""
     path: Path
 
 
 def tasks(progress: Progress, folder: Path) -> list[Task[VocabularyJob]]:
     """Make the one task of this stage."""
     corpus, config = progress.corpus, progress.corpus.config.tokenizer
+    newline = corpus.config.clean.newline
     sources = tuple(piece.source for piece in corpus.pieces)
     key = make_key(
         [done.digest for done in progress.written],
@@ -48,9 +51,11 @@ def tasks(progress: Progress, folder: Path) -> list[Task[VocabularyJob]]:
         asdict(config),
         corpus.tokenizer and corpus.tokenizer.sha256,
         [[source.name, source.weight] for source in sources],
+        *([newline] if newline != "space" else []),
     )
     path = progress.tokenizer_path
-    job = VocabularyJob(progress.pieces, sources, config, corpus.tokenizer, path)
+    keep_breaks = newline == "token"
+    job = VocabularyJob(progress.pieces, sources, config, corpus.tokenizer, keep_breaks, path)
     return [Task("tokenizer", folder, key, job)]
 
 
@@ -88,12 +93,13 @@ def _train(job: VocabularyJob, training: list[sample.Sample]) -> bytes:
     """Train on the sample; a small corpus gets a smaller vocabulary if the config names none."""
 
     def train(vocab_size: int) -> bytes:
-        return sentencepiece.train(
+        model = sentencepiece.train(
             _lines(job.pieces, training),
             vocab_size=vocab_size,
             model_type=job.config.model_type,
             character_coverage=job.config.character_coverage,
         )
+        return sentencepiece.keep_line_breaks(model) if job.keep_breaks else model
 
     try:
         return train(job.config.vocab_size or DEFAULT_VOCAB_SIZE)

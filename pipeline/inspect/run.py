@@ -488,5 +488,5 @@ def _marked(run: OpenedRun, sequence: Row, piece: Piece) -> str:
 
 def _text(run: OpenedRun, ids: list[int]) -> str:
     """Decode tokens; decoding drops a space at their beginning, which is put back."""
-    text = run.tokenizer.decode(ids)
+    text = run.tokenizer.decode(ids).replace("\n", "\\n")  # a sequence stays on one line
     return f" {text}" if run.tokenizer.piece(ids[0]).startswith(" ") else text

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from pipeline.data.format import MASK_ID, SPECIAL_TOKENS, UNK_ID
 from pipeline.errors import DataError
-from pipeline.tokenizer.sentencepiece import Definition
+from pipeline.tokenizer.sentencepiece import BLANKS, BREAK, BREAKS, Definition
 
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG_JSON = "tokenizer_config.json"
@@ -317,7 +317,10 @@ def build_from_sentencepiece(
         if definition.model_type == "unigram"
         else models.BPE(vocabulary, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
     )
-    tokenizer.normalizer = _normalizer(definition.charsmap, breaks)
+    rules = _normalizer(definition.charsmap, breaks)
+    if definition.keeps_breaks:
+        rules = normalizers.Sequence([*_tidied_breaks(), rules])
+    tokenizer.normalizer = rules
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             # Mark the start of the text, but not of a part after a special token; then remove the
@@ -358,6 +361,16 @@ def _normalizer(charsmap: bytes, breaks: str) -> normalizers.Normalizer:
             replace(" ", _SPACE),
         ]
     )
+
+
+def _tidied_breaks() -> list[normalizers.Normalizer]:
+    """Build `pipeline.tokenizer.sentencepiece.tidied`: single line breaks, then several."""
+    start, beside = f"(?<![{BLANKS}{BREAKS}])[{BLANKS}]*{BREAK}[{BLANKS}]*", f"[{BLANKS}{BREAKS}]"
+    single, several = f"{start}(?!{beside})", f"{start}{BREAK}{beside}*"
+    return [
+        normalizers.Replace(tokenizers.Regex(pattern), replacement)
+        for pattern, replacement in ((single, "\n"), (several, "\n\n"))
+    ]
 
 
 def _unigram(definition: Definition) -> models.Unigram:

@@ -1,6 +1,13 @@
 """The only door to sentencepiece: training, encoding, decoding, word starts.
 
 Preparation and inference use this one class, so that they cannot tokenise differently.
+
+A model treats line breaks as white space, or keeps them (`keep_line_breaks`): each is then the byte
+piece <0x0A>, a word of its own. The model's rules say which, so that whoever has the model, also
+without this project, gets the same. A symbol of its own would do as well, but only in models that
+are trained with it; and a private character in place of the break could also stand in a text.
+Around breaks that are kept, a text is tidied as cleaning does it: white space beside them goes, and
+more than one blank line becomes one.
 """
 
 import io
@@ -37,6 +44,20 @@ _MAX_SENTENCE_BYTES = 1 << 16
 # replaces these two fields and leaves the others as they are (protobuf's rule for merging).
 _IDENTITY_RULES = b"\x1a\x0c\x0a\x08identity\x12\x00"
 _SPACES = re.compile("  +")
+_NEWLINES = re.compile("\n\n\n+")
+_BREAK_PIECE = "<0x0A>"
+BREAKS = "\n\r\x85\u2028\u2029"
+"""Line breaks, as the inside of a regex class."""
+BLANKS = (
+    "\x01-\x09\x0b\x0c\x0e-\x20\x7f\xa0\u061c\u1680\u2000-\u200c\u200e\u200f\u202f\u205f"
+    f"{_SPACE}\u3000\ufeff\ufffd"
+)
+"""What the rules, or cleaning, make a space or delete, likewise."""
+BREAK = f"(?>\r\n|[{BREAKS}])"
+"""Regex of one line break."""
+_BREAK = re.compile(BREAK)
+# The part before it keeps the search linear in the length of a run of blanks.
+_BREAK_RUN = re.compile(f"(?<![{BLANKS}{BREAKS}])[{BLANKS}]*{BREAK}[{BLANKS}{BREAKS}]*")
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,8 @@ class Definition:
     charsmap: bytes
     """Normalisation rules: a uint32 length, a darts-clone trie of that many bytes, and the
     replacements that the trie's values point to (normalizer.cc in google/sentencepiece)."""
+    keeps_breaks: bool
+    """Whether a line break is a piece, after `tidied`; else it is a space."""
 
 
 class Spelling(Protocol):
@@ -98,11 +121,16 @@ class Tokenizer:
                 "train it with `python -m data_prep run`"
             )
         self.vocab_size: int = self._processor.GetPieceSize()
+        self.keeps_breaks: bool = self._processor.Normalize("\n") == "\n"
+        """Whether a line break is a token; else it is a space."""
         self._starts, self._ends, self._continues = self._word_tables()
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding specials; special tokens written in it are plain text."""
-        return list(self._processor.EncodeAsIds(text))
+        return list(self._processor.EncodeAsIds(self._tidied(text)))
+
+    def _tidied(self, text: str) -> str:
+        return tidied(text) if self.keeps_breaks else text
 
     def spell(self, text: str) -> tuple[npt.NDArray[np.int32], Spelling]:
         """Encode a text like `encode` and return how the tokens spell it; fast enough for a corpus.
@@ -129,8 +157,11 @@ class Tokenizer:
         Several tokens that spell one character (its bytes, or the letters of a ligature) cover it
         all. A leading space belongs to its token.
         """
-        mapping = self._processor.EncodeAsOffsetMapping(text)
+        mapping = self._processor.EncodeAsOffsetMapping(self._tidied(text))
         offsets = list(mapping["offsets"])
+        if self.keeps_breaks:
+            places = _places(text)
+            offsets = [(places[start], places[end]) for start, end in offsets]
         for i in range(len(offsets) - 2, -1, -1):
             if offsets[i][0] == offsets[i][1]:  # the last of the tokens has the character
                 offsets[i] = offsets[i + 1]
@@ -163,7 +194,7 @@ class Tokenizer:
 
     def normalise(self, text: str) -> str:
         """Return the text that `decode` gives back."""
-        return str(self._processor.Normalize(text)).replace(_SPACE, " ")
+        return str(self._processor.Normalize(self._tidied(text))).replace(_SPACE, " ")
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -173,10 +204,16 @@ class Tokenizer:
     @cached_property
     def is_byte(self) -> npt.NDArray[np.bool_]:
         """(V,) whether a token is a byte of a character that has no piece."""
-        return np.array([self._processor.IsByte(token) for token in range(self.vocab_size)])
+        tokens = range(self.vocab_size)
+        return np.array([self._processor.IsByte(i) and not self._is_break(i) for i in tokens])
+
+    def _is_break(self, token: int) -> bool:
+        return self.keeps_breaks and self._processor.IdToPiece(token) == _BREAK_PIECE
 
     def piece(self, token: int) -> str:
         """Return one token as readable text, with its leading space."""
+        if self._is_break(token):
+            return "\n"
         return str(self._processor.IdToPiece(token)).replace(_SPACE, " ")
 
     def definition(self) -> Definition:
@@ -208,6 +245,7 @@ class Tokenizer:
             scores=tuple(processor.GetScore(i) for i in ids),
             in_text=tuple(i not in self.special_ids and not processor.IsByte(i) for i in ids),
             charsmap=normalizer[2],
+            keeps_breaks=self.keeps_breaks,
         )
 
     def surface(self, ids: npt.NDArray[np.unsignedinteger]) -> tuple[str, npt.NDArray[np.int64]]:
@@ -302,11 +340,16 @@ class _PlainText:
         self._changed = np.zeros(0x110000, dtype=bool)
         self._changed[[ord(character) for character in changed]] = True
         # `flat` treats newlines like sentencepiece's rules; other rules may differ.
-        self._usable = rules.get("\n") == " "
+        self._keeps_breaks = "\n" not in rules
+        self._usable = self._keeps_breaks or rules["\n"] == " "
 
     def flat(self, text: str) -> str | None:
         """Return the normalised text with plain spaces; None if rules other than for \\n matter."""
-        text = _SPACES.sub(" ", text.replace("\n", " ")).strip(" ")
+        if self._keeps_breaks:  # what `tidied` does with the characters that no rule changes
+            text = _SPACES.sub(" ", text).replace(" \n", "\n").replace("\n ", "\n")
+            text = _NEWLINES.sub("\n\n", text).strip(" ")
+        else:
+            text = _SPACES.sub(" ", text.replace("\n", " ")).strip(" ")
         codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         return text if self._usable and not self._changed.take(codes).any() else None
 
@@ -383,6 +426,53 @@ def train(
             raise VocabularyTooLargeError(text, int(limit[1])) from error
         raise DataError(text) from error
     return model.getvalue()
+
+
+def keep_line_breaks(model: bytes) -> bytes:
+    """Return a model that keeps line breaks, each as the piece <0x0A>; no piece changes its id.
+
+    Without a rule for them a line break reaches the vocabulary, which has no such character, and
+    falls back to its byte, which no other text has. The rules are a trie, a double array (darts.h
+    in s-yata/darts-clone): the child of its root that the byte 0x0A leads to is given a label that
+    no byte has.
+    """
+    normalizer = _protobuf_fields(_protobuf_fields(model)[3])
+    charsmap = bytearray(normalizer[2])
+    root = int.from_bytes(charsmap[4:8], "little")
+    unit = 4 + 4 * ((root >> 10) << ((root & 512) >> 6) ^ ord("\n"))
+    assert charsmap[unit] == ord("\n"), "rules without one for the line break"
+    charsmap[unit + 3] |= 0x80
+    # Appended fields replace those before them; parsing and writing them again leaves one of each.
+    changed = model + _protobuf_bytes(3, _protobuf_bytes(2, bytes(charsmap)))
+    kept = sentencepiece.SentencePieceProcessor(model_proto=changed)
+    return bytes(kept.serialized_model_proto())
+
+
+def tidied(text: str) -> str:
+    """Return a text as a tokenizer that keeps line breaks reads it; see the module.
+
+    Breaks at its beginning and end stay: the part of a text beside a `[MASK]` may have one there.
+    """
+    return _BREAK_RUN.sub(lambda run: "\n" * min(2, len(_BREAK.findall(run[0]))), text)
+
+
+def _places(text: str) -> list[int]:
+    """Return where in the text each character of `tidied(text)` begins, and its end."""
+    places, end = list[int](), 0
+    for run in _BREAK_RUN.finditer(text):
+        breaks = [run.start() + each.start() for each in _BREAK.finditer(run[0])]
+        places += [*range(end, run.start()), *[run.start(), breaks[-1]][: len(breaks)]]
+        end = run.end()
+    return [*places, *range(end, len(text) + 1)]
+
+
+def _protobuf_bytes(number: int, content: bytes) -> bytes:
+    """Write one field of a protobuf message."""
+    size, head = len(content), [number << 3 | 2]
+    while size >= 0x80:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes([*head, size]) + content
 
 
 def _protobuf_fields(message: bytes) -> dict[int, Any]:

@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.runtime.files import sha256_file
 from pipeline.tokenizer.fast import FastTokenizer
+from pipeline.tokenizer.sentencepiece import Tokenizer
 from pipeline.tokenizer.wordpiece import difference_of_ids
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,13 @@ def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[lis
         return [f"none there, {path.name} in {index.folder}"], []
     if sha256_file(theirs) == index.tokenizer_sha256:
         return [], []
+    if theirs.suffix == path.suffix == ".model":
+        one, other = Tokenizer(theirs).definition(), Tokenizer(path).definition()
+        if (one.pieces, one.scores) == (other.pieces, other.scores) and (
+            one.keeps_breaks != other.keeps_breaks
+        ):
+            kind = "tokens" if other.keeps_breaks else "spaces"
+            return [], [f"line breaks are {kind} in {path} alone (clean.newline)"]
     if theirs.suffix != ".json" or path.suffix != ".json":
         return [f"{theirs} there, {path} here, which are not the same"], []
     pair = FastTokenizer(theirs), FastTokenizer(path)

@@ -79,6 +79,8 @@ def write_hf_tokenizer(
         text = build_from_sentencepiece(definition, breaks=breaks, merges=_merges(definition))
         rows = zip(definition.pieces, definition.in_text, strict=True)
         probes = [piece for piece, in_text in rows if in_text]
+        if definition.keeps_breaks:
+            probes += ["\n", " \r\n", "\u2028\n\t\n"] * (len(probes) // 30)
     else:
         definition, text = None, tokenizer.to_json()
         ids = range(tokenizer.vocab_size)

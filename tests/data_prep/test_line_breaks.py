@@ -1,0 +1,139 @@
+"""`clean.newline: token` through all stages: tokens, what is repeated, given tokenizers."""
+
+import shutil
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import corpus as corpora
+from data_prep.config import CleanConfig, PrepConfig, TokenizerConfig
+from data_prep.export import export
+from data_prep.pieces import read_lines
+from data_prep.run import run
+from data_prep.stage import make_key
+from data_prep.tokenizer.given import read_given
+from pipeline.config.load import load
+from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.reader import BlockReader
+from pipeline.errors import ConfigError
+from pipeline.tokenizer.sentencepiece import Tokenizer
+from pipeline.train.initial import tokenizer_differences
+from tests.support import bert_vocabulary
+
+TOKEN = "clean.newline=token"
+NEWLINE = 5 + ord("\n")  # bytes come after the special tokens
+
+
+def _config(prep_config: Path, output: Path, source: Path, *overrides: str) -> PrepConfig:
+    inputs = f"sources=[{{name: topics, inputs: [{source}]}}]"
+    return load(PrepConfig, prep_config, [f"output_dir={output}", inputs, *overrides]).config
+
+
+@pytest.fixture(scope="module")
+def broken(
+    dataset: DatasetIndex, prep_config: Path, corpus: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> DatasetIndex:  # fmt: skip
+    """The dataset again with line breaks as tokens, in a copy of its folder."""
+    folder = tmp_path_factory.mktemp("line-breaks") / "data"
+    shutil.copytree(dataset.folder, folder)
+    run(_config(prep_config, folder, corpus, TOKEN), replace=True)
+    return read_index(folder)
+
+
+def _texts(index: DatasetIndex) -> dict[str, tuple[str, int]]:
+    """Return by id: the decoded document, and the number of its tokens."""
+    tokenizer = Tokenizer(index.folder / index.tokenizer_file)
+    reader, texts = BlockReader(index), {}
+    for number in range(len(index.blocks)):
+        block, ids = reader.block(number), reader.block(number).document_ids
+        starts = np.unpackbits(block.word_bits)[: len(block.tokens)]
+        breaks = np.flatnonzero(block.tokens == NEWLINE)
+        assert starts[breaks].all()
+        assert starts[breaks + 1].all()  # no document ends with one
+        bounds = [0, *block.doc_ends.tolist()]
+        for name, first, end in zip(ids, bounds, bounds[1:], strict=False):
+            tokens = block.tokens[first:end].tolist()
+            texts[name] = tokenizer.decode(tokens), len(tokens)
+    return texts
+
+
+def test_documents_have_their_lines(broken: DatasetIndex, dataset: DatasetIndex) -> None:
+    work = broken.folder / "work" / "ingest" / "00000.jsonl.zst"
+    documents = {document["id"]: document["text"] for document in read_lines(work)}
+    plain = _texts(dataset)
+    breaks = more = 0
+    for name, (text, tokens) in _texts(broken).items():
+        assert text == documents[name]
+        assert plain[name][0] == text.replace("\n\n", " ").replace("\n", " ")
+        breaks += text.count("\n")
+        more += tokens - plain[name][1]
+    # Some words at the beginning of a line have a shorter spelling without their space.
+    assert breaks > 5000
+    assert 0.9 * breaks < more < 1.1 * breaks
+
+
+def test_only_tokenizer_and_shards_are_made_again(
+    broken: DatasetIndex, dataset: DatasetIndex, prep_config: Path, corpus: Path
+) -> None:
+    for stage in ("ingest", "exact", "dedup"):
+        for path in (dataset.folder / "work" / stage).glob("*.done.json"):
+            again = broken.folder / "work" / stage / path.name
+            assert again.read_bytes() == path.read_bytes()
+    assert broken.fingerprint != dataset.fingerprint
+    assert broken.vocabulary == dataset.vocabulary
+
+
+def test_the_default_changes_no_key(prep_config: Path, corpus: Path, tmp_path: Path) -> None:
+    """Keys are those of the time before the setting: datasets and work folders stay valid."""
+    before = {field.name for field in fields(CleanConfig)} - {"newline"}
+    assert set(CleanConfig().of_texts()) == before
+    given = corpora.find(_config(prep_config, tmp_path, corpus))
+    settings = asdict(given.config)
+    for section, name in (("", "workers"), ("", "output_dir"), ("clean", "newline")):
+        del (settings[section] if section else settings)[name]
+    pieces = [asdict(piece) for piece in given.pieces]
+    assert given.key == make_key(settings, pieces, None, {})
+    clean = replace(given.config.clean, newline="token")
+    assert replace(given, config=replace(given.config, clean=clean)).key != given.key
+
+
+def test_given_models(
+    broken: DatasetIndex, dataset: DatasetIndex, prep_config: Path, corpus: Path, tmp_path: Path
+) -> None:
+    model = dataset.folder / "tokenizer.model"
+    given = f"tokenizer={{file: {model}}}"
+    run(_config(prep_config, tmp_path / "data", corpus, TOKEN, given))
+    assert read_index(tmp_path / "data").fingerprint == broken.fingerprint
+    kept = TokenizerConfig(file=str(broken.folder / "tokenizer.model"))
+    made = read_given(kept, "token")
+    assert made is not None
+    assert made.content == (broken.folder / "tokenizer.model").read_bytes()
+    with pytest.raises(ConfigError, match=r"keeps line breaks as tokens; set clean\.newline to to"):
+        read_given(kept)
+    vocab = bert_vocabulary.write(tmp_path / "vocab.txt", bert_vocabulary.rows(["a word"]))
+    with pytest.raises(ConfigError, match=r"is a WordPiece vocabulary: .* leave tokenizer\.file o"):
+        read_given(TokenizerConfig(file=str(vocab)), "token")
+
+
+def test_training_goes_on_from_a_model_without_line_breaks(
+    broken: DatasetIndex, dataset: DatasetIndex
+) -> None:
+    other_ids, other_text = tokenizer_differences(dataset.folder / "tokenizer.model", broken)
+    assert not other_ids
+    assert "line breaks are tokens in" in other_text[0]
+    _, [text] = tokenizer_differences(broken.folder / "tokenizer.model", dataset)
+    assert "line breaks are spaces in" in text
+
+
+def test_kept_text_is_the_same_with_both(
+    broken: DatasetIndex, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    texts = []
+    for index, name in ((broken, "a"), (dataset, "b")):
+        _, [path] = export(index.folder, tmp_path / name, "jsonl")
+        texts.append([document["text"] for document in read_lines(path)])
+    assert texts[0] == texts[1]
+    assert sum(text.count("\n") for text in texts[0]) > 5000
