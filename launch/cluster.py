@@ -311,6 +311,13 @@ class ClusterConfig:
     max_attempts_without_progress: int = param(
         2, "attempts in a row without a new checkpoint before the job stops", ge=1
     )
+    storage_patience_s: int = param(
+        600,
+        "how long a job waits for storage that fails, before it ends and names the path; a full "
+        "disk ends it at once",
+        unit="s",
+        ge=0,
+    )
     python: str = param(
         ".venv/bin/python",
         "interpreter, on a path that all nodes see; in the image, if there is one",

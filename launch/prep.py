@@ -42,6 +42,7 @@ from launch.script_parts import (
     setup_lines,
     slurm_path,
     srun_words,
+    storage_lines,
     wrapped,
 )
 from launch.slurm import run_command, sbatch
@@ -162,8 +163,7 @@ def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, pro
     )
     lines = [
         *setup_lines(cluster),
-        "set -u +e",
-        f"cd {shlex.quote(job.work_dir)} || exit 1",
+        *storage_lines(cluster, job.work_dir),
         f"logs={shlex.quote(str(job.logs))}",
         body + REQUEUE,
     ]
@@ -255,12 +255,15 @@ elif [ "$code" = {do_not_retry} ]; then
   echo "end: stage {stage}, part $rank of {world}: trying again is no use, see the message" \\
     "above; mend it and submit again"
   exit {do_not_retry}
+elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
+  echo "end: stage {stage}, part $rank of {world}: exit code $code: the interpreter cannot be" \
+    "started, see above; correct python, container or setup of the profile"
+  exit "$code"
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
-# Where the count cannot be kept, such as on a full disk, the first failure is the last.
-echo "$failures" >"$failures_file" || failures={max_failures}
+storage "$logs" put "$failures" "$failures_file"
 if [ "$failures" -ge {max_failures} ]; then
   echo "end: stage {stage}, part $rank of {world}: exit code $code, failure $failures of" \\
     "{max_failures} (prep.max_failures); what is done stays, submit again to continue"

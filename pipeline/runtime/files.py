@@ -81,7 +81,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     Empty if there is no such file.
     """
     found = []
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():
         try:
             found.append(json.loads(line))

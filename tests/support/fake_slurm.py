@@ -55,12 +55,16 @@ class FakeSlurm:
         folder.mkdir()
         for answer in ("config", "queue"):
             (folder / answer).touch()
-        self._add("sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
+        self._write("sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
         for name, line in _SHELL.items():
-            self._add(name, f"#!/bin/bash\n{line.format(folder=folder)}\n")
+            self.add(name, line.format(folder=folder))
         self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
-    def _add(self, name: str, text: str) -> None:
+    def add(self, name: str, line: str) -> None:
+        """Add a command, a line of bash."""
+        self._write(name, f"#!/bin/bash\n{line}\n")
+
+    def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
         (self.folder / name).chmod(0o755)
 
