@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.handover import queue_script, submitting
 from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
@@ -45,7 +46,7 @@ from launch.script_parts import (
     storage_lines,
     wrapped,
 )
-from launch.slurm import run_command, sbatch
+from launch.slurm import run_command
 from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
@@ -323,12 +324,22 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
     """Hand all arrays to sbatch, each stage waiting for the one before; return their job ids.
 
     Raises:
-        BusyError: jobs of an earlier submission are still in the queue.
+        BusyError: jobs of an earlier submission are still in the queue, or another process is
+            submitting at this moment.
         SubmitError: sbatch failed; jobs submitted until then are cancelled.
     """
+    folder = draft.job.folder
+    with submitting(folder / "work", folder, lambda: _all(prep_jobs(folder) or {})):
+        return _submit(draft)
+
+
+def _submit(draft: PrepDraft) -> dict[str, list[str]]:
     _refuse_twice(draft)
     draft.job.logs.mkdir(parents=True, exist_ok=True)
-    draft.folder.mkdir(parents=True)
+    try:
+        draft.folder.mkdir(parents=True)
+    except FileExistsError:
+        raise BusyError(f"another submission has just made {draft.folder}; try again") from None
     jobs: dict[str, list[str]] = {}
     before: list[str] = []
     try:
@@ -339,7 +350,7 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
             jobs[stage.name] = []
             dependency = [_dependency(before)] if before else []
             for script in stage.scripts:
-                jobs[stage.name].append(sbatch(dependency, script))
+                jobs[stage.name].append(queue_script(dependency, script, draft.cluster))
             before = jobs[stage.name]
         write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
     except BaseException as error:

@@ -17,6 +17,7 @@ from launch.decide import EXIT_FULL
 from launch.records import EXCLUDED_FILE, FOLDER, PRETRAIN
 from launch.script_parts import (
     REQUEUE,
+    rank_options,
     sbatch_lines,
     sbatch_resources,
     setup_lines,
@@ -92,7 +93,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         stopped=EXIT_STOPPED,
         again=EXIT_PREEMPTED,
         patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
-        ranks=_step(job, cluster, ranks),
+        ranks=f"{rank_options(cluster)} {_step(job, cluster, ranks)}".strip(),
     )
     parts = [
         "#!/bin/bash",
@@ -154,7 +155,8 @@ def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
         inner = _RANKS.format(command=f'{command} --records "$1" --nodes "$2"')
         measure.append(
             _MEASURE.format(
-                timeout=_BANDWIDTH_S + _SRUN_S, ranks=f"{_step(job, cluster, inner)} bandwidth"
+                timeout=_BANDWIDTH_S + _SRUN_S,
+                ranks=f"{rank_options(cluster)} {_step(job, cluster, inner)} bandwidth",
             )
         )
     return [

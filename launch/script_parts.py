@@ -145,6 +145,21 @@ def prep_resources(cluster: ClusterConfig) -> dict[str, object]:
     return {"exclude": _exclude(cluster, ()), **dict(map(option, cluster.prep.sbatch))}
 
 
+def rank_options(cluster: ClusterConfig) -> str:
+    """Write the options of srun for a step of all ranks: where they run, and the profile's own."""
+    return " ".join(
+        [
+            *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []),
+            *(
+                [f"--distribution={shlex.quote(cluster.distribution)}"]
+                if cluster.distribution
+                else []
+            ),
+            *(f"--{word.removeprefix('--')}" for word in map(shlex.quote, cluster.srun)),
+        ]
+    )
+
+
 def srun_words(cluster: ClusterConfig, mounts: Sequence[str], *, work_dir: str) -> list[str]:
     """List the options of srun, which starts the container where `container.kind` is pyxis.
 

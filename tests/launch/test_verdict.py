@@ -107,11 +107,10 @@ def test_ranks_that_cannot_be_started_end_the_job_at_once(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("processes")
 def test_full_disk_ends_the_job_with_a_code_of_its_own(tmp_path: Path, name: str) -> None:
     attempts = Attempts(tmp_path)
-    (attempts.run_dir / "launch").mkdir(parents=True)
-    (attempts.run_dir / "launch" / name).symlink_to("/dev/full")
+    attempts.slurm.add("srun", f"ln -sf /dev/full {attempts.run_dir}/launch/{name}; exit 143")
     code, line = attempts.last()
     assert code == 28, line
-    assert line.startswith(f"end: {attempts.run_dir}/launch" if name != "unjudged" else "end: run")
+    assert line.startswith("end: run/launch")
     assert "No space left on device" in line
     assert attempts.slurm.lines("requeued") == []
 
