@@ -257,7 +257,7 @@ elif [ "$code" = {do_not_retry} ]; then
     "above; mend it and submit again"
   exit {do_not_retry}
 elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
-  echo "end: stage {stage}, part $rank of {world}: exit code $code: the interpreter cannot be" \
+  echo "end: stage {stage}, part $rank of {world}: exit code $code: the interpreter cannot be" \\
     "started, see above; correct python, container or setup of the profile"
   exit "$code"
 fi

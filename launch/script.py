@@ -308,7 +308,7 @@ if [ "$go" = 1 ]; then
     {finished}|{do_not_retry}|{stopped}|{full}) exit "$verdict" ;;
     {again}) unjudged=0 ;;
     126|127)
-      echo "end: the launcher cannot be started (exit code $verdict), see above:" {python} \
+      echo "end: the launcher cannot be started (exit code $verdict), see above:" {python} \\
         "is missing or may not be run; correct python, container or setup of the profile"
       exit "$verdict" ;;
     *)
@@ -317,7 +317,7 @@ if [ "$go" = 1 ]; then
   esac
   storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
   if [ "$unjudged" -ge {max_attempts} ]; then
-    echo "end: $unjudged attempts in a row came to no verdict (max_attempts_without_progress);" \
+    echo "end: $unjudged attempts in a row came to no verdict (max_attempts_without_progress);" \\
       "the launcher's message is above"; exit 1
   elif [ "$unjudged" -gt 0 ] && [ "$restarts" -ge {max_restarts} ]; then
     echo "end: not done after $restarts restarts (max_restarts)"; exit 1

@@ -277,7 +277,8 @@ def test_two_slow_nodes_cannot_be_told_apart() -> None:
     assert (verdict.exit_code, verdict.bad) == (2, {})
     lone = Bandwidth("n1", [BandwidthRound(["n1"], 8, 3.0)], "", [])
     verdict = _judge(config=FAST, nodes=("n1",), bandwidths={"n1": lone})
-    assert list(verdict.bad) == ["n1"]
+    assert (verdict.exit_code, verdict.bad) == (2, {})  # nor a slow node from what is expected
+    assert "n1: bandwidth: with itself 3 GB/s" in verdict.problems[0]
 
 
 def test_node_that_did_not_join_is_bad_and_those_who_waited_are_not() -> None:
