@@ -41,7 +41,7 @@ gpus = asked.get("gres") or ("gpu:" + asked["gpus-per-node"] if "gpus-per-node" 
                                        "cpus-per-task", "mem")),
     "gres:" + gpus if gpus else "", asked.get("reservation", "(null)"),
     "0" if "no_requeue" in asked else "1", "".join(shlex.split(asked.get("comment", "")))]))
-(folder / "environment").write_text("\n".join(sorted(os.environ)))
+(folder / "environment").write_text("\\n".join(sorted(os.environ)))
 if (folder / "run").exists():
     first, last = re.search(r"^#SBATCH --array=([0-9]+)-([0-9]+)", script, re.M).groups()
     for index in range(int(first), int(last) + 1):
