@@ -200,7 +200,7 @@ def _misses(attempt: Attempt, run_dir: Path) -> int:
     misses = 0
     for line in reversed(history(run_dir)):
         # Where preflight ended the attempt, the ranks did not start.
-        if not isinstance(line, dict) or line.get("job") != attempt.job or line.get("miss") is None:
+        if line.get("job") != attempt.job or line.get("miss") is None:
             continue
         if not line["miss"]:
             break
