@@ -13,7 +13,15 @@ from typing import Any
 
 from launch import control, logs, prep, sweep
 from launch.cluster import ClusterConfig, cluster_of
-from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
+from launch.decide import (
+    Attempt,
+    Limits,
+    end_attempt,
+    exit_codes,
+    is_done,
+    patiently,
+    storage_failed,
+)
 from launch.local import run_local, run_program
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
@@ -374,12 +382,25 @@ def _add_decide(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-code", required=True, type=int, help="exit code of srun")
     parser.add_argument("--max-restarts", required=True, type=int)
     parser.add_argument("--max-attempts", required=True, type=int)
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds that storage may fail")
 
 
 def _decide(arguments: argparse.Namespace) -> int:
+    run_dir, patience_s = arguments.run_dir, arguments.patience
+    limits = Limits(arguments.max_restarts, arguments.max_attempts)
+    try:
+        attempt = patiently(lambda: _attempt(arguments), patience_s)
+        decision = end_attempt(attempt, limits, run_dir, patience_s)
+    except OSError as error:
+        decision = storage_failed(error, run_dir, patience_s)
+    print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
+    return decision.exit_code
+
+
+def _attempt(arguments: argparse.Namespace) -> Attempt:
     run_dir: Path = arguments.run_dir
     codes = exit_codes(run_dir, f"{arguments.job}.{arguments.restart}")
-    attempt = Attempt(
+    return Attempt(
         job=arguments.job,
         restart=arguments.restart,
         nodes=tuple(arguments.nodes.split()),
@@ -391,10 +412,6 @@ def _decide(arguments: argparse.Namespace) -> int:
         at_limit=bool(arguments.asked_to_stop),
         step_code=arguments.step_code,
     )
-    limits = Limits(arguments.max_restarts, arguments.max_attempts)
-    decision = end_attempt(attempt, limits, run_dir)
-    print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
-    return decision.exit_code
 
 
 def _rank(arguments: argparse.Namespace) -> int:

@@ -4,11 +4,15 @@ Files of the attempt decide, never srun's exit code: if a rank exits with 4 srun
 if a node dies it may be 0 (SLURM 22.05).
 """
 
-from collections.abc import Sequence
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from launch.records import PRETRAIN, append_history, history
+from launch.records import FOLDER, PRETRAIN, append_history, history
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -17,6 +21,16 @@ from pipeline.errors import (
     EXIT_STOPPED,
 )
 from pipeline.runtime.run_folder import RunFolder
+
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+EXIT_FULL = errno.ENOSPC
+"""Exit code of a job that ends because the disk of its run is full, or a quota is used up."""
+EXITS_NOT_STARTED = (126, 127)
+"""What a shell says of a command that may not be run, or is not there."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +84,7 @@ def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
         for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*"))
     ]
     # A full disk leaves an empty file.
-    return tuple(int(text) if text else EXIT_FAILED_RETRY for text in texts)
+    return tuple(int(text) if text.isdecimal() else EXIT_FAILED_RETRY for text in texts)
 
 
 def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
@@ -95,6 +109,12 @@ def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) 
         how = f"stopped by {RunFolder(run_dir).stop}; `python -m launch resume` continues"
         return Decision("stopped", EXIT_STOPPED, f"{how}; {newest}")
     how = _how_it_ended(attempt)
+    if attempt.step_code in EXITS_NOT_STARTED and not attempt.codes:
+        return _give_up(
+            f"no rank could be started (srun: {attempt.step_code}, which is how shells say that a "
+            "program is missing or may not be run), see above; correct python, container or setup "
+            f"of the cluster profile; {newest}"
+        )
     if attempt.restart >= limits.restarts:
         return _give_up(
             f"not done after {attempt.restart} restarts (max_restarts={limits.restarts}); the last "
@@ -104,7 +124,8 @@ def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) 
     if misses >= limits.without_progress:
         return _give_up(
             f"{misses} attempts in a row without a new checkpoint (max_attempts_without_progress="
-            f"{limits.without_progress}); the last {how}; {newest}; see {run_dir}/logs"
+            f"{limits.without_progress}); the last {how}{_limit_text(attempt)}; {newest}; see "
+            f"{run_dir}/logs"
         )
     return Decision("requeue", EXIT_PREEMPTED, f"the attempt {how}; {newest}")
 
@@ -120,20 +141,80 @@ def is_miss(attempt: Attempt) -> bool:
     return attempt.at_limit or not _has_saved(attempt)
 
 
-def end_attempt(attempt: Attempt, limits: Limits, run_dir: Path) -> Decision:
-    """Decide, and append the decision to the run's history."""
+def end_attempt(
+    attempt: Attempt, limits: Limits, run_dir: Path, patience_s: float = 0.0
+) -> Decision:
+    """Decide, and append the decision to the run's history if storage lets it.
+
+    The verdict comes first. Only an attempt without progress that would be followed by another must
+    be recorded: one that is not counted would be repeated forever.
+    """
+    decision = decide(attempt, 0, limits, run_dir)
+    try:
+        if decision.word == "requeue":
+            misses = patiently(lambda: _misses(attempt, run_dir), patience_s)
+            decision = decide(attempt, misses, limits, run_dir)
+        verdict = {"decision": decision.word, "reason": decision.reason}
+        record = {**asdict(attempt), "miss": is_miss(attempt), **verdict}
+        waits_s = patience_s if decision.word == "requeue" else 0.0
+        patiently(lambda: append_history(run_dir, record), waits_s)
+    except OSError as error:
+        logger.warning("the end of the attempt could not be recorded: %s", error)
+        if decision.word == "requeue" and is_miss(attempt):
+            return storage_failed(error, run_dir / FOLDER, patience_s)
+    return decision
+
+
+def patiently(action: Callable[[], _T], patience_s: float) -> _T:
+    """Do something with files, and again while storage fails.
+
+    Raises:
+        OSError: the disk is full, which waiting does not cure, or storage failed for `patience_s`.
+    """
+    end_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            left_s = end_s - time.monotonic()
+            if error.errno in _FULL or left_s <= 0:
+                raise
+            logger.warning("storage fails, trying again for %.0f s: %s", left_s, error)
+            time.sleep(min(_WAIT_S, left_s))
+
+
+def storage_failed(error: OSError, path: Path, patience_s: float) -> Decision:
+    """Return the verdict where storage failed for too long; the path is for errors without one."""
+    where = f"{error.filename or path}: {error.strerror}"
+    if error.errno in _FULL:
+        how = f"{where}: free space or inodes there, or raise the quota"
+        return Decision("failed", EXIT_FULL, f"{how}; then `python -m launch resume` continues")
+    return _give_up(
+        f"{where}, for {patience_s:.0f} s (storage_patience_s of the cluster profile): storage "
+        "fails; when it is back, `python -m launch resume` continues"
+    )
+
+
+def _misses(attempt: Attempt, run_dir: Path) -> int:
+    """Count the attempts in a row, before this one and of its job, that made no progress."""
     misses = 0
     for line in reversed(history(run_dir)):
         # Where preflight ended the attempt, the ranks did not start.
-        if line["job"] != attempt.job or line["miss"] is None:
+        if line.get("job") != attempt.job or line.get("miss") is None:
             continue
         if not line["miss"]:
             break
         misses += 1
-    decision = decide(attempt, misses, limits, run_dir)
-    verdict = {"decision": decision.word, "reason": decision.reason}
-    append_history(run_dir, {**asdict(attempt), "miss": is_miss(attempt), **verdict})
-    return decision
+    return misses
+
+
+def _limit_text(attempt: Attempt) -> str:
+    if not attempt.at_limit:
+        return ""
+    return (
+        " because the time limit was near: raise time_limit of the cluster profile, or save more "
+        "often (checkpoint.every_steps)"
+    )
 
 
 def _give_up(reason: str) -> Decision:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.handover import queue_script, submitting
 from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
@@ -42,9 +43,10 @@ from launch.script_parts import (
     setup_lines,
     slurm_path,
     srun_words,
+    storage_lines,
     wrapped,
 )
-from launch.slurm import run_command, sbatch
+from launch.slurm import run_command
 from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
@@ -162,8 +164,7 @@ def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, pro
     )
     lines = [
         *setup_lines(cluster),
-        "set -u +e",
-        f"cd {shlex.quote(job.work_dir)} || exit 1",
+        *storage_lines(cluster, job.work_dir),
         f"logs={shlex.quote(str(job.logs))}",
         body + REQUEUE,
     ]
@@ -255,12 +256,15 @@ elif [ "$code" = {do_not_retry} ]; then
   echo "end: stage {stage}, part $rank of {world}: trying again is no use, see the message" \\
     "above; mend it and submit again"
   exit {do_not_retry}
+elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
+  echo "end: stage {stage}, part $rank of {world}: exit code $code: the interpreter cannot be" \\
+    "started, see above; correct python, container or setup of the profile"
+  exit "$code"
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
-# Where the count cannot be kept, such as on a full disk, the first failure is the last.
-echo "$failures" >"$failures_file" || failures={max_failures}
+storage "$logs" put "$failures" "$failures_file"
 if [ "$failures" -ge {max_failures} ]; then
   echo "end: stage {stage}, part $rank of {world}: exit code $code, failure $failures of" \\
     "{max_failures} (prep.max_failures); what is done stays, submit again to continue"
@@ -320,12 +324,22 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
     """Hand all arrays to sbatch, each stage waiting for the one before; return their job ids.
 
     Raises:
-        BusyError: jobs of an earlier submission are still in the queue.
+        BusyError: jobs of an earlier submission are still in the queue, or another process is
+            submitting at this moment.
         SubmitError: sbatch failed; jobs submitted until then are cancelled.
     """
+    folder = draft.job.folder
+    with submitting(folder / "work", folder, lambda: _all(prep_jobs(folder) or {})):
+        return _submit(draft)
+
+
+def _submit(draft: PrepDraft) -> dict[str, list[str]]:
     _refuse_twice(draft)
     draft.job.logs.mkdir(parents=True, exist_ok=True)
-    draft.folder.mkdir(parents=True)
+    try:
+        draft.folder.mkdir(parents=True)
+    except FileExistsError:
+        raise BusyError(f"another submission has just made {draft.folder}; try again") from None
     jobs: dict[str, list[str]] = {}
     before: list[str] = []
     try:
@@ -336,7 +350,7 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
             jobs[stage.name] = []
             dependency = [_dependency(before)] if before else []
             for script in stage.scripts:
-                jobs[stage.name].append(sbatch(dependency, script))
+                jobs[stage.name].append(queue_script(dependency, script, draft.cluster))
             before = jobs[stage.name]
         write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
     except BaseException as error:

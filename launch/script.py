@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
+from launch.decide import EXIT_FULL
 from launch.records import EXCLUDED_FILE, FOLDER, PRETRAIN
 from launch.script_parts import (
     REQUEUE,
+    rank_options,
     sbatch_lines,
     sbatch_resources,
     setup_lines,
     slurm_path,
     srun_words,
+    storage_lines,
     wrapped,
 )
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED
@@ -68,22 +71,29 @@ class Job:
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Render a job script. Pure."""
     start = _START.format(
-        launch_folder=FOLDER, excluded=EXCLUDED_FILE, launcher=_launcher(job, cluster)
+        launch_folder=FOLDER,
+        excluded=EXCLUDED_FILE,
+        launcher=_launcher(job, cluster),
+        mounts=" ".join(map(shlex.quote, job.mounts)),
     )
     decide_options = (
         f"--kind {job.kind} --ranks {cluster.num_ranks} --max-restarts {cluster.max_restarts} "
-        f"--max-attempts {cluster.max_attempts_without_progress}"
+        f"--max-attempts {cluster.max_attempts_without_progress} "
+        f"--patience {cluster.storage_patience_s}"
     )
     ranks = _RANKS.format(command=_words(job, cluster, job.words, gpus=True))
     attempt = _ATTEMPT.format(
         decide_options=decide_options,
         max_restarts=cluster.max_restarts,
+        max_attempts=cluster.max_attempts_without_progress,
+        full=EXIT_FULL,
+        python=shlex.quote(cluster.python),
         finished=EXIT_FINISHED,
         do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
         stopped=EXIT_STOPPED,
         again=EXIT_PREEMPTED,
         patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
-        ranks=_step(job, cluster, ranks),
+        ranks=f"{rank_options(cluster)} {_step(job, cluster, ranks)}".strip(),
     )
     parts = [
         "#!/bin/bash",
@@ -91,8 +101,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         "",
         _TRAP,
         *setup_lines(cluster),
-        "set -u +e",
-        f"cd {shlex.quote(job.work_dir)} || exit 1",
+        *storage_lines(cluster, job.work_dir),
         *_run_dir(job),
         f'export {RUN_DIR_VARIABLE}="$run_dir"',
         start,
@@ -146,7 +155,8 @@ def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
         inner = _RANKS.format(command=f'{command} --records "$1" --nodes "$2"')
         measure.append(
             _MEASURE.format(
-                timeout=_BANDWIDTH_S + _SRUN_S, ranks=f"{_step(job, cluster, inner)} bandwidth"
+                timeout=_BANDWIDTH_S + _SRUN_S,
+                ranks=f"{rank_options(cluster)} {_step(job, cluster, inner)} bandwidth",
             )
         )
     return [
@@ -210,7 +220,13 @@ export MASTER_ADDR=${{nodes%% *}} MASTER_PORT
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 launch_dir=$run_dir/{launch_folder}
 excluded=$launch_dir/{excluded}
-mkdir -p "$launch_dir"
+storage "$run_dir" mkdir -p "$launch_dir"
+for folder in {mounts}; do storage "$folder" ls -d "$folder"; done
+# Attempts of this job in a row of which no verdict is known: that is counted here, whatever fails.
+unjudged=0
+{{ read -r of count <"$launch_dir/unjudged"; }} 2>/dev/null
+[ "${{of:-}}" = "$job" ] && [[ ${{count:-}} =~ ^[0-9]+$ ]] && unjudged=$count
+storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
 # Submitted by a person: other nodes may be bad by now.
 [ "$restarts" -gt 0 ] || rm -f "$excluded"
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
@@ -289,14 +305,23 @@ if [ "$go" = 1 ]; then
     --asked-to-stop "$asked_to_stop" --step-code "$code"
   verdict=$?
   case $verdict in
-    {finished}|{do_not_retry}|{stopped}) exit "$verdict" ;;
-    {again}) ;;
+    {finished}|{do_not_retry}|{stopped}|{full}) exit "$verdict" ;;
+    {again}) unjudged=0 ;;
+    126|127)
+      echo "end: the launcher cannot be started (exit code $verdict), see above:" {python} \\
+        "is missing or may not be run; correct python, container or setup of the profile"
+      exit "$verdict" ;;
     *)
-      echo "no verdict (exit code $verdict): trying again while restarts last"
-      if [ "$restarts" -ge {max_restarts} ]; then
-        echo "end: not done after $restarts restarts (max_restarts)"; exit 1
-      fi ;;
+      unjudged=$((unjudged + 1))
+      echo "no verdict (exit code $verdict), attempt $unjudged of {max_attempts} in a row" ;;
   esac
+  storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
+  if [ "$unjudged" -ge {max_attempts} ]; then
+    echo "end: $unjudged attempts in a row came to no verdict (max_attempts_without_progress);" \\
+      "the launcher's message is above"; exit 1
+  elif [ "$unjudged" -gt 0 ] && [ "$restarts" -ge {max_restarts} ]; then
+    echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+  fi
 fi"""
 
 _REQUEUE_WITHOUT = """\

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from launch.cluster import ClusterConfig, option
+from launch.decide import EXIT_FULL
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
 
@@ -38,6 +39,32 @@ done
 echo "end: the job could not be requeued, submit it again"; exit 1
 """
 """Last lines of a script: send job `$job` back to the queue, never to start on nodes `$without`."""
+
+
+_STORAGE = """\
+# Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
+# storage that stays away end the job here, since nothing else could tell.
+storage() {{
+  for ((wait = {patience}; ; wait -= 10)); do
+    said=$(export LC_ALL=C; "${{@:2}}" 2>&1) && return
+    case $said in *"No space left"* | *"quota exceeded"*)
+      echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit {full} ;;
+    esac
+    [ "$wait" -gt 0 ] || break
+    echo "storage fails, trying again: $1: $said"
+    sleep 10
+  done
+  echo "end: $1: storage failed for {patience} s (storage_patience_s): $said; submit again later"
+  exit 1
+}}
+put() {{ printf '%s\\n' "$1" >"$2"; }}"""
+
+
+def storage_lines(cluster: ClusterConfig, work_dir: str) -> list[str]:
+    """Write `storage PATH COMMAND`, `put TEXT FILE`, and the lines that enter the work folder."""
+    folder = shlex.quote(work_dir)
+    functions = _STORAGE.format(patience=cluster.storage_patience_s, full=EXIT_FULL)
+    return [functions, "set -u +e", f"storage {folder} cd {folder}", f"cd {folder} || exit 1"]
 
 
 def sbatch_lines(options: Mapping[str, object]) -> list[str]:
@@ -116,6 +143,21 @@ def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> di
 def prep_resources(cluster: ClusterConfig) -> dict[str, object]:
     """List the same options for array tasks of data preparation, which need no GPU nodes."""
     return {"exclude": _exclude(cluster, ()), **dict(map(option, cluster.prep.sbatch))}
+
+
+def rank_options(cluster: ClusterConfig) -> str:
+    """Write the options of srun for a step of all ranks: where they run, and the profile's own."""
+    return " ".join(
+        [
+            *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []),
+            *(
+                [f"--distribution={shlex.quote(cluster.distribution)}"]
+                if cluster.distribution
+                else []
+            ),
+            *(f"--{word.removeprefix('--')}" for word in map(shlex.quote, cluster.srun)),
+        ]
+    )
 
 
 def srun_words(cluster: ClusterConfig, mounts: Sequence[str], *, work_dir: str) -> list[str]:

@@ -5,10 +5,11 @@ Measured on 22.05: without a controller each command fails by itself after 9 to 
 """
 
 import logging
+import re
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.errors import EXIT_FAILED_RETRY, ConfigError, PostnormError
 from pipeline.runtime.env import child_environment
@@ -27,8 +28,17 @@ _UNANSWERED = (
     "Connection timed out",
 )
 """With these the request may have reached the controller."""
-# Variables of the user that would change what is printed, or which jobs are meant.
-_STEERING = ("SQUEUE_", "SACCT_", "SCANCEL_")
+# Options by another way: a person's, or those of the job that this runs in.
+_STEERING = (
+    "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_",
+)  # fmt: skip
+_ACCESS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+"""How commands find the controller."""
+_JOBS_GET = re.compile(
+    "HOME|USER|LOGNAME|SHELL|PATH|LANG|LC_[A-Z]+|TZ|"
+    # Modules: the command, and where it looks; not what is loaded, which would not be loaded again.
+    r"BASH_ENV|MODULE(PATH|SHOME|S_CMD)|LMOD_\w+|BASH_FUNC_(module|ml|_module_raw)(%%|\(\))"
+)
 
 
 class NoSlurmError(ConfigError):
@@ -51,11 +61,13 @@ def run_command(
     *,
     repeatable: bool = True,
     patience_s: float = PATIENCE_S,
+    environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
     While the controller does not answer it is retried; one that is not `repeatable` only where the
-    controller was not reached at all. sbatch is not repeatable: it may have submitted.
+    controller was not reached at all. sbatch is not repeatable: it may have submitted. Options of
+    SLURM in the environment have no effect; `environment` is passed instead of this process's.
 
     Raises:
         NoSlurmError: the command does not exist here.
@@ -64,7 +76,7 @@ def run_command(
     """
     end_s, wait_s = time.monotonic() + patience_s, _FIRST_WAIT_S
     while True:
-        code, output, message = _run(command, stdin)
+        code, output, message = _run(command, stdin, environment)
         if code == 0:
             return output
         words = [word for word in command if not word.startswith("--")]
@@ -82,12 +94,31 @@ def run_command(
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
-    """Run once and return exit code, output and message."""
-    environment = {
-        name: value for name, value in child_environment().items() if not name.startswith(_STEERING)
+def job_environment(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a job gets from this shell: the usual ones, and some by name.
+
+    Raises:
+        ConfigError: one of the names is not set.
+    """
+    every = child_environment()
+    if missing := [name for name in names if name not in every]:
+        raise ConfigError(
+            f"environment of the cluster profile names {', '.join(missing)}, which this shell does "
+            "not have; set it, or leave it out"
+        )
+    return {name: text for name, text in every.items() if _JOBS_GET.fullmatch(name)} | {
+        name: every[name] for name in names
     }
-    environment["SLURM_TIME_FORMAT"] = "%s"
+
+
+def _run(
+    command: Sequence[str], stdin: str, given: Mapping[str, str] | None
+) -> tuple[int, str, str]:
+    """Run once and return exit code, output and message."""
+    every = child_environment()
+    own = {name: text for name, text in every.items() if not name.startswith(_STEERING)}
+    access = {name: every[name] for name in _ACCESS & every.keys()}
+    environment = {**(own if given is None else given), **access, "SLURM_TIME_FORMAT": "%s"}
     try:
         done = subprocess.run(
             command,
@@ -109,8 +140,9 @@ def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, (done.stderr or done.stdout).strip()
 
 
-def sbatch(words: Sequence[str], script: str = "") -> str:
+def sbatch(words: Sequence[str], script: str = "", *, environment: Mapping[str, str]) -> str:
     """Submit a script, a file among the words or a text, and return the job's id."""
-    output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
+    command = ["sbatch", "--parsable", *words]
+    output = run_command(command, script, repeatable=False, environment=environment)
     # On a site of several clusters sbatch prints id;cluster.
     return output.strip().partition(";")[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.handover import queue_script, submitting
 from launch.plan import plan
 from launch.queue import still_queued
 from launch.records import (
@@ -33,7 +34,7 @@ from launch.records import (
     submissions,
 )
 from launch.script import Job, render
-from launch.slurm import run_command, sbatch
+from launch.slurm import run_command
 from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
@@ -269,8 +270,14 @@ def submit(draft: Draft) -> str:
     If sbatch refuses or the copy fails, everything written is removed again.
 
     Raises:
-        BusyError: an earlier job of the run is still in the queue.
+        BusyError: an earlier job of the run is in the queue, or another process is submitting it.
     """
+    run_dir = draft.run_dir
+    with submitting(run_dir, run_dir, lambda: [one.job for one in submissions(run_dir)]):
+        return _submit(draft)
+
+
+def _submit(draft: Draft) -> str:
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
     if draft.job.kind == PRETRAIN and RunFolder(run_dir).stop.exists():
@@ -290,7 +297,7 @@ def submit(draft: Draft) -> str:
             write_atomic(folder / CONFIG_FILE, draft.config.encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
-        job = sbatch([str(folder / SCRIPT_FILE)])
+        job = queue_script([], draft.script, draft.cluster, folder / SCRIPT_FILE)
         write_json_atomic(folder / SUBMISSION_FILE, record_of(draft, job))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from launch import control
 from launch.cluster import ClusterConfig
+from launch.handover import queue_script, submitting
 from launch.local import run_side_by_side
 from launch.queue import UNKNOWN, JobFacts, jobs_of
 from launch.records import (
@@ -37,7 +38,7 @@ from launch.records import (
 )
 from launch.script import RUN, Job, render
 from launch.site import max_array_size
-from launch.slurm import SlurmError, run_command, sbatch
+from launch.slurm import SlurmError, run_command
 from launch.snapshot import snapshot_for, start_file
 from launch.status import RunReport, headline, report_of
 from launch.submit import (
@@ -460,6 +461,16 @@ def submit(draft: SweepDraft) -> str:
     Raises:
         BusyError: the sweep is being submitted at this moment.
     """
+    base = draft.home.parent.parent
+    with submitting(base, draft.folder, lambda: _recorded(draft)):
+        return _submit(draft)
+
+
+def _recorded(draft: SweepDraft) -> list[str]:
+    return [one.job for run in draft.every for one in submissions(run.folder)]
+
+
+def _submit(draft: SweepDraft) -> str:
     try:
         draft.home.mkdir(parents=True)
     except FileExistsError:
@@ -477,7 +488,8 @@ def submit(draft: SweepDraft) -> str:
             one.folder.mkdir(parents=True)
             write_atomic(one.folder / CONFIG_FILE, run.config_file.read_bytes())
             write_atomic(one.folder / CLUSTER_FILE, profile)
-        job = sbatch([*draft.options, str(draft.home / SCRIPT_FILE)])
+        path = draft.home / SCRIPT_FILE
+        job = queue_script(draft.options, draft.script, draft.cluster, path)
         for index, one in enumerate(draft.drafts):
             _record_element(one, draft.job.log_dir, f"{job}_{index}")
         record(draft.sweep, draft.folder, draft.every)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.decide import Attempt, Limits, decide, end_attempt, exit_codes
+from launch.decide import Attempt, Limits, decide, end_attempt, exit_codes, patiently
 from launch.records import newest_checkpoint
 
 LIMITS = Limits(restarts=5, without_progress=2)
@@ -107,7 +107,52 @@ def test_files_of_an_attempt(tmp_path: Path) -> None:
     assert exit_codes(tmp_path, "7.1") == ()
 
 
-def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_verdict_does_not_need_its_record(tmp_path: Path) -> None:
+    done = replace(FAILED, codes=(0,) * 4, is_done=True)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "history.jsonl").symlink_to("/dev/full")
+    assert end_attempt(done, LIMITS, tmp_path).word == "finished"
+    assert end_attempt(replace(FAILED, codes=(2,)), LIMITS, tmp_path).word == "failed"
+    assert end_attempt(SAVED, LIMITS, tmp_path).word == "requeue"  # it made progress
+    # One that did not, and cannot be counted, would be repeated forever.
+    found = end_attempt(FAILED, LIMITS, tmp_path)
+    assert (found.word, found.exit_code) == ("failed", 28)
+    assert "No space left on device" in found.reason
+
+
+def test_storage_that_stays_away_ends_the_job_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "launch").touch()  # where the folder has to be
-    with pytest.raises(FileExistsError):
-        end_attempt(FAILED, LIMITS, tmp_path)
+    found = end_attempt(FAILED, LIMITS, tmp_path)
+    assert (found.word, found.exit_code) == ("failed", 2)
+    assert str(tmp_path / "launch") in found.reason
+    assert "storage_patience_s" in found.reason
+
+
+def test_storage_that_comes_back_in_time_is_waited_for(tmp_path: Path) -> None:
+    tries = []
+
+    def action() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(116, "Stale file handle", str(tmp_path))
+        return "read"
+
+    with pytest.raises(OSError, match="Stale"):
+        patiently(action, 0.0)
+    assert patiently(action, 0.1) == "read"
+    with pytest.raises(OSError, match="No space"):
+        patiently(lambda: Path("/dev/full").write_text("x"), 60.0)
+
+
+def test_damaged_history_and_exit_codes_do_not_hide_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "history.jsonl").write_bytes(b'{"other": 1}\n\xff\xfe\n[1]\n')
+    (tmp_path / "exit" / "7.0").mkdir(parents=True)
+    (tmp_path / "exit" / "7.0" / "rank-00000").write_text("7x\n")
+    assert exit_codes(tmp_path, "7.0") == (1,)
+    assert end_attempt(FAILED, LIMITS, tmp_path).word == "requeue"
+
+
+def test_the_time_limit_is_named_where_it_ends_a_run(tmp_path: Path) -> None:
+    early = replace(SAVED, before=None, after=None, at_limit=True)
+    assert "raise time_limit of the cluster profile" in decide(early, 1, LIMITS, RUN).reason

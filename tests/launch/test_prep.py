@@ -13,6 +13,7 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from data_prep.show import plan
 from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.handover import submitting
 from launch.prep import (
     PrepDraft,
     PrepJob,
@@ -275,9 +276,29 @@ def test_wrong_input_is_not_tried_again(tmp_path: Path, slurm: FakeSlurm) -> Non
 
 
 def test_failure_that_cannot_be_counted_is_the_last(tmp_path: Path, slurm: FakeSlurm) -> None:
-    done = _run_script(_failing(tmp_path, "exit 1"), slurm)  # no log folder, as on a full disk
+    script = _failing(tmp_path, "exit 1")
+    done = _run_script(script, slurm)  # no log folder
     assert done.returncode == 1
+    assert "storage failed for 600 s (storage_patience_s)" in done.stdout.splitlines()[-1]
     assert not slurm.lines("requeued")
+
+
+def test_interpreter_that_is_missing_is_not_tried_again(tmp_path: Path, slurm: FakeSlurm) -> None:
+    script = _failing(tmp_path, "exit 1")
+    (tmp_path / "failing").unlink()
+    done = _run_script(script, slurm)
+    assert done.returncode == 127
+    assert "the interpreter cannot be started" in done.stdout.splitlines()[-1]
+    assert not slurm.lines("requeued")
+
+
+def test_second_chain_at_the_same_moment_is_refused(tmp_path: Path, slurm: FakeSlurm) -> None:
+    draft = _draft(tmp_path, _render())
+    work = draft.job.folder / "work"
+    with submitting(work, draft.job.folder, list), pytest.raises(BusyError, match="at this moment"):
+        submit(draft)
+    assert not slurm.calls
+    submit(draft)
 
 
 def test_each_stage_waits_for_all_arrays_of_the_one_before(

@@ -1,5 +1,6 @@
 """What a profile adds to a job script: options, setup lines, containers; bash runs what it can."""
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
 from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script_parts import (
     prep_resources,
+    rank_options,
     sbatch_lines,
     sbatch_resources,
     setup_lines,
@@ -167,3 +169,32 @@ def test_data_preparation_runs_in_the_container(
     [script] = stage.scripts
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert script.index("module load gcc/13") < script.index(f"\n{start}")
+
+
+def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
+    assert rank_options(ClusterConfig()) == "--cpu-bind=cores --distribution=block:block"
+    own = ClusterConfig(
+        cpu_bind="map_cpu:0,8", distribution="*:cyclic", srun=("--mpi=none", "exact")
+    )
+    shown = _bash([f"printf '%s\\n' {rank_options(own)}"])
+    assert shown.stdout.splitlines() == [
+        "--cpu-bind=map_cpu:0,8", "--distribution=*:cyclic", "--mpi=none", "--exact",
+    ]  # fmt: skip
+    assert rank_options(ClusterConfig(cpu_bind="", distribution="")) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"srun": ("--label",)}, "the launcher or another field sets --label"),
+        ({"srun": ("--cpu-bind=none",)}, "the launcher or another field sets --cpu-bind"),
+        ({"srun": ("mpi none",)}, "srun: 'mpi none' is not an option"),
+        ({"cpu_bind": "all cores"}, "cpu_bind='all cores': expected a value"),
+        ({"distribution": "; rm"}, "distribution='; rm': expected a value"),
+        ({"environment": ("A B",)}, "environment: 'A B=' is not a variable"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_srun_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ClusterConfig(**fields)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,3 +191,68 @@ def test_evaluation_of_a_run_is_a_job_of_its_own(place: Place) -> None:
     (place.slurm.folder / "queue").write_text("")
     place.launch("resume", "runs/mine")
     assert "pipeline pretrain" in place.slurm.calls[-1][1]
+
+
+def test_variables_of_the_shell_change_no_job_and_only_named_ones_reach_it(place: Place) -> None:
+    odd = {"SBATCH_PARTITION": "debug", "SBATCH_TIMELIMIT": "5", "SBATCH_NO_REQUEUE": "1",
+           "SLURM_JOB_ID": "5", "SLURM_CPU_BIND": "none", "SLURM_CONF": "/etc/slurm.conf",
+           "LD_PRELOAD": "", "NCCL_DEBUG": "INFO", "WORK": "/work/me"}  # fmt: skip
+    place.slurm.environment.update(odd)
+    place.write_profile(environment=["WORK"])
+    place.submit()
+    names = set((place.slurm.folder / "environment").read_text().split())
+    assert {"PATH", "HOME", "WORK", "SLURM_CONF"} <= names
+    assert not (set(odd) - {"WORK", "SLURM_CONF"}) & names
+    assert place.slurm.lines("cancelled") == []
+    place.write_profile(environment=["NOT_SET_HERE"])
+    (place.slurm.folder / "queue").write_text("")
+    assert "names NOT_SET_HERE, which this shell does not have" in place.submit(code=2)
+
+
+def test_job_that_is_not_what_the_profile_asks_for_is_cancelled(place: Place) -> None:
+    (place.slurm.folder / "plugin").write_text('{"time": "00:30:00", "comment": "site"}')
+    said = place.submit(code=2)
+    assert "--time=24:00:00, SLURM has TimeLimit 00:30:00" in said
+    assert "SLURM has Comment site" in said
+    assert "Job 101 was cancelled" in said
+    assert place.slurm.lines("cancelled") == ["101"]
+    assert not (place.run_dir / "launch" / "0001").exists()
+
+
+def test_two_submissions_at_once_give_one_job_and_a_refusal(
+    place: Place, processes: Processes
+) -> None:
+    # sbatch takes its time, so that the second one comes while it runs.
+    real = (place.slurm.folder / "sbatch").rename(place.slurm.folder / "slow")
+    gate = place.slurm.folder / "gate"
+    wait = f'[[ "$*" == *test-only* ]] || while [ ! -e {gate} ]; do /bin/sleep 0.1; done'
+    place.slurm.add("sbatch", f'{wait}\nexec {real} "$@"')
+    words = ["launch", "submit", "train.yaml", "--cluster", "c.yaml"]
+    first = processes.start(
+        [sys.executable, str(ROOT / "pipeline/runtime/start.py"), *words],
+        cwd=place.folder, env=place.slurm.environment,
+    )  # fmt: skip
+    intent = place.run_dir / "launch" / "submitting.json"
+    while not intent.exists():
+        assert first.poll() is None, first.communicate()[0]
+        time.sleep(0.05)
+    said = place.submit(code=1)
+    assert f"is being submitted at this moment by process {first.pid} on " in said
+    gate.touch()
+    assert "job 101" in first.communicate()[0]
+    assert len(place.slurm.calls) == 1
+    assert not intent.exists()
+
+
+def test_job_of_a_submission_that_was_killed_is_found(place: Place) -> None:
+    home = place.run_dir / "launch"
+    home.mkdir(parents=True)
+    (home / "submitting.json").write_text('{"host": "login1", "process": 12}')
+    facts = f"300|300|PENDING|Priority|gpu|(null)|0|1|N/A|N/A|1:00|0|{place.run_dir}"
+    (place.slurm.folder / "queue").write_text(f"{facts}\n")
+    said = place.submit(code=1)
+    assert "by process 12 on login1 was killed before it could record job 300" in said
+    assert place.slurm.calls == []
+    (place.slurm.folder / "queue").write_text("")
+    place.submit()
+    assert len(place.slurm.calls) == 1

@@ -21,7 +21,24 @@ export NCCL_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
 export NCCL_DEBUG=WARN
 export POSTNORM_SCRATCH="/raid/scratch"
+# Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
+# storage that stays away end the job here, since nothing else could tell.
+storage() {
+  for ((wait = 600; ; wait -= 10)); do
+    said=$(export LC_ALL=C; "${@:2}" 2>&1) && return
+    case $said in *"No space left"* | *"quota exceeded"*)
+      echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit 28 ;;
+    esac
+    [ "$wait" -gt 0 ] || break
+    echo "storage fails, trying again: $1: $said"
+    sleep 10
+  done
+  echo "end: $1: storage failed for 600 s (storage_patience_s): $said; submit again later"
+  exit 1
+}
+put() { printf '%s\n' "$1" >"$2"; }
 set -u +e
+storage /shared/me cd /shared/me
 cd /shared/me || exit 1
 logs=/shared/me/data/mine/work/logs
 rank=$((first_rank + SLURM_ARRAY_TASK_ID))
@@ -39,12 +56,15 @@ elif [ "$code" = 2 ]; then
   echo "end: stage ingest, part $rank of 16: trying again is no use, see the message" \
     "above; mend it and submit again"
   exit 2
+elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
+  echo "end: stage ingest, part $rank of 16: exit code $code: the interpreter cannot be" \
+    "started, see above; correct python, container or setup of the profile"
+  exit "$code"
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
-# Where the count cannot be kept, such as on a full disk, the first failure is the last.
-echo "$failures" >"$failures_file" || failures=3
+storage "$logs" put "$failures" "$failures_file"
 if [ "$failures" -ge 3 ]; then
   echo "end: stage ingest, part $rank of 16: exit code $code, failure $failures of" \
     "3 (prep.max_failures); what is done stays, submit again to continue"

@@ -25,7 +25,24 @@ export NCCL_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
 export NCCL_DEBUG=WARN
 export POSTNORM_SCRATCH="/raid/scratch"
+# Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
+# storage that stays away end the job here, since nothing else could tell.
+storage() {
+  for ((wait = 600; ; wait -= 10)); do
+    said=$(export LC_ALL=C; "${@:2}" 2>&1) && return
+    case $said in *"No space left"* | *"quota exceeded"*)
+      echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit 28 ;;
+    esac
+    [ "$wait" -gt 0 ] || break
+    echo "storage fails, trying again: $1: $said"
+    sleep 10
+  done
+  echo "end: $1: storage failed for 600 s (storage_patience_s): $said; submit again later"
+  exit 1
+}
+put() { printf '%s\n' "$1" >"$2"; }
 set -u +e
+storage /shared/me cd /shared/me
 cd /shared/me || exit 1
 runs=(
   /shared/me/runs/seed=1
@@ -43,7 +60,13 @@ export MASTER_ADDR=${nodes%% *} MASTER_PORT
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 launch_dir=$run_dir/launch
 excluded=$launch_dir/excluded
-mkdir -p "$launch_dir"
+storage "$run_dir" mkdir -p "$launch_dir"
+for folder in /shared/me; do storage "$folder" ls -d "$folder"; done
+# Attempts of this job in a row of which no verdict is known: that is counted here, whatever fails.
+unjudged=0
+{ read -r of count <"$launch_dir/unjudged"; } 2>/dev/null
+[ "${of:-}" = "$job" ] && [[ ${count:-} =~ ^[0-9]+$ ]] && unjudged=$count
+storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
 # Submitted by a person: other nodes may be bad by now.
 [ "$restarts" -gt 0 ] || rm -f "$excluded"
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
@@ -90,7 +113,7 @@ fi
 run_ranks() {
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \
-    --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home bash -c 'trap '"'"''"'"' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} exec env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m pipeline pretrain "$POSTNORM_RUN_DIR/config.yaml"'
+    --cpu-bind=cores --distribution=block:block --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home bash -c 'trap '"'"''"'"' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} exec env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m pipeline pretrain "$POSTNORM_RUN_DIR/config.yaml"'
 }
 # Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
 ask_ranks() {
@@ -107,19 +130,28 @@ if [ "$go" = 1 ]; then
   [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
   await "$step"
   [ -z "$asking" ] || kill "$asking" 2>/dev/null
-  launcher decide "$run_dir" --kind pretrain --ranks 64 --max-restarts 50 --max-attempts 2 \
+  launcher decide "$run_dir" --kind pretrain --ranks 64 --max-restarts 50 --max-attempts 2 --patience 600 \
     --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \
     --asked-to-stop "$asked_to_stop" --step-code "$code"
   verdict=$?
   case $verdict in
-    0|2|3) exit "$verdict" ;;
-    75) ;;
+    0|2|3|28) exit "$verdict" ;;
+    75) unjudged=0 ;;
+    126|127)
+      echo "end: the launcher cannot be started (exit code $verdict), see above:" python3 \
+        "is missing or may not be run; correct python, container or setup of the profile"
+      exit "$verdict" ;;
     *)
-      echo "no verdict (exit code $verdict): trying again while restarts last"
-      if [ "$restarts" -ge 50 ]; then
-        echo "end: not done after $restarts restarts (max_restarts)"; exit 1
-      fi ;;
+      unjudged=$((unjudged + 1))
+      echo "no verdict (exit code $verdict), attempt $unjudged of 2 in a row" ;;
   esac
+  storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
+  if [ "$unjudged" -ge 2 ]; then
+    echo "end: $unjudged attempts in a row came to no verdict (max_attempts_without_progress);" \
+      "the launcher's message is above"; exit 1
+  elif [ "$unjudged" -gt 0 ] && [ "$restarts" -ge 50 ]; then
+    echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+  fi
 fi
 without=$(paste -sd, "$excluded" 2>/dev/null)
 [ -z "$without" ] || without=$without
