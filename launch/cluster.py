@@ -353,11 +353,6 @@ class ClusterConfig:
         "folder on a disk of each node, such as /scratch/$USER or $TMPDIR; runs call it "
         f"${SCRATCH_VARIABLE}, as in data.stage_dir=${SCRATCH_VARIABLE}/shards",
     )
-    environment: tuple[str, ...] = param(
-        (),
-        "names of variables of the submitting shell that jobs get, such as WORK; of the others "
-        "they get PATH, HOME and those of the user, the language and modules",
-    )
     setup: tuple[str, ...] = param((), "shell lines after modules and variables, before the start")
     container: ContainerConfig = section(ContainerConfig, "the container that ranks run in")
     hardware: HardwareConfig = section(HardwareConfig, "what plans compute with")
@@ -406,7 +401,6 @@ class ClusterConfig:
         for module in self.modules:
             _require(r"[\w./+@:=-]+", module or " ", "modules", expected)
         _require_variables(self.network, "network")
-        _require_variables((f"{name}=" for name in self.environment), "environment")
         pattern = rf"(/|{_VARIABLE})({_VARIABLE}|[\w./@+-])*"
         expected = (
             "a whole path, in which $NAME stands for a variable of the job, such as /scratch/$USER"

@@ -15,18 +15,19 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from launch.cluster import ClusterConfig, mebibytes, seconds
+from launch.cluster import mebibytes, seconds
 from launch.queue import my_jobs
 from launch.records import FOLDER
-from launch.slurm import SlurmError, job_environment, run_command, sbatch
-from pipeline.errors import BusyError, ConfigError
+from launch.slurm import NoAnswerError, SlurmError, run_command, sbatch, withheld
+from pipeline.errors import BusyError, ConfigError, PostnormError
 from pipeline.runtime.files import write_json_atomic
 
 logger = logging.getLogger(__name__)
 
 INTENT_FILE = "submitting.json"
-"""In the launcher's folder while a submission is made: who makes it, and since when."""
+"""In the launcher's folder while a submission is made, and after one that may have left a job."""
 _LOCK_FILE = "submitting.lock"
 # The comment comes last, since it may contain anything.
 _SHOWN = (
@@ -36,9 +37,81 @@ _SHOWN = (
 _NOTHING = {"", "(null)", "n/a"}
 
 
+class Intent:
+    """A submission on its way: what is on disk of it before, during and after sbatch.
+
+    A job that no record names yet is in the file or, where sbatch was called and did not say, the
+    file says that there may be one. So none is lost, whatever ends this process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._jobs: list[str] = []
+        self._is_asking = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the queue may have a job that nothing else names."""
+        return self._is_asking or bool(self._jobs)
+
+    def queue(self, words: Sequence[str], script: str, path: Path | None = None) -> str:
+        """Submit a script, from its file if it has one, and return the job's id.
+
+        Raises:
+            ConfigError: SLURM made another job of it; see `withdraw`.
+        """
+        self.write(is_asking=True)
+        self._is_asking = True
+        try:
+            job = sbatch([*words, str(path)]) if path else sbatch(words, script)
+        except NoAnswerError:
+            raise  # it may be in the queue
+        except PostnormError:
+            self._is_asking = False
+            raise
+        self._jobs.append(job)
+        self._is_asking = False
+        self.write()
+        _compare(job, script)
+        return job
+
+    def write(self, *, is_asking: bool = False) -> None:
+        """Bring the file up to date."""
+        mine = {"host": socket.gethostname(), "process": os.getpid(), "unix_s": round(time.time())}
+        write_json_atomic(self._path, {**mine, "asking": is_asking, "jobs": self._jobs})
+
+    def withdraw(self) -> bool:
+        """Cancel what was submitted; return whether it is certain that no job is left."""
+        jobs = " ".join(self._jobs)
+        try:
+            if self._jobs:
+                run_command(["scancel", *self._jobs])
+                logger.warning("cancelled what was submitted until then: job %s", jobs)
+        except PostnormError as error:
+            logger.error(
+                "job %s could not be cancelled, do it by hand: scancel %s (%s)", jobs, jobs, error
+            )
+            return False
+        self._jobs = []
+        if self._is_asking:
+            logger.warning(
+                "sbatch was called and did not answer, so a job may be in the queue: submit again "
+                "when SLURM answers, which looks for it first (%s)",
+                self._path,
+            )
+        return not self._is_asking
+
+    def close(self) -> None:
+        """Remove the file: every job has its record."""
+        self._jobs, self._is_asking = [], False
+        self._path.unlink(missing_ok=True)
+
+
 @contextmanager
-def submitting(folder: Path, of: Path, known: Callable[[], Collection[str]]) -> Iterator[None]:
+def submitting(folder: Path, of: Path, known: Callable[[], Collection[str]]) -> Iterator[Intent]:
     """Keep every other submission out, with the intent on disk before sbatch is called.
+
+    Where the block ends with an error, it has called `Intent.withdraw`, or did not come to sbatch.
 
     Args:
         folder: with the launcher's folder in it.
@@ -46,90 +119,104 @@ def submitting(folder: Path, of: Path, known: Callable[[], Collection[str]]) -> 
         known: lists the ids of the jobs that are recorded.
 
     Raises:
-        BusyError: somebody else is submitting, or was killed before a job could be recorded that
-            is in the queue.
+        BusyError: somebody else is submitting, or an earlier submission left a job in the queue
+            that no record names.
     """
     home = folder / FOLDER
     home.mkdir(parents=True, exist_ok=True)
-    intent = home / INTENT_FILE
+    path = home / INTENT_FILE
+    if ignored := [name for name in withheld() if name.startswith("SBATCH_")]:
+        logger.warning("%s has no effect: the profile decides", ", ".join(ignored))
     with (home / _LOCK_FILE).open("a") as lock:
+        _take(lock.fileno(), of, path)
+        if path.exists():
+            _refuse_unrecorded(path, of, known())
+        intent = Intent(path)
+        intent.write()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BusyError(
-                f"{of} is being submitted at this moment{_who(intent)}: nothing was submitted; see "
-                f"`python -m launch status {shlex.quote(str(of))}`"
-            ) from None
-        if intent.exists():
-            _refuse_unrecorded(intent, of, known())
-        mine = {"host": socket.gethostname(), "process": os.getpid(), "unix_s": round(time.time())}
-        write_json_atomic(intent, mine)
-        try:
-            yield
-        finally:
-            intent.unlink(missing_ok=True)
+            yield intent
+        except BaseException:
+            if not intent.is_open:
+                intent.close()
+            raise
+        intent.close()
 
 
-def _who(intent: Path) -> str:
+def _take(lock: int, of: Path, intent: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        by = _who(_read(intent))
+        raise BusyError(
+            f"{of} is being submitted at this moment{by}: nothing was submitted; see `python -m "
+            f"launch status {shlex.quote(str(of))}`"
+        ) from None
+    except OSError as error:
+        # Some file systems have no locks: Lustre that is mounted without -o flock says ENOSYS, NFS
+        # without a lock daemon ENOLCK, some FUSE file systems EOPNOTSUPP. Every submission makes a
+        # numbered folder of its own all the same, so that only a rare second job is let through,
+        # which then waits for the lock of the run.
+        logger.warning(
+            "%s has no file locks (%s): a second submission at the same moment may not be noticed",
+            intent.parent, error.strerror,
+        )  # fmt: skip
+
+
+def _read(intent: Path) -> dict[str, Any]:
+    """Read what is known of a submission; empty if its file cannot be read, or is gone."""
     try:
         found = json.loads(intent.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _who(found: Mapping[str, Any]) -> str:
+    if {"process", "host"} <= found.keys():
         return f" by process {found['process']} on {found['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return ""
 
 
 def _refuse_unrecorded(intent: Path, of: Path, known: Collection[str]) -> None:
-    """Refuse where a submission that was killed left a job that no record names."""
-    alive = {job.array for job in my_jobs() if job.is_alive and job.is_of(of)}
+    """Refuse where an earlier submission left a job in the queue that no record names."""
+    found = _read(intent)
+    named = [str(job) for job in found.get("jobs", [])]
+    alive = {
+        job.array for job in my_jobs() if job.is_alive and (job.is_of(of) or job.array in named)
+    }
     if left := sorted(alive - {job.partition("_")[0] for job in known}):
+        jobs = " ".join(left)
         raise BusyError(
-            f"{of}: an earlier submission{_who(intent)} was killed before it could record job "
-            f"{', '.join(left)}, which is in the queue: scancel {' '.join(left)}, then submit again"
+            f"{of}: an earlier submission{_who(found)} ended before it could record job {jobs}, "
+            f"which is in the queue: let it run as it is (`squeue --me --jobs={','.join(left)}`), "
+            f"or `scancel {jobs}` and submit again"
         )
 
 
-def queue_script(
-    words: Sequence[str], script: str, cluster: ClusterConfig, path: Path | None = None
-) -> str:
-    """Submit a script, from its file if it has one, and return the job's id.
-
-    The job gets the variables of `job_environment`, and no others of this shell.
+def _compare(job: str, script: str) -> None:
+    """Compare a new job with its script.
 
     Raises:
-        ConfigError: SLURM made another job of it, which was cancelled.
+        ConfigError: SLURM made another job of it.
     """
-    environment = job_environment(cluster.environment)
-    if path:
-        job = sbatch([*words, str(path)], environment=environment)
-    else:
-        job = sbatch(words, script, environment=environment)
     try:
         form = ",".join(f"{name}:0|" for name in _SHOWN[:-1]) + f",{_SHOWN[-1]}:0"
         command = ["squeue", f"--jobs={job}", "--noheader", "--states=all", f"--Format={form}"]
         line = run_command(command).partition("\n")[0]
     except SlurmError as error:
         logger.warning("job %s could not be compared with the profile: %s", job, error)
-        return job
+        return
     values = line.split("|", len(_SHOWN) - 1)
     if len(values) < len(_SHOWN):
         logger.warning("job %s could not be compared with the profile: squeue said %r", job, line)
-        return job
+        return
     shown = {name: value.strip() for name, value in zip(_SHOWN, values, strict=True)}
     if texts := differences(options_of(script), shown):
         raise ConfigError(
-            f"SLURM made another job of it than the profile asks for: {'; '.join(texts)}. Job {job}"
-            f" {_cancelled(job)}. A submit plugin of the site may have changed it: write what it "
-            "wants into the profile, or ask the administrators"
+            f"SLURM made another job of it than the profile asks for: {'; '.join(texts)}. A submit "
+            "plugin of the site may have changed it: write what it wants into the profile, or ask "
+            "the administrators"
         )
-    return job
-
-
-def _cancelled(job: str) -> str:
-    try:
-        run_command(["scancel", job])
-    except SlurmError as error:
-        return f"could not be cancelled, do it by hand: scancel {job} ({error})"
-    return "was cancelled"
 
 
 def options_of(script: str) -> dict[str, str]:
@@ -172,9 +259,20 @@ def _same_memory(want: str, value: str) -> bool:
 
 def _same_gpus(want: str, value: str) -> bool:
     # 22.05 writes gres:gpu:h200:8, later versions gres/gpu:h200:8 or gres/gpu:h200=8.
-    *kind, count = want.removeprefix("gpu:").split(":")
     found = re.findall(r"(?:^|[:/,])gpu(?:[:/]([^:=,]+))?[:=](\d+)", value)
-    return any(number == count and (not kind or kind[0] == name) for name, number in found)
+    numbers = {number for _, number in found} | {f"{name}:{number}" for name, number in found}
+    return _items(want) <= numbers
+
+
+def _same_gres(want: str, value: str) -> bool:
+    """Compare the GPUs among the generic resources; sites name the others as they like."""
+    gpus = [item.removeprefix("gpu:") for item in _items(want) if item.startswith("gpu:")]
+    return all(_same_gpus(item, value) for item in gpus)
+
+
+def _items(text: str) -> set[str]:
+    """Split a list of names, whose order says nothing."""
+    return set(text.split(","))
 
 
 def _same_name(want: str, value: str) -> bool:
@@ -183,7 +281,7 @@ def _same_name(want: str, value: str) -> bool:
 
 _COMPARED: dict[str, tuple[str, Callable[[str, str], bool]]] = {
     # A job that has started has the one of several partitions that took it.
-    "partition": ("Partition", lambda want, value: want == value or value in want.split(",")),
+    "partition": ("Partition", lambda want, value: _items(value) <= _items(want)),
     "account": ("Account", _same_name),
     "qos": ("QOS", _same_name),
     "time": ("TimeLimit", _same_time),
@@ -191,8 +289,8 @@ _COMPARED: dict[str, tuple[str, Callable[[str, str], bool]]] = {
     "cpus-per-task": ("cpus-per-task", _same_name),
     "mem": ("MinMemory", _same_memory),
     "gpus-per-node": ("tres-per-node", _same_gpus),
-    "gres": ("tres-per-node", _same_gpus),
-    "reservation": ("Reservation", _same_name),
+    "gres": ("tres-per-node", _same_gres),
+    "reservation": ("Reservation", lambda want, value: _items(value) == _items(want)),
     "requeue": ("Requeue", lambda _, value: value.lower() not in ("0", "no", "false")),
     "comment": ("Comment", lambda want, value: value == want),
 }

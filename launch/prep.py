@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.handover import queue_script, submitting
+from launch.handover import Intent, submitting
 from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
@@ -37,16 +37,18 @@ from launch.records import (
     submission_folder,
 )
 from launch.script_parts import (
-    REQUEUE,
+    CLOCK,
+    again_line,
+    enter_line,
+    function_lines,
     prep_resources,
     sbatch_lines,
     setup_lines,
     slurm_path,
     srun_words,
-    storage_lines,
     wrapped,
 )
-from launch.slurm import run_command
+from launch.slurm import withheld_line
 from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
@@ -159,14 +161,17 @@ def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, pro
         world=world,
         command=_in_container(cluster, command, job),
         max_failures=cluster.prep.max_failures,
+        try_again=again_line(cluster, job.work_dir),
         finished=EXIT_FINISHED,
         do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
     )
     lines = [
+        CLOCK.format(time_limit=cluster.prep.time_limit_s),
         *setup_lines(cluster),
-        *storage_lines(cluster, job.work_dir),
+        *function_lines(cluster),
+        enter_line(job.work_dir),
         f"logs={shlex.quote(str(job.logs))}",
-        body + REQUEUE,
+        body,
     ]
     return "\n".join(lines)
 
@@ -242,13 +247,14 @@ def _ranges(indexes: Sequence[int]) -> str:
 
 _BODY = """\
 rank=$((first_rank + SLURM_ARRAY_TASK_ID))
-# An element of an array is requeued by its own name: the last one's id is the whole array's.
-job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 failures_file=$logs/{stage}-$job.failures
-echo "start: stage {stage}, part $rank of {world}, job $job," \\
-  "restart ${{SLURM_RESTART_COUNT:-0}}, node $(hostname)"
-{command} "$rank"
-code=$?
+echo "start: stage {stage}, part $rank of {world}, job $job, restart $restarts, node $(hostname)"
+part() {{
+  {command} "$rank"
+  code=$?
+}}
+part
+case $code in 126|127) {try_again}; part ;; esac
 if [ "$code" = {finished} ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0
@@ -271,6 +277,7 @@ if [ "$failures" -ge {max_failures} ]; then
   exit 1
 fi
 echo "requeue: exit code $code, failure $failures of {max_failures}"
+requeue
 """
 
 
@@ -329,11 +336,12 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
         SubmitError: sbatch failed; jobs submitted until then are cancelled.
     """
     folder = draft.job.folder
-    with submitting(folder / "work", folder, lambda: _all(prep_jobs(folder) or {})):
-        return _submit(draft)
+    known = lambda: _all(prep_jobs(folder) or {})  # noqa: E731
+    with submitting(folder / "work", folder, known) as intent:
+        return _submit(draft, intent)
 
 
-def _submit(draft: PrepDraft) -> dict[str, list[str]]:
+def _submit(draft: PrepDraft, intent: Intent) -> dict[str, list[str]]:
     _refuse_twice(draft)
     draft.job.logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -350,12 +358,13 @@ def _submit(draft: PrepDraft) -> dict[str, list[str]]:
             jobs[stage.name] = []
             dependency = [_dependency(before)] if before else []
             for script in stage.scripts:
-                jobs[stage.name].append(queue_script(dependency, script, draft.cluster))
+                jobs[stage.name].append(intent.queue(dependency, script))
             before = jobs[stage.name]
         write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
-    except BaseException as error:
-        shutil.rmtree(draft.folder, ignore_errors=True)
-        raise SubmitError(f"{error or type(error).__name__}; {_cancel(_all(jobs))}") from error
+    except BaseException:
+        if intent.withdraw():
+            shutil.rmtree(draft.folder, ignore_errors=True)
+        raise
     return jobs
 
 
@@ -364,6 +373,7 @@ def dry_run_text(draft: PrepDraft) -> str:
     lines = [
         "#!/bin/bash",
         "set -e",
+        withheld_line(),
         f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}) and the code beside it",
         f"mkdir -p {shlex.quote(str(draft.job.logs))}",
     ]
@@ -433,17 +443,6 @@ def _code_folder(folder: Path) -> Path:
 
 def _dependency(jobs: Sequence[str]) -> str:
     return f"--dependency=afterok:{':'.join(jobs)}"
-
-
-def _cancel(jobs: list[str]) -> str:
-    """Cancel jobs and say what became of them."""
-    if not jobs:
-        return "nothing was submitted"
-    try:
-        run_command(["scancel", *jobs])
-    except PostnormError as error:
-        return f"cancelling failed, do it by hand: scancel {' '.join(jobs)} ({error})"
-    return f"the jobs submitted before it were cancelled: {' '.join(jobs)}"
 
 
 def _all(jobs: dict[str, list[str]]) -> list[str]:

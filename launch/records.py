@@ -31,6 +31,8 @@ HISTORY_FILE = "history.jsonl"
 """One line for each attempt that ended in a decision."""
 EXCLUDED_FILE = "excluded"
 """Names of nodes that the run must not get again."""
+SWEEP_RECORD = "sweep.json"
+"""In the folder of a sweep: its verb, what it compares, and the overrides of its runs."""
 PREP_RECORD = Path("work", "logs", "submitted.json")
 """In a dataset folder: ids of the jobs of each stage."""
 
@@ -134,6 +136,25 @@ def prep_jobs(output_dir: Path) -> dict[str, list[str]] | None:
             f"{path} is not a record of submitted jobs ({type(error).__name__}: {error}): remove "
             "it when `squeue --me` shows none of the preparation's jobs, and submit again"
         ) from None
+
+
+def sweep_record(folder: Path) -> dict[str, Any]:
+    """Read the record of a sweep: `verb`, `metric`, and the overrides of `runs` by name."""
+    path = folder / SWEEP_RECORD
+    try:
+        found = json.loads(path.read_bytes())
+        verb, metric, runs = str(found["verb"]), dict(found["metric"]), dict(found["runs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a record of a sweep ({type(error).__name__}: {error}); remove it and "
+            "submit the sweep again, which changes no run"
+        ) from None
+    return {"verb": verb, "metric": metric, "runs": runs}
+
+
+def is_sweep(folder: Path) -> bool:
+    """Say whether a folder is that of a sweep."""
+    return (folder / SWEEP_RECORD).is_file()
 
 
 def is_run(folder: Path) -> bool:

@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pipeline.errors import EXIT_FAILED_RETRY, ConfigError, PostnormError
 from pipeline.runtime.env import child_environment
@@ -28,16 +28,15 @@ _UNANSWERED = (
     "Connection timed out",
 )
 """With these the request may have reached the controller."""
-# Options by another way: a person's, or those of the job that this runs in.
-_STEERING = (
-    "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_",
-)  # fmt: skip
-_ACCESS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+_ACCESS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """How commands find the controller."""
-_JOBS_GET = re.compile(
-    "HOME|USER|LOGNAME|SHELL|PATH|LANG|LC_[A-Z]+|TZ|"
-    # Modules: the command, and where it looks; not what is loaded, which would not be loaded again.
-    r"BASH_ENV|MODULE(PATH|SHOME|S_CMD)|LMOD_\w+|BASH_FUNC_(module|ml|_module_raw)(%%|\(\))"
+# Options of SLURM by another way than the profile; the job, step or group of processes that this
+# shell may itself be in; and what has no meaning beyond this login session.
+_WITHHELD = re.compile(
+    r"(SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO|SLURM|SLURMD)_.*|"
+    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|POSTNORM_(RUN_DIR|START)|"
+    r"SSH_.*|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|XDG_(SESSION|SEAT|VTNR|RUNTIME).*|"
+    r"DBUS_SESSION_BUS_ADDRESS|WINDOWID|TMUX.*|STY"
 )
 
 
@@ -61,13 +60,12 @@ def run_command(
     *,
     repeatable: bool = True,
     patience_s: float = PATIENCE_S,
-    environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
     While the controller does not answer it is retried; one that is not `repeatable` only where the
-    controller was not reached at all. sbatch is not repeatable: it may have submitted. Options of
-    SLURM in the environment have no effect; `environment` is passed instead of this process's.
+    controller was not reached at all. sbatch is not repeatable: it may have submitted. The command
+    gets the variables of `passed_on`, so that no option of SLURM among them has an effect.
 
     Raises:
         NoSlurmError: the command does not exist here.
@@ -76,7 +74,7 @@ def run_command(
     """
     end_s, wait_s = time.monotonic() + patience_s, _FIRST_WAIT_S
     while True:
-        code, output, message = _run(command, stdin, environment)
+        code, output, message = _run(command, stdin)
         if code == 0:
             return output
         words = [word for word in command if not word.startswith("--")]
@@ -94,31 +92,28 @@ def run_command(
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-def job_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that a job gets from this shell: the usual ones, and some by name.
-
-    Raises:
-        ConfigError: one of the names is not set.
-    """
-    every = child_environment()
-    if missing := [name for name in names if name not in every]:
-        raise ConfigError(
-            f"environment of the cluster profile names {', '.join(missing)}, which this shell does "
-            "not have; set it, or leave it out"
-        )
-    return {name: text for name, text in every.items() if _JOBS_GET.fullmatch(name)} | {
-        name: every[name] for name in names
-    }
+def passed_on() -> dict[str, str]:
+    """Return the variables of this shell that SLURM's commands get and, by sbatch, a job."""
+    kept_back = set(withheld())
+    return {name: text for name, text in child_environment().items() if name not in kept_back}
 
 
-def _run(
-    command: Sequence[str], stdin: str, given: Mapping[str, str] | None
-) -> tuple[int, str, str]:
+def withheld() -> list[str]:
+    """List the variables of this shell that a job does not get."""
+    names = sorted(child_environment())
+    return [name for name in names if _WITHHELD.fullmatch(name) and name not in _ACCESS]
+
+
+def withheld_line() -> str:
+    """Say which variables of this shell a job does not get, as a comment of a script."""
+    return f"# not passed on from this shell: {' '.join(withheld()) or 'nothing'}"
+
+
+def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
     """Run once and return exit code, output and message."""
-    every = child_environment()
-    own = {name: text for name, text in every.items() if not name.startswith(_STEERING)}
-    access = {name: every[name] for name in _ACCESS & every.keys()}
-    environment = {**(own if given is None else given), **access, "SLURM_TIME_FORMAT": "%s"}
+    environment = passed_on()
+    if command[0] != "sbatch":  # a job would inherit it, and its own squeue print such times
+        environment["SLURM_TIME_FORMAT"] = "%s"
     try:
         done = subprocess.run(
             command,
@@ -140,9 +135,8 @@ def _run(
     return done.returncode, done.stdout, (done.stderr or done.stdout).strip()
 
 
-def sbatch(words: Sequence[str], script: str = "", *, environment: Mapping[str, str]) -> str:
+def sbatch(words: Sequence[str], script: str = "") -> str:
     """Submit a script, a file among the words or a text, and return the job's id."""
-    command = ["sbatch", "--parsable", *words]
-    output = run_command(command, script, repeatable=False, environment=environment)
+    output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
     # On a site of several clusters sbatch prints id;cluster.
     return output.strip().partition(";")[0]

@@ -16,39 +16,80 @@
 #SBATCH --kill-on-invalid-dep=yes
 
 first_rank=0
+# SLURM says when the job ends from version 23.02 on; before, this is late by what its start took.
+printf -v now '%(%s)T' -1
+end_s=${SLURM_JOB_END_TIME:-$((now + 14400))}
 export SLURM_EXPORT_ENV=ALL
 export NCCL_SOCKET_IFNAME=eth0
 export NCCL_IB_HCA=mlx5
 export NCCL_DEBUG=WARN
 export POSTNORM_SCRATCH="/raid/scratch"
+restarts=${SLURM_RESTART_COUNT:-0}
+job=${SLURM_JOB_ID:-} without=
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${SLURM_ARRAY_JOB_ID:-}" ] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+# Sends the job back to the queue, never to start on nodes $without, and ends this script. SLURM
+# ends it, too, once the job is requeued, and changes the excluded nodes only of a job that does not
+# run: the script lives on until it has named them.
+requeue() {
+  ended=
+  trap 'ended=1' TERM
+  # The controller may be restarting.
+  for try in 1 2 3 4 5 6 7 8 9 10; do
+    if scontrol requeue "$job" || [ -n "$ended" ]; then
+      # Leaving before SLURM says so would count as the end of the job.
+      for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
+      for ((left = 10; left > 0; left--)); do
+        [ -n "$without" ] || break
+        scontrol update jobid="$job" excnodelist="$without" && break
+        sleep 1
+      done
+      exit 0
+    fi
+    sleep 30
+  done
+  echo "end: the job could not be requeued, submit it again"; exit 1
+}
 # Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
-# storage that stays away end the job here, since nothing else could tell.
+# storage that stays away end the job here, since nothing else could tell. A wait that would not end
+# before the job's time does goes on in its next start.
 storage() {
   for ((wait = 600; ; wait -= 10)); do
     said=$(export LC_ALL=C; "${@:2}" 2>&1) && return
     case $said in *"No space left"* | *"quota exceeded"*)
       echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit 28 ;;
     esac
+    printf -v now '%(%s)T' -1
+    if [ $((end_s - now)) -lt 20 ] && [ "$restarts" -lt 50 ]; then
+      echo "requeue: storage fails, and the time limit is near: $1: $said"; requeue
+    fi
     [ "$wait" -gt 0 ] || break
     echo "storage fails, trying again: $1: $said"
     sleep 10
   done
-  echo "end: $1: storage failed for 600 s (storage_patience_s): $said; submit again later"
+  echo "end: $1: storage failed for 600 s (storage_patience_s): $said;" \
+    "submit again later"
   exit 1
 }
 put() { printf '%s\n' "$1" >"$2"; }
+# A path can be read, or is missing from a folder that can: then waiting for storage is no use.
+reach() {
+  [ -r "$1" ] && return
+  if [ -e "$1" ] || [ -L "$1" ]; then echo "it cannot be read"; return 1; fi
+  ls "${1%/*}/" >/dev/null
+}
 set -u +e
-storage /shared/me cd /shared/me
-cd /shared/me || exit 1
+storage /shared/me cd /shared/me; cd /shared/me || exit 1
 logs=/shared/me/data/mine/work/logs
 rank=$((first_rank + SLURM_ARRAY_TASK_ID))
-# An element of an array is requeued by its own name: the last one's id is the whole array's.
-job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 failures_file=$logs/ingest-$job.failures
-echo "start: stage ingest, part $rank of 16, job $job," \
-  "restart ${SLURM_RESTART_COUNT:-0}, node $(hostname)"
-srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/shared/me/data/mine:/shared/me/data/mine,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m data_prep run prep.yaml workers=4 --stage ingest --world 16 --rank "$rank"
-code=$?
+echo "start: stage ingest, part $rank of 16, job $job, restart $restarts, node $(hostname)"
+part() {
+  srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/shared/me/data/mine:/shared/me/data/mine,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m data_prep run prep.yaml workers=4 --stage ingest --world 16 --rank "$rank"
+  code=$?
+}
+part
+case $code in 126|127) storage /lustre/my_project/postnorm.sqsh reach /lustre/my_project/postnorm.sqsh; storage /shared/me cd /shared/me; cd /shared/me || exit 1; part ;; esac
 if [ "$code" = 0 ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0
@@ -71,22 +112,4 @@ if [ "$failures" -ge 3 ]; then
   exit 1
 fi
 echo "requeue: exit code $code, failure $failures of 3"
-# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
-# does not run: the script lives on until it has named them.
-ended=
-trap 'ended=1' TERM
-# The controller may be restarting.
-for try in 1 2 3 4 5 6 7 8 9 10; do
-  if scontrol requeue "$job" || [ -n "$ended" ]; then
-    # Leaving before SLURM says so would count as the end of the job.
-    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
-    for ((left = 10; left > 0; left--)); do
-      [ -n "${without:-}" ] || break
-      scontrol update jobid="$job" excnodelist="$without" && break
-      sleep 1
-    done
-    exit 0
-  fi
-  sleep 30
-done
-echo "end: the job could not be requeued, submit it again"; exit 1
+requeue
