@@ -13,6 +13,7 @@ it the code, so that editing a checkout changes nothing for tasks that wait.
 """
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -48,7 +49,7 @@ from launch.script_parts import (
     srun_words,
     wrapped,
 )
-from launch.slurm import withheld_line
+from launch.slurm import SlurmError, withheld_line
 from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
@@ -63,6 +64,8 @@ from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.summary import table
 
+# sbatch names the limit (QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit), then the policy.
+_TOO_MANY = re.compile("MaxSubmitJob|job submit limit")
 _PARENT_GB = 1
 """Memory of the parent process and of the script."""
 
@@ -122,10 +125,18 @@ class PrepJob:
         return (self.folder / PREP_RECORD).parent
 
     @property
+    def marks(self) -> Path:
+        """Folder of the config, where a stage that failed leaves a mark for those after it."""
+        return Path(self.work_dir, self.config_path).parent
+
+    @property
     def mounts(self) -> list[str]:
         """Folders that a container needs; input folders elsewhere are for the profile to mount."""
-        config_folder = str(Path(self.work_dir, self.config_path).parent)
-        return [str(Path(self.work_dir)), config_folder, str(self.folder)]
+        return [str(Path(self.work_dir)), str(self.marks), str(self.folder)]
+
+    def queue_name(self, stage: str) -> str:
+        """Name a stage in the queue."""
+        return f"{self.name}-{stage}"
 
 
 def render_prep(
@@ -143,7 +154,8 @@ def render_prep(
         processes = min(prep.cores, ceil(plan.max_tasks / world))
         hours = _hours(plan, prep, world, processes)
         options = _options(plan, cluster, job, processes)
-        body = _body(plan, cluster, job, world, processes)
+        earlier = [stage.name for stage in stages]
+        body = _body(plan, cluster, job, (world, processes), earlier)
         scripts = []
         for first_rank, indexes in _arrays(world, ranks, prep):
             lines = sbatch_lines({"array": indexes, **options})
@@ -152,11 +164,29 @@ def render_prep(
     return stages
 
 
-def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, processes: int) -> str:
-    """Write the part that all arrays of a stage share."""
+def _body(
+    plan: StagePlan,
+    cluster: ClusterConfig,
+    job: PrepJob,
+    size: tuple[int, int],
+    earlier: Sequence[str],
+) -> str:
+    """Write the part that all arrays of a stage of so many parts and processes share."""
+    world, processes = size
     words = ["data_prep", "run", job.config_path, f"workers={processes}", "--stage", plan.name]
     command = [cluster.python, *job.start, *words, "--world", str(world), "--rank"]
+    names = ",".join(map(job.queue_name, earlier))
+    folder = shlex.quote(str(job.folder))
+    after = _AFTER.format(
+        stages=" ".join(earlier),
+        stage=plan.name,
+        world=world,
+        do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+    )
+    wait = _WAIT.format(names=shlex.quote(names), folder=folder)
     body = _BODY.format(
+        after=after if earlier else "",
+        wait=wait if earlier else "",
         stage=plan.name,
         world=world,
         command=_in_container(cluster, command, job),
@@ -170,7 +200,7 @@ def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, pro
         *setup_lines(cluster),
         *function_lines(cluster),
         enter_line(job.work_dir),
-        f"logs={shlex.quote(str(job.logs))}",
+        f"logs={shlex.quote(str(job.logs))} marks={shlex.quote(str(job.marks))}",
         body,
     ]
     return "\n".join(lines)
@@ -194,7 +224,7 @@ def _options(
 ) -> dict[str, object]:
     prep = cluster.prep
     return {
-        "job-name": shlex.quote(f"{job.name}-{plan.name}"),
+        "job-name": shlex.quote(job.queue_name(plan.name)),
         "comment": shlex.quote(str(job.folder)),
         "output": f"{slurm_path(str(job.logs))}/%x-%A_%a.log",
         "nodes": 1,
@@ -245,11 +275,33 @@ def _ranges(indexes: Sequence[int]) -> str:
     return ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
+_AFTER = """\
+for before in {stages}; do
+  [ -e "$marks/failed-$before" ] || continue
+  echo "end: stage {stage}, part $rank of {world}: not started, since stage $before failed: fix" \\
+    "that and submit again"
+  give_up {do_not_retry}
+done
+"""
+
+# Arrays wait for the end of those before (afterany), not for their success: SLURM takes a
+# preemption with a GraceTime for a failure, and would cancel the chain. It may also take one for
+# the end, so that a stage starts too early; data preparation refuses that.
+_WAIT = """\
+  if squeue --me --noheader --name={names} --format=%k | grep -qxF -- {folder}; then
+    echo "requeue: a stage before is still in the queue"; requeue
+  fi
+"""
+
 _BODY = """\
 rank=$((first_rank + SLURM_ARRAY_TASK_ID))
 failures_file=$logs/{stage}-$job.failures
 echo "start: stage {stage}, part $rank of {world}, job $job, restart $restarts, node $(hostname)"
-part() {{
+give_up() {{
+  put "part $rank of {world}" "$marks/failed-{stage}"
+  exit "$1"
+}}
+{after}part() {{
   {command} "$rank"
   code=$?
 }}
@@ -259,13 +311,13 @@ if [ "$code" = {finished} ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0
 elif [ "$code" = {do_not_retry} ]; then
-  echo "end: stage {stage}, part $rank of {world}: trying again is no use, see the message" \\
-    "above; mend it and submit again"
-  exit {do_not_retry}
+{wait}  echo "end: stage {stage}, part $rank of {world}: trying again is no use, see the message" \\
+    "above; fix it and submit again"
+  give_up {do_not_retry}
 elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
   echo "end: stage {stage}, part $rank of {world}: exit code $code: the interpreter cannot be" \\
     "started, see above; correct python, container or setup of the profile"
-  exit "$code"
+  give_up "$code"
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
@@ -274,7 +326,7 @@ storage "$logs" put "$failures" "$failures_file"
 if [ "$failures" -ge {max_failures} ]; then
   echo "end: stage {stage}, part $rank of {world}: exit code $code, failure $failures of" \\
     "{max_failures} (prep.max_failures); what is done stays, submit again to continue"
-  exit 1
+  give_up 1
 fi
 echo "requeue: exit code $code, failure $failures of {max_failures}"
 requeue
@@ -333,7 +385,7 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
     Raises:
         BusyError: jobs of an earlier submission are still in the queue, or another process is
             submitting at this moment.
-        SubmitError: sbatch failed; jobs submitted until then are cancelled.
+        SlurmError: sbatch failed; jobs submitted until then are cancelled.
     """
     folder = draft.job.folder
     known = lambda: _all(prep_jobs(folder) or {})  # noqa: E731
@@ -361,11 +413,26 @@ def _submit(draft: PrepDraft, intent: Intent) -> dict[str, list[str]]:
                 jobs[stage.name].append(intent.queue(dependency, script))
             before = jobs[stage.name]
         write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
-    except BaseException:
+    except BaseException as error:
         if intent.withdraw():
             shutil.rmtree(draft.folder, ignore_errors=True)
+        if isinstance(error, SlurmError) and _TOO_MANY.search(str(error)):
+            raise SlurmError(f"{error}; {_needs_text(draft)}") from None
         raise
     return jobs
+
+
+def _needs_text(draft: PrepDraft) -> str:
+    """Say how many jobs a preparation needs, for a site that allows fewer."""
+    parts = {stage.name: stage.num_parts for stage in draft.stages}
+    listed = ", ".join(f"{name} {number:,}" for name, number in parts.items())
+    return (
+        f"the preparation needs {sum(parts.values()):,} jobs in the queue, since each array task "
+        f"counts as one ({listed}), beside other jobs of yours: lower prep.array_tasks="
+        f"{draft.cluster.prep.array_tasks}, which makes array tasks longer, or wait until other "
+        "jobs have ended (`sacctmgr show qos format=name,maxsubmitjobsperuser` and `sacctmgr show "
+        "assoc user=$USER format=account,maxsubmitjobs` show what you may have)"
+    )
 
 
 def dry_run_text(draft: PrepDraft) -> str:
@@ -442,7 +509,7 @@ def _code_folder(folder: Path) -> Path:
 
 
 def _dependency(jobs: Sequence[str]) -> str:
-    return f"--dependency=afterok:{':'.join(jobs)}"
+    return f"--dependency=afterany:{':'.join(jobs)}"
 
 
 def _all(jobs: dict[str, list[str]]) -> list[str]:

@@ -168,18 +168,22 @@ def test_data_preparation_runs_in_the_container(
     [stage] = render_prep([StagePlan("ingest", 4, 1, 1)], cluster, job)
     [script] = stage.scripts
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert script.index("module load gcc/13") < script.index(f"\n{start}")
+    assert script.index("module load gcc/13") < script.index(f"\n  {start}")
 
 
 def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
     assert rank_options(ClusterConfig()) == "--cpu-bind=cores --distribution=block:block"
-    own = ClusterConfig(
-        cpu_bind="map_cpu:0,8", distribution="*:cyclic", srun=("--mpi=none", "exact")
-    )
+    srun = ("--mpi=none", "exact", "--prolog=/my dir/it's $HOME", "network=a b")
+    own = ClusterConfig(cpu_bind="map_cpu:0,8", distribution="*:cyclic", srun=srun)
     shown = _bash([f"printf '%s\\n' {rank_options(own)}"])
     assert shown.stdout.splitlines() == [
-        "--cpu-bind=map_cpu:0,8", "--distribution=*:cyclic", "--mpi=none", "--exact",
-    ]  # fmt: skip
+        "--cpu-bind=map_cpu:0,8",
+        "--distribution=*:cyclic",
+        "--mpi=none",
+        "--exact",
+        "--prolog=/my dir/it's $HOME",
+        "--network=a b",
+    ]
     assert rank_options(ClusterConfig(cpu_bind="", distribution="")) == ""
 
 
@@ -191,7 +195,6 @@ def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
         ({"srun": ("mpi none",)}, "srun: 'mpi none' is not an option"),
         ({"cpu_bind": "all cores"}, "cpu_bind='all cores': expected a value"),
         ({"distribution": "; rm"}, "distribution='; rm': expected a value"),
-        ({"environment": ("A B",)}, "environment: 'A B=' is not a variable"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,11 +97,70 @@ def test_interpreter_that_cannot_be_started_ends_the_job_and_is_named(
     assert attempts.slurm.lines("requeued") == []
 
 
+@pytest.mark.parametrize("is_back", [True, False])
 @pytest.mark.usefixtures("processes")
-def test_ranks_that_cannot_be_started_end_the_job_at_once(tmp_path: Path) -> None:
-    code, line = Attempts(tmp_path).last(SRUN_CODE="127")
+def test_interpreter_on_a_mount_that_is_gone_is_waited_for(tmp_path: Path, is_back: bool) -> None:
+    mount = tmp_path / "mount"
+    attempts = Attempts(tmp_path, python=str(mount / "python"))
+    if is_back:
+        attempts.slurm.add("sleep", f"mkdir -p {mount}; ln -sf {sys.executable} {mount}/python")
+    done = attempts.start()
+    assert f"storage fails, trying again: {mount}/python: ls: cannot access" in done.stdout
+    if is_back:
+        assert done.returncode == 0, done.stdout
+        assert len(attempts.slurm.lines("requeued")) == 1
+    else:
+        assert done.returncode == 1
+        assert f"end: {mount}/python: storage failed for 30 s" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("processes")
+def test_ranks_that_cannot_be_started_end_the_job_at_the_second_time(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path)
+    assert attempts.last(0, SRUN_CODE="127")[0] == 0
+    code, line = attempts.last(1, SRUN_CODE="127")
     assert code == 2
-    assert line.startswith("end: no rank could be started (srun: 127")
+    assert "could not start any rank (srun: 127" in line
+
+
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.usefixtures("processes")
+def test_node_that_alone_does_not_reach_the_storage_is_excluded(
+    tmp_path: Path, reached: bool
+) -> None:
+    attempts = Attempts(tmp_path, nodes=2, exclude="n9")
+    attempts.run_dir.mkdir()
+    (attempts.slurm.folder / "config").write_text("n1\nn2\n")  # what `show hostnames` says
+    attempts.slurm.add("mkdir", "echo 'mkdir: Stale file handle'; exit 1")
+    # The other node has another mkdir.
+    there = 'while [ "$1" != bash ]; do shift; done; PATH=/usr/bin:/bin exec "$@"'
+    attempts.slurm.add("srun", there if reached else "exit 1")
+    code, line = attempts.last(SLURMD_NODENAME="n1")
+    if not reached:
+        assert code == 1
+        assert line.startswith("end: run: storage failed for 30 s")
+        return
+    assert (code, line) == (
+        0, "requeue: bad node n1: run: mkdir: Stale file handle; node n2 reaches it"
+    )  # fmt: skip
+    assert (attempts.run_dir / "launch" / "excluded").read_text() == "n1\n"
+    assert attempts.slurm.lines("updated") == ["update jobid=7 excnodelist=n9,n1"]
+
+
+@pytest.mark.parametrize("part", ["start", "verdict"])
+@pytest.mark.usefixtures("processes")
+def test_no_wait_for_storage_passes_the_time_limit(tmp_path: Path, part: str) -> None:
+    attempts = Attempts(tmp_path, storage_patience_s=600)
+    if part == "start":
+        attempts.run_dir.touch()  # where the folder has to be
+    else:
+        spoil = f"mkdir {attempts.run_dir}/launch/history.jsonl; exit 143"
+        attempts.slurm.add("srun", spoil)
+    done = attempts.start(SLURM_JOB_END_TIME=str(int(time.time()) + 15))
+    assert done.returncode == 0, done.stdout
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("requeue:")]
+    assert "storage fails, and the time limit is near" in line
+    assert len(attempts.slurm.lines("requeued")) == 1
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", "unjudged"])

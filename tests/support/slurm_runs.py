@@ -12,7 +12,6 @@ from launch.records import history
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.data.format import DatasetIndex
 from pipeline.runtime.files import read_json_lines
-from tests.support.leftovers import RUN_VARIABLE
 from tests.support.ranks import CONFIG, records
 from tests.support.slurm import ENDED, SlurmCluster
 
@@ -22,8 +21,6 @@ PROFILE: dict[str, object] = {
     "time_limit": "30", "stop_before_end_s": 90, "python": sys.executable,
     "max_attempts_without_progress": 3, "hardware": {"start_s": 10},
     "preflight": {"min_free_gb": 0.5, "min_shm_gb": 0.01},
-    # By which processes that outlive a test are found.
-    "environment": [name for name in (RUN_VARIABLE, "PYTEST_CURRENT_TEST") if name in os.environ],
 }  # fmt: skip
 
 

@@ -73,10 +73,14 @@ reach() {
 }
 set -u +e
 storage /shared/me cd /shared/me; cd /shared/me || exit 1
-logs=/shared/me/data/mine/work/logs
+logs=/shared/me/data/mine/work/logs marks=/shared/me
 rank=$((first_rank + SLURM_ARRAY_TASK_ID))
 failures_file=$logs/ingest-$job.failures
 echo "start: stage ingest, part $rank of 2, job $job, restart $restarts, node $(hostname)"
+give_up() {
+  put "part $rank of 2" "$marks/failed-ingest"
+  exit "$1"
+}
 part() {
   .venv/bin/python -m data_prep run prep.yaml workers=2 --stage ingest --world 2 --rank "$rank"
   code=$?
@@ -88,12 +92,12 @@ if [ "$code" = 0 ]; then
   echo "end: done"; exit 0
 elif [ "$code" = 2 ]; then
   echo "end: stage ingest, part $rank of 2: trying again is no use, see the message" \
-    "above; mend it and submit again"
-  exit 2
+    "above; fix it and submit again"
+  give_up 2
 elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
   echo "end: stage ingest, part $rank of 2: exit code $code: the interpreter cannot be" \
     "started, see above; correct python, container or setup of the profile"
-  exit "$code"
+  give_up "$code"
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
@@ -102,7 +106,7 @@ storage "$logs" put "$failures" "$failures_file"
 if [ "$failures" -ge 3 ]; then
   echo "end: stage ingest, part $rank of 2: exit code $code, failure $failures of" \
     "3 (prep.max_failures); what is done stays, submit again to continue"
-  exit 1
+  give_up 1
 fi
 echo "requeue: exit code $code, failure $failures of 3"
 requeue

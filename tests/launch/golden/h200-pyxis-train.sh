@@ -35,9 +35,9 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
 # A path that another node of the job reaches is this node's fault: that one notes this one, which
 # the job goes on without, as after preflight.
 accuse() {
-  local this=${SLURMD_NODENAME:-$(hostname -s)} other bad
-  for other in $nodes; do [ "$other" = "$this" ] || break; done
-  [ "$other" != "$this" ] && [ "$restarts" -lt 50 ] || return
+  local this=${SLURMD_NODENAME:-$(hostname -s)} other= node bad
+  for node in $nodes; do [ "$node" = "$this" ] || other=$node; done
+  [ -n "$other" ] && [ "$restarts" -lt 50 ] || return
   bad=$(timeout --kill-after=10 60 srun --overlap --chdir=/ --nodes=1 --ntasks=1 \
     --nodelist="$other" bash -c 'cd "$1" && ls -d "$2" >/dev/null && mkdir -p "${3%/*}" || exit
       [ "$4" -gt 0 ] || rm -f "$3"
