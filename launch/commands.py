@@ -24,7 +24,7 @@ from launch.records import (
     PROGRAM,
     is_run,
     is_sweep,
-    prep_jobs,
+    read_prep,
     require_run,
 )
 from launch.script import render
@@ -557,11 +557,11 @@ def _add_cancel(parser: argparse.ArgumentParser) -> None:
 
 def _cancel(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.resolve()
-    stages = prep_jobs(folder)
+    preparation = read_prep(folder)
     if is_sweep(folder):
         _say(sweep.cancel(folder, save=arguments.save, save_s=arguments.timeout))
-    elif stages is not None:
-        _say(control.cancel_prep(folder, stages))
+    elif preparation is not None:
+        _say(control.cancel_prep(folder, preparation.jobs))
     else:
         run_dir = require_run(arguments.folder)
         _say(control.cancel(run_dir, save=arguments.save, save_s=arguments.timeout))

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,10 +33,13 @@ from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
     CONFIG_FILE,
+    FAILED_MARK,
     PREP_RECORD,
+    PrepSubmission,
     next_number,
     prep_jobs,
     submission_folder,
+    write_prep,
 )
 from launch.script_parts import (
     CLOCK,
@@ -61,7 +65,7 @@ from pipeline.errors import (
     PostnormError,
 )
 from pipeline.runtime.env import module_command
-from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import table
 
 # sbatch names the limit (QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit), then the policy.
@@ -181,12 +185,14 @@ def _body(
         stages=" ".join(earlier),
         stage=plan.name,
         world=world,
+        mark=FAILED_MARK,
         do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
     )
     wait = _WAIT.format(names=shlex.quote(names), folder=folder)
     body = _BODY.format(
         after=after if earlier else "",
         wait=wait if earlier else "",
+        mark=FAILED_MARK,
         stage=plan.name,
         world=world,
         command=_in_container(cluster, command, job),
@@ -277,7 +283,7 @@ def _ranges(indexes: Sequence[int]) -> str:
 
 _AFTER = """\
 for before in {stages}; do
-  [ -e "$marks/failed-$before" ] || continue
+  [ -e "$marks/{mark}$before" ] || continue
   echo "end: stage {stage}, part $rank of {world}: not started, since stage $before failed: fix" \\
     "that and submit again"
   give_up {do_not_retry}
@@ -298,7 +304,7 @@ rank=$((first_rank + SLURM_ARRAY_TASK_ID))
 failures_file=$logs/{stage}-$job.failures
 echo "start: stage {stage}, part $rank of {world}, job $job, restart $restarts, node $(hostname)"
 give_up() {{
-  put "part $rank of {world}" "$marks/failed-{stage}"
+  put "part $rank of {world}" "$marks/{mark}{stage}"
   exit "$1"
 }}
 {after}part() {{
@@ -388,8 +394,7 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
         SlurmError: sbatch failed; jobs submitted until then are cancelled.
     """
     folder = draft.job.folder
-    known = lambda: _all(prep_jobs(folder) or {})  # noqa: E731
-    with submitting(folder / "work", folder, known) as intent:
+    with submitting(folder / "work", folder, lambda: _all(prep_jobs(folder))) as intent:
         return _submit(draft, intent)
 
 
@@ -412,7 +417,7 @@ def _submit(draft: PrepDraft, intent: Intent) -> dict[str, list[str]]:
             for script in stage.scripts:
                 jobs[stage.name].append(intent.queue(dependency, script))
             before = jobs[stage.name]
-        write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
+        write_prep(draft.job.folder, PrepSubmission(jobs, round(time.time(), 1)))
     except BaseException as error:
         if intent.withdraw():
             shutil.rmtree(draft.folder, ignore_errors=True)
@@ -495,7 +500,7 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
 
 def _refuse_twice(draft: PrepDraft) -> None:
     """Refuse a second chain: two would redo and overwrite each other's tasks."""
-    left = still_queued(_all(prep_jobs(draft.job.folder) or {}))
+    left = still_queued(_all(prep_jobs(draft.job.folder)))
     if left:
         raise BusyError(
             f"jobs of an earlier submission are still in the queue: {' '.join(left)}; wait for "

@@ -274,8 +274,7 @@ def submit(draft: Draft) -> str:
         BusyError: an earlier job of the run is in the queue, or another process is submitting it.
     """
     run_dir = draft.run_dir
-    known = lambda: [one.job for one in submissions(run_dir)]  # noqa: E731
-    with submitting(run_dir, run_dir, known) as intent:
+    with submitting(run_dir, run_dir, lambda: [one.job for one in submissions(run_dir)]) as intent:
         return _submit(draft, intent)
 
 

@@ -589,13 +589,18 @@ def cancel(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
         yield f"no job of {folder} is in the queue"
         return
     if save:
-        yield from control.cancel_jobs([one.job for one in alive.values() if one.is_waiting])
+        waiting = {run: one for run, one in alive.items() if one.is_waiting}
+        yield from control.cancel_jobs([one.job for one in waiting.values()])
         for run, one in alive.items():
-            if not one.is_waiting:
+            if run in waiting:
+                control.note_cancelled(run, one)
+            else:
                 yield f"{run.relative_to(folder)}:"
                 yield from control.cancel(run, save=True, save_s=save_s)
     else:
         yield from control.cancel_jobs(sorted({one.array for one in alive.values()}, key=int))
+        for run, one in alive.items():
+            control.note_cancelled(run, one)
     yield "submit the same sweep again to continue"
 
 

@@ -33,7 +33,7 @@ launch_dir=$run_dir/launch
 excluded=$launch_dir/excluded
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
 # A path that another node of the job reaches is this node's fault: that one notes this one, which
-# the job goes on without, as after preflight.
+# the job goes on without.
 accuse() {
   local this=${SLURMD_NODENAME:-$(hostname -s)} other= node bad
   for node in $nodes; do [ "$node" = "$this" ] || other=$node; done
