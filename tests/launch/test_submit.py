@@ -233,12 +233,12 @@ def test_two_submissions_at_once_give_one_job_and_a_refusal(
     )  # fmt: skip
     intent = place.run_dir / "launch" / "submitting.json"
     while not intent.exists():
-        assert first.poll() is None, first.communicate()[0]
+        assert first.poll() is None, first.communicate(timeout=60)[0]
         time.sleep(0.05)
     said = place.submit(code=1)
     assert f"is being submitted at this moment by process {first.pid} on " in said
     gate.touch()
-    assert "job 101" in first.communicate()[0]
+    assert "job 101" in first.communicate(timeout=60)[0]
     assert len(place.slurm.calls) == 1
     assert not intent.exists()
 
