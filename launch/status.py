@@ -215,7 +215,9 @@ def headline(report: RunReport) -> str:
         return "pending" if job.is_waiting else job.state.lower()
     if report.is_done:
         return "finished"
-    last = decision(report, job) if job else None
+    # Where SLURM cannot be asked, what the job's script decided is known all the same.
+    ids = [job.job] if job else [one.job for one in newest(report.submissions)[:1]]
+    last = decision(report, ids[0]) if ids else None
     if last:
         return str(last["decision"])
     if job and job.state != UNKNOWN:
@@ -225,9 +227,9 @@ def headline(report: RunReport) -> str:
     return report.run.state if report.run else "not started"
 
 
-def decision(report: RunReport, job: JobFacts) -> dict[str, Any] | None:
-    """Find what the job's script decided at its end; None if it did not come to that."""
-    own = [line for line in report.history if str(line.get("job")) == job.job]
+def decision(report: RunReport, job: str) -> dict[str, Any] | None:
+    """Find what a job's script decided at its end; None if it did not come to that."""
+    own = [line for line in report.history if str(line.get("job")) == job]
     if own and own[-1].get("decision") in LAST_DECISIONS:
         return own[-1]
     return None
@@ -305,7 +307,7 @@ def _job_lines(report: RunReport, facts: JobFacts, now_s: float) -> list[str]:
         ended = f", {duration(now_s - facts.end_unix_s)} ago" if facts.end_unix_s else ""
         exit_code = f", exit code {facts.exit_code}" if facts.exit_code not in ("", "0:0") else ""
         reason = f" ({facts.reason})" if facts.reason else ""
-        last = decision(report, facts)
+        last = decision(report, facts.job)
         why = [f"{last['decision']}: {last['reason']}"] if last else []
         return [f"{facts.job} {facts.state}{reason}{where}{ended}{exit_code}{restarts}", *why]
     if facts.is_waiting:
@@ -331,7 +333,7 @@ def _explained(reason: str, job: str) -> str:
 
 def _evidence(report: RunReport, facts: JobFacts) -> str:
     """Say what the run's own files tell of a job that SLURM does not know."""
-    last = decision(report, facts)
+    last = decision(report, facts.job)
     if report.is_done:
         return "the run is finished: it has its done.json"
     if last:
