@@ -156,10 +156,8 @@ def _take(lock: int, of: Path, intent: Path) -> None:
         # without a lock daemon ENOLCK, some FUSE file systems EOPNOTSUPP. Every submission makes a
         # numbered folder of its own all the same, so that only a rare second job is let through,
         # which then waits for the lock of the run.
-        logger.warning(
-            "%s has no file locks (%s): a second submission at the same moment may not be noticed",
-            intent.parent, error.strerror,
-        )  # fmt: skip
+        said = f"{intent.parent} has no file locks ({error.strerror})"
+        logger.warning("%s: a second submission at the same moment may not be noticed", said)
 
 
 def _read(intent: Path) -> dict[str, Any]:
@@ -181,6 +179,8 @@ def _refuse_unrecorded(intent: Path, of: Path, known: Collection[str]) -> None:
     """Refuse where an earlier submission left a job in the queue that no record names."""
     found = _read(intent)
     named = [str(job) for job in found.get("jobs", [])]
+    if not named and not found.get("asking", True):
+        return  # it did not come to sbatch
     alive = {
         job.array for job in my_jobs() if job.is_alive and (job.is_of(of) or job.array in named)
     }

@@ -147,7 +147,7 @@ def render_prep(
     plans: Sequence[StagePlan], cluster: ClusterConfig, job: PrepJob
 ) -> list[PrepStage]:
     """Render the scripts of all stages with something left to do, in order. Pure."""
-    stages = []
+    stages: list[PrepStage] = []
     for plan in plans:
         prep = cluster.prep
         # An array task with fewer tasks than cores would leave cores idle.
