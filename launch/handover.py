@@ -29,11 +29,6 @@ logger = logging.getLogger(__name__)
 INTENT_FILE = "submitting.json"
 """In the launcher's folder while a submission is made, and after one that may have left a job."""
 _LOCK_FILE = "submitting.lock"
-# The comment comes last, since it may contain anything.
-_SHOWN = (
-    "Partition", "Account", "QOS", "TimeLimit", "NumNodes", "cpus-per-task", "MinMemory",
-    "tres-per-node", "Reservation", "Requeue", "Comment",
-)  # fmt: skip
 _NOTHING = {"", "(null)", "n/a"}
 
 
@@ -294,3 +289,5 @@ _COMPARED: dict[str, tuple[str, Callable[[str, str], bool]]] = {
     "requeue": ("Requeue", lambda _, value: value.lower() not in ("0", "no", "false")),
     "comment": ("Comment", lambda want, value: value == want),
 }
+# The comment comes last, since it may contain anything.
+_SHOWN = tuple(dict.fromkeys(field for field, _ in _COMPARED.values()))
