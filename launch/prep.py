@@ -13,7 +13,6 @@ it the code, so that editing a checkout changes nothing for tasks that wait.
 """
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -53,7 +52,7 @@ from launch.script_parts import (
     srun_words,
     wrapped,
 )
-from launch.slurm import SlurmError, withheld_line
+from launch.slurm import TooManyJobsError, withheld_line
 from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
@@ -68,8 +67,6 @@ from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import table
 
-# sbatch names the limit (QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit), then the policy.
-_TOO_MANY = re.compile("MaxSubmitJob|job submit limit")
 _PARENT_GB = 1
 """Memory of the parent process and of the script."""
 
@@ -421,8 +418,8 @@ def _submit(draft: PrepDraft, intent: Intent) -> dict[str, list[str]]:
     except BaseException as error:
         if intent.withdraw():
             shutil.rmtree(draft.folder, ignore_errors=True)
-        if isinstance(error, SlurmError) and _TOO_MANY.search(str(error)):
-            raise SlurmError(f"{error}; {_needs_text(draft)}") from None
+        if isinstance(error, TooManyJobsError):
+            raise TooManyJobsError(f"{error}; {_needs_text(draft)}") from None
         raise
     return jobs
 
@@ -432,8 +429,8 @@ def _needs_text(draft: PrepDraft) -> str:
     parts = {stage.name: stage.num_parts for stage in draft.stages}
     listed = ", ".join(f"{name} {number:,}" for name, number in parts.items())
     return (
-        f"the preparation needs {sum(parts.values()):,} jobs in the queue, since each array task "
-        f"counts as one ({listed}), beside other jobs of yours: lower prep.array_tasks="
+        f"if the limit is on jobs: the preparation needs {sum(parts.values()):,} in the queue, since "
+        f"each array task counts as one ({listed}), beside other jobs of yours: lower prep.array_tasks="
         f"{draft.cluster.prep.array_tasks}, which makes array tasks longer, or wait until other "
         "jobs have ended (`sacctmgr show qos format=name,maxsubmitjobsperuser` and `sacctmgr show "
         "assoc user=$USER format=account,maxsubmitjobs` show what you may have)"

@@ -28,6 +28,9 @@ _UNANSWERED = (
     "Connection timed out",
 )
 """With these the request may have reached the controller."""
+# sbatch names the limit (QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit), then the policy,
+# which is the same text for limits on sizes and times.
+_TOO_MANY = re.compile("MaxSubmitJob|job submit limit")
 _ACCESS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """How commands find the controller."""
 # Options of SLURM by another way than the profile; the job, step or group of processes that this
@@ -46,6 +49,10 @@ class NoSlurmError(ConfigError):
 
 class SlurmError(PostnormError):
     """SLURM refused what was asked of it."""
+
+
+class TooManyJobsError(SlurmError):
+    """A limit of the site, probably one on jobs in the queue (MaxSubmitJobs)."""
 
 
 class NoAnswerError(SlurmError):
@@ -137,6 +144,11 @@ def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
 
 def sbatch(words: Sequence[str], script: str = "") -> str:
     """Submit a script, a file among the words or a text, and return the job's id."""
-    output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
+    try:
+        output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
+    except SlurmError as error:
+        if _TOO_MANY.search(str(error)):
+            raise TooManyJobsError(str(error)) from None
+        raise
     # On a site of several clusters sbatch prints id;cluster.
     return output.strip().partition(";")[0]

@@ -40,7 +40,7 @@ from launch.records import (
 )
 from launch.script import RUN, Job, render
 from launch.site import max_array_size
-from launch.slurm import SlurmError, run_command, withheld_line
+from launch.slurm import SlurmError, TooManyJobsError, run_command, withheld_line
 from launch.snapshot import snapshot_for, start_file
 from launch.status import RunReport, headline, report_of
 from launch.submit import (
@@ -486,10 +486,16 @@ def _submit(draft: SweepDraft, intent: Intent) -> str:
         for index, one in enumerate(draft.drafts):
             _record_element(one, draft.job.log_dir, f"{job}_{index}")
         record(draft.sweep, draft.folder, draft.every)
-    except BaseException:
+    except BaseException as error:
         if intent.withdraw():
             for folder in (draft.home, *(one.folder for one in draft.drafts), *new):
                 shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, TooManyJobsError):
+            raise TooManyJobsError(
+                f"{error}; if the limit is on jobs: the sweep needs {len(draft.runs)} in the "
+                "queue, one for each run (`jobs` limits only how many run at once): shorten grid "
+                "or runs for now, and submit the whole file again when these have ended"
+            ) from None
         raise
     _name_elements(draft, job)
     return job

@@ -156,7 +156,7 @@ def test_sbatch_that_does_not_answer_may_have_submitted(
 
 def test_refusal_of_sbatch_leaves_nothing(tmp_path: Path, slurm: FakeSlurm) -> None:
     (slurm.folder / "fails_at").write_text("101")
-    with pytest.raises(Exception, match="violates accounting policy"):
+    with pytest.raises(Exception, match="violates accounting/QOS policy"):
         _submit(tmp_path)
     assert _left(tmp_path) is None
     assert slurm.lines("cancelled") == []

@@ -292,6 +292,9 @@ def test_second_chain_at_the_same_moment_is_refused(tmp_path: Path, slurm: FakeS
         submit(draft)
     assert not slurm.calls
     submit(draft)
+    # Its draft was made at the same moment, too.
+    with pytest.raises(BusyError, match="another submission has just made"):
+        submit(draft)
 
 
 def test_each_stage_waits_for_all_arrays_of_the_one_before(
@@ -332,7 +335,7 @@ def test_failing_sbatch_takes_back_what_was_submitted(
     with pytest.raises(SlurmError) as error:
         submit(_draft(tmp_path, _render(array_tasks=2500, cores=1)))
     assert slurm.calls[-1][0] == ["--parsable", "--dependency=afterany:101:102:103"]
-    assert "violates accounting policy" in str(error.value)
+    assert "violates accounting/QOS policy" in str(error.value)
     assert "cancelled what was submitted until then: job 101 102 103" in caplog.text
     assert slurm.lines("cancelled") == ["101 102 103"]
     assert len(slurm.calls) == 4
@@ -361,7 +364,7 @@ def test_without_slurm_the_message_says_what_to_do(
 def test_site_that_allows_fewer_jobs_is_told_apart(tmp_path: Path, slurm: FakeSlurm) -> None:
     said = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed"
     slurm.add("sbatch", f"echo '{said}: Job violates accounting/QOS policy' >&2; exit 1")
-    needs = r"needs 75 jobs .*\(ingest 64, dedup 1, shards 10\).* prep\.array_tasks=64"
+    needs = r"needs 75 in the queue.*\(ingest 64, dedup 1, shards 10\).* prep\.array_tasks=64"
     with pytest.raises(SlurmError, match=needs):
         submit(_draft(tmp_path, _render(cores=1)))
 

@@ -109,7 +109,7 @@ def test_second_submission_waits_for_the_first_to_leave_the_queue(place: Place) 
 def test_refused_by_sbatch_leaves_nothing_that_looks_submitted(place: Place) -> None:
     (place.slurm.folder / "fails_at").write_text("101")
     said = place.submit(code=2)
-    assert "Job violates accounting policy" in said
+    assert "Job violates accounting/QOS policy" in said
     assert not (place.run_dir / "launch" / "0001").exists()
     (place.slurm.folder / "fails_at").unlink()
     place.submit()

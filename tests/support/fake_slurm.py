@@ -28,7 +28,8 @@ with (folder / "calls.jsonl").open("a") as file:
     print(json.dumps([sys.argv, script]), file=file)
 job = 100 + len((folder / "calls.jsonl").read_text().splitlines())
 if (folder / "fails_at").exists() and int((folder / "fails_at").read_text()) == job:
-    sys.exit("sbatch: error: Batch job submission failed: Job violates accounting policy")
+    sys.exit("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
+             "(job submit limit, user's size and/or time limits)")
 # The environment wins over the script.
 asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", script, re.M))
 asked |= {{name[7:].lower().replace("timelimit", "time"): text
