@@ -429,11 +429,11 @@ def _needs_text(draft: PrepDraft) -> str:
     parts = {stage.name: stage.num_parts for stage in draft.stages}
     listed = ", ".join(f"{name} {number:,}" for name, number in parts.items())
     return (
-        f"if the limit is on jobs: the preparation needs {sum(parts.values()):,} in the queue, since "
-        f"each array task counts as one ({listed}), beside other jobs of yours: lower prep.array_tasks="
-        f"{draft.cluster.prep.array_tasks}, which makes array tasks longer, or wait until other "
-        "jobs have ended (`sacctmgr show qos format=name,maxsubmitjobsperuser` and `sacctmgr show "
-        "assoc user=$USER format=account,maxsubmitjobs` show what you may have)"
+        f"if the limit is on jobs: the preparation needs {sum(parts.values()):,} in the queue, "
+        f"since each array task counts as one ({listed}), beside other jobs of yours: lower "
+        f"prep.array_tasks={draft.cluster.prep.array_tasks}, which makes array tasks longer, or "
+        "wait until other jobs have ended (`sacctmgr show qos format=name,maxsubmitjobsperuser` "
+        "and `sacctmgr show assoc user=$USER format=account,maxsubmitjobs` show the limits)"
     )
 
 
