@@ -42,8 +42,6 @@ from launch.records import (
 )
 from launch.script_parts import (
     CLOCK,
-    again_line,
-    enter_line,
     function_lines,
     prep_resources,
     sbatch_lines,
@@ -194,15 +192,13 @@ def _body(
         world=world,
         command=_in_container(cluster, command, job),
         max_failures=cluster.prep.max_failures,
-        try_again=again_line(cluster, job.work_dir),
         finished=EXIT_FINISHED,
         do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
     )
     lines = [
         CLOCK.format(time_limit=cluster.prep.time_limit_s),
         *setup_lines(cluster),
-        *function_lines(cluster),
-        enter_line(job.work_dir),
+        *function_lines(cluster, job.start, job.work_dir),
         f"logs={shlex.quote(str(job.logs))} marks={shlex.quote(str(job.marks))}",
         body,
     ]
@@ -309,7 +305,7 @@ give_up() {{
   code=$?
 }}
 part
-case $code in 126|127) {try_again}; part ;; esac
+case $code in 126|127) ready; part ;; esac
 if [ "$code" = {finished} ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0

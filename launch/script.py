@@ -17,8 +17,6 @@ from launch.decide import EXIT_FULL
 from launch.records import EXCLUDED_FILE, FOLDER, PRETRAIN
 from launch.script_parts import (
     CLOCK,
-    again_line,
-    enter_line,
     function_lines,
     rank_options,
     sbatch_lines,
@@ -91,7 +89,6 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
         stopped=EXIT_STOPPED,
         again=EXIT_PREEMPTED,
-        try_again=again_line(cluster, job.work_dir),
         patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
         ranks=f"{rank_options(cluster)} {_step(job, cluster, ranks)}".strip(),
     )
@@ -115,8 +112,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         f'export {RUN_DIR_VARIABLE}="$run_dir"',
         folders,
         accuse,
-        *function_lines(cluster, '  accuse "$1"\n'),
-        enter_line(job.work_dir),
+        *function_lines(cluster, job.start, job.work_dir, '  accuse "$1"\n'),
         start,
         *_preflight(job, cluster),
         attempt,
@@ -335,8 +331,8 @@ if [ "$go" = 1 ]; then
   [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
   await "$step"
   [ -z "$asking" ] || kill "$asking" 2>/dev/null
-  decide
-  case $verdict in 126|127) {try_again}; decide ;; esac
+  ready; decide
+  case $verdict in 126|127) ready; decide ;; esac
   case $verdict in
     {finished}|{do_not_retry}|{stopped}|{full}) exit "$verdict" ;;
     {again}) unjudged=0 ;;

@@ -78,46 +78,47 @@ storage() {{
 put() {{ printf '%s\\n' "$1" >"$2"; }}
 # A path can be read, or is missing from a folder that can: then waiting for storage is no use.
 reach() {{
-  [ -r "$1" ] && return
+  if [ -r "$1" ] || [ -x "$1" ]; then return; fi
   if [ -e "$1" ] || [ -L "$1" ]; then echo "it cannot be read"; return 1; fi
   ls "${{1%/*}}/" >/dev/null
 }}
-set -u +e"""
+# Waits for what starts a command, the interpreter or the image and the code: a mount that is gone
+# for a while hides them. Enters the work folder, anew if it was gone, too.
+ready() {{
+  local file
+  for file in {files}; do storage "$file" reach "$file"; done
+  storage {work_dir} cd {work_dir}
+  cd {work_dir} || exit 1
+}}
+set -u +e
+ready"""
 
 
-def function_lines(cluster: ClusterConfig, last_resort: str = "") -> list[str]:
-    """Write `requeue`, `storage PATH COMMAND`, `put TEXT FILE` and `reach PATH`.
+def function_lines(
+    cluster: ClusterConfig, start: Sequence[str], work_dir: str, last_resort: str = ""
+) -> list[str]:
+    """Write `requeue`, `storage PATH COMMAND`, `put TEXT FILE` and `ready`, which is called first.
 
-    The `last_resort` are lines of `storage` for a path that could not be reached in time.
+    The `start` are the words between the interpreter and a module's name, the `last_resort` lines
+    of `storage` for a path that could not be reached in time.
     """
+    program = cluster.python
+    if cluster.container.kind != "none":
+        program = cluster.container.image_file or _STARTERS[cluster.container.kind]
+    words = [f'"$(type -P {shlex.quote(program)} || echo /)"']
+    if "/" in program:
+        words = [shlex.quote(str(Path(work_dir, program)))]
+    words += [shlex.quote(word) for word in start if "/" in word]
     text = _FUNCTIONS.format(
         patience=cluster.storage_patience_s,
         full=EXIT_FULL,
         to_requeue=TO_REQUEUE_S,
         max_restarts=cluster.max_restarts,
         last_resort=last_resort,
+        files=" ".join(words),
+        work_dir=shlex.quote(work_dir),
     )
     return [text]
-
-
-def enter_line(work_dir: str) -> str:
-    """Write the line that enters the work folder."""
-    folder = shlex.quote(work_dir)
-    return f"storage {folder} cd {folder}; cd {folder} || exit 1"
-
-
-def again_line(cluster: ClusterConfig, work_dir: str) -> str:
-    """Write a line that waits for the interpreter or the image where a mount hides it.
-
-    Then a command that a shell could not start (exit codes 126 and 127) may be started again.
-    """
-    program = cluster.python
-    if cluster.container.kind != "none":
-        program = cluster.container.image_file or _STARTERS[cluster.container.kind]
-    word = f'"$(type -P {shlex.quote(program)} || echo /)"'
-    if "/" in program:
-        word = shlex.quote(str(Path(work_dir, program)))
-    return f"storage {word} reach {word}; {enter_line(work_dir)}"
 
 
 def sbatch_lines(options: Mapping[str, object]) -> list[str]:

@@ -16,12 +16,13 @@ from pipeline.config.runs import PretrainConfig
 from tests.support.fake_slurm import FakeSlurm
 
 ROOT = Path(__file__).parents[2]
+START = ROOT / "pipeline/runtime/start.py"
 
 
 class Attempts:
     """Starts of one job, whose ranks all fail without leaving an exit code."""
 
-    def __init__(self, folder: Path, **profile: object) -> None:
+    def __init__(self, folder: Path, start: Path = START, **profile: object) -> None:
         self.folder, self.run_dir = folder, folder / "run"
         self.slurm = FakeSlurm(folder / "slurm")
         self.slurm.add("srun", "exit ${SRUN_CODE:-143}")
@@ -30,12 +31,11 @@ class Attempts:
             PretrainConfig, ROOT / "configs/demo.yaml", ["run_dir=run", "data.dir=text"]
         ).config
         job = checkout_job(config, Source("train.yaml", (), None, str(folder)))
-        start = (str(ROOT / "pipeline/runtime/start.py"),)
         fields: dict[str, object] = {"gpus_per_node": 0, "ranks_per_node": 4, **profile}
         fields = {"python": sys.executable, "storage_patience_s": 30, **fields}
         cluster = ClusterConfig(preflight=PreflightConfig(enabled=False), **fields)  # type: ignore[arg-type]
         self.script = folder / "job.sh"
-        self.script.write_text(render(replace(job, start=start), cluster))
+        self.script.write_text(render(replace(job, start=(str(start),)), cluster))
 
     def start(self, restart: int = 0, **variables: str) -> "subprocess.CompletedProcess[str]":
         """Run the script as SLURM does."""
@@ -97,21 +97,40 @@ def test_interpreter_that_cannot_be_started_ends_the_job_and_is_named(
     assert attempts.slurm.lines("requeued") == []
 
 
-@pytest.mark.parametrize("is_back", [True, False])
+@pytest.mark.parametrize("when", ["at the start", "after the ranks"])
+@pytest.mark.parametrize("what", ["interpreter", "code"])
 @pytest.mark.usefixtures("processes")
-def test_interpreter_on_a_mount_that_is_gone_is_waited_for(tmp_path: Path, is_back: bool) -> None:
-    mount = tmp_path / "mount"
-    attempts = Attempts(tmp_path, python=str(mount / "python"))
-    if is_back:
-        attempts.slurm.add("sleep", f"mkdir -p {mount}; ln -sf {sys.executable} {mount}/python")
-    done = attempts.start()
-    assert f"storage fails, trying again: {mount}/python: ls: cannot access" in done.stdout
-    if is_back:
-        assert done.returncode == 0, done.stdout
-        assert len(attempts.slurm.lines("requeued")) == 1
+def test_what_starts_a_command_may_be_gone_for_a_while(
+    tmp_path: Path, what: str, when: str
+) -> None:
+    mount, away = tmp_path / "mount", tmp_path / "away"
+    away.mkdir()
+    python, start = away / "python", away / "start"
+    python.symlink_to(sys.executable)
+    # As a file of its own it would not find the packages.
+    start.write_text(f"import runpy\nrunpy.run_path({str(START)!r}, run_name='__main__')\n")
+    if what == "interpreter":
+        attempts = Attempts(tmp_path, python=str(mount / "python"))
     else:
-        assert done.returncode == 1
-        assert f"end: {mount}/python: storage failed for 30 s" in done.stdout.splitlines()[-1]
+        attempts = Attempts(tmp_path, start=mount / "start")
+    if when == "after the ranks":
+        away.rename(mount)
+        attempts.slurm.add("srun", f"[ ! -e {away} ] && mv {mount} {away}; exit 143")
+    attempts.slurm.add("sleep", f"[ ! -e {away} ] || mv {away} {mount}")
+    done = attempts.start()
+    assert "storage fails, trying again: " in done.stdout
+    assert f"ls: cannot access '{mount}/'" in done.stdout
+    assert done.returncode == 0, done.stdout
+    assert len(attempts.slurm.lines("requeued")) == 1
+    assert done.stdout.count("storage fails") == 1
+
+
+@pytest.mark.usefixtures("processes")
+def test_interpreter_whose_mount_stays_away_is_named(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, python=str(tmp_path / "mount" / "python"))
+    code, line = attempts.last()
+    assert code == 1
+    assert line.startswith(f"end: {tmp_path}/mount/python: storage failed for 30 s")
 
 
 @pytest.mark.usefixtures("processes")

@@ -67,12 +67,20 @@ storage() {
 put() { printf '%s\n' "$1" >"$2"; }
 # A path can be read, or is missing from a folder that can: then waiting for storage is no use.
 reach() {
-  [ -r "$1" ] && return
+  if [ -r "$1" ] || [ -x "$1" ]; then return; fi
   if [ -e "$1" ] || [ -L "$1" ]; then echo "it cannot be read"; return 1; fi
   ls "${1%/*}/" >/dev/null
 }
+# Waits for what starts a command, the interpreter or the image and the code: a mount that is gone
+# for a while hides them. Enters the work folder, anew if it was gone, too.
+ready() {
+  local file
+  for file in /shared/me/.venv/bin/python; do storage "$file" reach "$file"; done
+  storage /shared/me cd /shared/me
+  cd /shared/me || exit 1
+}
 set -u +e
-storage /shared/me cd /shared/me; cd /shared/me || exit 1
+ready
 logs=/shared/me/data/mine/work/logs marks=/shared/me
 rank=$((first_rank + SLURM_ARRAY_TASK_ID))
 failures_file=$logs/ingest-$job.failures
@@ -86,7 +94,7 @@ part() {
   code=$?
 }
 part
-case $code in 126|127) storage /shared/me/.venv/bin/python reach /shared/me/.venv/bin/python; storage /shared/me cd /shared/me; cd /shared/me || exit 1; part ;; esac
+case $code in 126|127) ready; part ;; esac
 if [ "$code" = 0 ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0

@@ -99,12 +99,20 @@ storage() {
 put() { printf '%s\n' "$1" >"$2"; }
 # A path can be read, or is missing from a folder that can: then waiting for storage is no use.
 reach() {
-  [ -r "$1" ] && return
+  if [ -r "$1" ] || [ -x "$1" ]; then return; fi
   if [ -e "$1" ] || [ -L "$1" ]; then echo "it cannot be read"; return 1; fi
   ls "${1%/*}/" >/dev/null
 }
+# Waits for what starts a command, the interpreter or the image and the code: a mount that is gone
+# for a while hides them. Enters the work folder, anew if it was gone, too.
+ready() {
+  local file
+  for file in /lustre/my_project/postnorm.sqsh; do storage "$file" reach "$file"; done
+  storage /shared/me cd /shared/me
+  cd /shared/me || exit 1
+}
 set -u +e
-storage /shared/me cd /shared/me; cd /shared/me || exit 1
+ready
 export MASTER_ADDR=${nodes%% *} MASTER_PORT
 # Below 32768, where Linux takes the ports of outgoing connections from.
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
@@ -184,8 +192,8 @@ if [ "$go" = 1 ]; then
   [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
   await "$step"
   [ -z "$asking" ] || kill "$asking" 2>/dev/null
-  decide
-  case $verdict in 126|127) storage /lustre/my_project/postnorm.sqsh reach /lustre/my_project/postnorm.sqsh; storage /shared/me cd /shared/me; cd /shared/me || exit 1; decide ;; esac
+  ready; decide
+  case $verdict in 126|127) ready; decide ;; esac
   case $verdict in
     0|2|3|28) exit "$verdict" ;;
     75) unjudged=0 ;;
