@@ -13,7 +13,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,8 @@ def submitting(folder: Path, of: Path, known: Callable[[], Collection[str]]) -> 
             yield intent
         except BaseException:
             if not intent.is_open:
-                intent.close()
+                with suppress(OSError):  # the error to be told is the one that led here
+                    intent.close()
             raise
         intent.close()
 

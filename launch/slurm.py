@@ -150,5 +150,11 @@ def sbatch(words: Sequence[str], script: str = "") -> str:
         if _TOO_MANY.search(str(error)):
             raise TooManyJobsError(str(error)) from None
         raise
-    # On a site of several clusters sbatch prints id;cluster.
-    return output.strip().partition(";")[0]
+    # On a site of several clusters sbatch prints id;cluster; some sites print lines of their own.
+    job = re.search(r"^(\d+)(;\S+)?$", output, re.MULTILINE)
+    if not job:
+        raise NoAnswerError(
+            f"sbatch printed {output!r}, expected the id of a job: it may have submitted one; see "
+            "`squeue --me`"
+        )
+    return job[1]

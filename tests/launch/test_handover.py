@@ -111,7 +111,7 @@ def test_ctrl_c_after_sbatch_cancels_the_job(tmp_path: Path, slurm: FakeSlurm) -
 def test_job_whose_record_cannot_be_written_is_cancelled(tmp_path: Path, slurm: FakeSlurm) -> None:
     home = tmp_path / "launch"
     slurm.add("sbatch", f"rm -r {home}; touch {home}; echo 101")
-    with pytest.raises(OSError, match="Not a directory"):
+    with pytest.raises(OSError, match=f"Not a directory: '{home}/.*tmp"):
         _submit(tmp_path)
     assert slurm.lines("cancelled") == ["101"]
 
@@ -160,6 +160,15 @@ def test_refusal_of_sbatch_leaves_nothing(tmp_path: Path, slurm: FakeSlurm) -> N
         _submit(tmp_path)
     assert _left(tmp_path) is None
     assert slurm.lines("cancelled") == []
+
+
+def test_id_is_found_among_lines_of_the_site(tmp_path: Path, slurm: FakeSlurm) -> None:
+    slurm.add("sbatch", "echo 'NOTE: 100 hours are left'; echo '101;cluster'")
+    assert _submit(tmp_path) == "101"
+    slurm.add("sbatch", "echo 'Submitted batch job 102'")
+    with pytest.raises(NoAnswerError, match=r"'Submitted batch job 102.*expected the id of a job"):
+        _submit(tmp_path)
+    assert _left(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
