@@ -23,8 +23,9 @@ class SourceConfig:
     )
     inputs: tuple[str, ...] = path_param(
         (),
-        "folders, globs and files, plain or .gz, .zst, .xz, .bz2: .txt, .jsonl, .json (an object a "
-        "line, or an array of objects), .csv, .tsv, .wet, .warc, .parquet, wiki_NN",
+        "folders, globs and files, also in stores (s3://bucket/folder), plain or .gz, .zst, .xz, "
+        ".bz2: .txt, .jsonl, .json (an object a line, or an array of objects), .csv, .tsv, .wet, "
+        ".warc, .parquet, wiki_NN",
     )
     format: Literal[
         "auto", "txt", "jsonl", "json", "csv", "tsv", "parquet", "wet", "wikiextractor"

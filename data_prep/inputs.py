@@ -14,6 +14,7 @@ from data_prep import embedded
 from data_prep.config import SourceConfig
 from data_prep.readers.text import opened
 from pipeline.errors import DataError
+from pipeline.runtime import remote
 
 FORMATS = {
     ".txt": "txt",
@@ -40,10 +41,12 @@ class InputFile:
     """
 
     path: str
+    """Absolute, or an address in a store; a link as it is called, since names tell formats."""
     name: str
     num_bytes: int
     """Size of the whole file."""
     mtime_ns: int
+    """Time of modification, or the version that a store gives."""
     start: int = 0
     end: int | None = None
     """First byte behind the range; None for the end of the file."""
@@ -96,23 +99,24 @@ def find(source: SourceConfig) -> Listing:
     """
     if source.kind == "embedded":
         pairs = embedded.find()
-        return Listing(tuple(input_file(path, name) for path, name in pairs), ())
+        return Listing(tuple(input_file(str(path), name) for path, name in pairs), ())
     files: dict[str, InputFile] = {}
     ignored: list[str] = []
     unreadable: list[str] = []
     for text in source.inputs:
-        matches = matching_files(f"source {source.name!r}", text, unreadable)
-        is_folder = Path(text).expanduser().is_dir()
-        for path, name in matches:
-            by_name = _format_by_name(str(path))
+        found = matching_files(f"source {source.name!r}", text, unreadable)
+        for file in found.files:
+            by_name = _format_by_name(file.path)
             wanted = by_name if source.format == "auto" else source.format
-            fits = wanted is not None and (by_name == wanted or not is_folder)
+            fits = wanted is not None and (by_name == wanted or not found.in_folder)
             if fits or source.reader:
-                files.setdefault(str(path.resolve()), input_file(path, name))
-            elif len(matches) == 1 and not is_folder:
-                raise DataError(f"source {source.name!r}: {path} is of an unknown kind; {_KINDS}")
+                files.setdefault(_identity(file.path), file)
+            elif len(found.files) == 1 and not found.in_folder:
+                raise DataError(
+                    f"source {source.name!r}: {file.path} is of an unknown kind; {_KINDS}"
+                )
             else:
-                ignored.append(str(path))
+                ignored.append(file.path)
     if unreadable and source.on_unreadable == "stop":
         raise DataError(
             f"source {source.name!r}: {len(unreadable)} files or folders cannot be read, such as "
@@ -150,11 +154,11 @@ def pieces(source: SourceConfig, files: Sequence[InputFile], piece_bytes: int) -
 
 def refuse_changed(file: InputFile) -> None:
     """Check that a file has the size and time of modification that it had when it was listed."""
-    status = os.stat(file.path)
-    if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+    now = input_file(file.path, file.name)
+    if (now.num_bytes, now.mtime_ns) != (file.num_bytes, file.mtime_ns):
         raise DataError(
             f"{file.path} changed while it was read: {file.num_bytes} bytes when the run began, "
-            f"{status.st_size} now; run again when it is no longer written to"
+            f"{now.num_bytes} now; run again when it is no longer written to"
         )
 
 
@@ -193,11 +197,9 @@ def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFil
     """Rename files of several inputs that share a name: to their path below a common folder."""
     counts = Counter(file.name for file in files)
     same = [file for file in files if counts[file.name] > 1]
-    root = os.path.commonpath([str(Path(file.path).parent) for file in same]) if same else ""
+    root = _common_folder([file.path for file in same])
     named = [
-        replace(file, name=Path(file.path).relative_to(root).as_posix())
-        if counts[file.name] > 1
-        else file
+        replace(file, name=file.path.removeprefix(root)) if counts[file.name] > 1 else file
         for file in files
     ]
     [(name, times)] = Counter(file.name for file in named).most_common(1) or [("", 0)]
@@ -209,17 +211,46 @@ def _unique_names(source: SourceConfig, files: list[InputFile]) -> list[InputFil
     return named
 
 
-def matching_files(owner: str, text: str, unreadable: list[str]) -> list[tuple[Path, str]]:
-    """List the files of one input of `owner`: a folder, glob or file, with their names in ids.
+def _common_folder(paths: Sequence[str]) -> str:
+    """Return the folder that all files are below, with a slash; "" if there is none."""
+    parents = [path.split("/")[:-1] for path in paths]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    return "".join(f"{parts[0]}/" for parts in shared)
+
+
+def _identity(path: str) -> str:
+    """Return what all names of a file share."""
+    return path if remote.is_address(path) else os.path.realpath(path)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of one input."""
+
+    files: Sequence[InputFile]
+    in_folder: bool
+    """Whether the input is a folder, in which there may be other files, too."""
+
+
+def matching_files(owner: str, text: str, unreadable: list[str]) -> Found:
+    """List the files of one input of `owner`: a folder, glob or file, or an address of one.
 
     In folders, links are followed; what cannot be read there is added to `unreadable`.
     """
+    if remote.is_address(text):
+        listed = remote.list_files(text)
+        if not listed:
+            raise DataError(f"{owner}: input {text!r} matches no file; correct the address")
+        files = [InputFile(at.address, name, at.num_bytes, at.version) for at, name in listed]
+        is_one = len(files) == 1 and files[0].path == text
+        return Found(files, in_folder=not is_one and not glob.has_magic(text))
     path = Path(text).expanduser()
     if path.is_dir():
         below = sorted(_files_below(path, unreadable))
-        return [(p, p.relative_to(path).as_posix()) for p in below]
+        found = [input_file(str(each), each.relative_to(path).as_posix()) for each in below]
+        return Found(found, in_folder=True)
     if path.is_file():
-        return [(path, path.name)]
+        return Found([input_file(str(path), path.name)], in_folder=False)
     hits = [Path(hit) for hit in sorted(glob.glob(str(path), recursive=True))]
     if not hits:
         raise DataError(
@@ -228,7 +259,9 @@ def matching_files(owner: str, text: str, unreadable: list[str]) -> list[tuple[P
         )
     # Names start below the glob's fixed part, so that a/x.txt and b/x.txt stay apart.
     fixed = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
-    return [(hit, hit.relative_to(fixed).as_posix()) for hit in hits if hit.is_file()]
+    of_files = [hit for hit in hits if hit.is_file()]
+    found = [input_file(str(hit), hit.relative_to(fixed).as_posix()) for hit in of_files]
+    return Found(found, in_folder=False)
 
 
 def _files_below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
@@ -255,13 +288,17 @@ def _files_below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
                 failed(error)
 
 
-def input_file(path: Path, name: str) -> InputFile:
+def input_file(path: str, name: str) -> InputFile:
     """Describe a whole file as it is now."""
+    if remote.is_address(path):
+        file = remote.look(path)
+        return InputFile(path, name, file.num_bytes, file.version)
+    path = os.path.abspath(path)
     try:
-        str(path.resolve()).encode()
+        path.encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"{str(path)!a}: names of files become part of ids and reports; rename it to UTF-8"
+            f"{path!a}: names of files become part of ids and reports; rename it to UTF-8"
         ) from None
-    status = path.stat()
-    return InputFile(str(path.resolve()), name, status.st_size, status.st_mtime_ns)
+    status = os.stat(path)
+    return InputFile(path, name, status.st_size, status.st_mtime_ns)

@@ -18,7 +18,6 @@ from data_prep.config import DecontaminateConfig, EvalSetConfig
 from data_prep.inputs import (
     COMPRESSED_SUFFIXES,
     InputFile,
-    input_file,
     matching_files,
     plain_name,
     refuse_changed,
@@ -60,12 +59,12 @@ def _find(chosen: EvalSetConfig) -> tuple[InputFile, ...]:
     files: dict[str, InputFile] = {}
     unreadable: list[str] = []
     for text in chosen.inputs:
-        matches = matching_files(owner, text, unreadable)
-        for path, name in matches:
-            if _suffix(str(path)) in SUFFIXES:
-                files.setdefault(str(path.resolve()), input_file(path, name))
-            elif len(matches) == 1:
-                raise DataError(f"{owner}: {path} is of an unknown kind; {_KINDS}")
+        found = matching_files(owner, text, unreadable).files
+        for file in found:
+            if _suffix(file.path) in SUFFIXES:
+                files.setdefault(file.path, file)
+            elif len(found) == 1:
+                raise DataError(f"{owner}: {file.path} is of an unknown kind; {_KINDS}")
     if unreadable:
         raise DataError(
             f"{owner}: cannot be read: {'; '.join(unreadable[:3])}; repair or remove it"

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped,import-not-found]
 
 from data_prep.readers.items import DAMAGED, BrokenFileError, Metadata, Place, Rejected
 from data_prep.readers.records import Fields
-from data_prep.readers.text import Items, decode, whole_document
+from data_prep.readers.text import Items, decode, open_binary, whole_document
 
 # Rows in memory at a time, and what is read of a column at a time.
 _ROWS = 256
@@ -27,7 +27,7 @@ def documents(place: Place, fields: Fields, max_bytes: int) -> Items:
         BrokenFileError: the file is damaged here. A file that was cut short is so from its start,
             because parquet keeps its table of contents at the end.
     """
-    with Path(place.path).open("rb") as file:
+    with open_binary(place.path) as file:
         try:
             table = pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             text_field = fields.text

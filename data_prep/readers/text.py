@@ -27,6 +27,7 @@ from data_prep.readers.items import (
     Place,
     Rejected,
 )
+from pipeline.runtime import remote
 
 Encoding = Literal["utf-8", "gb18030"]
 Lines = Iterator[tuple[int, bytes]]
@@ -162,7 +163,7 @@ def _find_damage(path: str, suffix: str) -> _Damage | None:
     minutes in .gz and 7 in .zst.
     """
     buffer = memoryview(bytearray(_STEP))
-    with Path(path).open("rb") as file:
+    with open_binary(path) as file:
         stream = _Decompressed(file, suffix)
         while stream.readinto(buffer):
             pass
@@ -183,6 +184,11 @@ class Stream:
         return self._decompressed.problem if self._decompressed else None
 
 
+def open_binary(path: str) -> IO[bytes]:
+    """Open a file of the file system or of a store as it is."""
+    return remote.open_file(path) if remote.is_address(path) else Path(path).open("rb")
+
+
 @contextmanager
 def opened(path: str, *, only_head: bool = False) -> Iterator[Stream]:
     """Open a file, decompressing by its suffix; it breaks off before a damaged member.
@@ -190,7 +196,7 @@ def opened(path: str, *, only_head: bool = False) -> Iterator[Stream]:
     That is not known of a file of which only the head is read.
     """
     suffix = Path(path).suffix.lower()
-    with Path(path).open("rb") as file:
+    with open_binary(path) as file:
         if suffix in _DECODERS:
             damage = None if only_head else _find_damage(path, suffix)
             decompressed = _Decompressed(file, suffix, damage)

@@ -38,6 +38,7 @@ TORCH_FREE = {
     "pipeline.checkpoints.commands",
     "pipeline.checkpoints.manifest",
     "pipeline.runtime.files",
+    "pipeline.runtime.remote",
     "pipeline.runtime.run_folder",
     "pipeline.runtime.log",
     "pipeline.runtime.summary",
@@ -99,6 +100,7 @@ DOORS = {
     "psutil": {"launch.demo"},
     "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
+    "fsspec": {"pipeline.runtime.remote"},
     "rich": {"pipeline.runtime.summary"},
     "shtab": {"pipeline.runtime.cli"},
 }

@@ -14,6 +14,8 @@ from backports import zstd
 from data_prep import corpus
 from data_prep.config import PrepConfig
 from data_prep.inputs import find
+from data_prep.readers.documents import read_file
+from data_prep.readers.items import Document
 from data_prep.run import run
 from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
@@ -106,6 +108,19 @@ def test_links_in_a_folder_are_followed_once_and_loops_are_not(tmp_path: Path) -
     listing = find(source)
     assert {file.name for file in listing.files} == {"file.txt", "linked/deep/a.txt"}
     assert not listing.unreadable
+
+
+def test_a_link_says_the_format_of_the_file_behind_it(tmp_path: Path) -> None:
+    # As in the cache of Hugging Face's hub.
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "9f8c").write_text('{"text": "words"}\n')
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "train.jsonl").symlink_to(tmp_path / "blobs" / "9f8c")
+    [source] = _source(tmp_path / "given").sources
+    [file] = find(source).files
+    [document] = read_file(file, source, 1000)
+    assert isinstance(document, Document)
+    assert document.text == "words"
 
 
 def test_what_cannot_be_read_is_an_error_or_is_counted(

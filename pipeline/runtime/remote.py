@@ -1,0 +1,187 @@
+"""Files in object stores and on the web, by addresses such as s3://bucket/folder/file.
+
+fsspec reads them, with the package that it names for each kind of store; `s3` is tested, others
+are not. Keys, endpoints and regions come from where that package looks for them: variables such as
+AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or its own files; they never stand in a config.
+
+A file is read by ranges, each tried again for a bounded time. A range that comes short is an error
+of the connection and not the end of the file.
+"""
+
+import hashlib
+import io
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import IO, Any, TypeVar
+
+from pipeline.errors import ConfigError, DataError, StorageError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before each further try. botocore tries a request five times by itself."""
+_RANGE_BYTES = 1 << 22
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_MAGIC = re.compile(r"[*?\[]")
+_VERSIONS = (
+    "ETag", "etag", "blob_id", "md5Hash", "content_md5", "checksum", "generation",
+    "LastModified", "last_modified", "mtime", "modified", "created",
+)  # fmt: skip
+"""Where stores say which content an address has, the surest first."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """What a store says of a file."""
+
+    address: str
+    num_bytes: int
+    version: int
+    """A number that follows from its hash or time of change; 0 if the store says neither."""
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text names a file in a store, and not one in the file system."""
+    return bool(_ADDRESS.match(text))
+
+
+def look(address: str) -> RemoteFile:
+    """Ask for a file's size and version.
+
+    Raises:
+        DataError: there is none, or it may not be read.
+        StorageError: the store does not answer.
+        ConfigError: no package for such addresses is installed.
+    """
+    store, path = _store(address)
+    return _described(address, _tried(lambda: store.info(path), address))
+
+
+def list_files(address: str) -> list[tuple[RemoteFile, str]]:
+    """List the files of an address: a file, all below a folder, or those that fit a glob.
+
+    Returns:
+        Each file with its name below the folder, or below the part of the glob without wildcards,
+        sorted; none if there is none.
+
+    Raises:
+        As `look`.
+    """
+    store, path = _store(address)
+    if _MAGIC.search(path):
+        parts = PurePosixPath(path).parts
+        fixed = next(number for number, part in enumerate(parts) if _MAGIC.search(part))
+        root = str(PurePosixPath(*parts[:fixed]))
+        found = _tried(lambda: store.glob(path, detail=True), address)
+    else:
+        root = path.rstrip("/")
+        found = _tried(lambda: store.find(path, detail=True), address)
+    kind = address[: address.index("://")]
+    files = []
+    for name, info in sorted(found.items()):
+        if info.get("type") == "directory" or (not info.get("size") and name.endswith("/")):
+            continue  # stores without folders have empty objects in their place
+        whole = name if is_address(name) else f"{kind}://{name}"
+        below = name.removeprefix(root).lstrip("/")
+        files.append((_described(whole, info), below or PurePosixPath(name).name))
+    return files
+
+
+def open_file(address: str) -> IO[bytes]:
+    """Open a file to read it; it can be sought.
+
+    Raises:
+        As `look`; reading raises them, too.
+    """
+    return io.BufferedReader(_Ranges(look(address)), _RANGE_BYTES)
+
+
+class _Ranges(io.RawIOBase):
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.num_bytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        start, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
+        if end <= start:
+            return 0
+        address = self._file.address
+
+        def read() -> bytes:
+            store, path = _store(address)
+            data: bytes = store.cat_file(path, start=start, end=end)
+            if len(data) != end - start:
+                raise ConnectionError(f"{len(data)} bytes came of {end - start} from {start} on")
+            return data
+
+        buffer[: end - start] = _tried(read, address)
+        self._at = end
+        return end - start
+
+
+def _store(address: str) -> tuple[Any, str]:
+    """Return fsspec's file system, without memory of listings, and the path in it.
+
+    It keeps one for each process, as their connections must not be shared with forked ones.
+    """
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped,import-not-found]
+
+        store, path = url_to_fs(address)
+    except ImportError as error:
+        raise ConfigError(
+            f"{address}: {error}; install what reads such addresses, for s3:// with "
+            "`pip install 'postnorm[s3]'`"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{address}: {error}; correct the address") from error
+    store.invalidate_cache()
+    return store, path
+
+
+def _described(address: str, info: dict[str, Any]) -> RemoteFile:
+    if info.get("size") is None:
+        raise DataError(
+            f"{address}: the store does not say how large it is, so a cut answer could not be "
+            "told from the end; copy the file"
+        )
+    version = next((info[key] for key in _VERSIONS if info.get(key)), None)
+    digest = hashlib.sha256(str(version).encode()).digest()
+    return RemoteFile(
+        address, int(info["size"]), int.from_bytes(digest[:7]) if version is not None else 0
+    )
+
+
+def _tried(ask: Callable[[], T], address: str) -> T:
+    for wait in (*_WAITS_S, None):
+        try:
+            return ask()
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            raise DataError(f"{address} cannot be read: {error or type(error).__name__}") from error
+        # Stores have errors of their own for connections that broke (aiohttp, botocore, gcsfs).
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if wait is None:
+                raise StorageError(
+                    f"{address} cannot be read at the moment, after {len(_WAITS_S) + 1} tries: "
+                    f"{said}; look at the store and the network, then run the same command again"
+                ) from error
+            logger.warning("%s: %s; tried again in %g s", address, said, wait)
+            time.sleep(wait)
+    raise AssertionError  # the last one returns or raises
