@@ -37,11 +37,6 @@ case "$*" in *"--stage ingest"*"--rank {PIECES - 1}")
 esac
 exec {sys.executable} "$@"
 """
-# Does ingest once a file is there.
-_HELD = f"""#!/bin/bash
-case "$*" in *"--stage ingest"*) until [ -e "$(dirname "$0")/gate" ]; do sleep 0.2; done ;; esac
-exec {sys.executable} "$@"
-"""
 
 
 @dataclass
@@ -233,21 +228,3 @@ def test_chain_makes_the_dataset_that_one_process_makes(
     # More parts than an array of this site may have.
     assert int(str(SETTINGS["MaxArraySize"])) < PIECES
     assert len(dying.jobs["ingest"]) == 2
-
-
-def test_preemption_with_a_grace_time_does_not_end_the_chain(
-    cluster: SlurmCluster, prep_config: Path, texts: Path, local: Path, tmp_path: Path
-) -> None:
-    program = tmp_path / "python"
-    program.write_text(_HELD)
-    program.chmod(0o755)
-    made = Preparation(cluster, prep_config, texts, tmp_path, str(program))
-    jobs = made.submit()
-    first = f"{jobs['ingest'][0]}_0"
-    cluster.wait_for(first, "RUNNING")
-    with cluster.preempting() as other:
-        cluster.wait_for(other, "RUNNING", timeout_s=120)
-    (tmp_path / "gate").touch()
-    cluster.wait_for(jobs["index"][0], "COMPLETED", timeout_s=240)
-    assert int(cluster.job(first)["Restarts"]) == 1
-    assert _files(made.output) == _files(local)
