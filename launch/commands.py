@@ -52,6 +52,7 @@ from launch.submit import (
     submit,
     summary_text,
 )
+from launch.tell import tell
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
@@ -393,6 +394,7 @@ def _decide(arguments: argparse.Namespace) -> int:
     patience = Patience(arguments.patience, arguments.job_ends)
     decision = verdict(begun, arguments.kind, limits, arguments.run_dir, patience)
     print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
+    tell(arguments.run_dir, f"{arguments.job}.{arguments.restart}", decision)
     return decision.exit_code
 
 

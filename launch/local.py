@@ -17,6 +17,7 @@ from types import FrameType
 
 from launch.decide import Attempt, Limits, end_attempt, read_end
 from launch.records import newest_checkpoint
+from launch.tell import tell
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -58,7 +59,9 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         begun = Attempt(job=job, restart=restart, nodes=nodes, before=before, ranks=num_ranks)
         attempt = read_end(begun, kind, run_dir)
         decision = end_attempt(attempt, limits, run_dir)
-        if attempt.codes == (EXIT_PREEMPTED,) * num_ranks:
+        has_saved = attempt.codes == (EXIT_PREEMPTED,) * num_ranks
+        tell(run_dir, start, decision, goes_on=not (has_saved or is_asked))
+        if has_saved:
             return EXIT_PREEMPTED  # asked to stop, of which rank 0 has told
         if decision.word != "requeue":
             quiet = decision.exit_code in (EXIT_FINISHED, EXIT_STOPPED)

@@ -64,6 +64,8 @@ class Source:
     cluster: str | None
     work_dir: str
     """Absolute path; relative paths of the config start there."""
+    command: str = ""
+    """What a person or program called; by default the words of this process."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,7 @@ def record_of(draft: Draft, job: str) -> dict[str, Any]:
         "submitted_unix_s": round(time.time(), 1),
         "nodes": cluster.nodes,
         "ranks": cluster.num_ranks,
-        "command": shlex.join(["python", "-m", "launch", *sys.argv[1:]]),
+        "command": source.command or shlex.join(["python", "-m", "launch", *sys.argv[1:]]),
     }
 
 

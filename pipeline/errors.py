@@ -57,6 +57,20 @@ class UnsoundStateError(CheckpointError):
         """Rank and tensor of each value, for people."""
 
 
+class DivergedError(PostnormError):
+    """Ranks hold different bits of what they have copies of; raised on all ranks.
+
+    Which ranks are sound is not certain, so nothing is saved; a start loads the same on all.
+    """
+
+    exit_code = EXIT_FAILED_RETRY
+
+    def __init__(self, message: str, found: list[str]) -> None:
+        super().__init__(message)
+        self.found = found
+        """Ranks and tensors, for people."""
+
+
 class TrainingError(PostnormError):
     """Training cannot go on, such as too many skipped steps in a row."""
 

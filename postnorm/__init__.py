@@ -8,6 +8,8 @@ Example:
     >>> hidden = model(["a text"]).hidden  # doctest: +SKIP
     >>> data = postnorm.TrainDataset("data/mine", seq_len=512)  # doctest: +SKIP
     >>> result = postnorm.pretrain("train.yaml", {"train.lr": 1e-4})  # doctest: +SKIP
+    >>> run = postnorm.submit("train.yaml", cluster="h200.yaml")  # doctest: +SKIP
+    >>> run.wait().state, run.result().loss  # doctest: +SKIP
 
 Names are imported when they are first used, so that `import postnorm` imports no torch.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from launch.jobs import SubmittedRun, SubmittedStatus, submit
     from pipeline.errors import PostnormError
     from pipeline.use.model import Candidate, Model, Output, load
     from pipeline.use.pretrain import PretrainResult, pretrain
@@ -34,11 +37,14 @@ __all__ = [
     "PostnormError",
     "PretrainResult",
     "SentenceEncoder",
+    "SubmittedRun",
+    "SubmittedStatus",
     "TrainDataset",
     "Whitening",
     "__version__",
     "load",
     "pretrain",
+    "submit",
 ]
 
 _HOMES = {
@@ -52,6 +58,9 @@ _HOMES = {
     "SentenceEncoder": "pipeline.use.sentences",
     "TrainDataset": "pipeline.use.train_dataset",
     "Whitening": "pipeline.use.whiten",
+    "SubmittedRun": "launch.jobs",
+    "SubmittedStatus": "launch.jobs",
+    "submit": "launch.jobs",
 }
 
 

@@ -12,6 +12,7 @@ from pipeline.config.train import (
     CheckpointConfig,
     KernelsConfig,
     MonitorConfig,
+    NotifyConfig,
     SpikeConfig,
     TrainConfig,
 )
@@ -44,6 +45,7 @@ class PretrainConfig:
     spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
+    notify: NotifyConfig = section(NotifyConfig, "who is told of changes of the run's state")
 
     def __post_init__(self) -> None:
         longest = max(self.batches.seq_lens)

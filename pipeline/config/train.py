@@ -306,6 +306,25 @@ class MonitorConfig:
         "each of three log intervals",
         gt=1,
     )
+    compare_replicas_every_steps: int = param(
+        100,
+        "compare the bits of what every rank has a copy of, then and before each save, and go back "
+        "to the newest checkpoint where they differ; weights, at zero_stage 0 all state, at 3 "
+        "nothing; 0: never",
+        unit="steps",
+        ge=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifyConfig:
+    """Who is told of changes of the run's state."""
+
+    command: str = param(
+        "",
+        "line for the shell that gets a JSON object on its standard input when the run starts, "
+        "goes back, is requeued, stops, fails or is finished, and 10 s for it; empty: none",
+    )
 
 
 Implementation = Literal["auto", "reference", "fused"]

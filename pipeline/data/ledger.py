@@ -2,6 +2,7 @@
 
     {"kind": "non_finite", "batch": 41, ...}   a gradient was not finite: no rank took the step
     {"kind": "rewind", "first_batch": 90, ...} the loss jumped: the run went back and left them out
+    {"kind": "diverged", "from_step": 70, ...} ranks held different weights: it went back, no more
 
 A run that repeats steps after a kill meets its non-finite batches again and writes them again: the
 last line about a batch counts. Lines about rewinds decide what is trained on; they are written
@@ -37,6 +38,9 @@ class NonFinite:
     samples: list[list[int]]
     """[epoch, sample id] of every sequence of the batch; `pipeline inspect --batch` shows them."""
     unix_s: float
+    gradients: list[str] = field(default_factory=list)
+    """Where all losses were finite: rank, host and tensor of gradients that were not when they were
+    computed again. Empty if they were finite then: a device or the network erred in passing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,27 @@ class Rewind:
         )
 
 
-_KINDS: dict[str, type[NonFinite] | type[Rewind]] = {"non_finite": NonFinite, "rewind": Rewind}
+@dataclass(frozen=True, kw_only=True)
+class Diverged:
+    """Copies of the state that differed between ranks; the run went back and repeats its steps."""
+
+    from_step: int
+    """Steps applied when it was seen."""
+    to_step: int
+    """Step of the checkpoint that the run went back to."""
+    unix_s: float
+    found: list[str]
+    """Ranks, hosts and tensors."""
+
+    @property
+    def reason(self) -> str:
+        """Why the run went back, for people."""
+        more = f"; and {len(self.found) - 1} more" if len(self.found) > 1 else ""
+        return f"copies of the state differed: {self.found[0]}{more}"
+
+
+Record = NonFinite | Rewind | Diverged
+_KINDS: dict[str, type[Record]] = {"non_finite": NonFinite, "rewind": Rewind, "diverged": Diverged}
 
 
 @dataclass(frozen=True)
@@ -83,6 +107,13 @@ class Ledger:
 
     non_finite: dict[int, NonFinite]
     rewinds: list[Rewind]
+    diverged: list[Diverged]
+
+    @property
+    def newest_return(self) -> Rewind | Diverged:
+        """Why the run went back last; it did."""
+        returns: list[Rewind | Diverged] = [*self.rewinds, *self.diverged]
+        return max(returns, key=lambda each: each.unix_s)
 
     def is_spoiled(self, cursor: int, rewinds: int) -> bool:
         """Return whether a checkpoint was trained on batches that were left out later.
@@ -94,7 +125,7 @@ class Ledger:
 
 def read_ledger(run_dir: Path) -> Ledger:
     """Read a run's ledger; without a file it is empty (DataError: a line is damaged)."""
-    ledger, path = Ledger({}, []), RunFolder(run_dir).ledger
+    ledger, path = Ledger({}, [], []), RunFolder(run_dir).ledger
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -108,12 +139,14 @@ def read_ledger(run_dir: Path) -> Ledger:
             ) from error
         if isinstance(record, Rewind):
             ledger.rewinds.append(record)
+        elif isinstance(record, Diverged):
+            ledger.diverged.append(record)
         else:
             ledger.non_finite[record.batch] = record
     return ledger
 
 
-def add_to_ledger(run_dir: Path, record: NonFinite | Rewind) -> None:
+def add_to_ledger(run_dir: Path, record: Record) -> None:
     """Add a record and flush it to disk; a kill leaves the file unchanged.
 
     Raises:

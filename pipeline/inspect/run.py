@@ -224,6 +224,12 @@ def skipped_text(run: OpenedRun) -> Iterator[str]:
             f"{when}: {each.reason}; back from step {each.from_step:,} to {each.to_step:,}, "
             f"without batches {each.first_batch} to {each.last_batch}"
         )
+    for again in ledger.diverged:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(again.unix_s))
+        yield (
+            f"{when}: {again.reason}; back from step {again.from_step:,} to {again.to_step:,}, "
+            "without leaving out a batch"
+        )
     yield f"{len(skipped)} of {len(run.records):,} batches were skipped"
     if ledger.rewinds:
         ranges = ", ".join(
@@ -239,7 +245,8 @@ def _why_skipped(run: OpenedRun, ledger: Ledger, batch: int) -> str:
         return "left out by train.skip_batches"
     if found := ledger.non_finite.get(batch):
         ranks = ", ".join(found.ranks) or "none"
-        return f"gradient norm {found.grad_norm}, ranks whose loss is not finite: {ranks}"
+        causes = [f"gradient norm {found.grad_norm}, ranks whose loss is not finite: {ranks}"]
+        return "; ".join([*causes, *found.gradients])
     return "not finite; the version that skipped it kept no ledger"
 
 

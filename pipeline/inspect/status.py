@@ -247,7 +247,7 @@ def _starts(run: RunFolder, attempts: list[dict[str, Any]], *, is_alive: bool) -
         if place == len(attempts) - 1 and is_alive and len(codes) < line["world_size"]:
             state, end = RUNNING, RUNNING
         if rewound:
-            state, end = STOPPED, "went back after a loss spike"
+            state, end = STOPPED, "went back to a checkpoint"
         found.append(
             Start(
                 attempt=line["attempt"],
@@ -310,7 +310,15 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
             "the batches"
         )
     found += _rank_warnings(lines, run)
-    rewinds = read_ledger(run.path).rewinds
+    ledger = read_ledger(run.path)
+    if ledger.diverged:
+        newest = ledger.diverged[-1]
+        found.append(
+            f"the run went back {len(ledger.diverged)} times because ranks differed, the last from "
+            f"step {newest.from_step} to {newest.to_step}: {newest.reason}; look for a faulty "
+            "device there"
+        )
+    rewinds = ledger.rewinds
     if rewinds:
         found.append(
             f"the run went back {len(rewinds)} times, the last because {rewinds[-1].reason}: to "

@@ -11,7 +11,13 @@ from pipeline.config.data import DataConfig
 from pipeline.config.load import build, load, to_yaml
 from pipeline.config.named import find
 from pipeline.config.schema import REQUIRED, param, path_param, section
-from pipeline.config.train import CheckpointConfig, KernelsConfig, MonitorConfig, SpikeConfig
+from pipeline.config.train import (
+    CheckpointConfig,
+    KernelsConfig,
+    MonitorConfig,
+    NotifyConfig,
+    SpikeConfig,
+)
 from pipeline.config.train import TrainConfig as SingleTrainConfig
 from pipeline.errors import ConfigError
 from pipeline.tasks.task import TaskConfig
@@ -186,6 +192,7 @@ class MultiTaskConfig:
     spikes: SpikeConfig = section(SpikeConfig, "when the loss jumps")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
     monitor: MonitorConfig = section(MonitorConfig, "logging and evaluation")
+    notify: NotifyConfig = section(NotifyConfig, "who is told of changes of the run's state")
 
     def __post_init__(self) -> None:
         if not self.tasks:

@@ -121,6 +121,7 @@ def run_config(mix: Mix, trained: TrainedModel) -> PretrainConfig:
         spikes=config.spikes,
         checkpoint=config.checkpoint,
         monitor=config.monitor,
+        notify=config.notify,
     )
 
 

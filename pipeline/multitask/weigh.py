@@ -120,6 +120,8 @@ class StepWeighing:
 
     def before(self, names: Sequence[str]) -> list[float]:
         """Weigh what can be weighed without the step's losses."""
+        if self.balancer.output is not None:
+            self.balancer.output()  # passes outside of steps, as of a skipped one, are not ours
         is_known = self.measures == "nothing"
         weights = self._known_weights(names) if is_known else [1.0] * len(names)
         self._weights = dict(zip(names, weights, strict=True))

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from pipeline.objectives.base import Objective
 from pipeline.runtime import dist, env, log, watchdog
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.notify import FAILED, FINISHED, STARTED, STOPPED, WENT_BACK, Notifier
 from pipeline.runtime.rank import Rank, leaving
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.sinks.base import Sinks, Start, find_sinks
@@ -39,6 +40,7 @@ from pipeline.train.deepspeed import deepspeed_config
 from pipeline.train.engine import Engine, close_process_group, init_process_group
 from pipeline.train.faults import LeftOut, Rescue, trained_in_spite
 from pipeline.train.loop import Attempt, train
+from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Requests
 from pipeline.train.run import Run, Work
 from pipeline.train.watch import Watch
@@ -72,6 +74,7 @@ def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
     )
     requests = Requests(rank.stop, run_dir, is_first=process.is_first)
     hang_timeout_s = config.train.hang_timeout_s
+    by_hand = env.launched_run_dir() is None
     with (
         _exclusive(run_dir, process),
         watchdog.watching(run_dir, lambda: rank.process, hang_timeout_s),
@@ -79,11 +82,33 @@ def train_run(config: PretrainConfig, rank: Rank, work: Work) -> int:
         device = init_process_group(process, config.train.collective_timeout_s)
         _name_start(rank, run_dir)
         # Also where `run_as_rank` leaves the code in another folder, as that of several seeds.
+        command = config.notify.command if process.is_first else ""
+        notifier = Notifier(command, run_dir, rank.process.job)
         code = leaving(
-            lambda: _run(config, rank.process, work, device, requests),
+            lambda: _telling(
+                lambda: _run(config, rank.process, work, device, requests, notifier),
+                notifier,
+                by_hand=by_hand,
+            ),
             lambda code: rank.leave(run_dir, code),
         )
         close_process_group()
+    return code
+
+
+def _telling(work: Callable[[], int], notifier: Notifier, *, by_hand: bool) -> int:
+    """Do some work; tell how it ends, unless what launched it does."""
+    try:
+        code = work()
+    except Exception as error:
+        if by_hand:
+            notifier.send(FAILED, str(error))
+        notifier.finish()
+        raise
+    if by_hand:
+        is_done = code == EXIT_FINISHED
+        notifier.send(FINISHED if is_done else STOPPED, "done" if is_done else "asked to, saved")
+    notifier.finish()
     return code
 
 
@@ -139,6 +164,7 @@ def _run(
     work: Work,
     device: torch.device,
     requests: Requests,
+    notifier: Notifier,
 ) -> int:
     requests.refuse_if_stopped()
     run_dir = Path(config.run_dir)
@@ -177,8 +203,13 @@ def _run(
         saver=saver,
         requests=requests,
     )
+    start = f"from {resumed_from.name}" if resumed_from else "from scratch"
+    notifier.send(STARTED, f"{start}, {process.world_size} ranks")
     code = _attempt(run, resumed_from, rewound=False)
     while code is None:
+        if process.is_first:
+            newest = read_ledger(run_dir).newest_return
+            notifier.send(WENT_BACK, f"to step {newest.to_step}: {newest.reason}")
         code = _attempt(run, store.newest(), rewound=True)
     return code
 
@@ -215,6 +246,7 @@ def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | Non
         watch=watch,
         left_out=LeftOut(config, rewinds),
         rescue=Rescue(config, run.data, batch_log, run.saver, watch),
+        replicas=Replicas(run.engine, process, config.monitor.compare_replicas_every_steps),
     )
     try:
         code = train(attempt, state)

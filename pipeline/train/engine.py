@@ -35,6 +35,7 @@ from pipeline.train.optimizer import (
     make_optimizer,
     matrix_slices,
     share_of_rank,
+    squared_norm,
 )
 from pipeline.train.replicated import Replicated
 from pipeline.train.timing import UPDATE, OwnTime, mark
@@ -234,15 +235,9 @@ class Engine:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self._engine.train()
         names = list(objective.losses)
-        weights = [sum(batch.weights.get(name, 0.0) for batch in batches) for name in names]
         watchdog.beat("first collective of the step")
-        summed = dist.sum_over_ranks(torch.tensor([*weights, *notes], device=self.device))
+        scales, summed = self._scales(batches, objective, notes)
         noted = _Fetched(summed[len(names) :])
-        # DeepSpeed averages over ranks; the world size undoes it.
-        scales = {
-            name: factor * self.world_size / weight.clamp(min=1.0)
-            for (name, factor), weight in zip(objective.losses.items(), summed, strict=False)
-        }
         watchdog.beat("forward and backward")
         stage = self._engine.zero_optimization_stage()
         if stage == 3 and weighing is not None:
@@ -272,6 +267,40 @@ class Engine:
             ]
             weighing.done(list(found), losses)
         return StepResult(sums, applied, float(norm), noted.values())
+
+    def _scales(
+        self, batches: list[MicroBatch], objective: Objective, notes: Sequence[float] = ()
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return factors of the losses' sums, and the weights and notes, added over the ranks."""
+        weights = [
+            sum(batch.weights.get(name, 0.0) for batch in batches) for name in objective.losses
+        ]
+        summed = dist.sum_over_ranks(torch.tensor([*weights, *notes], device=self.device))
+        # DeepSpeed averages over ranks; the world size undoes it.
+        scales = {
+            name: factor * self.world_size / weight.clamp(min=1.0)
+            for (name, factor), weight in zip(objective.losses.items(), summed, strict=False)
+        }
+        return scales, summed
+
+    def unsound_gradients(self, batches: list[MicroBatch], objective: Objective) -> list[str]:
+        """Compute a step's passes again; name the parameters whose gradient is not finite here.
+
+        Those nearest to the loss come first, where it began. Nothing is kept. Collective.
+        """
+        module, scales = self._engine.module, self._scales(batches, objective)[0]
+        named = dict(module.named_parameters())
+        finite = torch.ones(len(named), dtype=torch.bool, device=self.device)
+        for batch in batches:
+            watchdog.beat("computing gradients again")
+            sums = objective(module, batch.to(self.device))
+            loss = torch.stack([sums[name].total * scale for name, scale in scales.items()]).sum()
+            # Without hooks of the engine, which would add them to the next step's.
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            for number, gradient in enumerate(gradients):
+                if gradient is not None:
+                    finite[number] &= gradient.isfinite().all()
+        return [name for name, ok in zip(named, finite.tolist(), strict=True) if not ok][::-1]
 
     def _passes(
         self,
@@ -354,6 +383,20 @@ class Engine:
             for each in self._own_slices()
         ]
         return parts, counters
+
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        """List by name what every rank holds a whole copy of, as views; nothing at stage 3."""
+        stage = self._engine.zero_optimization_stage()
+        if stage == 3:
+            return []
+        found = [(name, each.detach()) for name, each in self._engine.module.named_parameters()]
+        if stage == 0:
+            found += [
+                (f"{kind}/{each.name}", tensor)
+                for each in self._slices()
+                for kind, tensor in self._tensors(each).items()
+            ]
+        return found
 
     def load_files(self, folder: Path) -> None:
         """Read `state_parts` as any number of ranks wrote them, at any ZeRO stage. Collective.
@@ -456,7 +499,26 @@ def _deepspeed_engine(
             dist_init_required=False,
         )
     logging.getLogger("DeepSpeed").info("initialize printed: %s", printed.getvalue())
+    if config.zero_stage == 1 and config.precision == "bf16":
+        _sum_norms_in_blocks(engine.optimizer)
     return engine
+
+
+def _sum_norms_in_blocks(optimizer: Any) -> None:
+    """Replace the norms of whole gradients in fp32 of DeepSpeed 0.19.8's BF16_Optimizer.
+
+    Its other optimizers, of the other stages and of fp32, take them in float64.
+    """
+    original = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return original(for_clipping=True)
+        gradients, of_experts = original()
+        # The norm of the norms is the norm of all.
+        return [squared_norm(each.flatten()).sqrt() for each in gradients], of_experts
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
 
 
 class _Fetched:

@@ -9,20 +9,40 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.checkpoints.background import unsound_parts
-from pipeline.checkpoints.manifest import FOLDER, published, read_manifest, step_of, verify
+from pipeline.checkpoints.manifest import (
+    FOLDER,
+    Manifest,
+    published,
+    read_manifest,
+    step_of,
+    verify,
+)
 from pipeline.checkpoints.resume import require_usable
 from pipeline.checkpoints.save import Saver
 from pipeline.checkpoints.state import HasState, TrainState
 from pipeline.config.data import BatchPlace
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.ledger import NonFinite, Rewind, add_to_ledger, read_ledger
+from pipeline.data.ledger import (
+    Diverged,
+    NonFinite,
+    Record,
+    Rewind,
+    add_to_ledger,
+    read_ledger,
+)
 from pipeline.data.record import BatchRecord
 from pipeline.data.run_order import Share
-from pipeline.errors import CheckpointError, StorageError, TrainingError, UnsoundStateError
+from pipeline.errors import (
+    CheckpointError,
+    DivergedError,
+    StorageError,
+    TrainingError,
+    UnsoundStateError,
+)
 from pipeline.runtime import dist
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
@@ -34,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_TENSORS = 3
 """Of a rank that are named."""
+_IN_PASSING = (
+    "and so are the gradients of all ranks when they are computed again: a device or the network "
+    "erred in passing"
+)
 _JUMPS = "Lower train.lr, lengthen the warm-ups, or set spikes.rewind=false."
 _BROKEN = (
     "Where one rank is named each time, look for a faulty device there and leave its node out; "
@@ -65,9 +89,17 @@ class Rescue:
         self._warned = False
 
     def report_skip(
-        self, state: TrainState, result: StepResult, place: BatchPlace, engine: HasState
+        self,
+        state: TrainState,
+        result: StepResult,
+        place: BatchPlace,
+        engine: HasState,
+        unsound_gradients: Callable[[], list[str]],
     ) -> None:
         """Record a step that was skipped on all ranks. Collective.
+
+        `unsound_gradients` computes the step's gradients again and names those of this rank that
+        are not finite, the nearest to the loss first; it is called where no loss tells the rank.
 
         Raises:
             UnsoundStateError: not the batch is the reason, but the state, which is not finite.
@@ -79,13 +111,18 @@ class Rescue:
             for rank, finite in enumerate(is_finite)
             if not finite
         }
-        losses = f"the loss is NaN or infinite on rank {', '.join(ranks)}"
+        gradients: list[str] = []
+        if ranks:
+            cause = f"the loss is NaN or infinite on rank {', '.join(ranks)}"
+        else:
+            gradients = _of_ranks(_first_of(unsound_gradients()))
+            cause = "losses are finite, " + ("; ".join(gradients) or _IN_PASSING)
         logger.warning(
             "step %d skipped on all ranks: gradient norm %s, %s; sequences %d to %d are not "
             "trained on, schedules do not advance",
             state.step + 1,
             result.grad_norm,
-            losses if ranks else "losses are finite",
+            cause,
             place.cursor,
             state.cursor - 1,
         )
@@ -99,6 +136,7 @@ class Rescue:
                 ranks=ranks,
                 samples=self._data.samples(place),
                 unix_s=time.time(),
+                gradients=gradients,
             )
         )
         if state.skipped_in_a_row == 1:
@@ -113,9 +151,7 @@ class Rescue:
             )
 
     def _require_sound(self, state: TrainState, place: BatchPlace, engine: HasState) -> None:
-        own = unsound_parts(engine.state_parts()[0])[:_MOST_TENSORS]
-        of_ranks = dist.gather([f"on {socket.gethostname()}: {text}" for text in own])
-        found = [f"rank {rank} {text}" for rank, texts in enumerate(of_ranks) for text in texts]
+        found = _of_ranks(unsound_parts(engine.state_parts()[0])[:_MOST_TENSORS])
         if found:
             raise UnsoundStateError(
                 f"the state after step {state.step} is not finite: {'; '.join(found)}",
@@ -132,11 +168,7 @@ class Rescue:
         """
         if not self._config.spikes.rewind:
             raise TrainingError(f"{error}; spikes.rewind is off. {_BROKEN}") from error
-        self._batch_log.flush()
-        try:
-            self._saver.finish()
-        except UnsoundStateError as other:
-            logger.warning("%s", other)
+        self._finish_records()
         plan = self._config.batches
 
         def choose() -> tuple[int, int]:
@@ -149,6 +181,49 @@ class Rescue:
 
         first, to_step = dist.on_first(choose, "looking for a checkpoint to go back to")
         self._leave_out(state, plan.number(first), to_step, str(error), unsound=error.found)
+
+    def repeat(self, state: TrainState, error: DivergedError) -> None:
+        """Prepare to repeat all steps since the newest good checkpoint: no batch is the reason why
+        ranks differ, so none is left out. Collective.
+
+        Raises:
+            TrainingError: they differ again and again.
+            DivergedError: there is nothing to go back to.
+        """
+        self._finish_records()
+
+        def choose() -> int:
+            manifest = self._newest_before(state.cursor)
+            if manifest is None:
+                raise DivergedError(
+                    f"{error}; no good checkpoint is there to go back to: a new start begins from "
+                    "scratch. Look for a faulty device there",
+                    error.found,
+                ) from error
+            records = read_ledger(self._run_dir).diverged
+            times = sum(each.to_step == manifest.step for each in records)
+            if times >= self._config.spikes.max_rewinds:
+                raise TrainingError(
+                    f"{error}; the run repeated the steps from {manifest.step} on {times} times "
+                    "before (spikes.max_rewinds). Where one rank is named each time, its device "
+                    "is faulty: leave its node out. Different kinds of devices in one run round "
+                    "differently: use one kind"
+                ) from error
+            return manifest.step
+
+        to_step = dist.on_first(choose, "looking for a checkpoint to go back to")
+        self._record(
+            Diverged(from_step=state.step, to_step=to_step, unix_s=time.time(), found=error.found)
+        )
+        logger.warning("%s; back to the checkpoint of step %d", error, to_step)
+
+    def _finish_records(self) -> None:
+        """Write the log of batches, and publish what is being saved if it is good."""
+        self._batch_log.flush()
+        try:
+            self._saver.finish()
+        except UnsoundStateError as other:
+            logger.warning("%s", other)
 
     def must_go_back(self, state: TrainState, interval: Interval, *, decide: bool) -> bool:
         """Follow the losses and return whether the run must rewind because of a spike. Collective.
@@ -219,7 +294,25 @@ class Rescue:
 
     def _step_before(self, cursor: int, text: str, remedy: str) -> int:
         """Find the newest good checkpoint from before `cursor` and return its step."""
+        manifest = self._newest_before(cursor)
+        if manifest is None:
+            raise TrainingError(
+                f"{text}; no good checkpoint is from before sequence {cursor} to go back to. "
+                f"{remedy} Save more often (checkpoint.every_steps, checkpoint.keep); batches can "
+                "be left out from the start with train.skip_batches"
+            )
         rewinds = read_ledger(self._run_dir).rewinds
+        times = sum(each.to_step == manifest.step for each in rewinds)
+        if times >= self._config.spikes.max_rewinds:
+            raise TrainingError(
+                f"{text}; the run went back to step {manifest.step} {times} times before "
+                "(spikes.max_rewinds) and left out other batches each time, so the data is not "
+                f"the cause. {remedy}"
+            )
+        return manifest.step
+
+    def _newest_before(self, cursor: int) -> Manifest | None:
+        """Find the newest good checkpoint from before `cursor`."""
         for path in published(self._run_dir / FOLDER):
             try:
                 manifest = read_manifest(path)
@@ -230,21 +323,10 @@ class Rescue:
             except CheckpointError as error:
                 logger.warning("checkpoint rejected: %s", error)
                 continue
-            times = sum(each.to_step == manifest.step for each in rewinds)
-            if times >= self._config.spikes.max_rewinds:
-                raise TrainingError(
-                    f"{text}; the run went back to step {manifest.step} {times} times before "
-                    "(spikes.max_rewinds) and left out other batches each time, so the data is not "
-                    f"the cause. {remedy}"
-                )
-            return manifest.step
-        raise TrainingError(
-            f"{text}; no good checkpoint is from before sequence {cursor} to go back to. {remedy} "
-            "Save more often (checkpoint.every_steps, checkpoint.keep); batches can be left out "
-            "from the start with train.skip_batches"
-        )
+            return manifest
+        return None
 
-    def _record(self, record: NonFinite | Rewind) -> None:
+    def _record(self, record: Record) -> None:
         """Write a record to the ledger on rank 0 before any rank continues. Collective."""
 
         def write() -> None:
@@ -257,6 +339,18 @@ class Rescue:
                 ) from error
 
         dist.on_first(write, "writing the ledger")
+
+
+def _first_of(names: list[str]) -> list[str]:
+    """Say which gradient is not finite, and how many more; empty without any."""
+    more = f", and of {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"the gradient of {names[0]}{more} is not finite"] if names else []
+
+
+def _of_ranks(texts: list[str]) -> list[str]:
+    """Put together what ranks found, each with its rank and host. Collective."""
+    of_ranks = dist.gather([f"on {socket.gethostname()}: {text}" for text in texts])
+    return [f"rank {rank} {text}" for rank, texts in enumerate(of_ranks) for text in texts]
 
 
 def trained_in_spite(config: PretrainConfig, records: list[BatchRecord], before: int) -> list[int]:

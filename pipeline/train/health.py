@@ -28,6 +28,7 @@ from torch import Tensor
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.train.engine import Engine
+from pipeline.train.optimizer import squared_norm
 
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 
@@ -120,8 +121,7 @@ class LayerNorms:
     @torch.no_grad()
     def _add(self, column: int, flat: Tensor, values: Tensor) -> None:
         for group, start, stop in self._spans.get(id(flat), []):
-            norm = torch.linalg.vector_norm(values[start:stop])
-            self.sums[group, column] += norm.double().square()
+            self.sums[group, column] += squared_norm(values[start:stop])
 
 
 _NEAR = 0.05

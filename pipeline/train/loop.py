@@ -11,12 +11,13 @@ from pipeline.config import schedule
 from pipeline.config.data import BatchPlace
 from pipeline.data.loader import MicroBatch
 from pipeline.data.record import BatchRecord
-from pipeline.errors import EXIT_FINISHED, UnsoundStateError
+from pipeline.errors import EXIT_FINISHED, DivergedError, UnsoundStateError
 from pipeline.runtime import watchdog
 from pipeline.train.batch_log import BatchLog
 from pipeline.train.engine import StepResult
 from pipeline.train.faults import LeftOut, Rescue
 from pipeline.train.metrics import Interval, Meter
+from pipeline.train.replicas import Replicas
 from pipeline.train.requests import Wanted
 from pipeline.train.run import Run
 from pipeline.train.timing import Clock
@@ -34,18 +35,20 @@ class Attempt:
     watch: Watch
     left_out: LeftOut
     rescue: Rescue
+    replicas: Replicas
 
 
 def train(attempt: Attempt, state: TrainState) -> int | None:
     """Train from `state` to the end of the run, or until asked to stop.
 
     Returns:
-        An exit code of `pipeline.errors`; None if the run has to go back, because the loss jumped
-        or the state is not finite: the ledger says which batches are left out then.
+        An exit code of `pipeline.errors`; None if the run has to go back, because the loss jumped,
+        the state is not finite, or ranks differ: the ledger says why, and what is left out then.
 
     Raises:
         TrainingError: too many steps in a row had no finite gradient, or the loss jumps or the
-            state breaks whatever is left out.
+            state breaks whatever is left out, or ranks differ again and again.
+        DivergedError: ranks differ, and there is no checkpoint to go back to.
         CheckpointError: a save failed.
         DataError: a shard is damaged.
     """
@@ -53,7 +56,9 @@ def train(attempt: Attempt, state: TrainState) -> int | None:
         return _train(attempt, state)
     except UnsoundStateError as error:
         attempt.rescue.go_back(state, error)
-        return None
+    except DivergedError as error:
+        attempt.rescue.repeat(state, error)
+    return None
 
 
 def _train(attempt: Attempt, state: TrainState) -> int | None:
@@ -88,7 +93,7 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
         meter.end_step(result, place.number, batches)
         _log_batch(attempt, place, batches, state.step if result.applied else None)
         if not result.applied:
-            attempt.rescue.report_skip(state, result, place, run.engine)
+            _report_skip(attempt, state, result, place, batches)
             continue
 
         last = False
@@ -98,10 +103,12 @@ def _train(attempt: Attempt, state: TrainState) -> int | None:
             if attempt.rescue.must_go_back(state, interval, decide=regular):
                 return None
             last = schedule.is_over(state.step, config, state.elapsed_s)
+        saves = save or last or wanted.saves
+        attempt.replicas.compare(state.step, before_save=saves)
         if state.step % intervals.eval_every_steps == 0 or last:
             _set_alpha(attempt, state)  # that of the next step, as a checkpoint here has it
             attempt.watch.evaluate(state)
-        if save or last or wanted.saves:
+        if saves:
             _save(attempt, state)
         if wanted.save:
             run.saver.publish()
@@ -125,16 +132,33 @@ def _step(
 ) -> tuple[StepResult, Mapping[str, float]]:
     """Train on a batch; return also what its weighing wants to be seen."""
     run = attempt.run
-    _seed_dropout(attempt, state)
+    _seed_dropout(attempt, state.cursor)
     weighing = run.work.weighing(state, place.number)
     notes = run.requests.own()
     result = run.engine.train_step(batches, run.objective, lr, notes, weighing)
     return result, weighing.values if weighing else {}
 
 
-def _seed_dropout(attempt: Attempt, state: TrainState) -> None:
+def _report_skip(
+    attempt: Attempt,
+    state: TrainState,
+    result: StepResult,
+    place: BatchPlace,
+    batches: list[MicroBatch],
+) -> None:
+    """Record a skipped step, and who made its gradient not finite. Collective."""
+    run = attempt.run
+
+    def unsound_gradients() -> list[str]:
+        _seed_dropout(attempt, place.cursor)
+        return run.engine.unsound_gradients(batches, run.objective)
+
+    attempt.rescue.report_skip(state, result, place, run.engine, unsound_gradients)
+
+
+def _seed_dropout(attempt: Attempt, cursor: int) -> None:
     """Seed dropout as a pure function of (seed, cursor, rank): no random state is restored."""
-    words = (attempt.run.config.seed, state.cursor, attempt.run.process.rank)
+    words = (attempt.run.config.seed, cursor, attempt.run.process.rank)
     mixed = 0
     for word in words:
         # Two rounds of a 64-bit LCG (Knuth's MMIX constants) keep neighbouring seeds apart.

@@ -20,6 +20,21 @@ from pipeline.config.train import TrainConfig
 
 logger = logging.getLogger(__name__)
 
+BLOCK = 1 << 12
+"""Elements whose products are added in fp32; blocks are added in float64, which takes longer."""
+
+
+def squared_norm(flat: Tensor) -> Tensor:
+    """0-dimensional float64 square of the norm of a flat fp32 tensor. No host synchronisation.
+
+    torch adds an fp32 tensor on a CPU in few partial sums, which stop growing by small squares: of
+    3e7 elements the norm is 0.2% short.
+    """
+    whole = flat.numel() // BLOCK * BLOCK
+    blocks = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1).double()
+    square: Tensor = blocks.square().sum() + flat[whole:].double().square().sum()
+    return square
+
 
 @dataclass(frozen=True)
 class TensorSlice:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.train import TrainConfig
 from pipeline.runtime import dist
-from pipeline.train.optimizer import TensorSlice
+from pipeline.train.optimizer import BLOCK, TensorSlice, squared_norm
 
 
 class Replicated(nn.Module):
@@ -66,8 +66,8 @@ class Replicated(nn.Module):
         """
         if self._tasks is None or not self._tasks.are_averaged:
             _average(self._groups, self._num_ranks)
-        norms = [torch.linalg.vector_norm(group.sums) for group in self._groups]
-        norm = torch.linalg.vector_norm(torch.stack(norms)).item()  # sync
+        squares = [squared_norm(group.sums) for group in self._groups]
+        norm = torch.stack(squares).sum().sqrt().item()  # sync
         self._applied = norm < float("inf")
         self._norm = norm if self._applied else float("inf")
         self.global_steps += 1
@@ -146,8 +146,6 @@ def _average(groups: Sequence[_Group], num_ranks: int) -> None:
         dist.sum_over_ranks(group.sums).div_(num_ranks)
 
 
-_BLOCK = 1 << 12
-"""Elements whose products are added in fp32; blocks are added in float64, which takes longer."""
 _BLOCKS = 1 << 8
 """Blocks of several tasks that are stacked at once."""
 
@@ -155,22 +153,14 @@ _BLOCKS = 1 << 8
 def _products(rows: Sequence[Tensor]) -> Tensor:
     """(n, n) float64 products of n flat tensors of equal size."""
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows[0].device)
-    whole = rows[0].numel() // _BLOCK * _BLOCK
-    for at in range(0, whole, _BLOCK * _BLOCKS):
-        stop = min(whole, at + _BLOCK * _BLOCKS)
-        blocks = torch.stack([row[at:stop].view(-1, _BLOCK) for row in rows], 1)
+    whole = rows[0].numel() // BLOCK * BLOCK
+    for at in range(0, whole, BLOCK * _BLOCKS):
+        stop = min(whole, at + BLOCK * _BLOCKS)
+        blocks = torch.stack([row[at:stop].view(-1, BLOCK) for row in rows], 1)
         gram += (blocks @ blocks.mT).double().sum(0)
     rest = torch.stack([row[whole:] for row in rows]).double()
     gram += rest @ rest.T
     return gram
-
-
-def _square(row: Tensor) -> Tensor:
-    """0-dimensional float64 square of the norm of a flat tensor."""
-    whole = row.numel() // _BLOCK * _BLOCK
-    blocks = torch.linalg.vector_norm(row[:whole].view(-1, _BLOCK), dim=1).double()
-    square: Tensor = blocks.square().sum() + row[whole:].double().square().sum()
-    return square
 
 
 class TaskGradients:
@@ -218,7 +208,7 @@ class TaskGradients:
     def norm(self) -> Tensor:
         """0-dimensional float64 norm of the task's gradient of the shared parameters."""
         squares = [
-            _square(group.sums[start:stop])
+            squared_norm(group.sums[start:stop])
             for group, places in zip(self._groups, self._shared, strict=True)
             for start, stop in places
         ]

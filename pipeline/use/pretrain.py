@@ -63,12 +63,17 @@ def pretrain(config: str | os.PathLike[str], overrides: Overrides = ()) -> Pretr
         ConfigError: the config or an override is wrong; names the nearest valid key.
         PostnormError: of the data, a checkpoint, storage or the training itself.
     """
-    words = _words(overrides)
+    words = override_words(overrides)
     with env.restored(), own_process():
         try:
             code, run_dir = train_as_rank(str(config), words)
         except ModuleNotFoundError as error:
             raise missing_extra(error) or error from error
+    return result_of(run_dir, code)
+
+
+def result_of(run_dir: Path, code: int) -> PretrainResult:
+    """Read how a run stands that was left with an exit code."""
     records = read_json_lines(RunFolder(run_dir).metrics)
     last = {record["kind"]: record for record in records}
     train, held_out = last.get("train", {}), last.get("eval", {})
@@ -110,8 +115,8 @@ def _train_on(path: str, overrides: Sequence[str], folders: list[Path], rank: Ra
     return pretrain(config, rank, partial(initial_weights, Path(source)) if source else None)
 
 
-def _words(overrides: Overrides) -> list[str]:
-    """Write overrides as on the command line."""
+def override_words(overrides: Overrides) -> list[str]:
+    """Write overrides as on the command line (ConfigError: they cannot be)."""
     if isinstance(overrides, str):
         raise ConfigError(
             f"overrides={overrides!r} is one text; expected a dictionary, or a list such as "

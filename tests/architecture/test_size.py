@@ -14,7 +14,7 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 234,
+    "modules": 237,
     "lines": 57_600,
     "crumbs": 10,
     "long functions": 0,

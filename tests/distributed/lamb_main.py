@@ -122,7 +122,7 @@ class _Products(MaskedLanguageModeling):
         return {"loss": Sum(loss, torch.ones(()))}
 
 
-def _micro_batch(number: int) -> MicroBatch:
+def micro_batch(number: int) -> MicroBatch:
     """Its number and one target: four of them make a scale that is exact."""
     nothing = torch.zeros(1, 1, dtype=torch.int32)
     return MicroBatch(
@@ -135,7 +135,7 @@ def _micro_batch(number: int) -> MicroBatch:
 def _run(case: Case, process: ProcessInfo, steps: range, engine: Engine) -> None:
     for step in steps:
         numbers = range(process.rank, NUM_MICRO_BATCHES, process.world_size)
-        batches = [_micro_batch(number) for number in numbers]
+        batches = [micro_batch(number) for number in numbers]
         result = engine.train_step(batches, _Products(step), learning_rate(step))
         assert result.applied, (case, step)
 

@@ -3,6 +3,7 @@ how the batch is split."""
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from pipeline.checkpoints.manifest import newest_good, read_manifest, verify
 from pipeline.data.format import DatasetIndex
+from pipeline.data.ledger import read_ledger
+from pipeline.data.record import read_batches
 from tests.support.ranks import Ranks, losses, newest_state, records
 
 POISONED = ("-m", "tests.distributed.poisoned_main")
@@ -45,6 +48,43 @@ def test_non_finite_step_is_skipped_on_all_ranks_and_schedules_stand_still(
     assert (manifest.step, manifest.cursor, manifest.skipped) == (20, 21 * 8, 1)
     for name, value in newest_state(run_dir).items():
         assert torch.isfinite(value.float()).all(), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "calls", "names"),
+    [
+        # Two micro-batches a step: the third step, and those of the same when it is looked at.
+        (0, "6,8", True), (1, "6,8", True), (2, "6,8", True), (3, "6,8", True), (1, "6", False),
+    ],
+)  # fmt: skip
+def test_non_finite_gradient_names_rank_and_tensor(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    start_ranks: type[Ranks], stage: int, calls: str, names: bool,
+) -> None:  # fmt: skip
+    below, above = (f"encoder.layers.{layer}.attention.qkv.weight" for layer in (0, 1))
+    monkeypatch.setenv("POISON_RANK", "1")
+    monkeypatch.setenv("POISON_CALLS", calls)
+    monkeypatch.setenv("POISON_PARAMETERS", f"{below},{above}")
+    settings = ("train.num_steps=6", "train.alpha_warmup_steps=2", f"train.zero_stage={stage}")
+    ranks = start_ranks(tmp_path / "run", dataset, *settings, module=POISONED)
+    assert ranks.wait() == [0, 0], ranks.output
+    [record] = read_ledger(tmp_path / "run").non_finite.values()
+    assert (record.step, record.ranks) == (3, {})
+    where = f"rank 1 on {socket.gethostname()}: the gradient of {above}, and of 1 more"
+    assert record.gradients == ([f"{where} is not finite"] if names else [])
+    said = where if names else "a device or the network erred in passing"
+    assert f"losses are finite, {said if names else 'and so are'}" in ranks.output
+    assert said in ranks.output
+    if stage < 2:
+        return
+    # What is computed twice is added to no step, also where gradients are divided.
+    monkeypatch.setenv("POISON_CALLS", "")
+    [skipped] = [each.batch for each in read_batches(tmp_path / "run") if each.step is None]
+    left_out = f"train.skip_batches=[{{first: {skipped}, last: {skipped}}}]"
+    other = start_ranks(tmp_path / "other", dataset, *settings, left_out)
+    assert other.wait() == [0, 0], other.output
+    one, two = newest_state(tmp_path / "run"), newest_state(tmp_path / "other")
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_too_many_non_finite_steps_stop_the_run(

@@ -2,13 +2,14 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import TrainConfig
 from pipeline.model.encoder import MaskedLanguageModel
-from pipeline.train.optimizer import TensorSlice, make_optimizer, matrix_slices
+from pipeline.train.optimizer import TensorSlice, make_optimizer, matrix_slices, squared_norm
 
 MODEL = ModelConfig(
     vocab_size=50, num_layers=2, hidden_size=8, num_heads=2, ffn_size=12, activation="swiglu",
@@ -83,3 +84,14 @@ def test_pieces_cut_anywhere_cover_each_element_once(length: int) -> None:
         mine = [piece for piece in pieces if piece.name == f"{name}/{part}"]
         found = torch.cat([each.of(each.partition) for each in mine])
         assert torch.equal(found, values.chunk(3)[part])
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4097, 30_000_001])
+def test_squared_norm_is_that_of_float64(size: int) -> None:
+    # Of one sign and size: fp32's partial sums stop growing by them.
+    flat = torch.rand(size, generator=torch.Generator().manual_seed(1)) + 0.5
+    exact = float(np.square(flat.numpy(), dtype=np.float64).sum())
+    assert squared_norm(flat).item() == pytest.approx(exact, rel=1e-6)
+    if size > 1:
+        flat[size // 2] = float("nan")
+        assert squared_norm(flat).isnan()

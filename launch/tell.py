@@ -1,0 +1,46 @@
+"""Tells a run's `notify.command` how an attempt ended, which the ranks may not live to tell."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from launch.decide import Decision
+from launch.records import CONFIG_FILE, FOLDER
+from pipeline.config.strict_yaml import read_file
+from pipeline.errors import ConfigError
+from pipeline.runtime.notify import FAILED, FINISHED, REQUEUED, STOPPED, Notifier
+from pipeline.runtime.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+_EVENTS = {"finished": FINISHED, "requeue": REQUEUED, "stopped": STOPPED, "failed": FAILED}
+
+
+def tell(run_dir: Path, job: str, decision: Decision, *, goes_on: bool = True) -> None:
+    """Tell of a decision; waits for the command, for at most ten seconds.
+
+    Where a requeued run does not go on by itself, it has stopped. The decision stands where storage
+    fails, and nobody can be told.
+    """
+    event = _EVENTS[decision.word]
+    if event == REQUEUED and not goes_on:
+        event = STOPPED
+    try:
+        notifier = Notifier(_command_of(run_dir), run_dir, job)
+        notifier.send(event, decision.reason)
+        notifier.finish()
+    except OSError as error:
+        logger.warning("notify.command was not told: %s", error)
+
+
+def _command_of(run_dir: Path) -> str:
+    """Read it from what the run wrote last, its own config or that of a submission."""
+    files = [RunFolder(run_dir).resolved, *run_dir.glob(f"{FOLDER}/*/{CONFIG_FILE}")]
+    there = [path for path in files if path.is_file()]
+    if not there:
+        return ""
+    try:
+        tree: Any = read_file(max(there, key=lambda path: path.stat().st_mtime)).plain()
+        return str(tree["notify"]["command"])
+    except (ConfigError, OSError, KeyError, TypeError):
+        return ""  # of another kind of job, or an older version

@@ -1,0 +1,92 @@
+"""Tells the user's own command of changes of a run's state, such as one that posts to a chat.
+
+The command gets one JSON object on its standard input:
+
+    {"event": "went_back", "text": "mine: went back: to step 9000: the loss jumped ...",
+     "run": "mine", "run_dir": "/runs/mine", "host": "node1", "job": "1234.0",
+     "unix_s": 1750000000.0}
+
+Nothing waits for it while a run trains, and whatever goes wrong with it is only a warning.
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from pipeline.runtime import env
+
+logger = logging.getLogger(__name__)
+
+STARTED, WENT_BACK, REQUEUED = "started", "went_back", "requeued"
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+_LIMIT_S = 10.0
+"""After which a command is killed, and for which the end of a run waits."""
+_MOST_CHARACTERS = 300
+
+
+class Notifier:
+    """Starts a command for one event after another, on a thread of its own."""
+
+    def __init__(self, command: str, run_dir: Path, job: str) -> None:
+        """Take a line for the shell; with '' nothing is ever done."""
+        self._command, self._run_dir, self._job = command, run_dir.absolute(), job
+        self._events: queue.Queue[bytes] = queue.Queue()
+        if command:
+            # A daemon: a process that fails does not wait for it.
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def send(self, event: str, text: str) -> None:
+        """Tell of an event; returns at once."""
+        if not self._command:
+            return
+        name = self._run_dir.name
+        values = {
+            "event": event,
+            "text": f"{name}: {event.replace('_', ' ')}: {text}",
+            "run": name,
+            "run_dir": str(self._run_dir),
+            "host": env.node_name(),
+            "job": self._job,
+            "unix_s": round(time.time(), 1),
+        }
+        self._events.put(f"{json.dumps(values)}\n".encode())
+
+    def finish(self) -> None:
+        """Wait for what was sent, but not for long."""
+        end_s = time.monotonic() + _LIMIT_S
+        while self._events.unfinished_tasks and time.monotonic() < end_s:
+            time.sleep(0.01)
+
+    def _work(self) -> None:
+        while True:
+            given = self._events.get()
+            try:
+                self._run(given)
+            except OSError as error:
+                logger.warning("notify.command cannot be started: %s", error)
+            self._events.task_done()
+
+    def _run(self, given: bytes) -> None:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", self._command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(given, _LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the shell and what it started
+            process.wait()
+            logger.warning("notify.command was killed: it took longer than %g s", _LIMIT_S)
+            return
+        if process.returncode:
+            said = output.decode(errors="replace").strip()[-_MOST_CHARACTERS:]
+            logger.warning("notify.command ended with code %d: %s", process.returncode, said)

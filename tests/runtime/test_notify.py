@@ -1,0 +1,125 @@
+"""A user's command is told of events: by a local server, and by what goes wrong."""
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.decide import Decision
+from launch.tell import tell
+from pipeline.runtime import notify
+from pipeline.runtime.notify import Notifier
+
+POST = """
+import sys, urllib.request
+urllib.request.urlopen(urllib.request.Request(sys.argv[1], sys.stdin.buffer.read()), timeout=5)
+"""
+
+
+class _Server(HTTPServer):
+    received: list[dict[str, Any]]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.received.append(json.loads(body))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.received = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _command(server: _Server, folder: Path) -> str:
+    """A line for the shell that posts its standard input."""
+    (folder / "post.py").write_text(POST)
+    return f"{sys.executable} {folder}/post.py http://127.0.0.1:{server.server_port}/hook"
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_server_receives_events_in_their_order(server: _Server, tmp_path: Path) -> None:
+    notifier = Notifier(_command(server, tmp_path), tmp_path / "mine", "7.0")
+    notifier.send(notify.STARTED, "from scratch")
+    notifier.send(notify.WENT_BACK, "to step 6: the loss jumped")
+    notifier.finish()
+    first, second = server.received
+    assert first["unix_s"] == pytest.approx(time.time(), abs=60)
+    assert (first["event"], first["run"], first["job"]) == ("started", "mine", "7.0")
+    assert first["run_dir"] == str(tmp_path / "mine")
+    assert second["text"] == "mine: went back: to step 6: the loss jumped"
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("word", "goes_on", "event"),
+    [("requeue", True, "requeued"), ("requeue", False, "stopped"), ("failed", True, "failed")],
+)
+def test_the_launcher_tells_how_an_attempt_ended(
+    server: _Server, tmp_path: Path, word: str, goes_on: bool, event: str
+) -> None:
+    command = json.dumps(_command(server, tmp_path))
+    folder = tmp_path / "mine/launch/0001"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"run_dir: mine\nnotify:\n  command: {command}\n")
+    tell(tmp_path / "mine", "7.1", Decision(word, 2, "rank 0 died"), goes_on=goes_on)
+    [received] = server.received
+    assert (received["event"], received["job"]) == (event, "7.1")
+    assert received["text"] == f"mine: {event}: rank 0 died"
+
+
+def test_a_run_without_a_command_tells_nobody(tmp_path: Path) -> None:
+    tell(tmp_path, "7.1", Decision("failed", 2, "why"))
+    (tmp_path / "resolved.yaml").write_text("model: m\n")
+    tell(tmp_path, "7.1", Decision("failed", 2, "why"))
+
+
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        ("echo no such hook >&2; exit 7", "notify.command ended with code 7: no such hook"),
+        ("sleep 60 & sleep 60", "notify.command was killed: it took longer than 0.3 s"),
+    ],
+)
+def test_failure_only_warns_and_nothing_waits_for_it(
+    tmp_path: Path, command: str, warning: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(notify, "_LIMIT_S", 0.3)
+    notifier = Notifier(command, tmp_path, "7.0")
+    before_s = time.monotonic()
+    notifier.send(notify.STARTED, "from scratch")
+    assert time.monotonic() - before_s < 0.25
+    with caplog.at_level(logging.WARNING):
+        notifier.finish()
+        deadline = time.monotonic() + 10
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert caplog.messages == [warning]
+
+
+def test_a_decision_stands_where_storage_fails(caplog: pytest.LogCaptureFixture) -> None:
+    # Such a name is an error of the system, as a stale mount is.
+    tell(Path("/" + 300 * "x"), "7.0", Decision("requeue", 75, "the attempt saved"))
+    assert "notify.command was not told" in caplog.text
