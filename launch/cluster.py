@@ -39,12 +39,13 @@ SET_OPTIONS = frozenset({
     "qos", "requeue", "signal", "test-only", "time", "wait", "wrap",
 })  # fmt: skip
 """Options of sbatch that the launcher sets, or that would break what its scripts rely on."""
-SET_SRUN_OPTIONS = frozenset({
-    "chdir", "container-image", "container-mounts", "container-workdir", "cpu-bind",
-    "cpus-per-task", "distribution", "error", "export", "jobid", "kill-on-bad-exit", "label",
-    "multi-prog", "no-container-mount-home", "nodelist", "nodes", "ntasks", "ntasks-per-node",
-    "output", "overlap", "relative", "time", "unbuffered", "wait",
-})  # fmt: skip
+_SET_BY_STEPS = (
+    "chdir container-image container-mounts container-workdir cpu-bind cpus-per-task "
+    "distribution error export jobid kill-on-bad-exit label multi-prog "
+    "no-container-mount-home nodelist nodes ntasks ntasks-per-node output overlap relative "
+    "time unbuffered wait"
+)
+SET_SRUN_OPTIONS = frozenset(_SET_BY_STEPS.split())
 """The same of srun, for the step of all ranks."""
 
 
