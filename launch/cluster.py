@@ -39,6 +39,14 @@ SET_OPTIONS = frozenset({
     "qos", "requeue", "signal", "test-only", "time", "wait", "wrap",
 })  # fmt: skip
 """Options of sbatch that the launcher sets, or that would break what its scripts rely on."""
+_SET_BY_STEPS = (
+    "chdir container-image container-mounts container-workdir cpu-bind cpus-per-task "
+    "distribution error export jobid kill-on-bad-exit label multi-prog "
+    "no-container-mount-home nodelist nodes ntasks ntasks-per-node output overlap relative "
+    "time unbuffered wait"
+)
+SET_SRUN_OPTIONS = frozenset(_SET_BY_STEPS.split())
+"""The same of srun, for the step of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +307,18 @@ class ClusterConfig:
     sbatch: tuple[str, ...] = param(
         (), "further options of sbatch that no field sets, such as --switches=1"
     )
+    srun: tuple[str, ...] = param(
+        (), "further options of srun for the step of all ranks, such as --mpi=none"
+    )
+    cpu_bind: str = param(
+        "cores", "--cpu-bind of srun: each rank keeps to its own cores; empty leaves it to SLURM"
+    )
+    distribution: str = param(
+        "block:block",
+        "--distribution of srun: ranks in order over nodes and over the sockets of a node, so that "
+        "on nodes of 8 GPUs ranks 0 to 3 get the cores of the socket that GPUs 0 to 3 usually hang "
+        "on; empty leaves it to SLURM, which deals ranks out to the sockets in turn",
+    )
     max_excluded_nodes: int = param(
         4,
         "nodes that a job may exclude after they failed its checks, before it stops",
@@ -310,6 +330,13 @@ class ClusterConfig:
     )
     max_attempts_without_progress: int = param(
         2, "attempts in a row without a new checkpoint before the job stops", ge=1
+    )
+    storage_patience_s: int = param(
+        600,
+        "how long a job waits for storage that fails, before it ends and names the path; a full "
+        "disk ends it at once",
+        unit="s",
+        ge=0,
     )
     python: str = param(
         ".venv/bin/python",
@@ -364,6 +391,10 @@ class ClusterConfig:
         taken |= {"gres"} if self.gpu_request == "gres" else set()
         taken |= {"mem-per-cpu", "mem-per-gpu"} if self.mem_per_node else set()
         _require_options(self.sbatch, "sbatch", taken)
+        _require_options(self.srun, "srun", SET_SRUN_OPTIONS)
+        expected = "a value of that option of srun, such as"
+        _require(r"[\w:,-]+", self.cpu_bind, "cpu_bind", f"{expected} cores")
+        _require(r"[\w:,*-]+", self.distribution, "distribution", f"{expected} block:block")
 
     def _require_shell_texts(self) -> None:
         _require(r"[^\n]+", self.python, "python", "one line")
@@ -457,7 +488,7 @@ def _require_variables(texts: Iterable[str], name: str) -> None:
 
 
 def _require_options(texts: Iterable[str], name: str, taken: Iterable[str]) -> None:
-    """Check further options of sbatch, such as `--switches=1`, each once and none of `taken`."""
+    """Check further options of SLURM, such as `--switches=1`, each once and none of `taken`."""
     seen: set[str] = set()
     for text in texts:
         match = _OPTION.fullmatch(text)
@@ -466,7 +497,7 @@ def _require_options(texts: Iterable[str], name: str, taken: Iterable[str]) -> N
                 f"{name}: {text!r} is not an option; expected --name or --name=value on one line, "
                 "such as --switches=1"
             )
-        # sbatch accepts any prefix of a name that fits one option only (getopt_long).
+        # SLURM accepts any prefix of a name that fits one option only (getopt_long).
         same = sorted(option for option in taken if option.startswith(match[1]))
         if same:
             raise ConfigError(

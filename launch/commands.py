@@ -13,8 +13,8 @@ from typing import Any
 
 from launch import control, logs, prep, sweep
 from launch.cluster import ClusterConfig, cluster_of
-from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
-from launch.local import run_local, run_program
+from launch.decide import Attempt, Limits, Patience, verdict
+from launch.local import run_local, run_program, worst
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
@@ -23,8 +23,8 @@ from launch.records import (
     PRETRAIN,
     PROGRAM,
     is_run,
-    newest_checkpoint,
-    prep_jobs,
+    is_sweep,
+    read_prep,
     require_run,
 )
 from launch.script import render
@@ -274,7 +274,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     if what.runs and arguments.local:
         _refuse_dry_run(arguments)
         codes = sweep.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
-        said["exit_codes"], code = codes, sweep.worst(codes.values())
+        said["exit_codes"], code = codes, worst(codes.values())
     elif what.runs:
         cluster, source = cluster_of(arguments.cluster), _source(arguments, arguments.config)
         draft = sweep.prepare(config, what, cluster, source, jobs)
@@ -375,27 +375,26 @@ def _add_decide(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-code", required=True, type=int, help="exit code of srun")
     parser.add_argument("--max-restarts", required=True, type=int)
     parser.add_argument("--max-attempts", required=True, type=int)
+    parser.add_argument("--time-limit", default="", help="of the job, as the profile has it")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds that storage may fail")
+    parser.add_argument("--job-ends", type=float, help="end of the job's time, in Unix seconds")
 
 
 def _decide(arguments: argparse.Namespace) -> int:
-    run_dir: Path = arguments.run_dir
-    codes = exit_codes(run_dir, f"{arguments.job}.{arguments.restart}")
-    attempt = Attempt(
+    begun = Attempt(
         job=arguments.job,
         restart=arguments.restart,
         nodes=tuple(arguments.nodes.split()),
         before=arguments.before or None,
-        after=newest_checkpoint(run_dir),
-        codes=codes,
         ranks=arguments.ranks,
-        is_done=is_done(arguments.kind, run_dir, codes, arguments.ranks),
         at_limit=bool(arguments.asked_to_stop),
         step_code=arguments.step_code,
     )
-    limits = Limits(arguments.max_restarts, arguments.max_attempts)
-    decision = end_attempt(attempt, limits, run_dir)
-    tell(run_dir, f"{arguments.job}.{arguments.restart}", decision)
+    limits = Limits(arguments.max_restarts, arguments.max_attempts, arguments.time_limit)
+    patience = Patience(arguments.patience, arguments.job_ends)
+    decision = verdict(begun, arguments.kind, limits, arguments.run_dir, patience)
     print(f"{'requeue' if decision.word == 'requeue' else 'end'}: {decision.reason}", flush=True)
+    tell(arguments.run_dir, f"{arguments.job}.{arguments.restart}", decision)
     return decision.exit_code
 
 
@@ -407,23 +406,23 @@ def _add_preflight(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(required=True)
     node = parts.add_parser("check", help="check this node and write DIR/NODE.json")
     node.set_defaults(part=_preflight_check)
-    verdict = parts.add_parser(
+    judge = parts.add_parser(
         "judge",
         help="read all records; exit code 0: go, 75: bad nodes were added to RUN/launch/excluded, "
         "2: stop, no other node helps",
     )
-    verdict.set_defaults(part=_preflight_judge)
-    verdict.add_argument(
+    judge.set_defaults(part=_preflight_judge)
+    judge.add_argument(
         "--nodes", required=True, metavar="'A B'", help="names of all nodes of the job"
     )
-    verdict.add_argument("--job", required=True, help="SLURM's id")
-    verdict.add_argument("--restart", required=True, type=int, metavar="N")
-    verdict.add_argument(
+    judge.add_argument("--job", required=True, help="SLURM's id")
+    judge.add_argument("--restart", required=True, type=int, metavar="N")
+    judge.add_argument(
         "--bandwidth",
         action="store_true",
         help="also judge the measurements of `python -m pipeline bandwidth`",
     )
-    for part in (node, verdict):
+    for part in (node, judge):
         cli.add_config_arguments(part)
         _add_cluster(part)
         part.add_argument(
@@ -445,9 +444,9 @@ def _preflight_judge(arguments: argparse.Namespace) -> int:
     nodes, measured = arguments.nodes.split(), arguments.bandwidth
     evidence = gather(arguments.records, nodes, config, with_bandwidth=measured)
     job, restart = arguments.job, arguments.restart
-    verdict = judge_nodes(config, cluster, evidence, job=job, restart=restart)
-    _say(f"preflight: {line}" for line in verdict.text(evidence))
-    return verdict.exit_code
+    judged = judge_nodes(config, cluster, evidence, job=job, restart=restart)
+    _say(f"preflight: {line}" for line in judged.text(evidence))
+    return judged.exit_code
 
 
 def _preflight(arguments: argparse.Namespace) -> int | None:
@@ -491,7 +490,7 @@ def _status(look: DatasetLook, arguments: argparse.Namespace) -> None:
 def _status_text(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return queue_text(queue_reports())
-    if sweep.is_sweep(folder):
+    if is_sweep(folder):
         return _sweep_text(folder)
     if is_run(folder):
         return run_summary(run_report(folder.resolve())).text()
@@ -503,7 +502,7 @@ def _status_text(look: DatasetLook, folder: Path | None) -> str:
 def _status_json(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return json.dumps([asdict(report) for report in queue_reports()])
-    if sweep.is_sweep(folder):
+    if is_sweep(folder):
         return json.dumps(asdict(sweep.sweep_report(folder.resolve())))
     if is_run(folder):
         return json.dumps(asdict(run_report(folder.resolve())))
@@ -560,11 +559,11 @@ def _add_cancel(parser: argparse.ArgumentParser) -> None:
 
 def _cancel(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.resolve()
-    stages = prep_jobs(folder)
-    if sweep.is_sweep(folder):
+    preparation = read_prep(folder)
+    if is_sweep(folder):
         _say(sweep.cancel(folder, save=arguments.save, save_s=arguments.timeout))
-    elif stages is not None:
-        _say(control.cancel_prep(folder, stages))
+    elif preparation is not None:
+        _say(control.cancel_prep(folder, preparation.jobs))
     else:
         run_dir = require_run(arguments.folder)
         _say(control.cancel(run_dir, save=arguments.save, save_s=arguments.timeout))

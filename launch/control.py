@@ -1,16 +1,31 @@
 """Cancelling and requeueing the jobs of a run, and cancelling those of a data preparation."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
-from launch.records import newest, newest_checkpoint, submissions
+from launch.records import (
+    CANCELLED,
+    LAST_DECISIONS,
+    PrepSubmission,
+    append_history,
+    history,
+    newest,
+    newest_checkpoint,
+    read_prep,
+    submissions,
+    write_prep,
+)
 from launch.slurm import SlurmError, run_command
 from launch.status import own_status, prep_elements
 from pipeline.errors import BusyError, DataError
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import duration
+
+logger = logging.getLogger(__name__)
 
 _END_S = 60.0
 """Time for a job to end; SLURM's KillWait is 30 s by default."""
@@ -47,6 +62,8 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
             ) from None
         yield "it has ended" if not left else f"it has not ended in {save_s:,.0f} s"
     yield from cancel_jobs([facts.job for facts in jobs])
+    for facts in jobs:
+        note_cancelled(run_dir, facts)
     if ours:
         stop.unlink(missing_ok=True)
     if save and newest_checkpoint(run_dir) == before:
@@ -64,6 +81,8 @@ def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]
         yield f"no job of {output_dir} is in the queue"
         return
     yield from cancel_jobs(sorted(alive, key=int))
+    record = read_prep(output_dir) or PrepSubmission(stages)
+    write_prep(output_dir, replace(record, cancelled_unix_s=round(time.time(), 1)))
     yield "finished parts stay; submit the same config again to continue"
 
 
@@ -131,6 +150,24 @@ def _nothing_to_cancel(run_dir: Path) -> str:
     if facts.is_alive:
         raise SlurmError(f"job {facts.job} is {facts.state} and belongs to another user: ask them")
     return f"job {facts.job} has already ended ({facts.state}); nothing was cancelled"
+
+
+def note_cancelled(run_dir: Path, facts: JobFacts) -> None:
+    """Record a cancelled job in the run's history, since SLURM forgets it without accounting.
+
+    A job that came to a decision of its own before is left as it is.
+    """
+    own = [line for line in history(run_dir) if str(line.get("job")) == facts.job]
+    if own and own[-1].get("decision") in LAST_DECISIONS:
+        return
+    newest = newest_checkpoint(run_dir)
+    # None: it says nothing of progress, and `decide` must not count it.
+    record = {"job": facts.job, "restart": facts.restarts or 0, "nodes": [], "miss": None}
+    record |= {"before": newest, "after": newest, "decision": CANCELLED}
+    try:
+        append_history(run_dir, {**record, "reason": "by `launch cancel`"})
+    except OSError as error:
+        logger.warning("the cancellation of job %s could not be recorded: %s", facts.job, error)
 
 
 def cancel_jobs(jobs: Sequence[str]) -> Iterator[str]:

@@ -4,11 +4,15 @@ Files of the attempt decide, never srun's exit code: if a rank exits with 4 srun
 if a node dies it may be 0 (SLURM 22.05).
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from launch.records import PRETRAIN, append_history, history
+from launch.records import FOLDER, PRETRAIN, append_history, history, newest_checkpoint
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FAILED_RETRY,
@@ -17,6 +21,18 @@ from pipeline.errors import (
     EXIT_STOPPED,
 )
 from pipeline.runtime.run_folder import RunFolder
+
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+EXIT_FULL = errno.ENOSPC
+"""Exit code of a job that ends because the disk of its run is full, or a quota is used up."""
+TO_REQUEUE_S = 20
+"""Time before a job's end that is kept to requeue it: no wait for storage goes on longer."""
+_NOT_STARTED = (126, 127)
+"""What a shell says of a command that may not be run, or is not there."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -29,13 +45,13 @@ class Attempt:
     nodes: tuple[str, ...]
     before: str | None
     """Newest checkpoint when the attempt began."""
-    after: str | None
-    """Newest checkpoint when it ended."""
-    codes: tuple[int, ...]
-    """Exit codes that ranks left behind; a rank that was killed left none."""
     ranks: int
     """Number of ranks that were started."""
-    is_done: bool
+    after: str | None = None
+    """Newest checkpoint when it ended."""
+    codes: tuple[int, ...] = ()
+    """Exit codes that ranks left behind; a rank that was killed left none."""
+    is_done: bool = False
     """Whether the run is complete."""
     at_limit: bool = False
     """Whether SLURM announced the end of the job's time."""
@@ -51,6 +67,27 @@ class Limits:
     """Largest number of restarts of one job."""
     without_progress: int
     """Largest number of attempts in a row without a new checkpoint."""
+    time: str = ""
+    """The time limit of the job, as the profile has it."""
+
+
+class Patience:
+    """The time for which storage may fail before a verdict is given without it."""
+
+    def __init__(self, patience_s: float = 0.0, job_ends_unix_s: float | None = None) -> None:
+        """Begin now; a job that ends before that has its last seconds left to be requeued."""
+        left_s = patience_s
+        if job_ends_unix_s is not None:
+            left_s = min(patience_s, max(0.0, job_ends_unix_s - time.time() - TO_REQUEUE_S))
+        self.patience_s = patience_s
+        self.is_cut = left_s < patience_s
+        """Whether the end of the job's time cuts it short."""
+        self._end_s = time.monotonic() + left_s
+
+    @property
+    def left_s(self) -> float:
+        """What is left of it; 0 or below once it has ended."""
+        return self._end_s - time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -70,7 +107,7 @@ def exit_codes(run_dir: Path, job: str) -> tuple[int, ...]:
         for path in sorted(RunFolder(run_dir).exits(job).glob("rank-*"))
     ]
     # A full disk leaves an empty file.
-    return tuple(int(text) if text else EXIT_FAILED_RETRY for text in texts)
+    return tuple(int(text) if text.isdecimal() else EXIT_FAILED_RETRY for text in texts)
 
 
 def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
@@ -78,6 +115,13 @@ def is_done(kind: str, run_dir: Path, codes: Sequence[int], ranks: int) -> bool:
     if kind == PRETRAIN:
         return RunFolder(run_dir).done.exists()
     return list(codes) == [EXIT_FINISHED] * ranks
+
+
+def read_end(begun: Attempt, kind: str, run_dir: Path) -> Attempt:
+    """Fill in what the files of an attempt say of its end."""
+    codes = exit_codes(run_dir, f"{begun.job}.{begun.restart}")
+    done = is_done(kind, run_dir, codes, begun.ranks)
+    return replace(begun, after=newest_checkpoint(run_dir), codes=codes, is_done=done)
 
 
 def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) -> Decision:
@@ -104,9 +148,10 @@ def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) 
     if misses >= limits.without_progress:
         return _give_up(
             f"{misses} attempts in a row without a new checkpoint (max_attempts_without_progress="
-            f"{limits.without_progress}); the last {how}; {newest}; see {run_dir}/logs"
+            f"{limits.without_progress}); the last {how}{_limit_text(attempt, limits)}; {newest}; "
+            f"see {run_dir}/logs"
         )
-    return Decision("requeue", EXIT_PREEMPTED, f"the attempt {how}; {newest}")
+    return _again(f"the attempt {how}; {newest}")
 
 
 def is_miss(attempt: Attempt) -> bool:
@@ -120,20 +165,104 @@ def is_miss(attempt: Attempt) -> bool:
     return attempt.at_limit or not _has_saved(attempt)
 
 
-def end_attempt(attempt: Attempt, limits: Limits, run_dir: Path) -> Decision:
-    """Decide, and append the decision to the run's history."""
+def verdict(
+    begun: Attempt, kind: str, limits: Limits, run_dir: Path, patience: Patience
+) -> Decision:
+    """Read how an attempt ended and decide, waiting for storage that fails."""
+    try:
+        attempt = patiently(lambda: read_end(begun, kind, run_dir), patience)
+    except OSError as error:
+        return _storage_failed(error, run_dir, patience, may_again=begun.restart < limits.restarts)
+    return end_attempt(attempt, limits, run_dir, patience)
+
+
+def end_attempt(
+    attempt: Attempt, limits: Limits, run_dir: Path, patience: Patience | None = None
+) -> Decision:
+    """Decide, and append the decision to the run's history if storage lets it.
+
+    The verdict comes first. Only an attempt without progress that would be followed by another must
+    be recorded: one that is not counted would be repeated forever.
+    """
+    none = Patience()
+    patience = patience or none
+    decision = decide(attempt, 0, limits, run_dir)
+    try:
+        if decision.word == "requeue":
+            misses = patiently(lambda: _misses(attempt, run_dir), patience)
+            decision = decide(attempt, misses, limits, run_dir)
+        record = {**asdict(attempt), "miss": is_miss(attempt)}
+        record |= {"decision": decision.word, "reason": decision.reason}
+        waits = patience if decision.word == "requeue" else none
+        patiently(lambda: append_history(run_dir, record), waits)
+    except OSError as error:
+        logger.warning("the end of the attempt could not be recorded: %s", error)
+        if decision.word == "requeue" and is_miss(attempt):
+            may_again = attempt.restart < limits.restarts
+            return _storage_failed(error, run_dir / FOLDER, patience, may_again=may_again)
+    return decision
+
+
+def patiently(action: Callable[[], _T], patience: Patience) -> _T:
+    """Do something with files, and again while storage fails.
+
+    Raises:
+        OSError: the disk is full, which waiting does not cure, or patience has ended.
+    """
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            left_s = patience.left_s
+            if error.errno in _FULL or left_s <= 0:
+                raise
+            logger.warning("storage fails, trying again for %.0f s: %s", left_s, error)
+            time.sleep(min(_WAIT_S, left_s))
+
+
+def _storage_failed(error: OSError, path: Path, patience: Patience, *, may_again: bool) -> Decision:
+    """Return the verdict where storage failed for too long; the path is for errors without one.
+
+    A wait that the end of the job's time cut short goes on in the next start, if the job may have
+    one.
+    """
+    where = f"{error.filename or path}: {error.strerror}"
+    if error.errno in _FULL:
+        how = f"{where}: free space or inodes there, or raise the quota"
+        return Decision("failed", EXIT_FULL, f"{how}; then `python -m launch resume` continues")
+    if patience.is_cut and may_again:
+        return _again(f"{where}: storage fails, and the time limit is near")
+    return _give_up(
+        f"{where}, for {patience.patience_s:.0f} s (storage_patience_s of the cluster profile): "
+        "storage fails; when it is back, `python -m launch resume` continues"
+    )
+
+
+def _misses(attempt: Attempt, run_dir: Path) -> int:
+    """Count the attempts in a row, before this one and of its job, that made no progress."""
     misses = 0
     for line in reversed(history(run_dir)):
         # Where preflight ended the attempt, the ranks did not start.
-        if line["job"] != attempt.job or line["miss"] is None:
+        if line.get("job") != attempt.job or line.get("miss") is None:
             continue
         if not line["miss"]:
             break
         misses += 1
-    decision = decide(attempt, misses, limits, run_dir)
-    verdict = {"decision": decision.word, "reason": decision.reason}
-    append_history(run_dir, {**asdict(attempt), "miss": is_miss(attempt), **verdict})
-    return decision
+    return misses
+
+
+def _limit_text(attempt: Attempt, limits: Limits) -> str:
+    if not attempt.at_limit:
+        return ""
+    value = f" ({limits.time})" if limits.time else ""
+    return (
+        f" because the time limit{value} was near: raise time_limit of the cluster profile, or "
+        "save more often (checkpoint.every_steps)"
+    )
+
+
+def _again(reason: str) -> Decision:
+    return Decision("requeue", EXIT_PREEMPTED, reason)
 
 
 def _give_up(reason: str) -> Decision:
@@ -147,6 +276,12 @@ def _has_saved(attempt: Attempt) -> bool:
 def _how_it_ended(attempt: Attempt) -> str:
     if _has_saved(attempt):
         return "saved and stopped, as asked"
+    if attempt.step_code in _NOT_STARTED and not attempt.codes:
+        return (
+            f"could not start any rank (srun: {attempt.step_code}, which is how shells say that a "
+            "program is missing or may not be run; see above, and correct python, container or "
+            "setup of the cluster profile)"
+        )
     return f"ended with {_codes_text(attempt.codes, attempt.ranks)}" + (
         f" (srun: {attempt.step_code})" if attempt.step_code is not None else ""
     )

@@ -148,7 +148,7 @@ def _state_of(report: RunReport) -> tuple[State, str]:
         return "unknown", report.queue_problem
     if job.is_alive:
         return ("waiting" if job.is_waiting else "running"), job.reason
-    last = decision(report, job)
+    last = decision(report, job.job)
     if last:
         word: State = last["decision"]
         return word, str(last["reason"])

@@ -11,14 +11,21 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from launch.decide import Attempt, Limits, end_attempt, exit_codes, is_done
+from launch.decide import Attempt, Limits, end_attempt, read_end
 from launch.records import newest_checkpoint
 from launch.tell import tell
-from pipeline.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_STOPPED, ConfigError
+from pipeline.errors import (
+    EXIT_FAILED_DO_NOT_RETRY,
+    EXIT_FAILED_RETRY,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    EXIT_STOPPED,
+    ConfigError,
+)
 from pipeline.runtime import env
 from pipeline.runtime.env import RUN_DIR_VARIABLE, START_VARIABLE
 from pipeline.runtime.run_folder import RunFolder, record_exit
@@ -48,17 +55,9 @@ def run_local(words: list[str], kind: str, run_dir: Path, num_ranks: int, limits
         before = newest_checkpoint(run_dir)
         start = f"{job}.{restart}"
         is_asked = _run_ranks(words, run_dir, num_ranks, start)
-        codes = exit_codes(run_dir, start)
-        attempt = Attempt(
-            job=job,
-            restart=restart,
-            nodes=(socket.gethostname(),),
-            before=before,
-            after=newest_checkpoint(run_dir),
-            codes=codes,
-            ranks=num_ranks,
-            is_done=is_done(kind, run_dir, codes, num_ranks),
-        )
+        nodes = (socket.gethostname(),)
+        begun = Attempt(job=job, restart=restart, nodes=nodes, before=before, ranks=num_ranks)
+        attempt = read_end(begun, kind, run_dir)
         decision = end_attempt(attempt, limits, run_dir)
         has_saved = attempt.codes == (EXIT_PREEMPTED,) * num_ranks
         tell(run_dir, start, decision, goes_on=not (has_saved or is_asked))
@@ -180,6 +179,17 @@ def run_side_by_side(
     if asked and unsaved:
         raise KeyboardInterrupt(f"not all runs had saved: {', '.join(unsaved)}")
     return {**codes, **dict.fromkeys(waiting, EXIT_PREEMPTED)}
+
+
+def worst(codes: Iterable[int]) -> int:
+    """Return the exit code of several runs: finished, or what hinders most.
+
+    A run that cannot go on comes first, then one that failed otherwise, one that a person stopped,
+    and one that saved and waits to be started again.
+    """
+    known = (EXIT_PREEMPTED, EXIT_STOPPED, EXIT_FAILED_RETRY, EXIT_FAILED_DO_NOT_RETRY)
+    given = {code if code in known else EXIT_FAILED_RETRY for code in codes if code}
+    return max(given, key=known.index, default=EXIT_FINISHED)
 
 
 def _start(

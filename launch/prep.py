@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,18 +26,23 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.handover import Intent, submitting
 from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
     CONFIG_FILE,
+    FAILED_MARK,
     PREP_RECORD,
+    PrepSubmission,
     next_number,
     prep_jobs,
     submission_folder,
+    write_prep,
 )
 from launch.script_parts import (
-    REQUEUE,
+    CLOCK,
+    function_lines,
     prep_resources,
     sbatch_lines,
     setup_lines,
@@ -44,7 +50,7 @@ from launch.script_parts import (
     srun_words,
     wrapped,
 )
-from launch.slurm import run_command, sbatch
+from launch.slurm import TooManyJobsError, withheld_line
 from launch.snapshot import snapshot, start_file
 from pipeline.config import strict_yaml
 from pipeline.config.load import to_yaml
@@ -56,7 +62,7 @@ from pipeline.errors import (
     PostnormError,
 )
 from pipeline.runtime.env import module_command
-from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import table
 
 _PARENT_GB = 1
@@ -118,17 +124,25 @@ class PrepJob:
         return (self.folder / PREP_RECORD).parent
 
     @property
+    def marks(self) -> Path:
+        """Folder of the config, where a stage that failed leaves a mark for those after it."""
+        return Path(self.work_dir, self.config_path).parent
+
+    @property
     def mounts(self) -> list[str]:
         """Folders that a container needs; input folders elsewhere are for the profile to mount."""
-        config_folder = str(Path(self.work_dir, self.config_path).parent)
-        return [str(Path(self.work_dir)), config_folder, str(self.folder)]
+        return [str(Path(self.work_dir)), str(self.marks), str(self.folder)]
+
+    def queue_name(self, stage: str) -> str:
+        """Name a stage in the queue."""
+        return f"{self.name}-{stage}"
 
 
 def render_prep(
     plans: Sequence[StagePlan], cluster: ClusterConfig, job: PrepJob
 ) -> list[PrepStage]:
     """Render the scripts of all stages with something left to do, in order. Pure."""
-    stages = []
+    stages: list[PrepStage] = []
     for plan in plans:
         prep = cluster.prep
         # An array task with fewer tasks than cores would leave cores idle.
@@ -139,7 +153,8 @@ def render_prep(
         processes = min(prep.cores, ceil(plan.max_tasks / world))
         hours = _hours(plan, prep, world, processes)
         options = _options(plan, cluster, job, processes)
-        body = _body(plan, cluster, job, world, processes)
+        earlier = [stage.name for stage in stages]
+        body = _body(plan, cluster, job, (world, processes), earlier)
         scripts = []
         for first_rank, indexes in _arrays(world, ranks, prep):
             lines = sbatch_lines({"array": indexes, **options})
@@ -148,11 +163,31 @@ def render_prep(
     return stages
 
 
-def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, processes: int) -> str:
-    """Write the part that all arrays of a stage share."""
+def _body(
+    plan: StagePlan,
+    cluster: ClusterConfig,
+    job: PrepJob,
+    size: tuple[int, int],
+    earlier: Sequence[str],
+) -> str:
+    """Write the part that all arrays of a stage of so many parts and processes share."""
+    world, processes = size
     words = ["data_prep", "run", job.config_path, f"workers={processes}", "--stage", plan.name]
     command = [cluster.python, *job.start, *words, "--world", str(world), "--rank"]
+    names = ",".join(map(job.queue_name, earlier))
+    folder = shlex.quote(str(job.folder))
+    after = _AFTER.format(
+        stages=" ".join(earlier),
+        stage=plan.name,
+        world=world,
+        mark=FAILED_MARK,
+        do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
+    )
+    wait = _WAIT.format(names=shlex.quote(names), folder=folder)
     body = _BODY.format(
+        after=after if earlier else "",
+        wait=wait if earlier else "",
+        mark=FAILED_MARK,
         stage=plan.name,
         world=world,
         command=_in_container(cluster, command, job),
@@ -161,11 +196,11 @@ def _body(plan: StagePlan, cluster: ClusterConfig, job: PrepJob, world: int, pro
         do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
     )
     lines = [
+        CLOCK.format(time_limit=cluster.prep.time_limit_s),
         *setup_lines(cluster),
-        "set -u +e",
-        f"cd {shlex.quote(job.work_dir)} || exit 1",
-        f"logs={shlex.quote(str(job.logs))}",
-        body + REQUEUE,
+        *function_lines(cluster, job.start, job.work_dir),
+        f"logs={shlex.quote(str(job.logs))} marks={shlex.quote(str(job.marks))}",
+        body,
     ]
     return "\n".join(lines)
 
@@ -188,7 +223,7 @@ def _options(
 ) -> dict[str, object]:
     prep = cluster.prep
     return {
-        "job-name": shlex.quote(f"{job.name}-{plan.name}"),
+        "job-name": shlex.quote(job.queue_name(plan.name)),
         "comment": shlex.quote(str(job.folder)),
         "output": f"{slurm_path(str(job.logs))}/%x-%A_%a.log",
         "nodes": 1,
@@ -239,34 +274,61 @@ def _ranges(indexes: Sequence[int]) -> str:
     return ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
+_AFTER = """\
+for before in {stages}; do
+  [ -e "$marks/{mark}$before" ] || continue
+  echo "end: stage {stage}, part $rank of {world}: not started, since stage $before failed: fix" \\
+    "that and submit again"
+  give_up {do_not_retry}
+done
+"""
+
+# Arrays wait for the end of those before (afterany), not for their success: SLURM takes a
+# preemption with a GraceTime for a failure, and would cancel the chain. It may also take one for
+# the end, so that a stage starts too early; data preparation refuses that.
+_WAIT = """\
+  if squeue --me --noheader --name={names} --format=%k | grep -qxF -- {folder}; then
+    echo "requeue: a stage before is still in the queue"; requeue
+  fi
+"""
+
 _BODY = """\
 rank=$((first_rank + SLURM_ARRAY_TASK_ID))
-# An element of an array is requeued by its own name: the last one's id is the whole array's.
-job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 failures_file=$logs/{stage}-$job.failures
-echo "start: stage {stage}, part $rank of {world}, job $job," \\
-  "restart ${{SLURM_RESTART_COUNT:-0}}, node $(hostname)"
-{command} "$rank"
-code=$?
+echo "start: stage {stage}, part $rank of {world}, job $job, restart $restarts, node $(hostname)"
+give_up() {{
+  put "part $rank of {world}" "$marks/{mark}{stage}"
+  exit "$1"
+}}
+{after}part() {{
+  {command} "$rank"
+  code=$?
+}}
+part
+case $code in 126|127) ready; part ;; esac
 if [ "$code" = {finished} ]; then
   rm -f "$failures_file"
   echo "end: done"; exit 0
 elif [ "$code" = {do_not_retry} ]; then
-  echo "end: stage {stage}, part $rank of {world}: trying again is no use, see the message" \\
-    "above; mend it and submit again"
-  exit {do_not_retry}
+{wait}  echo "end: stage {stage}, part $rank of {world}: trying again is no use, see the message" \\
+    "above; fix it and submit again"
+  give_up {do_not_retry}
+elif [ "$code" = 126 ] || [ "$code" = 127 ]; then
+  echo "end: stage {stage}, part $rank of {world}: exit code $code: the interpreter cannot be" \\
+    "started, see above; correct python, container or setup of the profile"
+  give_up "$code"
 fi
 # scancel, preemption and the time limit end this script too, a moment after what it started.
 sleep 5
 failures=$(( $(cat "$failures_file" 2>/dev/null || echo 0) + 1 ))
-# Where the count cannot be kept, such as on a full disk, the first failure is the last.
-echo "$failures" >"$failures_file" || failures={max_failures}
+storage "$logs" put "$failures" "$failures_file"
 if [ "$failures" -ge {max_failures} ]; then
   echo "end: stage {stage}, part $rank of {world}: exit code $code, failure $failures of" \\
     "{max_failures} (prep.max_failures); what is done stays, submit again to continue"
-  exit 1
+  give_up 1
 fi
 echo "requeue: exit code $code, failure $failures of {max_failures}"
+requeue
 """
 
 
@@ -320,12 +382,22 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
     """Hand all arrays to sbatch, each stage waiting for the one before; return their job ids.
 
     Raises:
-        BusyError: jobs of an earlier submission are still in the queue.
-        SubmitError: sbatch failed; jobs submitted until then are cancelled.
+        BusyError: jobs of an earlier submission are still in the queue, or another process is
+            submitting at this moment.
+        SlurmError: sbatch failed; jobs submitted until then are cancelled.
     """
+    folder = draft.job.folder
+    with submitting(folder / "work", folder, lambda: _all(prep_jobs(folder))) as intent:
+        return _submit(draft, intent)
+
+
+def _submit(draft: PrepDraft, intent: Intent) -> dict[str, list[str]]:
     _refuse_twice(draft)
     draft.job.logs.mkdir(parents=True, exist_ok=True)
-    draft.folder.mkdir(parents=True)
+    try:
+        draft.folder.mkdir(parents=True)
+    except FileExistsError:
+        raise BusyError(f"another submission has just made {draft.folder}; try again") from None
     jobs: dict[str, list[str]] = {}
     before: list[str] = []
     try:
@@ -336,13 +408,29 @@ def submit(draft: PrepDraft) -> dict[str, list[str]]:
             jobs[stage.name] = []
             dependency = [_dependency(before)] if before else []
             for script in stage.scripts:
-                jobs[stage.name].append(sbatch(dependency, script))
+                jobs[stage.name].append(intent.queue(dependency, script))
             before = jobs[stage.name]
-        write_json_atomic(draft.job.folder / PREP_RECORD, {"jobs": jobs})
+        write_prep(draft.job.folder, PrepSubmission(jobs, round(time.time(), 1)))
     except BaseException as error:
-        shutil.rmtree(draft.folder, ignore_errors=True)
-        raise SubmitError(f"{error or type(error).__name__}; {_cancel(_all(jobs))}") from error
+        if intent.withdraw():
+            shutil.rmtree(draft.folder, ignore_errors=True)
+        if isinstance(error, TooManyJobsError):
+            raise TooManyJobsError(f"{error}; {_needs_text(draft)}") from None
+        raise
     return jobs
+
+
+def _needs_text(draft: PrepDraft) -> str:
+    """Say how many jobs a preparation needs, for a site that allows fewer."""
+    parts = {stage.name: stage.num_parts for stage in draft.stages}
+    listed = ", ".join(f"{name} {number:,}" for name, number in parts.items())
+    return (
+        f"if the limit is on jobs: the preparation needs {sum(parts.values()):,} in the queue, "
+        f"since each array task counts as one ({listed}), beside other jobs of yours: lower "
+        f"prep.array_tasks={draft.cluster.prep.array_tasks}, which makes array tasks longer, or "
+        "wait until other jobs have ended (`sacctmgr show qos format=name,maxsubmitjobsperuser` "
+        "and `sacctmgr show assoc user=$USER format=account,maxsubmitjobs` show the limits)"
+    )
 
 
 def dry_run_text(draft: PrepDraft) -> str:
@@ -350,6 +438,7 @@ def dry_run_text(draft: PrepDraft) -> str:
     lines = [
         "#!/bin/bash",
         "set -e",
+        withheld_line(),
         f"# would write {draft.folder} ({CONFIG_FILE}, {CLUSTER_FILE}) and the code beside it",
         f"mkdir -p {shlex.quote(str(draft.job.logs))}",
     ]
@@ -404,7 +493,7 @@ def _ask_data_prep(command: str, config_path: str, arguments: Sequence[str]) -> 
 
 def _refuse_twice(draft: PrepDraft) -> None:
     """Refuse a second chain: two would redo and overwrite each other's tasks."""
-    left = still_queued(_all(prep_jobs(draft.job.folder) or {}))
+    left = still_queued(_all(prep_jobs(draft.job.folder)))
     if left:
         raise BusyError(
             f"jobs of an earlier submission are still in the queue: {' '.join(left)}; wait for "
@@ -418,18 +507,7 @@ def _code_folder(folder: Path) -> Path:
 
 
 def _dependency(jobs: Sequence[str]) -> str:
-    return f"--dependency=afterok:{':'.join(jobs)}"
-
-
-def _cancel(jobs: list[str]) -> str:
-    """Cancel jobs and say what became of them."""
-    if not jobs:
-        return "nothing was submitted"
-    try:
-        run_command(["scancel", *jobs])
-    except PostnormError as error:
-        return f"cancelling failed, do it by hand: scancel {' '.join(jobs)} ({error})"
-    return f"the jobs submitted before it were cancelled: {' '.join(jobs)}"
+    return f"--dependency=afterany:{':'.join(jobs)}"
 
 
 def _all(jobs: dict[str, list[str]]) -> list[str]:

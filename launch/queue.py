@@ -11,8 +11,8 @@ says so, and as ours only if it carries the comment that it was submitted with.
 Every question fails as `run_command` does where SLURM does not exist or does not answer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.slurm import NoSlurmError, SlurmError, run_command
@@ -215,31 +215,43 @@ def _from_squeue(line: str) -> JobFacts:
 def _accounted(job: str, strange: str, submitted_unix_s: float | None) -> JobFacts:
     """Ask accounting, if the site has it and it saw the job's end."""
     try:
-        # With --duplicates sacct prints one line for each start.
-        command = ["sacct", "--allocations", "--duplicates", "--noheader", "--parsable2"]
-        output = run_command([*command, f"--jobs={job}", f"--format={','.join(_SACCT)}"])
+        found = accounted([job], submitted_unix_s)
     except PostnormError as error:
         why = "and accounting does not answer"
         if "accounting storage is disabled" in str(error) or isinstance(error, NoSlurmError):
             why = "and there is no accounting"
         return JobFacts(job, job, UNKNOWN, "", f"{strange}, {why}")
-    lines = [
-        dict(zip(_SACCT, line.split("|", len(_SACCT) - 1), strict=True))
-        for line in output.splitlines()
-        if line.strip()
-    ]
-    earliest_s = (submitted_unix_s or 0.0) - _ID_REUSED_S
-    lines = [line for line in lines if (_time(line["Submit"]) or earliest_s) >= earliest_s]
-    if not lines:
+    if not found:
         return JobFacts(job, job, UNKNOWN, "", f"{strange}, nor does accounting")
+    last = found[-1]
+    if not last.is_ended:
+        said = f"{strange}; accounting says {last.state}, which is old"
+        return JobFacts(job, job, UNKNOWN, "", said)
+    return replace(last, job=job, array=job.partition("_")[0])
+
+
+def accounted(jobs: Sequence[str], submitted_unix_s: float | None) -> list[JobFacts]:
+    """List what accounting knows of `jobs` since their submission; arrays element-wise."""
+    # With --duplicates sacct prints one line for each start.
+    command = ["sacct", "--allocations", "--duplicates", "--noheader", "--parsable2"]
+    output = run_command([*command, f"--jobs={','.join(jobs)}", f"--format={','.join(_SACCT)}"])
+    earliest_s = (submitted_unix_s or 0.0) - _ID_REUSED_S
+    starts: dict[str, list[dict[str, str]]] = {}
+    for text in output.splitlines():
+        if text.strip():
+            line = dict(zip(_SACCT, text.split("|", len(_SACCT) - 1), strict=True))
+            if (_time(line["Submit"]) or earliest_s) >= earliest_s:
+                starts.setdefault(line["JobID"], []).append(line)
+    return [_from_sacct(lines) for lines in starts.values()]
+
+
+def _from_sacct(lines: Sequence[Mapping[str, str]]) -> JobFacts:
+    """Read the lines of all starts of a job, oldest first."""
     last = lines[-1]
-    state = last["State"].partition(" ")[0]  # such as `CANCELLED by 1000`
-    if state not in ENDED:
-        return JobFacts(job, job, UNKNOWN, "", f"{strange}; accounting says {state}, which is old")
     return JobFacts(
-        job=job,
-        array=job.partition("_")[0],
-        state=state,
+        job=last["JobID"],
+        array=last["JobID"].partition("_")[0],
+        state=last["State"].partition(" ")[0],  # such as `CANCELLED by 1000`
         source="sacct",
         reason=_text(last["Reason"]),
         partition=_text(last["Partition"]),

@@ -4,14 +4,19 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.manifest import FOLDER as CHECKPOINTS
 from pipeline.checkpoints.manifest import LATEST_FILE
 from pipeline.errors import DataError
-from pipeline.runtime.files import AppendedFile, read_json_lines, write_atomic
+from pipeline.runtime.files import (
+    AppendedFile,
+    read_json_lines,
+    write_atomic,
+    write_json_atomic,
+)
 from pipeline.runtime.run_folder import RunFolder
 
 PRETRAIN, EVALUATE, PROGRAM = "pretrain", "evaluate", "program"
@@ -29,10 +34,17 @@ CODE_FOLDER = "code"
 """Beside the submissions: copies of the code, by hash."""
 HISTORY_FILE = "history.jsonl"
 """One line for each attempt that ended in a decision."""
+CANCELLED = "cancelled"
+LAST_DECISIONS = ("finished", "stopped", "failed", CANCELLED)
+"""Decisions in the history after which a job does not go on."""
 EXCLUDED_FILE = "excluded"
 """Names of nodes that the run must not get again."""
+SWEEP_RECORD = "sweep.json"
+"""In the folder of a sweep: its verb, what it compares, and the overrides of its runs."""
 PREP_RECORD = Path("work", "logs", "submitted.json")
-"""In a dataset folder: ids of the jobs of each stage."""
+"""In a dataset folder: its last submission."""
+FAILED_MARK = "failed-"
+"""With the name of a stage, in the folder of a preparation's submission: which part failed."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +133,64 @@ def excluded_nodes(run_dir: Path) -> list[str]:
     return path.read_text().split() if path.is_file() else []
 
 
-def prep_jobs(output_dir: Path) -> dict[str, list[str]] | None:
-    """Read the jobs of each stage of a data preparation; None if it was never submitted."""
+@dataclass(frozen=True)
+class PrepSubmission:
+    """The last submission of a data preparation."""
+
+    jobs: dict[str, list[str]]
+    """Ids of the arrays of each stage."""
+    submitted_unix_s: float | None = None
+    cancelled_unix_s: float | None = None
+    """When `launch cancel` ended what was in the queue of it; None if it did not."""
+
+
+def write_prep(output_dir: Path, submission: PrepSubmission) -> None:
+    """Record the submission of a data preparation."""
+    write_json_atomic(output_dir / PREP_RECORD, asdict(submission))
+
+
+def read_prep(output_dir: Path) -> PrepSubmission | None:
+    """Read the last submission of a data preparation; None if it was never submitted."""
     path = output_dir / PREP_RECORD
     try:
-        jobs = json.loads(path.read_bytes())["jobs"]
-        return {str(stage): [str(job) for job in jobs[stage]] for stage in jobs}
+        found = json.loads(path.read_bytes())
+        jobs = {str(stage): [str(job) for job in ids] for stage, ids in found["jobs"].items()}
+        times = [found.get("submitted_unix_s"), found.get("cancelled_unix_s")]
+        return PrepSubmission(
+            jobs, *(None if unix_s is None else float(unix_s) for unix_s in times)
+        )
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is not a record of submitted jobs ({type(error).__name__}: {error}): remove "
             "it when `squeue --me` shows none of the preparation's jobs, and submit again"
         ) from None
+
+
+def prep_jobs(output_dir: Path) -> dict[str, list[str]]:
+    """Read the jobs of each stage of a data preparation; none if it was never submitted."""
+    found = read_prep(output_dir)
+    return found.jobs if found else {}
+
+
+def sweep_record(folder: Path) -> dict[str, Any]:
+    """Read the record of a sweep: `verb`, `metric`, and the overrides of `runs` by name."""
+    path = folder / SWEEP_RECORD
+    try:
+        found = json.loads(path.read_bytes())
+        verb, metric, runs = str(found["verb"]), dict(found["metric"]), dict(found["runs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a record of a sweep ({type(error).__name__}: {error}); remove it and "
+            "submit the sweep again, which changes no run"
+        ) from None
+    return {"verb": verb, "metric": metric, "runs": runs}
+
+
+def is_sweep(folder: Path) -> bool:
+    """Say whether a folder is that of a sweep."""
+    return (folder / SWEEP_RECORD).is_file()
 
 
 def is_run(folder: Path) -> bool:

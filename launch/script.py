@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import ClusterConfig
+from launch.decide import EXIT_FULL
 from launch.records import EXCLUDED_FILE, FOLDER, PRETRAIN
 from launch.script_parts import (
-    REQUEUE,
+    CLOCK,
+    function_lines,
+    rank_options,
     sbatch_lines,
     sbatch_resources,
     setup_lines,
@@ -68,37 +71,52 @@ class Job:
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Render a job script. Pure."""
     start = _START.format(
-        launch_folder=FOLDER, excluded=EXCLUDED_FILE, launcher=_launcher(job, cluster)
+        launcher=_launcher(job, cluster), mounts=" ".join(map(shlex.quote, job.mounts))
     )
     decide_options = (
         f"--kind {job.kind} --ranks {cluster.num_ranks} --max-restarts {cluster.max_restarts} "
-        f"--max-attempts {cluster.max_attempts_without_progress}"
+        f"--max-attempts {cluster.max_attempts_without_progress} "
+        f"--time-limit {cluster.time_limit} --patience {cluster.storage_patience_s}"
     )
     ranks = _RANKS.format(command=_words(job, cluster, job.words, gpus=True))
     attempt = _ATTEMPT.format(
         decide_options=decide_options,
         max_restarts=cluster.max_restarts,
+        max_attempts=cluster.max_attempts_without_progress,
+        full=EXIT_FULL,
+        python=shlex.quote(cluster.python),
         finished=EXIT_FINISHED,
         do_not_retry=EXIT_FAILED_DO_NOT_RETRY,
         stopped=EXIT_STOPPED,
         again=EXIT_PREEMPTED,
         patience=cluster.stop_before_end_s - _SECONDS_TO_REQUEUE,
-        ranks=_step(job, cluster, ranks),
+        ranks=f"{rank_options(cluster)} {_step(job, cluster, ranks)}".strip(),
+    )
+    folders = _FOLDERS.format(launch_folder=FOLDER, excluded=EXCLUDED_FILE)
+    exclude = f"{cluster.exclude}," if cluster.exclude else ""
+    accuse = _ACCUSE.format(
+        exclude=exclude,
+        max_excluded=cluster.max_excluded_nodes,
+        max_restarts=cluster.max_restarts,
+        work_dir=shlex.quote(job.work_dir),
+        timeout=_SRUN_S,
     )
     parts = [
         "#!/bin/bash",
         *sbatch_lines(_options(job, cluster)),
         "",
         _TRAP,
+        CLOCK.format(time_limit=cluster.time_limit_s),
         *setup_lines(cluster),
-        "set -u +e",
-        f"cd {shlex.quote(job.work_dir)} || exit 1",
         *_run_dir(job),
         f'export {RUN_DIR_VARIABLE}="$run_dir"',
+        folders,
+        accuse,
+        *function_lines(cluster, job.start, job.work_dir, '  accuse "$1"\n'),
         start,
         *_preflight(job, cluster),
         attempt,
-        _REQUEUE_WITHOUT.format(exclude=f"{cluster.exclude}," if cluster.exclude else "") + REQUEUE,
+        _REQUEUE_WITHOUT.format(exclude=exclude),
     ]
     return "\n".join(parts)
 
@@ -146,7 +164,8 @@ def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
         inner = _RANKS.format(command=f'{command} --records "$1" --nodes "$2"')
         measure.append(
             _MEASURE.format(
-                timeout=_BANDWIDTH_S + _SRUN_S, ranks=f"{_step(job, cluster, inner)} bandwidth"
+                timeout=_BANDWIDTH_S + _SRUN_S,
+                ranks=f"{rank_options(cluster)} {_step(job, cluster, inner)} bandwidth",
             )
         )
     return [
@@ -199,18 +218,40 @@ _TRAP = """\
 asked_to_stop=0 go=1 step= asking=
 trap 'asked_to_stop=1; ask_ranks 2>/dev/null || :' USR1"""
 
+_FOLDERS = """\
+launch_dir=$run_dir/{launch_folder}
+excluded=$launch_dir/{excluded}
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')"""
+
+_ACCUSE = """\
+# A path that another node of the job reaches is this node's fault: that one notes this one, which
+# the job goes on without.
+accuse() {{
+  local this=${{SLURMD_NODENAME:-$(hostname -s)}} other= node bad
+  for node in $nodes; do [ "$node" = "$this" ] || other=$node; done
+  [ -n "$other" ] && [ "$restarts" -lt {max_restarts} ] || return
+  bad=$(timeout --kill-after=10 {timeout} srun --overlap --chdir=/ --nodes=1 --ntasks=1 \\
+    --nodelist="$other" bash -c 'cd "$1" && ls -d "$2" >/dev/null && mkdir -p "${{3%/*}}" || exit
+      [ "$4" -gt 0 ] || rm -f "$3"
+      [ "$(cat "$3" 2>/dev/null | wc -l)" -lt {max_excluded} ] || exit
+      echo "$5" >>"$3" && paste -sd, "$3"
+    ' bash {work_dir} "$1" "$excluded" "$restarts" "$this") || return
+  echo "requeue: bad node $this: $1: $said; node $other reaches it"
+  without={exclude}$bad
+  requeue
+}}"""
+
 _START = """\
-restarts=${{SLURM_RESTART_COUNT:-0}}
-job=$SLURM_JOB_ID
-# An element of an array is requeued by its own name: the last one's id is the whole array's.
-[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
 export MASTER_ADDR=${{nodes%% *}} MASTER_PORT
 # Below 32768, where Linux takes the ports of outgoing connections from.
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
-launch_dir=$run_dir/{launch_folder}
-excluded=$launch_dir/{excluded}
-mkdir -p "$launch_dir"
+storage "$run_dir" mkdir -p "$launch_dir"
+for folder in {mounts}; do storage "$folder" ls -d "$folder"; done
+# Attempts of this job in a row of which no verdict is known: that is counted here, whatever fails.
+unjudged=0
+{{ read -r of count <"$launch_dir/unjudged"; }} 2>/dev/null
+[ "${{of:-}}" = "$job" ] && [[ ${{count:-}} =~ ^[0-9]+$ ]] && unjudged=$count
+storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
 # Submitted by a person: other nodes may be bad by now.
 [ "$restarts" -gt 0 ] || rm -f "$excluded"
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
@@ -278,28 +319,42 @@ ask_ranks() {{
   done && echo "ranks do not stop: killing them" && kill -KILL "$step" &
   asking=$!
 }}
+decide() {{
+  launcher decide "$run_dir" {decide_options} \\
+    --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \\
+    --asked-to-stop "$asked_to_stop" --step-code "$code" --job-ends "$end_s"
+  verdict=$?
+}}
 if [ "$go" = 1 ]; then
   run_ranks &
   step=$!
   [ "$asked_to_stop" = 0 ] || ask_ranks 2>/dev/null
   await "$step"
   [ -z "$asking" ] || kill "$asking" 2>/dev/null
-  launcher decide "$run_dir" {decide_options} \\
-    --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \\
-    --asked-to-stop "$asked_to_stop" --step-code "$code"
-  verdict=$?
+  ready; decide
+  case $verdict in 126|127) ready; decide ;; esac
   case $verdict in
-    {finished}|{do_not_retry}|{stopped}) exit "$verdict" ;;
-    {again}) ;;
+    {finished}|{do_not_retry}|{stopped}|{full}) exit "$verdict" ;;
+    {again}) unjudged=0 ;;
+    126|127)
+      echo "end: the launcher cannot be started (exit code $verdict), see above:" {python} \\
+        "is missing or may not be run; correct python, container or setup of the profile"
+      exit "$verdict" ;;
     *)
-      echo "no verdict (exit code $verdict): trying again while restarts last"
-      if [ "$restarts" -ge {max_restarts} ]; then
-        echo "end: not done after $restarts restarts (max_restarts)"; exit 1
-      fi ;;
+      unjudged=$((unjudged + 1))
+      echo "no verdict (exit code $verdict), attempt $unjudged of {max_attempts} in a row" ;;
   esac
+  storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
+  if [ "$unjudged" -ge {max_attempts} ]; then
+    echo "end: $unjudged attempts in a row came to no verdict (max_attempts_without_progress);" \\
+      "the launcher's message is above"; exit 1
+  elif [ "$unjudged" -gt 0 ] && [ "$restarts" -ge {max_restarts} ]; then
+    echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+  fi
 fi"""
 
 _REQUEUE_WITHOUT = """\
 without=$(paste -sd, "$excluded" 2>/dev/null)
 [ -z "$without" ] || without={exclude}$without
+requeue
 """

@@ -11,33 +11,114 @@ https://github.com/NVIDIA/pyxis.
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from launch.cluster import ClusterConfig, option
+from launch.decide import EXIT_FULL, TO_REQUEUE_S
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
 
-REQUEUE = """\
-# SLURM ends this script once the job is requeued, and changes the excluded nodes only of a job that
-# does not run: the script lives on until it has named them.
-ended=
-trap 'ended=1' TERM
-# The controller may be restarting.
-for try in 1 2 3 4 5 6 7 8 9 10; do
-  if scontrol requeue "$job" || [ -n "$ended" ]; then
-    # Leaving before SLURM says so would count as the end of the job.
-    for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
-    for ((left = 10; left > 0; left--)); do
-      [ -n "${without:-}" ] || break
-      scontrol update jobid="$job" excnodelist="$without" && break
-      sleep 1
-    done
-    exit 0
-  fi
-  sleep 30
-done
-echo "end: the job could not be requeued, submit it again"; exit 1
-"""
-"""Last lines of a script: send job `$job` back to the queue, never to start on nodes `$without`."""
+_STARTERS = {"apptainer": "apptainer", "pyxis": "srun"}
+"""The program that starts a container."""
+
+CLOCK = """\
+# SLURM says when the job ends from version 23.02 on; before, this is late by what its start took.
+printf -v now '%(%s)T' -1
+end_s=${{SLURM_JOB_END_TIME:-$((now + {time_limit}))}}"""
+"""First lines of a script: the end of the job's time, in Unix seconds."""
+
+_FUNCTIONS = """\
+restarts=${{SLURM_RESTART_COUNT:-0}}
+job=${{SLURM_JOB_ID:-}} without=
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+# Sends the job back to the queue, never to start on nodes $without, and ends this script. SLURM
+# ends it, too, once the job is requeued, and changes the excluded nodes only of a job that does not
+# run: the script lives on until it has named them.
+requeue() {{
+  ended=
+  trap 'ended=1' TERM
+  # The controller may be restarting.
+  for try in 1 2 3 4 5 6 7 8 9 10; do
+    if scontrol requeue "$job" || [ -n "$ended" ]; then
+      # Leaving before SLURM says so would count as the end of the job.
+      for ((left = 300; left > 0; left--)); do [ -z "$ended" ] || break; sleep 1; done
+      for ((left = 10; left > 0; left--)); do
+        [ -n "$without" ] || break
+        scontrol update jobid="$job" excnodelist="$without" && break
+        sleep 1
+      done
+      exit 0
+    fi
+    sleep 30
+  done
+  echo "end: the job could not be requeued, submit it again"; exit 1
+}}
+# Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
+# storage that stays away end the job here, since nothing else could tell. A wait that would not end
+# before the job's time does goes on in its next start.
+storage() {{
+  for ((wait = {patience}; ; wait -= 10)); do
+    said=$(export LC_ALL=C; "${{@:2}}" 2>&1) && return
+    case $said in *"No space left"* | *"quota exceeded"*)
+      echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit {full} ;;
+    esac
+    printf -v now '%(%s)T' -1
+    if [ $((end_s - now)) -lt {to_requeue} ] && [ "$restarts" -lt {max_restarts} ]; then
+      echo "requeue: storage fails, and the time limit is near: $1: $said"; requeue
+    fi
+    [ "$wait" -gt 0 ] || break
+    echo "storage fails, trying again: $1: $said"
+    sleep 10
+  done
+{last_resort}  echo "end: $1: storage failed for {patience} s (storage_patience_s): $said;" \\
+    "submit again later"
+  exit 1
+}}
+put() {{ printf '%s\\n' "$1" >"$2"; }}
+# A path can be read, or is missing from a folder that can: then waiting for storage is no use.
+reach() {{
+  if [ -r "$1" ] || [ -x "$1" ]; then return; fi
+  if [ -e "$1" ] || [ -L "$1" ]; then echo "it cannot be read"; return 1; fi
+  ls "${{1%/*}}/" >/dev/null
+}}
+# Waits for what starts a command, the interpreter or the image and the code: a mount that is gone
+# for a while hides them. Enters the work folder, anew if it was gone, too.
+ready() {{
+  local file
+  for file in {files}; do storage "$file" reach "$file"; done
+  storage {work_dir} cd {work_dir}
+  cd {work_dir} || exit 1
+}}
+set -u +e
+ready"""
+
+
+def function_lines(
+    cluster: ClusterConfig, start: Sequence[str], work_dir: str, last_resort: str = ""
+) -> list[str]:
+    """Write `requeue`, `storage PATH COMMAND`, `put TEXT FILE` and `ready`, which is called first.
+
+    The `start` are the words between the interpreter and a module's name, the `last_resort` lines
+    of `storage` for a path that could not be reached in time.
+    """
+    program = cluster.python
+    if cluster.container.kind != "none":
+        program = cluster.container.image_file or _STARTERS[cluster.container.kind]
+    words = [f'"$(type -P {shlex.quote(program)} || echo /)"']
+    if "/" in program:
+        words = [shlex.quote(str(Path(work_dir, program)))]
+    words += [shlex.quote(word) for word in start if "/" in word]
+    text = _FUNCTIONS.format(
+        patience=cluster.storage_patience_s,
+        full=EXIT_FULL,
+        to_requeue=TO_REQUEUE_S,
+        max_restarts=cluster.max_restarts,
+        last_resort=last_resort,
+        files=" ".join(words),
+        work_dir=shlex.quote(work_dir),
+    )
+    return [text]
 
 
 def sbatch_lines(options: Mapping[str, object]) -> list[str]:
@@ -116,6 +197,16 @@ def sbatch_resources(cluster: ClusterConfig, excluded: Sequence[str] = ()) -> di
 def prep_resources(cluster: ClusterConfig) -> dict[str, object]:
     """List the same options for array tasks of data preparation, which need no GPU nodes."""
     return {"exclude": _exclude(cluster, ()), **dict(map(option, cluster.prep.sbatch))}
+
+
+def rank_options(cluster: ClusterConfig) -> str:
+    """Write the options of srun for a step of all ranks: where they run, and the profile's own."""
+    words = [
+        *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []),
+        *([f"--distribution={cluster.distribution}"] if cluster.distribution else []),
+        *(f"--{word.removeprefix('--')}" for word in cluster.srun),
+    ]
+    return shlex.join(words)
 
 
 def srun_words(cluster: ClusterConfig, mounts: Sequence[str], *, work_dir: str) -> list[str]:

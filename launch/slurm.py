@@ -5,6 +5,7 @@ Measured on 22.05: without a controller each command fails by itself after 9 to 
 """
 
 import logging
+import re
 import shlex
 import subprocess
 import time
@@ -27,8 +28,19 @@ _UNANSWERED = (
     "Connection timed out",
 )
 """With these the request may have reached the controller."""
-# Variables of the user that would change what is printed, or which jobs are meant.
-_STEERING = ("SQUEUE_", "SACCT_", "SCANCEL_")
+# sbatch names the limit (QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit), then the policy,
+# which is the same text for limits on sizes and times.
+_TOO_MANY = re.compile("MaxSubmitJob|job submit limit")
+_ACCESS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""How commands find the controller."""
+# Options of SLURM by another way than the profile; the job, step or group of processes that this
+# shell may itself be in; and what has no meaning beyond this login session.
+_WITHHELD = re.compile(
+    r"(SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SCONTROL|SINFO|SLURM|SLURMD)_.*|"
+    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|POSTNORM_(RUN_DIR|START)|"
+    r"SSH_.*|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|XDG_(SESSION|SEAT|VTNR|RUNTIME).*|"
+    r"DBUS_SESSION_BUS_ADDRESS|WINDOWID|TMUX.*|STY"
+)
 
 
 class NoSlurmError(ConfigError):
@@ -37,6 +49,10 @@ class NoSlurmError(ConfigError):
 
 class SlurmError(PostnormError):
     """SLURM refused what was asked of it."""
+
+
+class TooManyJobsError(SlurmError):
+    """A limit of the site, probably one on jobs in the queue (MaxSubmitJobs)."""
 
 
 class NoAnswerError(SlurmError):
@@ -55,7 +71,8 @@ def run_command(
     """Run a SLURM command and return its output. Times are printed as Unix seconds.
 
     While the controller does not answer it is retried; one that is not `repeatable` only where the
-    controller was not reached at all. sbatch is not repeatable: it may have submitted.
+    controller was not reached at all. sbatch is not repeatable: it may have submitted. The command
+    gets the variables of `passed_on`, so that no option of SLURM among them has an effect.
 
     Raises:
         NoSlurmError: the command does not exist here.
@@ -82,12 +99,28 @@ def run_command(
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
+def passed_on() -> dict[str, str]:
+    """Return the variables of this shell that SLURM's commands get and, by sbatch, a job."""
+    kept_back = set(withheld())
+    return {name: text for name, text in child_environment().items() if name not in kept_back}
+
+
+def withheld() -> list[str]:
+    """List the variables of this shell that a job does not get."""
+    names = sorted(child_environment())
+    return [name for name in names if _WITHHELD.fullmatch(name) and name not in _ACCESS]
+
+
+def withheld_line() -> str:
+    """Say which variables of this shell a job does not get, as a comment of a script."""
+    return f"# not passed on from this shell: {' '.join(withheld()) or 'nothing'}"
+
+
 def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
     """Run once and return exit code, output and message."""
-    environment = {
-        name: value for name, value in child_environment().items() if not name.startswith(_STEERING)
-    }
-    environment["SLURM_TIME_FORMAT"] = "%s"
+    environment = passed_on()
+    if command[0] != "sbatch":  # a job would inherit it, and its own squeue print such times
+        environment["SLURM_TIME_FORMAT"] = "%s"
     try:
         done = subprocess.run(
             command,
@@ -111,6 +144,17 @@ def _run(command: Sequence[str], stdin: str) -> tuple[int, str, str]:
 
 def sbatch(words: Sequence[str], script: str = "") -> str:
     """Submit a script, a file among the words or a text, and return the job's id."""
-    output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
-    # On a site of several clusters sbatch prints id;cluster.
-    return output.strip().partition(";")[0]
+    try:
+        output = run_command(["sbatch", "--parsable", *words], script, repeatable=False)
+    except SlurmError as error:
+        if _TOO_MANY.search(str(error)):
+            raise TooManyJobsError(str(error)) from None
+        raise
+    # On a site of several clusters sbatch prints id;cluster; some sites print lines of their own.
+    job = re.search(r"^(\d+)(;\S+)?$", output, re.MULTILINE)
+    if not job:
+        raise NoAnswerError(
+            f"sbatch printed {output!r}, expected the id of a job: it may have submitted one; see "
+            "`squeue --me`"
+        )
+    return job[1]

@@ -4,29 +4,43 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs, reason_in_words
+from launch.queue import (
+    RUNNING,
+    UNKNOWN,
+    JobFacts,
+    accounted,
+    job_facts,
+    jobs_of,
+    my_jobs,
+    reason_in_words,
+)
 from launch.records import (
+    FAILED_MARK,
     FOLDER,
+    LAST_DECISIONS,
     PREP_RECORD,
     Submission,
     excluded_nodes,
     history,
     newest,
+    next_number,
     prep_jobs,
+    read_prep,
+    submission_folder,
     submissions,
 )
 from launch.slurm import SlurmError
+from pipeline.data.format import INDEX_FILE
 from pipeline.errors import ConfigError
 from pipeline.inspect.status import RunStatus, begin_text, progress_lines, run_status
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import LABEL_WIDTH, Line, Summary, date, duration, short_path, table
 
-_LAST_DECISIONS = ("finished", "stopped", "failed")
-"""Decisions of `launch decide` after which the job script ends."""
 _MAX_STARTS = 5
 
 
@@ -72,6 +86,12 @@ class PrepReport:
     """Elements of the arrays that the queue knows."""
     queue_problem: str
     """Why SLURM could not be asked, or empty."""
+    is_complete: bool = False
+    """Whether the dataset has its index, which is written last."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Stages of which a part failed for good, and which one."""
+    cancelled_unix_s: float | None = None
+    """When `launch cancel` ended its jobs; None if it did not."""
     dataset: dict[str, Any] | None = None
     """How far it is, by its own files; None where only jobs are looked at."""
 
@@ -127,14 +147,39 @@ def own_status(run_dir: Path) -> tuple[RunStatus | None, str]:
 
 
 def prep_report(output_dir: Path) -> PrepReport | None:
-    """Ask SLURM for the jobs of a data preparation; None if none was submitted from there."""
-    stages = prep_jobs(output_dir)
-    if stages is None:
+    """Read the marks of a data preparation, and ask SLURM for its jobs; None if it has none."""
+    record = read_prep(output_dir)
+    if record is None:
         return None
+    elements: list[JobFacts] = []
+    problem = ""
     try:
-        return PrepReport(str(output_dir), stages, prep_elements(output_dir, stages), "")
+        elements = prep_elements(output_dir, record.jobs)
     except (SlurmError, ConfigError) as error:
-        return PrepReport(str(output_dir), stages, [], str(error))
+        problem = str(error)
+    else:
+        known = {facts.array for facts in elements}
+        gone = [job for jobs in record.jobs.values() for job in jobs if job not in known]
+        # The queue forgets jobs some minutes after their end; accounting is not everywhere.
+        with suppress(SlurmError, ConfigError):
+            ended = accounted(gone, record.submitted_unix_s) if gone else []
+            elements += [facts for facts in ended if facts.is_ended]
+    return PrepReport(
+        output_dir=str(output_dir),
+        stages=record.jobs,
+        elements=elements,
+        queue_problem=problem,
+        is_complete=(output_dir / INDEX_FILE).is_file(),
+        failed=_failed_stages(output_dir / "work"),
+        cancelled_unix_s=record.cancelled_unix_s,
+    )
+
+
+def _failed_stages(work: Path) -> dict[str, str]:
+    """Read which part of which stage failed in the last submission of a preparation."""
+    last = submission_folder(work, next_number(work) - 1)
+    marks = sorted(last.glob(f"{FAILED_MARK}*"))
+    return {mark.name.removeprefix(FAILED_MARK): mark.read_text().strip() for mark in marks}
 
 
 def prep_elements(output_dir: Path, stages: dict[str, list[str]]) -> list[JobFacts]:
@@ -156,7 +201,7 @@ def queue_reports() -> list[RunReport | PrepReport]:
 def _queue_report(folder: Path, jobs: list[JobFacts]) -> RunReport | PrepReport | None:
     """Report one folder with jobs in the queue; None if it does not belong to this project."""
     if (folder / PREP_RECORD).exists():
-        return PrepReport(str(folder), prep_jobs(folder) or {}, jobs, "")
+        return PrepReport(str(folder), prep_jobs(folder), jobs, "")
     if not (folder / FOLDER).exists() and folder.exists():
         return None
     newest_first = sorted(jobs, key=lambda facts: facts.submitted_unix_s or 0, reverse=True)
@@ -170,7 +215,9 @@ def headline(report: RunReport) -> str:
         return "pending" if job.is_waiting else job.state.lower()
     if report.is_done:
         return "finished"
-    last = decision(report, job) if job else None
+    # Where SLURM cannot be asked, what the job's script decided is known all the same.
+    ids = [job.job] if job else [one.job for one in newest(report.submissions)[:1]]
+    last = decision(report, ids[0]) if ids else None
     if last:
         return str(last["decision"])
     if job and job.state != UNKNOWN:
@@ -180,10 +227,10 @@ def headline(report: RunReport) -> str:
     return report.run.state if report.run else "not started"
 
 
-def decision(report: RunReport, job: JobFacts) -> dict[str, Any] | None:
-    """Find what the job's script decided at its end; None if it did not come to that."""
-    own = [line for line in report.history if str(line.get("job")) == job.job]
-    if own and own[-1].get("decision") in _LAST_DECISIONS:
+def decision(report: RunReport, job: str) -> dict[str, Any] | None:
+    """Find what a job's script decided at its end; None if it did not come to that."""
+    own = [line for line in report.history if str(line.get("job")) == job]
+    if own and own[-1].get("decision") in LAST_DECISIONS:
         return own[-1]
     return None
 
@@ -206,9 +253,13 @@ def prep_summary(report: PrepReport) -> Summary:
     if report.queue_problem:
         lines.append(("queue", report.queue_problem))
     rows = [("stage", "waiting", "running", "done", "failed", "reason")]
+    is_alive = any(facts.is_alive for facts in report.elements)
     for stage, jobs in report.stages.items():
         of_stage = [facts for facts in report.elements if facts.array in jobs]
-        rows.append((stage, *_counts(of_stage), _prep_reason(of_stage, jobs)))
+        if of_stage and (is_alive or not report.is_complete):
+            rows.append((stage, *_counts(of_stage), _prep_reason(of_stage)))
+        else:
+            rows.append((stage, "-", "-", "-", "-", _prep_mark(report, stage, jobs)))
     config = RunFolder(folder).resolved
     shown = shlex.quote(short_path(str(config))) if config.exists() else "CONFIG"
     lines += [
@@ -216,7 +267,10 @@ def prep_summary(report: PrepReport) -> Summary:
         f"progress: python -m data_prep status {shown}",
         f"logs:     {short_path(str((folder / PREP_RECORD).parent))}",
     ]
-    return Summary(report.output_dir, "data preparation", lines)
+    state = "complete" if report.is_complete else ""
+    if not state and not is_alive:
+        state = "failed" if report.failed else "cancelled" if report.cancelled_unix_s else ""
+    return Summary(report.output_dir, ", ".join(filter(None, ["data preparation", state])), lines)
 
 
 def queue_text(reports: Sequence[RunReport | PrepReport]) -> str:
@@ -253,7 +307,7 @@ def _job_lines(report: RunReport, facts: JobFacts, now_s: float) -> list[str]:
         ended = f", {duration(now_s - facts.end_unix_s)} ago" if facts.end_unix_s else ""
         exit_code = f", exit code {facts.exit_code}" if facts.exit_code not in ("", "0:0") else ""
         reason = f" ({facts.reason})" if facts.reason else ""
-        last = decision(report, facts)
+        last = decision(report, facts.job)
         why = [f"{last['decision']}: {last['reason']}"] if last else []
         return [f"{facts.job} {facts.state}{reason}{where}{ended}{exit_code}{restarts}", *why]
     if facts.is_waiting:
@@ -279,7 +333,7 @@ def _explained(reason: str, job: str) -> str:
 
 def _evidence(report: RunReport, facts: JobFacts) -> str:
     """Say what the run's own files tell of a job that SLURM does not know."""
-    last = decision(report, facts)
+    last = decision(report, facts.job)
     if report.is_done:
         return "the run is finished: it has its done.json"
     if last:
@@ -351,9 +405,18 @@ def _counts(elements: Sequence[JobFacts]) -> tuple[str, str, str, str]:
     return str(waiting), str(len(elements) - waiting - ended), str(done), str(ended - done)
 
 
-def _prep_reason(elements: Sequence[JobFacts], jobs: Sequence[str]) -> str:
-    if not elements:
-        return f"not in the queue (any more): {' '.join(jobs)}"
+def _prep_mark(report: PrepReport, stage: str, jobs: Sequence[str]) -> str:
+    """Say what files tell of a stage whose jobs have ended, or are not known."""
+    if report.is_complete:
+        return "done"
+    if stage in report.failed:
+        return f"failed: {report.failed[stage]}"
+    if report.cancelled_unix_s:
+        return f"cancelled on {date(report.cancelled_unix_s)}"
+    return f"not known to SLURM (any more): {' '.join(jobs)}"
+
+
+def _prep_reason(elements: Sequence[JobFacts]) -> str:
     waiting = Counter(facts.reason for facts in elements if facts.is_waiting and facts.reason)
     if not waiting:
         ends = Counter(facts.state for facts in elements if facts.is_ended)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.handover import Intent, submitting
 from launch.plan import plan
 from launch.queue import still_queued
 from launch.records import (
@@ -33,7 +34,7 @@ from launch.records import (
     submissions,
 )
 from launch.script import Job, render
-from launch.slurm import run_command, sbatch
+from launch.slurm import withheld_line
 from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
@@ -268,11 +269,18 @@ def config_of_resume(run_dir: Path, source: Source) -> PretrainConfig | Mix:
 def submit(draft: Draft) -> str:
     """Copy code and configs, hand the script to sbatch, and return the job's id.
 
-    If sbatch refuses or the copy fails, everything written is removed again.
+    If sbatch refuses or the copy fails, everything written is removed again; it stays where SLURM
+    did not say whether it has the job, which needs it then.
 
     Raises:
-        BusyError: an earlier job of the run is still in the queue.
+        BusyError: an earlier job of the run is in the queue, or another process is submitting it.
     """
+    run_dir = draft.run_dir
+    with submitting(run_dir, run_dir, lambda: [one.job for one in submissions(run_dir)]) as intent:
+        return _submit(draft, intent)
+
+
+def _submit(draft: Draft, intent: Intent) -> str:
     folder, run_dir = draft.folder, draft.run_dir
     refuse_twice(run_dir, draft.job.kind)
     if draft.job.kind == PRETRAIN and RunFolder(run_dir).stop.exists():
@@ -284,7 +292,6 @@ def submit(draft: Draft) -> str:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise BusyError(f"another submission has just made {folder}; try again") from None
-    job: str | None = None
     try:
         (run_dir / "logs").mkdir(exist_ok=True)
         snapshot_for(Path(draft.job.start[0]), run_dir / FOLDER / CODE_FOLDER)
@@ -292,12 +299,11 @@ def submit(draft: Draft) -> str:
             write_atomic(folder / CONFIG_FILE, draft.config.encode())
         write_atomic(folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
         write_atomic(folder / SCRIPT_FILE, draft.script.encode())
-        job = sbatch([str(folder / SCRIPT_FILE)])
+        job = intent.queue([], draft.script, folder / SCRIPT_FILE)
         write_json_atomic(folder / SUBMISSION_FILE, record_of(draft, job))
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        if job is not None:
-            run_command(["scancel", job])
+        if intent.withdraw():
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return job
 
@@ -319,7 +325,7 @@ def dry_run_text(draft: Draft) -> str:
         f"# {draft.code} (code, {git_revision()}), then",
         f"# sbatch {draft.folder / SCRIPT_FILE}, which is:",
     ]
-    return "\n".join([*head, draft.script])
+    return "\n".join([withheld_line(), *head, draft.script])
 
 
 def summary_text(draft: Draft, job: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from launch import control
 from launch.cluster import ClusterConfig
+from launch.handover import Intent, submitting
 from launch.local import run_side_by_side
 from launch.queue import UNKNOWN, JobFacts, jobs_of
 from launch.records import (
@@ -31,13 +32,15 @@ from launch.records import (
     PRETRAIN,
     SCRIPT_FILE,
     SUBMISSION_FILE,
+    SWEEP_RECORD,
     next_number,
     submission_folder,
     submissions,
+    sweep_record,
 )
 from launch.script import RUN, Job, render
 from launch.site import max_array_size
-from launch.slurm import SlurmError, run_command, sbatch
+from launch.slurm import SlurmError, TooManyJobsError, run_command, withheld_line
 from launch.snapshot import snapshot_for, start_file
 from launch.status import RunReport, headline, report_of
 from launch.submit import (
@@ -56,14 +59,8 @@ from pipeline.config.named import find
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.errors import (
-    EXIT_FAILED_DO_NOT_RETRY,
-    EXIT_FAILED_RETRY,
-    EXIT_FINISHED,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
     BusyError,
     ConfigError,
-    DataError,
     PostnormError,
 )
 from pipeline.runtime.env import module_command
@@ -72,7 +69,6 @@ from pipeline.runtime.run_folder import RunFolder
 from pipeline.runtime.summary import Summary, number, table
 from pipeline.tasks.task import TaskConfig, load_task
 
-RECORD_FILE = "sweep.json"
 _RESULT = "result.json"
 _HOME = "sweep"
 _FOLDER_KEY = "folder"
@@ -460,12 +456,21 @@ def submit(draft: SweepDraft) -> str:
     Raises:
         BusyError: the sweep is being submitted at this moment.
     """
+    base = draft.home.parent.parent
+    with submitting(base, draft.folder, lambda: _recorded(draft)) as intent:
+        return _submit(draft, intent)
+
+
+def _recorded(draft: SweepDraft) -> list[str]:
+    return [one.job for run in draft.every for one in submissions(run.folder)]
+
+
+def _submit(draft: SweepDraft, intent: Intent) -> str:
     try:
         draft.home.mkdir(parents=True)
     except FileExistsError:
         raise BusyError(f"another submission has just made {draft.home}; try again") from None
     new = [run.folder for run in draft.runs if not run.folder.exists()]
-    job: str | None = None
     try:
         Path(draft.job.log_dir).mkdir(exist_ok=True)
         snapshot_for(Path(draft.job.start[0]), draft.home.parent / CODE_FOLDER)
@@ -477,15 +482,20 @@ def submit(draft: SweepDraft) -> str:
             one.folder.mkdir(parents=True)
             write_atomic(one.folder / CONFIG_FILE, run.config_file.read_bytes())
             write_atomic(one.folder / CLUSTER_FILE, profile)
-        job = sbatch([*draft.options, str(draft.home / SCRIPT_FILE)])
+        job = intent.queue(draft.options, draft.script, draft.home / SCRIPT_FILE)
         for index, one in enumerate(draft.drafts):
             _record_element(one, draft.job.log_dir, f"{job}_{index}")
         record(draft.sweep, draft.folder, draft.every)
-    except BaseException:
-        for folder in (draft.home, *(one.folder for one in draft.drafts), *new):
-            shutil.rmtree(folder, ignore_errors=True)
-        if job is not None:
-            run_command(["scancel", job])
+    except BaseException as error:
+        if intent.withdraw():
+            for folder in (draft.home, *(one.folder for one in draft.drafts), *new):
+                shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, TooManyJobsError):
+            raise TooManyJobsError(
+                f"{error}; if the limit is on jobs: the sweep needs {len(draft.runs)} in the "
+                "queue, one for each run (`jobs` limits only how many run at once): shorten grid "
+                "or runs for now, and submit the whole file again when these have ended"
+            ) from None
         raise
     _name_elements(draft, job)
     return job
@@ -500,30 +510,11 @@ def write_run(run: Run) -> None:
 
 def record(sweep: SweepConfig, folder: Path, runs: Sequence[Run]) -> None:
     """Add runs to the record of a sweep; those that were in its file earlier stay in it."""
-    path = folder / RECORD_FILE
-    known = read_record(folder)["runs"] if path.is_file() else {}
+    path = folder / SWEEP_RECORD
+    known = sweep_record(folder)["runs"] if path.is_file() else {}
     metric = {"name": sweep.metric.name, "best": sweep.metric.best}
     points = {**known, **{run.name: dict(run.point) for run in runs}}
     write_json_atomic(path, {"verb": sweep.verb, "metric": metric, "runs": points})
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """Read the record of a sweep: `verb`, `metric`, and the overrides of `runs` by name."""
-    path = folder / RECORD_FILE
-    try:
-        found = json.loads(path.read_bytes())
-        verb, metric, runs = str(found["verb"]), dict(found["metric"]), dict(found["runs"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not a record of a sweep ({type(error).__name__}: {error}); remove it and "
-            "submit the sweep again, which changes no run"
-        ) from None
-    return {"verb": verb, "metric": metric, "runs": runs}
-
-
-def is_sweep(folder: Path) -> bool:
-    """Say whether a folder is that of a sweep."""
-    return (folder / RECORD_FILE).is_file()
 
 
 def _record_element(draft: Draft, log_dir: str, job: str) -> None:
@@ -546,6 +537,7 @@ def _name_elements(draft: SweepDraft, job: str) -> None:
 def dry_run_text(draft: SweepDraft) -> str:
     """Show what `submit` would do: the runs and the script."""
     lines = [
+        withheld_line(),
         f"# would write {draft.home}, {len(draft.runs)} run folder(s) in {draft.folder}:",
         *(f"#   {index}  {run.name}" for index, run in enumerate(draft.runs)),
         f"# then {' '.join(['sbatch', *draft.options, str(draft.home / SCRIPT_FILE)])}, which is:",
@@ -589,23 +581,12 @@ def left_lines(what: Todo) -> Iterator[str]:
         yield f"left alone: {name}: {why}"
 
 
-def worst(codes: Iterable[int]) -> int:
-    """Return the exit code of a sweep: finished, or what hinders most.
-
-    A run that cannot go on comes first, then one that failed otherwise, one that a person stopped,
-    and one that saved and waits to be started again.
-    """
-    known = (EXIT_PREEMPTED, EXIT_STOPPED, EXIT_FAILED_RETRY, EXIT_FAILED_DO_NOT_RETRY)
-    given = {code if code in known else EXIT_FAILED_RETRY for code in codes if code}
-    return max(given, key=known.index, default=EXIT_FINISHED)
-
-
 def cancel(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
     """Cancel all jobs of a sweep, an absolute folder; yield what was done.
 
     With `save`, runs that train may first save and end, one after the other.
     """
-    runs = [folder / name for name in read_record(folder)["runs"]]
+    runs = [folder / name for name in sweep_record(folder)["runs"]]
     queued = {run: _queued(run) for run in runs}
     facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
     mine = {run: facts[job] for run, job in queued.items() if job in facts}
@@ -614,13 +595,18 @@ def cancel(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
         yield f"no job of {folder} is in the queue"
         return
     if save:
-        yield from control.cancel_jobs([one.job for one in alive.values() if one.is_waiting])
+        waiting = {run: one for run, one in alive.items() if one.is_waiting}
+        yield from control.cancel_jobs([one.job for one in waiting.values()])
         for run, one in alive.items():
-            if not one.is_waiting:
+            if run in waiting:
+                control.note_cancelled(run, one)
+            else:
                 yield f"{run.relative_to(folder)}:"
                 yield from control.cancel(run, save=True, save_s=save_s)
     else:
         yield from control.cancel_jobs(sorted({one.array for one in alive.values()}, key=int))
+        for run, one in alive.items():
+            control.note_cancelled(run, one)
     yield "submit the same sweep again to continue"
 
 
@@ -640,7 +626,7 @@ class SweepReport:
 
 def sweep_report(folder: Path) -> SweepReport:
     """Look at all runs of a sweep, an absolute folder."""
-    found = read_record(folder)
+    found = sweep_record(folder)
     kind, metric, problem = KINDS[found["verb"]], found["metric"], ""
     jobs = {name: _queued(folder / name) for name in found["runs"]}
     try:

@@ -1,5 +1,6 @@
 """Tells a run's `notify.command` how an attempt ended, which the ranks may not live to tell."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,26 @@ from pipeline.errors import ConfigError
 from pipeline.runtime.notify import FAILED, FINISHED, REQUEUED, STOPPED, Notifier
 from pipeline.runtime.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
 _EVENTS = {"finished": FINISHED, "requeue": REQUEUED, "stopped": STOPPED, "failed": FAILED}
 
 
 def tell(run_dir: Path, job: str, decision: Decision, *, goes_on: bool = True) -> None:
     """Tell of a decision; waits for the command, for at most ten seconds.
 
-    Where a requeued run does not go on by itself, it has stopped.
+    Where a requeued run does not go on by itself, it has stopped. The decision stands where storage
+    fails, and nobody can be told.
     """
     event = _EVENTS[decision.word]
     if event == REQUEUED and not goes_on:
         event = STOPPED
-    notifier = Notifier(_command_of(run_dir), run_dir, job)
-    notifier.send(event, decision.reason)
-    notifier.finish()
+    try:
+        notifier = Notifier(_command_of(run_dir), run_dir, job)
+        notifier.send(event, decision.reason)
+        notifier.finish()
+    except OSError as error:
+        logger.warning("notify.command was not told: %s", error)
 
 
 def _command_of(run_dir: Path) -> str:

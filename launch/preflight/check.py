@@ -68,7 +68,7 @@ def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, nod
     late = f"not done within preflight.timeout_s={cluster.preflight.timeout_s}"
     done = dict(results)  # a thread that was given up may still add to the other
     for name in parts:
-        unfinished = [Finding(f"{name} in time", f"{name}: {late}", "few")]
+        unfinished = [Finding(f"{name} in time", f"{name}: {late}", "all")]
         record.findings += done.get(name, unfinished)
     record.last, record.is_finished = time.time(), True
     write_record(folder, record)
@@ -158,7 +158,7 @@ def check_stage_dir(config: PreflightConfig, stage_dir: str | None) -> list[Find
         folder = Path(env.expand(stage_dir, "data.stage_dir"))
     except ConfigError as error:
         return [Finding("data.stage_dir", str(error), "all")]
-    return check_folder(config, "data.stage_dir", folder, "few")[1]
+    return check_folder(config, "data.stage_dir", folder, "all")[1]
 
 
 def check_limits(config: PreflightConfig) -> list[Finding]:

@@ -69,7 +69,7 @@ def check_gpus(
         listed = [Gpu(*row) for row in _query("gpu", _FIELDS)]
     except _SmiError as error:
         text = f"{error}; expected {num_gpus} GPUs: look at the driver of the node"
-        return [], [Finding("GPUs", text, "few")]
+        return [], [Finding("GPUs", text, "all")]
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     gpus = listed[:num_gpus]  # ranks count from 0
     # Where no cgroup hides the GPUs of other jobs, SLURM names ours in the environment.
@@ -87,7 +87,7 @@ def _misfits(
             f"{len(gpus)} GPUs, expected gpus_per_node={num_gpus}; nvidia-smi lists {num_listed}, "
             "and CUDA_VISIBLE_DEVICES may leave some out"
         )
-        yield Finding("GPU count", text, "few")
+        yield Finding("GPU count", text, "all")
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
         yield Finding("GPU names", f"GPUs differ: {', '.join(names)}", "node")

@@ -82,6 +82,18 @@ class Verdict:
         """Note that a node is bad."""
         self.bad.setdefault(node, []).append(text)
 
+    def spare(self, node: str, proven: Collection[str]) -> None:
+        """Make a problem of what a node was blamed for, and what does not prove that it is bad."""
+        texts = self.bad.pop(node, [])
+        self.problems += [
+            f"{node}: {text}; in a job of one node nothing tells if the node or the profile is "
+            "the cause: if it is the node, add it to exclude of the profile and submit again"
+            for text in texts
+            if text not in proven
+        ]
+        if kept := [text for text in texts if text in proven]:
+            self.bad[node] = kept
+
     def text(self, evidence: Evidence) -> Iterator[str]:
         """Yield a line for each node, then what is wrong, then what follows."""
         header = ("node", "state", "free GB", "GB/s", "GPUs")
@@ -174,7 +186,10 @@ def judge_nodes(
         # None: no attempt of the ranks, which `decide` must not count as one without progress.
         attempt |= {"before": newest, "after": newest, "miss": None, "decision": "requeue"}
         reason = f"preflight: without {', '.join(verdict.bad)}: {texts}"
-        append_history(run_dir, {**attempt, "reason": reason})
+        try:
+            append_history(run_dir, {**attempt, "reason": reason})
+        except OSError as error:
+            verdict.warnings.append(f"the verdict could not be recorded: {error}")
     return verdict
 
 
@@ -195,6 +210,10 @@ def judge(
     _judge_likeness(evidence, verdict)
     _judge_clocks(evidence, config.max_clock_skew_s, verdict)
     _judge_bandwidth(evidence, config, verdict)
+    if len(evidence.nodes) == 1:
+        [node] = evidence.nodes
+        findings = evidence.records[node].findings if node in evidence.records else []
+        verdict.spare(node, {finding.text for finding in findings if finding.blame == "node"})
     out = sorted({*excluded, *verdict.bad})
     if verdict.bad and len(out) > max_excluded:
         verdict.problems.append(
@@ -244,11 +263,7 @@ def _judge_findings(evidence: Evidence, verdict: Verdict) -> None:
             verdict.problems.append(f"found by {node}, and on this node, too: {text}")
         elif finding.block is not None:
             verdict.blame(node, f"only this node reads it so: {text}")
-        elif (
-            having[check] < len(records)
-            or blame == "node"
-            or (len(records) == 1 and blame == "few")
-        ):
+        elif having[check] < len(records) or (len(records) == 1 and blame == "node"):
             verdict.blame(node, text)
         elif (check, text) not in reported:
             reported.add((check, text))

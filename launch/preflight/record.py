@@ -12,10 +12,10 @@ _R = TypeVar("_R")
 STARTED_FILE = "started"
 """In the folder of records: Unix time by the clock of the batch node, before any check."""
 
-Blame = Literal["node", "few", "all"]
-"""Whose fault a finding is. `node`: always the node's, such as a broken GPU. `few`: the node's,
-unless every one of several nodes has it; then another node would have it, too. `all`: as `few`, but
-where a job has one node only it is the config's: nothing tells the two apart."""
+Blame = Literal["node", "all"]
+"""Whose fault a finding is if the job has one node: the node's, such as a broken GPU, or that of
+the config or the site, since nothing tells them apart. Of several nodes it is the node's unless all
+have it: then another node would have it, too."""
 
 
 @dataclass(frozen=True)

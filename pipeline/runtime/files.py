@@ -80,13 +80,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Empty if there is no such file.
     """
-    found = []
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found: list[dict[str, Any]] = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict):
+            found.append(record)
     return found
 
 

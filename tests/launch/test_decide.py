@@ -1,12 +1,13 @@
 """What becomes of a job after an attempt, and that it is written down."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch.decide import Attempt, Limits, decide, end_attempt, exit_codes
+from launch.decide import Attempt, Limits, Patience, decide, end_attempt, exit_codes, patiently
 from launch.records import newest_checkpoint
 
 LIMITS = Limits(restarts=5, without_progress=2)
@@ -107,7 +108,79 @@ def test_files_of_an_attempt(tmp_path: Path) -> None:
     assert exit_codes(tmp_path, "7.1") == ()
 
 
-def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_verdict_does_not_need_its_record(tmp_path: Path) -> None:
+    done = replace(FAILED, codes=(0,) * 4, is_done=True)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "history.jsonl").symlink_to("/dev/full")
+    assert end_attempt(done, LIMITS, tmp_path).word == "finished"
+    assert end_attempt(replace(FAILED, codes=(2,)), LIMITS, tmp_path).word == "failed"
+    assert end_attempt(SAVED, LIMITS, tmp_path).word == "requeue"  # it made progress
+    # One that did not, and cannot be counted, would be repeated forever.
+    found = end_attempt(FAILED, LIMITS, tmp_path)
+    assert (found.word, found.exit_code) == ("failed", 28)
+    assert "No space left on device" in found.reason
+
+
+def test_storage_that_stays_away_ends_the_job_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "launch").touch()  # where the folder has to be
-    with pytest.raises(FileExistsError):
-        end_attempt(FAILED, LIMITS, tmp_path)
+    found = end_attempt(FAILED, LIMITS, tmp_path)
+    assert (found.word, found.exit_code) == ("failed", 2)
+    assert str(tmp_path / "launch") in found.reason
+    assert "storage_patience_s" in found.reason
+
+
+def test_storage_that_comes_back_in_time_is_waited_for(tmp_path: Path) -> None:
+    tries = []
+
+    def action() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(116, "Stale file handle", str(tmp_path))
+        return "read"
+
+    with pytest.raises(OSError, match="Stale"):
+        patiently(action, Patience())
+    assert patiently(action, Patience(0.1)) == "read"
+    with pytest.raises(OSError, match="No space"):
+        patiently(lambda: Path("/dev/full").write_text("x"), Patience(60.0))
+
+
+def test_no_wait_for_storage_passes_the_end_of_the_jobs_time(tmp_path: Path) -> None:
+    (tmp_path / "launch").touch()  # where the folder has to be
+    begun = time.monotonic()
+    found = end_attempt(FAILED, LIMITS, tmp_path, Patience(600, time.time() + 20.5))
+    assert time.monotonic() - begun < 15
+    assert (found.word, found.exit_code) == ("requeue", 75)
+    assert str(tmp_path / "launch") in found.reason
+    assert "storage fails, and the time limit is near" in found.reason
+    # Restarts are limited here, too.
+    last = replace(FAILED, restart=4)
+    limits = replace(LIMITS, restarts=4)
+    assert end_attempt(last, limits, tmp_path, Patience(600, time.time())).word == "failed"
+    assert not Patience(10, time.time() + 60).is_cut
+
+
+def test_ranks_that_cannot_be_started_count_as_an_attempt() -> None:
+    # A mount of one of the nodes may be gone for a while; then its shell says the same.
+    stale = replace(FAILED, codes=(), step_code=127)
+    assert _word(stale) == "requeue"
+    found = decide(stale, 1, LIMITS, RUN)
+    assert found.word == "failed"
+    assert "could not start any rank (srun: 127" in found.reason
+    assert "correct python, container or setup" in found.reason
+
+
+def test_damaged_history_and_exit_codes_do_not_hide_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "history.jsonl").write_bytes(b'{"other": 1}\n\xff\xfe\n[1]\n')
+    (tmp_path / "exit" / "7.0").mkdir(parents=True)
+    (tmp_path / "exit" / "7.0" / "rank-00000").write_text("7x\n")
+    assert exit_codes(tmp_path, "7.0") == (1,)
+    assert end_attempt(FAILED, LIMITS, tmp_path).word == "requeue"
+
+
+def test_the_time_limit_is_named_where_it_ends_a_run(tmp_path: Path) -> None:
+    early = replace(SAVED, before=None, after=None, at_limit=True)
+    limits = replace(LIMITS, time="4:00:00")
+    reason = decide(early, 1, limits, RUN).reason
+    assert "the time limit (4:00:00) was near: raise time_limit of the cluster profile" in reason

@@ -13,18 +13,19 @@ from data_prep.config import PrepConfig
 from data_prep.run import run
 from data_prep.show import plan
 from launch.cluster import ClusterConfig, PrepJobsConfig
+from launch.handover import submitting
 from launch.prep import (
     PrepDraft,
     PrepJob,
     PrepStage,
     StagePlan,
-    SubmitError,
     dry_run_text,
     render_prep,
     submit,
 )
 from launch.records import PREP_RECORD, next_number, submission_folder
 from launch.site import within_site
+from launch.slurm import NoSlurmError, SlurmError
 from pipeline.config.load import load
 from pipeline.errors import BusyError, ConfigError
 from tests.support.fake_slurm import FakeSlurm
@@ -78,13 +79,6 @@ def _parts(script: str) -> tuple[range, int]:
     assert array
     assert first
     return range(int(first[1]), int(first[1]) + int(array[1]) + 1), int(array[2] or 0)
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    made = FakeSlurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", made.environment["PATH"])
-    return made
 
 
 @pytest.mark.parametrize(
@@ -275,9 +269,32 @@ def test_wrong_input_is_not_tried_again(tmp_path: Path, slurm: FakeSlurm) -> Non
 
 
 def test_failure_that_cannot_be_counted_is_the_last(tmp_path: Path, slurm: FakeSlurm) -> None:
-    done = _run_script(_failing(tmp_path, "exit 1"), slurm)  # no log folder, as on a full disk
+    script = _failing(tmp_path, "exit 1")
+    done = _run_script(script, slurm)  # no log folder
     assert done.returncode == 1
+    assert "storage failed for 600 s (storage_patience_s)" in done.stdout.splitlines()[-1]
     assert not slurm.lines("requeued")
+
+
+def test_interpreter_that_is_missing_is_not_tried_again(tmp_path: Path, slurm: FakeSlurm) -> None:
+    script = _failing(tmp_path, "exit 1")
+    (tmp_path / "failing").unlink()
+    done = _run_script(script, slurm)
+    assert done.returncode == 127
+    assert "the interpreter cannot be started" in done.stdout.splitlines()[-1]
+    assert not slurm.lines("requeued")
+
+
+def test_second_chain_at_the_same_moment_is_refused(tmp_path: Path, slurm: FakeSlurm) -> None:
+    draft = _draft(tmp_path, _render())
+    work = draft.job.folder / "work"
+    with submitting(work, draft.job.folder, list), pytest.raises(BusyError, match="at this moment"):
+        submit(draft)
+    assert not slurm.calls
+    submit(draft)
+    # Its draft was made at the same moment, too.
+    with pytest.raises(BusyError, match="another submission has just made"):
+        submit(draft)
 
 
 def test_each_stage_waits_for_all_arrays_of_the_one_before(
@@ -292,7 +309,7 @@ def test_each_stage_waits_for_all_arrays_of_the_one_before(
     assert (draft.folder / "config.yaml").read_text() == draft.config
     assert load(ClusterConfig, draft.folder / "cluster.yaml").config == draft.cluster
     assert len(list((draft.folder.parent / "code").iterdir())) == 1
-    expected = [[], [], [], ["--dependency=afterok:101:102:103"], ["--dependency=afterok:104"]]
+    expected = [[], [], [], ["--dependency=afterany:101:102:103"], ["--dependency=afterany:104"]]
     assert [arguments for arguments, _ in slurm.calls] == [["--parsable", *e] for e in expected]
     assert [script for _, script in slurm.calls] == [s for stage in stages for s in stage.scripts]
 
@@ -311,13 +328,15 @@ def test_dry_run_is_a_script_that_does_the_same(tmp_path: Path, slurm: FakeSlurm
     assert by_dry_run == slurm.calls
 
 
-def test_failing_sbatch_takes_back_what_was_submitted(tmp_path: Path, slurm: FakeSlurm) -> None:
+def test_failing_sbatch_takes_back_what_was_submitted(
+    tmp_path: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
+) -> None:
     (slurm.folder / "fails_at").write_text("104")
-    with pytest.raises(SubmitError) as error:
+    with pytest.raises(SlurmError) as error:
         submit(_draft(tmp_path, _render(array_tasks=2500, cores=1)))
-    assert slurm.calls[-1][0] == ["--parsable", "--dependency=afterok:101:102:103"]
-    assert "violates accounting policy" in str(error.value)
-    assert "were cancelled: 101 102 103" in str(error.value)
+    assert slurm.calls[-1][0] == ["--parsable", "--dependency=afterany:101:102:103"]
+    assert "violates accounting/QOS policy" in str(error.value)
+    assert "cancelled what was submitted until then: job 101 102 103" in caplog.text
     assert slurm.lines("cancelled") == ["101 102 103"]
     assert len(slurm.calls) == 4
     (slurm.folder / "fails_at").unlink()
@@ -338,8 +357,45 @@ def test_without_slurm_the_message_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SubmitError, match=r"sbatch was not found.*nothing was submitted"):
+    with pytest.raises(NoSlurmError, match="sbatch was not found"):
         submit(_draft(tmp_path, _render()))
+
+
+def test_site_that_allows_fewer_jobs_is_told_apart(tmp_path: Path, slurm: FakeSlurm) -> None:
+    said = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed"
+    slurm.add("sbatch", f"echo '{said}: Job violates accounting/QOS policy' >&2; exit 1")
+    needs = r"needs 75 in the queue.*\(ingest 64, dedup 1, shards 10\).* prep\.array_tasks=64"
+    with pytest.raises(SlurmError, match=needs):
+        submit(_draft(tmp_path, _render(cores=1)))
+
+
+def test_stage_that_starts_too_early_waits_and_one_after_a_failure_ends(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    program = tmp_path / "refusing"
+    program.write_text("#!/bin/bash\necho started; exit 2\n")
+    program.chmod(0o755)
+    (tmp_path / "data" / PREP_RECORD).parent.mkdir(parents=True)
+    stages = _render(work_dir=str(tmp_path), cluster={"python": str(program)})
+    ingest, dedup, shards = (stage.scripts[0] for stage in stages)
+    # Of another dataset, whose preparation has the same name.
+    (slurm.folder / "queue").write_text("/elsewhere/data\n")
+    early = _run_script(dedup, slurm).stdout
+    assert early.splitlines()[-1].startswith("end: stage dedup, part 0 of 1: trying again is no")
+    (tmp_path / "failed-dedup").unlink()
+    (slurm.folder / "queue").write_text(f"{tmp_path}/data\n")
+    done = _run_script(dedup, slurm)
+    assert "requeue: a stage before is still in the queue" in done.stdout
+    assert slurm.lines("requeued") == ["requeue 7_0"]
+    assert not (tmp_path / "failed-dedup").exists()
+    (slurm.folder / "queue").write_text("")
+    # The first stage waits for none.
+    assert _run_script(ingest, slurm).returncode == 2
+    for script in (dedup, shards):
+        done = _run_script(script, slurm)
+        assert done.returncode == 2
+        assert "not started, since stage ingest failed" in done.stdout
+        assert "started\n" not in done.stdout
 
 
 def _command(*arguments: str, slurm: FakeSlurm) -> subprocess.CompletedProcess[str]:

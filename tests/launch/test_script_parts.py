@@ -1,5 +1,6 @@
 """What a profile adds to a job script: options, setup lines, containers; bash runs what it can."""
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
 from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script_parts import (
     prep_resources,
+    rank_options,
     sbatch_lines,
     sbatch_resources,
     setup_lines,
@@ -166,4 +168,36 @@ def test_data_preparation_runs_in_the_container(
     [stage] = render_prep([StagePlan("ingest", 4, 1, 1)], cluster, job)
     [script] = stage.scripts
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert script.index("module load gcc/13") < script.index(f"\n{start}")
+    assert script.index("module load gcc/13") < script.index(f"\n  {start}")
+
+
+def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
+    assert rank_options(ClusterConfig()) == "--cpu-bind=cores --distribution=block:block"
+    srun = ("--mpi=none", "exact", "--prolog=/my dir/it's $HOME", "network=a b")
+    own = ClusterConfig(cpu_bind="map_cpu:0,8", distribution="*:cyclic", srun=srun)
+    shown = _bash([f"printf '%s\\n' {rank_options(own)}"])
+    assert shown.stdout.splitlines() == [
+        "--cpu-bind=map_cpu:0,8",
+        "--distribution=*:cyclic",
+        "--mpi=none",
+        "--exact",
+        "--prolog=/my dir/it's $HOME",
+        "--network=a b",
+    ]
+    assert rank_options(ClusterConfig(cpu_bind="", distribution="")) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"srun": ("--label",)}, "the launcher or another field sets --label"),
+        ({"srun": ("--cpu-bind=none",)}, "the launcher or another field sets --cpu-bind"),
+        ({"srun": ("mpi none",)}, "srun: 'mpi none' is not an option"),
+        ({"cpu_bind": "all cores"}, "cpu_bind='all cores': expected a value"),
+        ({"distribution": "; rm"}, "distribution='; rm': expected a value"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_srun_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ClusterConfig(**fields)  # type: ignore[arg-type]

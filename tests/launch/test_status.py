@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launch import control, logs
 from launch.queue import JobFacts
-from launch.records import require_run, submissions
+from launch.records import PrepSubmission, read_prep, require_run, submissions, write_prep
 from launch.status import (
     RunReport,
     headline,
@@ -17,11 +18,12 @@ from launch.status import (
     prep_summary,
     queue_reports,
     queue_text,
+    report_of,
     run_report,
     run_summary,
 )
 from pipeline.errors import DataError
-from tests.support.recorded_slurm import RecordedSlurm
+from tests.support.recorded_slurm import NO_ACCOUNTING, UNKNOWN_JOB, RecordedSlurm
 from tests.support.run_folder import ROOT, RunFolder
 
 
@@ -256,9 +258,79 @@ def test_a_data_preparation(recorded: RecordedSlurm, tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["ingest"] == ["0", "1", "1", "1", "1", "FAILED"]
     assert rows["shards"][:5] == ["1", "0", "0", "0", "DependencyNeverSatisfied:"]
-    assert rows["verify"] == ["0", "0", "0", "0", "not", "in", "the", "queue", "(any", "more):",
-                              "10"]  # fmt: skip
+    assert " ".join(rows["verify"]) == "- - - - not known to SLURM (any more): 10"
     assert "--jobs=7,8,9,10" in recorded.calls("squeue")[0]
+    assert "--jobs=10 " in recorded.calls("sacct")[0]
+
+
+def test_an_ended_preparation_is_judged_by_its_own_files(
+    recorded: RecordedSlurm, tmp_path: Path
+) -> None:
+    def said() -> tuple[str, dict[str, str]]:
+        report = prep_report(tmp_path)
+        assert report
+        title, *lines = prep_summary(report).text().splitlines()
+        rows = [line.split(maxsplit=5) for line in lines]
+        counted = {row[0]: " ".join(row[1:]) for row in rows if row[0] in ("ingest", "shards")}
+        return title.removeprefix(f"{tmp_path}: "), counted
+
+    (tmp_path / "work" / "logs").mkdir(parents=True)
+    (tmp_path / "work" / "launch" / "0001").mkdir(parents=True)
+    now = time.time()
+    write_prep(tmp_path, PrepSubmission({"ingest": ["7"], "shards": ["9"]}, now))
+    unknown = {"ingest": "- - - - not known to SLURM (any more): 7",
+               "shards": "- - - - not known to SLURM (any more): 9"}  # fmt: skip
+    assert said() == ("data preparation", unknown)
+    # Accounting knows more, if there is one; an older job had the same id.
+    ended = "|None|cpu|n1|{}|{}|{}|1:00:00|0:0|"
+    lines = [("7_0", "FAILED", -9000), ("7_0", "COMPLETED", 5), ("9_0", "TIMEOUT", 5)]
+    recorded.says("sacct", "\n".join(
+        f"{job}|{state}{ended.format(*[int(now) + after] * 3)}" for job, state, after in lines
+    ))  # fmt: skip
+    assert said()[1] == {"ingest": "0 0 1 0", "shards": "0 0 0 1 1 TIMEOUT"}
+    recorded.says("sacct", NO_ACCOUNTING, code=1)
+    (tmp_path / "work" / "launch" / "0001" / "failed-ingest").write_text("part 3 of 12\n")
+    title, rows = said()
+    assert (title, rows["ingest"]) == ("data preparation, failed", "- - - - failed: part 3 of 12")
+    (tmp_path / "index.json").touch()
+    done = {"ingest": "- - - - done", "shards": "- - - - done"}
+    assert said() == ("data preparation, complete", done)
+
+
+def test_cancelled_jobs_are_known_as_cancelled_without_accounting(
+    recorded: RecordedSlurm, run: RunFolder, tmp_path: Path
+) -> None:
+    run.submitted("412")
+    for command in ("scontrol", "scancel"):
+        recorded.says(command, "")
+    alive = _line("RUNNING", run.folder, restarts=2)
+    recorded.says("squeue", alive, alive, "")
+    assert "cancelled job 412" in "\n".join(control.cancel(run.folder, save=False, save_s=0))
+    assert headline(report_of(run.folder, [], "SLURM cannot be asked")) == "cancelled"
+    recorded.says("squeue", "")
+    report = run_report(run.folder)
+    assert headline(report) == "cancelled"
+    assert "its script ended, cancelled: by `launch cancel`" in run_summary(report).text()
+    assert report.history[-1]["restart"] == 2
+    # Nor is it counted as an attempt without progress.
+    assert report.history[-1]["miss"] is None
+    assert "ended, cancelled" in logs.why_job_is_over(run.folder, "412")
+
+    data = tmp_path / "data"
+    (data / "work" / "logs").mkdir(parents=True)
+    write_prep(data, PrepSubmission({"ingest": ["7"]}, 5.0))
+    alive = _line("RUNNING", data, job="7_0")
+    recorded.says("squeue", alive, alive, "")
+    assert "cancelled job 7" in "\n".join(control.cancel_prep(data, {"ingest": ["7"]}))
+    recorded.says("squeue", UNKNOWN_JOB, code=1)
+    report_of_data = prep_report(data)
+    assert report_of_data
+    text = prep_summary(report_of_data).text()
+    assert text.startswith(f"{data}: data preparation, cancelled")
+    assert "cancelled on " in text
+    found = read_prep(data)
+    assert found
+    assert found.submitted_unix_s == 5.0
 
 
 @pytest.mark.usefixtures("processes")

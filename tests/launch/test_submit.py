@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +109,7 @@ def test_second_submission_waits_for_the_first_to_leave_the_queue(place: Place) 
 def test_refused_by_sbatch_leaves_nothing_that_looks_submitted(place: Place) -> None:
     (place.slurm.folder / "fails_at").write_text("101")
     said = place.submit(code=2)
-    assert "Job violates accounting policy" in said
+    assert "Job violates accounting/QOS policy" in said
     assert not (place.run_dir / "launch" / "0001").exists()
     (place.slurm.folder / "fails_at").unlink()
     place.submit()
@@ -189,3 +191,67 @@ def test_evaluation_of_a_run_is_a_job_of_its_own(place: Place) -> None:
     (place.slurm.folder / "queue").write_text("")
     place.launch("resume", "runs/mine")
     assert "pipeline pretrain" in place.slurm.calls[-1][1]
+
+
+def test_options_of_slurm_in_the_shell_change_no_job_and_a_dry_run_names_them(place: Place) -> None:
+    taken = {"SBATCH_PARTITION": "debug", "SBATCH_TIMELIMIT": "5", "SBATCH_NO_REQUEUE": "1",
+             "SLURM_JOB_ID": "5", "SLURM_CPU_BIND": "none", "DISPLAY": ":0"}  # fmt: skip
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "NCCL_DEBUG": "INFO", "WANDB_MODE": "offline"}
+    place.slurm.environment.update({**taken, **kept})
+    line = next(line for line in place.submit("--dry-run").splitlines() if "not passed on" in line)
+    assert set(taken) <= set(line.split())
+    assert not set(kept) & set(line.split())
+    place.submit()
+    names = set((place.slurm.folder / "environment").read_text().split())
+    assert {"PATH", "HOME", *kept} <= names
+    assert not (set(taken) | {"SLURM_TIME_FORMAT"}) & names
+    assert place.slurm.lines("cancelled") == []
+
+
+def test_job_that_is_not_what_the_profile_asks_for_is_cancelled(place: Place) -> None:
+    (place.slurm.folder / "plugin").write_text('{"time": "00:30:00", "comment": "site"}')
+    said = place.submit(code=2)
+    assert "--time=24:00:00, SLURM has TimeLimit 00:30:00" in said
+    assert "SLURM has Comment site" in said
+    assert "cancelled what was submitted until then: job 101" in said
+    assert place.slurm.lines("cancelled") == ["101"]
+    assert not (place.run_dir / "launch" / "0001").exists()
+
+
+def test_two_submissions_at_once_give_one_job_and_a_refusal(
+    place: Place, processes: Processes
+) -> None:
+    # sbatch takes its time, so that the second one comes while it runs.
+    real = (place.slurm.folder / "sbatch").rename(place.slurm.folder / "slow")
+    gate = place.slurm.folder / "gate"
+    wait = f'[[ "$*" == *test-only* ]] || while [ ! -e {gate} ]; do /bin/sleep 0.1; done'
+    place.slurm.add("sbatch", f'{wait}\nexec {real} "$@"')
+    words = ["launch", "submit", "train.yaml", "--cluster", "c.yaml"]
+    first = processes.start(
+        [sys.executable, str(ROOT / "pipeline/runtime/start.py"), *words],
+        cwd=place.folder, env=place.slurm.environment,
+    )  # fmt: skip
+    intent = place.run_dir / "launch" / "submitting.json"
+    while not intent.exists():
+        assert first.poll() is None, first.communicate(timeout=60)[0]
+        time.sleep(0.05)
+    said = place.submit(code=1)
+    assert f"is being submitted at this moment by process {first.pid} on " in said
+    gate.touch()
+    assert "job 101" in first.communicate(timeout=60)[0]
+    assert len(place.slurm.calls) == 1
+    assert not intent.exists()
+
+
+def test_job_of_a_submission_that_was_killed_is_found(place: Place) -> None:
+    home = place.run_dir / "launch"
+    home.mkdir(parents=True)
+    (home / "submitting.json").write_text('{"host": "login1", "process": 12}')
+    facts = f"300|300|PENDING|Priority|gpu|(null)|0|1|N/A|N/A|1:00|0|{place.run_dir}"
+    (place.slurm.folder / "queue").write_text(f"{facts}\n")
+    said = place.submit(code=1)
+    assert "by process 12 on login1 ended before it could record job 300" in said
+    assert place.slurm.calls == []
+    (place.slurm.folder / "queue").write_text("")
+    place.submit()
+    assert len(place.slurm.calls) == 1

@@ -217,7 +217,9 @@ def test_array_has_an_element_a_run(sweeps: Sweeps) -> None:
 
 def test_refused_by_sbatch_leaves_no_run_behind(sweeps: Sweeps) -> None:
     (sweeps.slurm.folder / "fails_at").write_text("101")
-    assert "Job violates accounting policy" in sweeps.sweep(code=2)
+    said = sweeps.sweep(code=2)
+    assert "Job violates accounting/QOS policy" in said
+    assert "the sweep needs 2 in the queue, one for each run" in said
     assert not (sweeps.dir / "train.lr=0.001").exists()
     assert not (sweeps.dir / "sweep.json").exists()
     sweeps.sweep()

@@ -117,3 +117,9 @@ def test_failure_only_warns_and_nothing_waits_for_it(
         while not caplog.messages and time.monotonic() < deadline:
             time.sleep(0.02)
     assert caplog.messages == [warning]
+
+
+def test_a_decision_stands_where_storage_fails(caplog: pytest.LogCaptureFixture) -> None:
+    # Such a name is an error of the system, as a stale mount is.
+    tell(Path("/" + 300 * "x"), "7.0", Decision("requeue", 75, "the attempt saved"))
+    assert "notify.command was not told" in caplog.text

@@ -55,3 +55,28 @@ def test_job_restarts_without_a_bad_node_and_a_problem_of_all_nodes_stops_it(
     assert hopeless.log.endswith("end: no other node cures what preflight found\n")
     assert hopeless.decisions() == []
     assert not hopeless.starts()
+
+
+def test_first_node_that_alone_does_not_reach_the_storage_is_excluded(
+    cluster: SlurmCluster, dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    python, bad = tmp_path / "python", tmp_path / "bad"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    # Only the script has this mkdir, not what it starts on another node.
+    stale = "mkdir() { echo mkdir: Stale file handle; return 1; }"
+    setup = [
+        f'[ -e {bad} ] || echo "$SLURMD_NODENAME" >{bad}',
+        f'[ "$SLURMD_NODENAME" != "$(cat {bad})" ] || {stale}',
+    ]
+    run = SlurmRun(
+        cluster, tmp_path / "run", dataset, python=str(python), setup=setup, storage_patience_s=10
+    )
+    assert run.wait_for_end() == "COMPLETED"
+    node = bad.read_text().strip()
+    assert f"requeue: bad node {node}: {run.run_dir}: mkdir: Stale file handle; node " in run.log
+    assert excluded_nodes(run.run_dir) == [node]
+    assert run.restarts == 1
+    assert cluster.job(run.job)["ExcNodeList"] == node
+    [last] = run.decisions()
+    assert node not in last["nodes"]

@@ -174,7 +174,8 @@ def test_task_that_always_fails_stops_the_chain_and_says_why(
     jobs = damaged.jobs
     for stage in STAGES[1:]:
         (job,) = jobs[stage]
-        assert cluster.wait_for(job) == "CANCELLED", stage
+        assert cluster.wait_for(job) == "FAILED", stage
+        assert "not started, since stage ingest failed" in damaged.log(stage, job, 0)
     states = [cluster.state(f"{job}_{i}") for job in jobs["ingest"] for i in range(PIECES // 2)]
     assert states == ["FAILED" if i == DAMAGED else "COMPLETED" for i in range(PIECES)]
     # The queue has nothing of it.

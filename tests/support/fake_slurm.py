@@ -1,9 +1,11 @@
 """Stand-ins for SLURM's commands, for error paths and for machines without SLURM.
 
 `sbatch` writes down what it was given and, if `run` is there, runs all elements of the array at
-once. `scancel` writes down its arguments, `squeue` prints the file `queue`, `sinfo` a partition of
-four nodes, `scontrol show` the file `config`. `scontrol update` writes down its arguments, too,
-`scontrol requeue` ends the script that calls it, as SLURM does, and `sleep` does not.
+once. A new job is shown as the script, the environment and, if it is there, the file `plugin` ask
+for it; the file `environment` has the names of the variables that it got. `scancel` writes down its
+arguments, `squeue` prints the file `queue`, `sinfo` a partition of four nodes, `scontrol show` the
+file `config`. `scontrol update` writes down its arguments, too, `scontrol requeue` ends the script
+that calls it, as SLURM does, and `sleep` does not.
 """
 
 import json
@@ -14,7 +16,7 @@ from typing import Any
 
 _SBATCH = """\
 #!{python}
-import json, os, re, subprocess, sys
+import json, os, re, shlex, subprocess, sys
 from pathlib import Path
 
 folder = Path({folder!r})
@@ -26,7 +28,21 @@ with (folder / "calls.jsonl").open("a") as file:
     print(json.dumps([sys.argv, script]), file=file)
 job = 100 + len((folder / "calls.jsonl").read_text().splitlines())
 if (folder / "fails_at").exists() and int((folder / "fails_at").read_text()) == job:
-    sys.exit("sbatch: error: Batch job submission failed: Job violates accounting policy")
+    sys.exit("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
+             "(job submit limit, user's size and/or time limits)")
+# The environment wins over the script.
+asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", script, re.M))
+asked |= {{name[7:].lower().replace("timelimit", "time"): text
+          for name, text in os.environ.items() if name.startswith("SBATCH_")}}
+more = (folder / "plugin").read_text() if (folder / "plugin").exists() else "{{}}"
+asked |= json.loads(more)
+gpus = asked.get("gres") or ("gpu:" + asked["gpus-per-node"] if "gpus-per-node" in asked else "")
+(folder / "job").write_text("|".join([
+    *(asked.get(name, "") for name in ("partition", "account", "qos", "time", "nodes",
+                                       "cpus-per-task", "mem")),
+    "gres:" + gpus if gpus else "", asked.get("reservation", "(null)"),
+    "0" if "no_requeue" in asked else "1", "".join(shlex.split(asked.get("comment", "")))]))
+(folder / "environment").write_text("\\n".join(sorted(os.environ)))
 if (folder / "run").exists():
     first, last = re.search(r"^#SBATCH --array=([0-9]+)-([0-9]+)", script, re.M).groups()
     for index in range(int(first), int(last) + 1):
@@ -37,7 +53,7 @@ print(f"{{job}};cluster" if (folder / "clusters").exists() else job)
 """
 _SHELL = {
     "scancel": 'echo "$*" >>"{folder}/cancelled"',
-    "squeue": 'cat "{folder}/queue"',
+    "squeue": '[[ "$*" != *tres-per-node* ]] || exec cat "{folder}/job"\ncat "{folder}/queue"',
     "scontrol": '[[ "$*" != *show* ]] || exec cat "{folder}/config"\n'
     '[[ "$*" == update* ]] && exec echo "$*" >>"{folder}/updated"\n'
     'echo "$*" >>"{folder}/requeued"; kill -TERM "$PPID"',
@@ -55,12 +71,16 @@ class FakeSlurm:
         folder.mkdir()
         for answer in ("config", "queue"):
             (folder / answer).touch()
-        self._add("sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
+        self._write("sbatch", _SBATCH.format(python=sys.executable, folder=str(folder)))
         for name, line in _SHELL.items():
-            self._add(name, f"#!/bin/bash\n{line.format(folder=folder)}\n")
+            self.add(name, line.format(folder=folder))
         self.environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
-    def _add(self, name: str, text: str) -> None:
+    def add(self, name: str, line: str) -> None:
+        """Add a command, a line of bash."""
+        self._write(name, f"#!/bin/bash\n{line}\n")
+
+    def _write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
         (self.folder / name).chmod(0o755)
 
