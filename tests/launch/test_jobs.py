@@ -133,7 +133,7 @@ def test_a_local_run_ends_is_cancelled_or_fails(dataset: DatasetIndex, tmp_path:
              "train.warmup_steps": 2, "train.alpha_warmup_steps": 2}  # fmt: skip
     run = postnorm.submit(config, given, local=True)
     assert run.status().state == "running"
-    assert run.wait(120, poll_s=0.2).state == "finished"
+    assert run.wait(400, poll_s=0.2).state == "finished"
     assert (run.result().step, run.result().exit_code) == (8, 0)
     assert run.result().loss
 
@@ -148,6 +148,6 @@ def test_a_local_run_ends_is_cancelled_or_fails(dataset: DatasetIndex, tmp_path:
     assert newest.name == f"step-{run.result().step:08d}"
 
     run = postnorm.submit(config, {**given, "model.num_layers": 3}, local=True)
-    assert run.wait(120, poll_s=0.2).state == "failed"
+    assert run.wait(400, poll_s=0.2).state == "failed"
     with pytest.raises(PostnormError, match="is failed: "):
         run.result()
