@@ -20,6 +20,7 @@ from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
 from launch.records import (
     EVALUATE,
+    MULTITASK,
     PRETRAIN,
     PROGRAM,
     is_run,
@@ -57,7 +58,7 @@ from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load, warn_of_unusual
 from pipeline.config.runs import PretrainConfig
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, ConfigError, PostnormError
-from pipeline.multitask.config import Mix, is_mix, load_mix, require_split
+from pipeline.multitask.config import Mix, MultiTaskConfig, is_mix, load_mix, require_split
 from pipeline.runtime import cli, env
 from pipeline.runtime.cli import Verb
 from pipeline.runtime.run_folder import RunFolder
@@ -88,6 +89,12 @@ def _at_least_1(text: str) -> int:
 
 def _config(arguments: argparse.Namespace) -> PretrainConfig:
     return load(PretrainConfig, arguments.config, arguments.overrides).config
+
+
+def _training(arguments: argparse.Namespace) -> PretrainConfig | MultiTaskConfig:
+    if is_mix(arguments.config):
+        return load_mix(arguments.config, tuple(arguments.overrides)).config
+    return _config(arguments)
 
 
 def _source(arguments: argparse.Namespace, config: str) -> Source:
@@ -197,7 +204,7 @@ def _submit_mix(arguments: argparse.Namespace, cluster: ClusterConfig) -> int:
     mix = load_mix(arguments.config, arguments.overrides)
     if arguments.local:
         require_split(mix, max(1, arguments.ranks))
-        words = ["pipeline", "multitask", arguments.config, *arguments.overrides]
+        words = ["pipeline", MULTITASK, arguments.config, *arguments.overrides]
         return _run_here(arguments, words, PRETRAIN, Path(mix.config.run_dir), cluster)
     draft = prepare_mix(mix, cluster, _source(arguments, arguments.config))
     return _hand_over(draft, dry_run=arguments.dry_run)
@@ -431,7 +438,7 @@ def _add_preflight(parser: argparse.ArgumentParser) -> None:
 
 
 def _preflight_check(arguments: argparse.Namespace) -> None:
-    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    config, cluster = _training(arguments), cluster_of(arguments.cluster)
     record = check_node(config, cluster, arguments.records, env.node_name())
     for finding in record.findings:
         print(f"{record.node}: {finding.text}", flush=True)
@@ -440,7 +447,7 @@ def _preflight_check(arguments: argparse.Namespace) -> None:
 
 
 def _preflight_judge(arguments: argparse.Namespace) -> int:
-    config, cluster = _config(arguments), cluster_of(arguments.cluster)
+    config, cluster = _training(arguments), cluster_of(arguments.cluster)
     nodes, measured = arguments.nodes.split(), arguments.bandwidth
     evidence = gather(arguments.records, nodes, config, with_bandwidth=measured)
     job, restart = arguments.job, arguments.restart

@@ -20,6 +20,8 @@ from pipeline.runtime.files import (
 from pipeline.runtime.run_folder import RunFolder
 
 PRETRAIN, EVALUATE, PROGRAM = "pretrain", "evaluate", "program"
+MULTITASK = "multitask"
+"""The verb of a multi-task run, whose jobs are of kind PRETRAIN."""
 FINETUNE = "finetune"
 """Kinds of jobs: two commands of `python -m pipeline`, and the user's own programs."""
 FOLDER = "launch"

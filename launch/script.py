@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig
 from launch.decide import EXIT_FULL
-from launch.records import EXCLUDED_FILE, FOLDER, PRETRAIN
+from launch.records import EXCLUDED_FILE, FOLDER, MULTITASK, PRETRAIN
 from launch.script_parts import (
     CLOCK,
     function_lines,
@@ -150,8 +150,7 @@ def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
 def _preflight(job: Job, cluster: ClusterConfig) -> list[str]:
     """Write the part that checks the nodes, for runs whose profile enables it."""
     preflight = cluster.preflight
-    # It looks at the text of pre-training, which a multi-task run has in another place.
-    if job.words[1] != PRETRAIN or not preflight.enabled:
+    if job.words[1] not in (PRETRAIN, MULTITASK) or not preflight.enabled:
         return []
     profile = ["--cluster", job.profile] if job.profile else []
     options = [*job.words[2:], *profile]

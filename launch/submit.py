@@ -25,6 +25,7 @@ from launch.records import (
     EVALUATE,
     FINETUNE,
     FOLDER,
+    MULTITASK,
     PRETRAIN,
     PROGRAM,
     SCRIPT_FILE,
@@ -130,7 +131,7 @@ def prepare_mix(mix: Mix, cluster: ClusterConfig, source: Source) -> Draft:
     file = submission_folder(run_dir, next_number(run_dir)) / CONFIG_FILE
     inputs = [str(start), *(task.data.root or "" for task in mix.tasks.values())]
     inputs += [config.data.dir] if config.data else []
-    draft = _draft(PRETRAIN, run_dir, ("pipeline", "multitask", str(file)), cluster, source, inputs)
+    draft = _draft(PRETRAIN, run_dir, ("pipeline", MULTITASK, str(file)), cluster, source, inputs)
     return replace(draft, config=mix_text(mix, source.work_dir))
 
 

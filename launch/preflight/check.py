@@ -23,6 +23,7 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError, DataError, PostnormError
+from pipeline.multitask.config import MultiTaskConfig
 from pipeline.runtime import env
 from pipeline.runtime.files import temporary_beside
 
@@ -44,7 +45,9 @@ _LEAST = {
 """By the expectation that a value is compared with: the name of the check, and what to change."""
 
 
-def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, node: str) -> Record:
+def check_node(
+    config: PretrainConfig | MultiTaskConfig, cluster: ClusterConfig, folder: Path, node: str
+) -> Record:
     """Run all checks, for at most `preflight.timeout_s`, and write the record into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     record = Record(node, time.time())
@@ -76,10 +79,13 @@ def check_node(config: PretrainConfig, cluster: ClusterConfig, folder: Path, nod
 
 
 def _parts(
-    record: Record, config: PretrainConfig, cluster: ClusterConfig, folder: Path
+    record: Record,
+    config: PretrainConfig | MultiTaskConfig,
+    cluster: ClusterConfig,
+    folder: Path,
 ) -> dict[str, Callable[[], list[Finding]]]:
     """Name the checks; besides their findings, each fills its own fields of the record."""
-    expected = cluster.preflight
+    expected, data = cluster.preflight, config.data
 
     def gpus() -> list[Finding]:
         if not cluster.gpus_per_node:
@@ -98,8 +104,10 @@ def _parts(
         return []
 
     def dataset() -> list[Finding]:
+        if data is None:  # a multi-task run without the task mlm
+            return []
         seed = f"{folder.name} {record.node}"
-        record.fingerprint, findings = check_dataset(config.data.dir, expected.shards, seed)
+        record.fingerprint, findings = check_dataset(data.dir, expected.shards, seed)
         return findings
 
     def versions() -> list[Finding]:
@@ -109,7 +117,7 @@ def _parts(
     return {
         "GPUs": gpus,
         "run_dir": run_folder,
-        "data.stage_dir": lambda: check_stage_dir(expected, config.data.stage_dir),
+        "data.stage_dir": lambda: check_stage_dir(expected, data.stage_dir) if data else [],
         "limits": lambda: check_limits(expected),
         "/dev/shm": lambda: check_shared_memory(expected),
         "packages": versions,

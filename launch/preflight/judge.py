@@ -34,6 +34,7 @@ from pipeline.errors import (
     DataError,
     PostnormError,
 )
+from pipeline.multitask.config import MultiTaskConfig
 from pipeline.runtime.summary import table
 
 _Interval = Sequence[float]
@@ -127,7 +128,11 @@ def _row(evidence: Evidence, verdict: Verdict, node: str) -> tuple[str, ...]:
 
 
 def gather(
-    folder: Path, nodes: Sequence[str], config: PretrainConfig, *, with_bandwidth: bool
+    folder: Path,
+    nodes: Sequence[str],
+    config: PretrainConfig | MultiTaskConfig,
+    *,
+    with_bandwidth: bool,
 ) -> Evidence:
     """Read the reports of all nodes, and compare suspected blocks with what this node reads."""
     left = {node: record for node in nodes if (record := read_record(folder, node))}
@@ -144,8 +149,11 @@ def gather(
         bandwidths=measured if with_bandwidth else None,
         started=started,
         judged=time.time(),
-        damaged=_confirmed(config.data.dir, records.values()),
-        checkpoint=_newest_checkpoint(Path(config.run_dir)),
+        damaged=_confirmed(config.data.dir, records.values()) if config.data else set(),
+        # That of a multi-task run has the fingerprint of the whole mix.
+        checkpoint=_newest_checkpoint(Path(config.run_dir))
+        if isinstance(config, PretrainConfig)
+        else None,
     )
 
 
@@ -172,7 +180,12 @@ def _newest_checkpoint(run_dir: Path) -> tuple[str, str] | None:
 
 
 def judge_nodes(
-    config: PretrainConfig, cluster: ClusterConfig, evidence: Evidence, *, job: str, restart: int
+    config: PretrainConfig | MultiTaskConfig,
+    cluster: ClusterConfig,
+    evidence: Evidence,
+    *,
+    job: str,
+    restart: int,
 ) -> Verdict:
     """Judge the nodes, and exclude bad nodes if other nodes would help."""
     run_dir = Path(config.run_dir)

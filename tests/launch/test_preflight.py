@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import platform
 import resource
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,12 +27,17 @@ from launch.preflight.check import (
     read_block,
 )
 from launch.preflight.gpus import check_gpus
-from launch.preflight.record import Record, read_record
+from launch.preflight.judge import gather, judge_nodes
+from launch.preflight.record import STARTED_FILE, Record, read_record
+from launch.submit import Source, prepare_mix
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex, read_index
 from pipeline.errors import ConfigError, DataError
+from pipeline.multitask.config import load_mix
+from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_smi import FakeSmi
+from tests.support.tiny_tasks import write_task
 
 ROOT = Path(__file__).parents[2]
 # What any machine has that can run these tests.
@@ -48,6 +55,31 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSmi:
     monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
+
+
+@pytest.mark.parametrize("with_text", [False, True])
+def test_node_of_a_multi_task_run(dataset: DatasetIndex, tmp_path: Path, with_text: bool) -> None:
+    (tmp_path / "model").mkdir()
+    tasks = {kind: {"from": str(write_task(tmp_path, kind))} for kind in ("classify", "tag")}
+    text = {"mlm": {}} if with_text else {}
+    body: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "init_from": str(tmp_path / "model")}
+    body |= {"tasks": {**tasks, **text}, **({"data": {"dir": str(dataset.folder)}} if text else {})}
+    path = tmp_path / "mix.yaml"
+    path.write_text(json.dumps(body))
+    mix = load_mix(str(path))
+    cluster = ClusterConfig(gpus_per_node=0, ranks_per_node=2, preflight=EASY)
+    draft = prepare_mix(mix, cluster, Source(str(path), (), None, str(tmp_path)))
+    assert f"launch preflight check {draft.job.words[2]}" in draft.script
+
+    records = tmp_path / "run/launch/preflight/7.0"
+    record = check_node(mix.config, cluster, records, "n1")
+    assert record.findings == []
+    assert record.fingerprint == (dataset.fingerprint if with_text else "")
+    (records / STARTED_FILE).write_text(str(record.first))
+    # A checkpoint of such a run has another fingerprint than its text.
+    make_checkpoint(tmp_path / "run", 10)
+    evidence = gather(records, ["n1"], mix.config, with_bandwidth=False)
+    assert judge_nodes(mix.config, cluster, evidence, job="7", restart=0).exit_code == 0
 
 
 def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
