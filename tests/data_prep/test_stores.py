@@ -23,6 +23,8 @@ from pipeline.data.format import read_index
 from pipeline.errors import ConfigError, DataError, StorageError
 from pipeline.runtime import remote
 
+# Not for `make test`: the server and its libraries take a while to start.
+pytestmark = pytest.mark.usefixtures("processes")
 _BUCKET = "corpora"
 
 
