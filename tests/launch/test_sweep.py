@@ -328,7 +328,7 @@ def _start_locally(sweeps: Sweeps) -> "subprocess.Popen[str]":
 
 
 def _wait(condition: Any, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None
         assert time.monotonic() < deadline
