@@ -104,7 +104,7 @@ class SlurmRun:
             f"start {number}", timeout_s,
         )  # fmt: skip
 
-    def wait_for_end(self, timeout_s: float = 180) -> str:
+    def wait_for_end(self, timeout_s: float = 400) -> str:
         """Waits until the job stays out of the queue and returns its state."""
         return self.cluster.wait_for(self.job, timeout_s=timeout_s)
 
