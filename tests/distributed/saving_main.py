@@ -1,7 +1,7 @@
-"""`python -m tests.distributed.saving_main pretrain ...`: saves that wait, or that write nonsense.
+"""`python -m tests.distributed.saving_main pretrain ...`: saves that wait, or whose files change.
 
 GATE: a file that rank 1 waits for before it ends any save.
-SPOILED: the number of updates whose state gets a NaN on its way to the disk.
+SPOILED: the number of updates whose files change on the disk after they were written and hashed.
 """
 
 import os
@@ -10,14 +10,18 @@ import time
 from pathlib import Path
 
 from pipeline.checkpoints.background import Described, RankFiles
+from pipeline.checkpoints.manifest import state_file
 
 _original = RankFiles.write
 
 
 def _write(files: RankFiles) -> Described:
-    if str(files.counters["updates"]) == os.environ.get("SPOILED"):
-        files.parts[-1].tensors["exp_avg"][-1] = float("nan")
     written = _original(files)
+    if str(files.counters["updates"]) == os.environ.get("SPOILED"):
+        path = files.folder / state_file(files.rank, files.world_size)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
     while "GATE" in os.environ and files.rank == 1 and not Path(os.environ["GATE"]).exists():
         time.sleep(0.01)
     return written

@@ -103,8 +103,7 @@ def test_rejected_checkpoint_stops_the_run_and_those_before_stay(
                   "checkpoint.keep=1", "checkpoint.probe_every=2", module=MODULE)  # fmt: skip
     assert ranks.wait(300) == [1, 1], ranks.output
     assert "checkpoint step-00000010 was read back and rejected: " in ranks.output
-    assert "exp_avg/encoder" in ranks.output
-    assert "is nan" in ranks.output
+    assert "is damaged, its sha256 differs" in ranks.output
     # The next save may have begun; a start removes what it left.
     found = [name for name in _names(run_dir) if name != ".saving-step-00000015"]
     [rejected, latest, before] = found
