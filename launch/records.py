@@ -20,10 +20,10 @@ from pipeline.runtime.files import (
 from pipeline.runtime.run_folder import RunFolder
 
 PRETRAIN, EVALUATE, PROGRAM = "pretrain", "evaluate", "program"
+FINETUNE = "finetune"
+"""Kinds of jobs: commands of `python -m pipeline`, and the user's own programs."""
 MULTITASK = "multitask"
 """The verb of a multi-task run, whose jobs are of kind PRETRAIN."""
-FINETUNE = "finetune"
-"""Kinds of jobs: two commands of `python -m pipeline`, and the user's own programs."""
 FOLDER = "launch"
 """In a run's folder: one folder for each submission, and the files below."""
 SUBMISSION_FILE = "submission.json"

@@ -33,8 +33,13 @@ class Remarks:
     """Documents that were too long."""
 
 
-def read_piece(piece: Piece, clean: CleanConfig, remarks: Remarks) -> Iterator[Document | Rejected]:
+def read_piece(
+    piece: Piece, clean: CleanConfig, remarks: Remarks, *, only_head: bool = False
+) -> Iterator[Document | Rejected]:
     """Yield the documents of a piece as they are in its files, and the unreadable parts.
+
+    With `only_head` the caller reads the first ones: compressed files are not read twice, and
+    damage is not noticed.
 
     Raises:
         DataError: a file cannot be read, or a document is too long and `clean` says to stop.
@@ -43,7 +48,8 @@ def read_piece(piece: Piece, clean: CleanConfig, remarks: Remarks) -> Iterator[D
     most_bytes = max_bytes if clean.on_long_document == "stop" else MOST_BYTES
     for file in piece.files:
         try:
-            for item in _read(piece.source, file, most_bytes, remarks.gb18030_files):
+            given = _read(piece.source, file, most_bytes, remarks.gb18030_files, only_head)
+            for item in given:
                 if isinstance(item, Rejected) or len(item.text) * 4 <= max_bytes:
                     yield item
                     continue
@@ -78,14 +84,18 @@ def _parts(document: Document, encoded: bytes, max_bytes: int) -> Iterator[Docum
 
 
 def _read(
-    source: SourceConfig, file: InputFile, max_bytes: int, gb18030_files: list[str]
+    source: SourceConfig,
+    file: InputFile,
+    max_bytes: int,
+    gb18030_files: list[str],
+    only_head: bool,
 ) -> Iterator[Document | Rejected]:
     if source.kind == "files":
         encoding = encoding_of(file, source)
         # Only the first range of a file counts it.
         if encoding == "gb18030" and source.encoding == "auto" and not file.start:
             gb18030_files.append(file.path)
-        yield from read_file(file, source, max_bytes, encoding)
+        yield from read_file(file, source, max_bytes, encoding, only_head=only_head)
         return
     for place, raw in embedded.documents(Path(file.path), file.name):
         place = f"{source.name}/{place}"
@@ -105,7 +115,12 @@ def encoding_of(file: InputFile, source: SourceConfig) -> text.Encoding:
 
 
 def read_file(
-    file: InputFile, source: SourceConfig, max_bytes: int, encoding: text.Encoding = "utf-8"
+    file: InputFile,
+    source: SourceConfig,
+    max_bytes: int,
+    encoding: text.Encoding = "utf-8",
+    *,
+    only_head: bool = False,
 ) -> Iterator[Document | Rejected]:
     """Yield, in order, the documents that begin in one file or range of a file.
 
@@ -115,7 +130,7 @@ def read_file(
     """
     place = Place(source.name, file.path, file.name)
     try:
-        yield from _items(file, source, max_bytes, encoding, place)
+        yield from _items(file, source, max_bytes, encoding, place, only_head)
     except BrokenFileError as broken:
         logger.warning(
             "%s: %s: %s; the documents before that are used", file.path, broken.reason, broken
@@ -124,7 +139,12 @@ def read_file(
 
 
 def _items(
-    file: InputFile, source: SourceConfig, max_bytes: int, encoding: text.Encoding, place: Place
+    file: InputFile,
+    source: SourceConfig,
+    max_bytes: int,
+    encoding: text.Encoding,
+    place: Place,
+    only_head: bool,
 ) -> Iterator[Document | Rejected]:
     if source.reader:
         yield from _own(file, source, max_bytes, place)
@@ -137,7 +157,7 @@ def _items(
 
         yield from parquet.documents(place, fields, max_bytes)
         return
-    with text.opened(file.path) as stream:
+    with text.opened(file.path, only_head=only_head) as stream:
         if kind == "wet":
             from data_prep.readers import wet
 

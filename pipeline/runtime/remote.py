@@ -8,6 +8,7 @@ A file is read by ranges, each tried again for a bounded time. A range that come
 of the connection and not the end of the file.
 """
 
+import glob
 import hashlib
 import io
 import logging
@@ -27,7 +28,6 @@ _WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Before each further try. botocore tries a request five times by itself."""
 _RANGE_BYTES = 1 << 22
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
-_MAGIC = re.compile(r"[*?\[]")
 _VERSIONS = (
     "ETag", "etag", "blob_id", "md5Hash", "content_md5", "checksum", "generation",
     "LastModified", "last_modified", "mtime", "modified", "created",
@@ -73,9 +73,9 @@ def list_files(address: str) -> list[tuple[RemoteFile, str]]:
         As `look`.
     """
     store, path = _store(address)
-    if _MAGIC.search(path):
+    if glob.has_magic(path):
         parts = PurePosixPath(path).parts
-        fixed = next(number for number, part in enumerate(parts) if _MAGIC.search(part))
+        fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
         root = str(PurePosixPath(*parts[:fixed]))
         found = _tried(lambda: store.glob(path, detail=True), address)
     else:

@@ -1,5 +1,6 @@
 """`prep try`: the sample, what it counts and measures against plain Python, its page and text."""
 
+import gzip
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -97,6 +98,27 @@ def test_the_sample_is_a_fixed_part_of_each_source(folder: Path) -> None:
     numbers = [int(item.id.partition("/")[2]) for item in drawn if isinstance(item, Document)]
     assert numbers == sorted(numbers)
     assert max(numbers) > 45, "not only the beginning"
+
+
+def test_compressed_files_are_not_read_to_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_MAX_BYTES", 1000)
+    lines = [json.dumps({"id": i, "text": GOOD.format(i)}) for i in range(20_000)]
+    path = tmp_path / "large.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    end = path.stat().st_size - 8  # where the checksum is
+    path.write_bytes(path.read_bytes()[:end] + bytes(8))
+    config = load(PrepConfig, _config_of(tmp_path, path)).config
+    items = trial.sample(config, config.sources[0], 5)
+    # A run that looks for the damage first gives nothing of such a file.
+    assert [isinstance(item, Document) for item in items] == [True] * 5
+
+
+def _config_of(folder: Path, inputs: Path) -> Path:
+    path = folder / "prep.yaml"
+    path.write_text(f"output_dir: {folder}/data\nsources: [{{name: s, inputs: [{inputs}]}}]\n")
+    return path
 
 
 def test_examples_and_page(folder: Path, result: dict[str, Any]) -> None:
