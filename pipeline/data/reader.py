@@ -8,10 +8,10 @@ handle.
 
 import errno
 import hashlib
-import io
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
 _SHOWN = 5
+_NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([^']+)', 'fortran_order': False, "
+    rb"'shape': \((\d+),\), \} *\n",
+    re.DOTALL,
+)
 _NPY_HEADER_BYTES = 256  # the header of a one-dimensional array takes 128
 _RESTORE = (
     "restore this shard from its source, or delete it and run `python -m data_prep run` again"
@@ -287,17 +292,21 @@ class BlockReader:
         return data[start : start + int(blocks.member_length[row, member])]
 
     def _array(self, row: int, member: int, data: Bytes) -> npt.NDArray[Any]:
-        """View a .npy member as an array; format: numpy.lib.format version 1.0."""
-        header = io.BytesIO(data[:_NPY_HEADER_BYTES].tobytes())
-        dtype = (
+        """View a .npy member as an array; format: numpy.lib.format version 1.0.
+
+        NumPy's own reader of headers calls `ast.literal_eval`, which fails at random in Python 3.11
+        when threads call it at the same time (python/cpython issue 106905).
+        """
+        header = _NPY_HEADER.match(data[:_NPY_HEADER_BYTES].tobytes())
+        dtype = np.dtype(
             token_dtype(self.index.vocab_size) if member == 0 else (np.int64, np.uint8)[member - 1]
         )
         try:
-            np.lib.format.read_magic(header)
-            shape, _, found = np.lib.format.read_array_header_1_0(header)
-            if found != dtype:
-                raise ValueError(f"its type is {found}, expected {np.dtype(dtype)}")
-            return np.frombuffer(data, dtype=dtype, count=shape[0], offset=header.tell())
+            if header is None:
+                raise ValueError("it does not begin like a one-dimensional .npy array")
+            if header[1].decode("latin1") != dtype.str:
+                raise ValueError(f"its type is {header[1].decode('latin1')}, expected {dtype.str}")
+            return np.frombuffer(data, dtype=dtype, count=int(header[2]), offset=header.end())
         except ValueError as error:
             where = self.index.where(row, member)
             raise DataError(f"{where} is damaged: {error}; {self._remedy}") from error

@@ -167,6 +167,16 @@ def test_word_starts_are_read_at_any_offset(dataset: DatasetIndex) -> None:
         np.testing.assert_array_equal(block.word_starts(start, stop), whole[start:stop])
 
 
+def test_reading_a_block_never_compiles_python(
+    dataset: DatasetIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    monkeypatch.setattr("ast.literal_eval", fail)  # so it ends now and then among threads
+    assert len(BlockReader(dataset).block(0).tokens) == dataset.blocks.num_tokens[0]
+
+
 def test_a_block_that_changes_under_a_running_job_is_not_used_again(copy: Path) -> None:
     index = read_index(copy)
     config = DataConfig(dir=str(copy), seq_len=64, window_blocks=1)
