@@ -309,7 +309,7 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
             f"after step {skips[-1]['step']}: `python -m pipeline inspect {run.path} --skip` shows "
             "the batches"
         )
-    found += _rank_warnings(lines, run)
+    found += _plateau_warnings(lines, train) + _rank_warnings(lines, run)
     ledger = read_ledger(run.path)
     if ledger.diverged:
         newest = ledger.diverged[-1]
@@ -337,6 +337,22 @@ def _warnings(lines: list[dict[str, Any]], manifest: Manifest | None, run: RunFo
             f"a checkpoint takes {needed / 1e9:.1f}: free space, or lower checkpoint.keep"
         )
     return found
+
+
+def _plateau_warnings(lines: list[dict[str, Any]], train: list[dict[str, Any]]) -> list[str]:
+    """Tell the newest plateau, unless the run has learned since."""
+    told = [line for line in lines if line["kind"] == "plateau"]
+    losses = [line["loss"] for line in train if line["loss"] is not None]
+    if not told or not losses:
+        return []
+    if statistics.fmean(losses) < told[-1]["limit"]:
+        return []
+    newest = told[-1]
+    return [
+        f"plateau: the loss stayed at {newest['loss']:.3f} from step {newest['since']:.0f} to "
+        f"{newest['step']}, the unigram entropy is {newest['unigram_entropy']:.3f}: the run learns "
+        "how frequent tokens are and no more; its log and TensorBoard's texts list what to change"
+    ]
 
 
 def _rank_warnings(lines: list[dict[str, Any]], run: RunFolder) -> list[str]:

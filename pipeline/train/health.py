@@ -1,8 +1,4 @@
-"""Watches a run's health: norms by layer, plateaus at the unigram entropy, and slow ranks.
-
-Plateau: after both warm-ups (learning rate and alpha) the logged loss stays within 5% of the
-unigram entropy, the loss of a model that knows only the frequencies of tokens, in every log line of
-`patience_steps`: 2% of the run's steps, but at least 20 log intervals.
+"""Watches a run's health: norms by layer, and slow ranks.
 
 Straggler: in each of three log intervals in a row, a rank's own work (waiting for data, and forward
 and backward passes until the first collective) takes more than `monitor.straggler_factor` times the
@@ -13,11 +9,9 @@ summed and clipped gradient of its own part of the master weights. Sums of squar
 up over the ranks, so nothing is gathered and nothing waits for the GPU.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config.runs import PretrainConfig
 from pipeline.model.architecture import OBJECTIVE_PARTS
 from pipeline.train.engine import Engine
 from pipeline.train.optimizer import squared_norm
@@ -124,118 +117,8 @@ class LayerNorms:
             self.sums[group, column] += squared_norm(values[start:stop])
 
 
-_NEAR = 0.05
-_LEAST_INTERVALS = 20
-_SHARE_OF_RUN = 0.02
-_REPORT_FILE = "report.json"
 _SLOW_INTERVALS = 3
 _LEAST_SHARE = 0.01
-# (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
-_SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
-
-
-@dataclass(frozen=True)
-class LastStep:
-    """The last step's numbers, from which causes are read."""
-
-    step: int
-    alpha: float
-    lr: float
-    grad_norm: float
-    layers: dict[str, GroupNorms]
-    tokens_per_step: float
-
-
-class PlateauDoctor:
-    """Follows the logged losses of one attempt, and warns once of a plateau."""
-
-    def __init__(self, config: PretrainConfig, unigram_entropy: float) -> None:
-        train = config.train
-        self._config = config
-        self._entropy = unigram_entropy
-        self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
-        self._since: int | None = None
-        self._told = False
-        self.patience_steps = max(
-            _LEAST_INTERVALS * config.monitor.log_every_steps,
-            round(_SHARE_OF_RUN * train.num_steps),
-        )
-
-    def look(self, loss: float, last: LastStep) -> str | None:
-        """Return the warning in Markdown when the rule first holds; None at all other times."""
-        is_near = abs(loss - self._entropy) <= _NEAR * self._entropy
-        if last.step <= self._warm_ups or not is_near:
-            self._since = None
-            return None
-        if self._since is None:
-            self._since = last.step
-        if self._told or last.step - self._since < self.patience_steps:
-            return None
-        self._told = True
-        return self._advice(loss, self._since, last)
-
-    def _advice(self, loss: float, since: int, last: LastStep) -> str:
-        train = self._config.train
-        norms = ", ".join(f"{name} {each.gradient:.2g}" for name, each in last.layers.items())
-        return "\n".join(
-            [
-                f"The loss has been within {_NEAR:.0%} of the unigram entropy "
-                f"({self._entropy:.3f} nats) from step {since} to {last.step}; it is {loss:.3f}. "
-                "The model has learned how frequent tokens are, and nothing from their context. "
-                "Likely causes, with this run's numbers:",
-                "",
-                f"- learning rate: {last.lr:.2e} now, peak train.lr={train.lr:g}, warm-up "
-                f"{train.warmup_steps:,} steps; a Post-LN encoder may stay here after too high a "
-                "rate too soon: halve train.lr or double train.warmup_steps, and start a new run",
-                *self._start(last.alpha),
-                f"- batch: {last.tokens_per_step:,.0f} tokens a step; a small one has "
-                "a noisy gradient: raise train.global_batch",
-                f"- gradient norm {last.grad_norm:.3g}, by layer: {norms or 'unknown'}; "
-                "lower layers near 0 next to the head mean that no gradient passes the norms",
-                f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
-            ]
-        )
-
-    def _start(self, alpha: float) -> list[str]:
-        """Describe alpha, and the initialisation if deep models fail with it."""
-        model, steps = self._config.model, self._config.train.alpha_warmup_steps
-        pace = f"from 0 to 1 in {steps:,} steps" if steps else "1 from the start"
-        advice = (
-            f"model.init={model.init} with model.residual={model.residual} needs no warm-up"
-            if (model.init, model.residual) in _SMALL_STARTS
-            else "a deeper model may need a slower one: lengthen train.alpha_warmup_steps"
-        )
-        causes = [f"- alpha: {alpha:.3f}, {pace} (train.alpha_warmup_steps={steps}); {advice}"]
-        if model.init == "unit" and model.residual == "plain":
-            causes.append(
-                f"- initialisation: model.init=unit with {model.num_layers} layers and "
-                f"model.score_residual={model.score_residual}; each sub-layer then adds "
-                "as much as its input, and deep models make all tokens alike, with carried scores "
-                "even after an alpha warm-up: set model.init=deepnorm and model.residual=deepnorm, "
-                "or model.init=rsqrt_depth, and start a new run"
-            )
-        return causes
-
-
-def _duplicates(dataset: Path) -> str:
-    """Describe the duplicates that the dataset's report counts."""
-    path = dataset / _REPORT_FILE
-    try:
-        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
-        done = {name: counts for name, counts in stages.items() if name in ("dedup", "near")}
-        parts = [
-            f"{1 - counts['documents_out'] / counts['documents_in']:.1%} of the documents were "
-            f"dropped by stage {name}"
-            for name, counts in done.items()
-            if counts["documents_in"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"unknown, {path} is missing or in another format; check the text for copies"
-    if "near" not in done:
-        parts.append(
-            "near duplicates were not searched for (dedup.near_duplicates): copies may be left"
-        )
-    return "; ".join(parts)
 
 
 class Stragglers:

@@ -18,7 +18,8 @@ from pipeline.model.cost import flops_per_token, limits
 from pipeline.runtime import dist
 from pipeline.runtime.summary import duration
 from pipeline.sinks.base import Sinks
-from pipeline.train.health import LastStep, PlateauDoctor, Stragglers
+from pipeline.train.doctor import LastStep, PlateauDoctor
+from pipeline.train.health import Stragglers
 from pipeline.train.metrics import Interval
 from pipeline.train.run import Run
 from pipeline.train.timing import device_name
@@ -47,7 +48,7 @@ class Watch:
         config, device = run.config, run.engine.device
         self._run, self._config, self._sinks = run, config, sinks
         entropy = run.work.unigram_entropy
-        self._doctor = None if entropy is None else PlateauDoctor(config, entropy)
+        self._doctor = PlateauDoctor(config, entropy) if sinks and entropy is not None else None
         hosts = dist.gather(socket.gethostname())
         self._stragglers = Stragglers(hosts, config.monitor.straggler_factor)
         known = limits(device_name(device)) if config.train.precision == "bf16" else None
@@ -80,11 +81,12 @@ class Watch:
         last = LastStep(
             state.step, step.alpha, step.lr, step.grad_norm, interval.layers, tokens_per_step
         )
-        advice = self._doctor.look(interval.loss, last) if self._doctor else None
-        if advice:
-            logger.warning("plateau: %s", advice)
-            if self._sinks:
-                self._sinks.write_text(state.step, "plateau", advice)
+        plateau = self._doctor.look(interval.means, last) if self._doctor else None
+        if plateau and self._sinks:
+            logger.warning("plateau: %s", plateau.advice)
+            numbers = plateau._asdict()
+            self._sinks.write_text(state.step, "plateau", numbers.pop("advice"))
+            self._sinks.write(state.step, "plateau", numbers)
 
     def _tell_stragglers(self, state: TrainState, interval: Interval) -> None:
         step_s = float(interval.step_s.mean())
@@ -118,6 +120,8 @@ class Watch:
         logger.info("step %d  %s", state.step, found.text)
         if not self._sinks:
             return
+        if self._doctor:
+            self._doctor.evaluated(state.step, found.values["loss"])
         self._sinks.write(state.step, "eval", dict(found.values))
         if found.probes:
             self._sinks.write(state.step, "probe", dict(found.probes))

@@ -58,6 +58,7 @@ def start(tmp_path: Path) -> Start:
         ("save", "save_s", "speed/save_s"),
         ("skip", "total", "health/skip_total"),
         ("straggler", "factor", "health/straggler_factor"),
+        ("plateau", "loss", "health/plateau_loss"),
     ],
 )
 def test_each_number_has_a_section(kind: str, name: str, tag: str) -> None:

@@ -1,0 +1,288 @@
+"""False alarms and missed plateaus of the doctor over small real runs; a table and one JSON line.
+
+    python -m benchmarks.doctor OUT [--jobs 2] [--only '24-*'] [--dataset DATASET]
+        [--table benchmarks/results/doctor.md]
+
+Example, the published table, about an hour of two cores:
+
+    python -m benchmarks.doctor runs/doctor --table benchmarks/results/doctor.md
+
+The runs are a full grid of depth, start, learning rate and batch, width 48, on the corpus that is
+embedded in `configs/prep/demo.yaml`: a sweep, which a second call continues. With `--table`, their
+curves are written beside the table, and a test gives them to the doctor. What a run is, its end
+says: *learned* if its held-out loss is 0.1 nats or more below the unigram entropy, *late* if it is
+not, but fell by 0.03 nats or more in its last quarter, else *stuck*. The doctor must tell the stuck
+runs, and never one that learned or is late. The first change that it advises is judged by the
+grid, too: whether the run that differs in this alone learned.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from benchmarks.machine import versions
+from pipeline.config.load import build
+from pipeline.config.runs import PretrainConfig
+from pipeline.data.format import read_index
+from pipeline.inspect.status import valid_lines
+from pipeline.runtime.files import read_json_lines
+from pipeline.runtime.run_folder import RunFolder
+from pipeline.train.doctor import LastStep, PlateauDoctor
+
+_STARTS = {
+    "unit": {"model.init": "unit"},
+    "alpha": {"model.init": "unit", "train.alpha_warmup_steps": 200},
+    "rsqrt": {"model.init": "rsqrt_depth"},
+    "deepnorm": {"model.init": "deepnorm", "model.residual": "deepnorm"},
+}
+_DEPTHS, _RATES, _BATCHES = (4, 12, 24), (3e-4, 3e-3, 2e-2), (4, 16)
+_LEARNED_NATS, _LATE_NATS = 0.1, 0.03
+Truth = Literal["learned", "late", "stuck"]
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """One run of the grid."""
+
+    depth: int
+    start: str
+    lr: float
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """As the folder is called."""
+        return f"{self.depth}-{self.start}-{self.lr:g}-{self.batch}"
+
+    def overrides(self) -> dict[str, Any]:
+        """Of the base config."""
+        sizes = {"train.global_batch": self.batch, "train.micro_batch": self.batch}
+        return {"model.num_layers": self.depth, "train.lr": self.lr} | _STARTS[self.start] | sizes
+
+
+GRID = [Point(*values) for values in product(_DEPTHS, _STARTS, _RATES, _BATCHES)]
+
+
+def base(dataset: str) -> dict[str, Any]:
+    """What all runs share."""
+    return {
+        "run_dir": "unset",
+        "model": {
+            "hidden_size": 48, "num_heads": 2, "ffn_size": 192,
+            "dropout": 0.0, "attention_dropout": 0.0,
+        },
+        "data": {"dir": dataset, "seq_len": 64, "mask_prob": 0.3},
+        "train": {"num_steps": 600, "warmup_steps": 40, "zero_stage": 0},
+        "checkpoint": {"every_steps": 600, "keep": 1},
+        "monitor": {"log_every_steps": 5, "eval_every_steps": 50, "eval_sequences": 256},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run logged."""
+
+    lines: list[list[float]]
+    """Step, loss, accuracy, alpha, learning rate, gradient norm and tokens of each log line."""
+    held_out: list[list[float]]
+    """Step and loss of each evaluation."""
+
+    def truth(self, entropy: float) -> Truth:
+        """Tell what the run is by its end."""
+        steps, end = self.held_out[-1]
+        if end <= entropy - _LEARNED_NATS:
+            return "learned"
+        before = next(loss for step, loss in self.held_out if step >= 0.75 * steps)
+        return "late" if before - end >= _LATE_NATS else "stuck"
+
+    def told(self, config: PretrainConfig, entropy: float) -> tuple[int, str] | None:
+        """Return step and text of the warning that the doctor gives for these numbers."""
+        doctor = PlateauDoctor(config, entropy)
+        evaluations = {int(step): loss for step, loss in self.held_out}
+        before = 0
+        for number, loss, accuracy, alpha, lr, norm, tokens in self.lines:
+            step = int(number)
+            last = LastStep(step, alpha, lr, norm, {}, tokens / (step - before))
+            plateau = doctor.look({"loss": loss, "accuracy": accuracy}, last)
+            if plateau:
+                return step, plateau.advice
+            if step in evaluations:
+                doctor.evaluated(step, evaluations[step])
+            before = step
+        return None
+
+
+def config_of(point: Point, dataset: str) -> PretrainConfig:
+    """Return the config of a run."""
+    overrides = [f"{key}={value}" for key, value in point.overrides().items()]
+    return build(PretrainConfig, base(dataset), point.name, overrides)
+
+
+def read(run: Path) -> Curve | None:
+    """Read a run's numbers, rounded; None if it has not ended."""
+    folder = RunFolder(run)
+    if not folder.done.exists():
+        return None
+    lines: list[list[float]] = []
+    held_out: list[list[float]] = []
+    for record in valid_lines(folder, read_json_lines(folder.attempts)):
+        if record["kind"] == "eval":
+            held_out.append([record["step"], round(record["loss"], 4)])
+        if record["kind"] == "train":
+            values = [float(f"{record[name]:.4g}") for name in ("alpha", "lr", "grad_norm")]
+            loss, accuracy = round(record["loss"], 4), round(record["accuracy"], 5)
+            lines.append([record["step"], loss, accuracy, *values, record["tokens"]])
+    return Curve(lines, held_out)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the doctor made of a run."""
+
+    point: Point
+    truth: Truth
+    told_step: int | None
+    advice: str | None
+    """Its first change: start, learning rate, batch or duplicates."""
+    freed: list[str]
+    """Of a stuck run: the single changes that the grid holds and that let it learn."""
+
+
+def findings(curves: dict[str, Curve], entropy: float, dataset: str) -> list[Finding]:
+    """Ask the doctor about all runs, and the grid about its advice."""
+    of = {point: curves[point.name] for point in GRID if point.name in curves}
+    truths = {point: curve.truth(entropy) for point, curve in of.items()}
+    found = []
+    for point, curve in of.items():
+        told = curve.told(config_of(point, dataset), entropy)
+        first = told[1].split("\n1. ")[1].split(":")[0] if told else None
+        freed = {
+            what
+            for other, truth in truths.items()
+            if truth == "learned" and (what := _only_change(point, other))
+        }
+        stuck = truths[point] == "stuck"
+        step = told[0] if told else None
+        found.append(Finding(point, truths[point], step, first, sorted(freed) if stuck else []))
+    return found
+
+
+def _only_change(one: Point, other: Point) -> str | None:
+    changes = {
+        "start": one.start != other.start,
+        "learning rate": one.lr != other.lr,
+        "batch": one.batch < other.batch,
+    }
+    named = [name for name, changed in changes.items() if changed]
+    return named[0] if len(named) == 1 and one.depth == other.depth else None
+
+
+def summary(found: list[Finding]) -> dict[str, Any]:
+    """Count."""
+    told = Counter((each.truth, each.told_step is not None) for each in found)
+    stuck = [each for each in found if each.truth == "stuck" and each.told_step is not None]
+    can_be_freed = [each for each in stuck if each.freed]
+    return {
+        "runs": len(found),
+        "matrix": {
+            truth: {"told": told[truth, True], "not_told": told[truth, False]}
+            for truth in ("stuck", "late", "learned")
+        },
+        "told_at_step": sorted(each.told_step or 0 for each in stuck),
+        "first_advice_frees": sum(each.advice in each.freed for each in can_be_freed),
+        "of_those_that_one_change_frees": len(can_be_freed),
+    }
+
+
+def page(found: list[Finding], entropy: float, counts: dict[str, Any]) -> str:
+    """Write the table."""
+    matrix = "\n".join(
+        f"| {truth} | {row['told']} | {row['not_told']} |"
+        for truth, row in counts["matrix"].items()
+    )
+    rows = "\n".join(
+        f"| {each.point.depth} | {each.point.start} | {each.point.lr:g} | {each.point.batch} "
+        f"| {each.truth} | {each.told_step or ''} | {each.advice or ''} "
+        f"| {', '.join(each.freed)} |"
+        for each in found
+    )
+    shown = ", ".join(f"{name} {version}" for name, version in counts["versions"].items())
+    return f"""# The plateau's doctor over {len(found)} small real runs
+
+`python -m benchmarks.doctor OUT --table benchmarks/results/doctor.md`: width 48, 600 updates of 4
+or 16 sequences of 64, the embedded corpus, unigram entropy {entropy:.3f} nats; {shown}.
+Learned: held-out loss at the end {_LEARNED_NATS} nats or more below the entropy. Late: not, but it
+fell by {_LATE_NATS} in the last quarter. Stuck: neither.
+
+| the run | told | not told |
+|---|---:|---:|
+{matrix}
+
+Of {counts["of_those_that_one_change_frees"]} stuck runs that the doctor told and that a single
+change of the grid lets learn, its first advice is such a change in {counts["first_advice_frees"]}.
+
+| layers | start | rate | batch | the run | told at step | first advice | changes that free it |
+|---:|---|---:|---:|---|---:|---|---|
+{rows}
+
+Starts: `unit` is model.init=unit alone, `alpha` with 200 steps of alpha warm-up, `rsqrt`
+model.init=rsqrt_depth, `deepnorm` init and residual.
+"""
+
+
+def main() -> int:
+    """Run what is missing, and report; 1 if a run failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="*", help="names of runs, such as '24-*'")
+    parser.add_argument("--dataset", type=Path, help="in place of the embedded corpus")
+    parser.add_argument("--table", type=Path)
+    arguments = parser.parse_args()
+    out: Path = arguments.out.absolute()
+    dataset = arguments.dataset or out / "data"
+    if not arguments.dataset:
+        _postnorm("prep", "run", "demo.yaml", f"output_dir={dataset}")
+    chosen = [point for point in GRID if fnmatch(point.name, arguments.only)]
+    if not chosen:
+        parser.error(f"--only {arguments.only!r}: no such run; names are like {GRID[0].name}")
+    (out / "base.yaml").write_text(yaml.safe_dump(base(str(dataset)), sort_keys=False))
+    runs = [{"folder": point.name} | point.overrides() for point in chosen]
+    body = {"verb": "pretrain", "config": "base.yaml", "dir": str(out / "runs"), "runs": runs}
+    (out / "sweep.yaml").write_text(yaml.safe_dump(body, sort_keys=False))
+    code = _postnorm(
+        "submit", "--sweep", str(out / "sweep.yaml"), "--local", "--jobs", str(arguments.jobs),
+        check=False,
+    )  # fmt: skip
+    read_curves = {point.name: read(out / "runs" / point.name) for point in chosen}
+    curves = {name: curve for name, curve in read_curves.items() if curve}
+    entropy = read_index(dataset).unigram_entropy_nats
+    found = findings(curves, entropy, str(dataset))
+    counts = {"benchmark": "doctor", **summary(found), "versions": versions()}
+    if arguments.table:
+        arguments.table.write_text(page(found, entropy, counts))
+        kept = {"unigram_entropy": entropy, "runs": {n: asdict(c) for n, c in curves.items()}}
+        text = json.dumps(kept | {"versions": counts["versions"]}, separators=(",", ":"))
+        arguments.table.with_suffix(".json").write_text(text.replace('"lines"', '\n"lines"') + "\n")
+    sys.stdout.write(json.dumps(counts) + "\n")
+    return code or int(len(curves) < len(chosen))
+
+
+def _postnorm(*words: str, check: bool = True) -> int:
+    command = [sys.executable, "-m", "postnorm", *words]
+    return subprocess.run(command, check=check, stdout=sys.stderr).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Tells a run that has learned how frequent tokens are and nothing more, and what to change.
+
+A plateau is told once, at the first log line where all of this holds for a window of steps behind
+both warm-ups (learning rate and alpha). The window is the last half of these steps, and at least
+`patience_steps`: 100 updates, 20 log intervals and 2% of the run, whichever is longest.
+
+- Level: the mean loss of the window's last half is above 95% of the unigram entropy, the loss of a
+  model that knows only the frequencies of tokens. There is no upper limit: a loss that stays above
+  the entropy has not even learned these.
+- Slope: a straight line through the window's losses falls by less than 1% of the entropy.
+- Accuracy: a straight line through it rises by less than 0.01.
+- Held-out loss: it falls by less than 1% of the entropy, where the window has two evaluations.
+
+Lines through losses of training are uncertain by their noise, which is large for small batches.
+With two evaluations, which score the same tokens, they only must not contradict: what they fall
+less two standard errors is below the limit. Without them they must prove it: what they fall plus
+two standard errors is below the limit, and the window grows until that can be said.
+
+`python -m benchmarks.doctor` counts false alarms and missed plateaus over small real runs.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.config.runs import PretrainConfig
+from pipeline.train.health import GroupNorms
+
+_LEAST_UPDATES = 100
+_LEAST_INTERVALS = 20
+_SHARE_OF_RUN = 0.02
+_LEVEL = 0.95
+_LEAST_FALL = 0.01
+_LEAST_RISE = 0.01
+_ERRORS = 2.0
+_REPORT_FILE = "report.json"
+# (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
+_SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
+# Peak rate times width at which AdamW trains Post-LN of this project's starts at width 48 to 768.
+_USUAL_RATE_BY_WIDTH = 0.15
+_USUAL_TIMES = 2.0
+_SMALL_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The last step's numbers, from which causes are read."""
+
+    step: int
+    alpha: float
+    lr: float
+    grad_norm: float
+    layers: dict[str, GroupNorms]
+    tokens_per_step: float
+
+
+class Plateau(NamedTuple):
+    """What the doctor says of a run."""
+
+    since: int
+    """First step of the window."""
+    loss: float
+    """Mean of the window's log lines, nats a masked token."""
+    unigram_entropy: float
+    """Nats."""
+    limit: float
+    """Nats; a loss below it has learned more than frequencies."""
+    advice: str
+    """What to change, in Markdown."""
+
+
+class PlateauDoctor:
+    """Follows the means of one attempt's log lines and its evaluations, and warns once."""
+
+    def __init__(self, config: PretrainConfig, unigram_entropy: float) -> None:
+        train = config.train
+        self._config = config
+        self._entropy = unigram_entropy
+        self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
+        self._lines: list[tuple[int, float, float]] = []
+        self._held_out: list[tuple[int, float]] = []
+        self._told = False
+        self.patience_steps = max(
+            _LEAST_UPDATES,
+            _LEAST_INTERVALS * config.monitor.log_every_steps,
+            round(_SHARE_OF_RUN * train.num_steps),
+        )
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Note the loss of the evaluation set after a step, nats a masked token."""
+        if step > self._warm_ups and math.isfinite(loss):
+            self._held_out.append((step, loss))
+
+    def look(self, means: Mapping[str, float], last: LastStep) -> Plateau | None:
+        """Return what to say when the rule first holds; None at all other times.
+
+        Args:
+            means: of the interval that ends with `last`: `loss` in nats a masked token, `accuracy`.
+            last: the interval's last step.
+        """
+        loss, accuracy = means["loss"], means["accuracy"]
+        if self._told or last.step <= self._warm_ups or not math.isfinite(loss):
+            return None
+        self._lines.append((last.step, loss, accuracy))
+        num_steps = max(self.patience_steps, (last.step - self._warm_ups) // 2)
+        # The lines of a step are never read again once the window has passed it.
+        self._lines = [line for line in self._lines if line[0] > last.step - num_steps]
+        self._held_out = [each for each in self._held_out if each[0] > last.step - num_steps]
+        if last.step - self._warm_ups < self.patience_steps or not self._is_stuck(num_steps):
+            return None
+        self._told = True
+        since, losses = self._lines[0][0], [loss for _, loss, _ in self._lines]
+        mean = sum(losses) / len(losses)
+        return Plateau(
+            since, mean, self._entropy, _LEVEL * self._entropy, self._advice(since, mean, last)
+        )
+
+    def _is_stuck(self, num_steps: int) -> bool:
+        steps, losses, accuracies = np.array(self._lines, np.float64).T
+        if losses[len(losses) // 2 :].mean() <= _LEVEL * self._entropy:
+            return False
+        sign, least = 1.0, _LEAST_FALL * self._entropy
+        if len(self._held_out) > 1:
+            (first, before), (final, after) = self._held_out[0], self._held_out[-1]
+            if (before - after) * num_steps / (final - first) >= least:
+                return False
+            sign = -1.0
+        for values, limit in ((-losses, least), (accuracies, _LEAST_RISE)):
+            rise, error = _rise(steps, values, num_steps)
+            if rise + sign * _ERRORS * error >= limit:
+                return False
+        return True
+
+    def _advice(self, since: int, mean: float, last: LastStep) -> str:
+        causes = sorted(self._causes(last), reverse=True)
+        learned = (
+            "the model has learned how frequent tokens are, and nothing from their context"
+            if mean < self._entropy * (2 - _LEVEL)
+            else "the model has not even learned how frequent tokens are"
+        )
+        norms = ", ".join(f"{name} {each.gradient:.2g}" for name, each in last.layers.items())
+        return "\n".join(
+            [
+                f"The loss has stayed at {mean:.3f} from step {since} to {last.step}, the unigram "
+                f"entropy is {self._entropy:.3f} nats: {learned}. What to change, the likeliest "
+                "first:",
+                "",
+                *(f"{place}. {text}" for place, (_, text) in enumerate(causes, 1)),
+                "",
+                f"Gradient norm {last.grad_norm:.3g}, by layer: {norms or 'unknown'}; "
+                "lower layers near 0 next to the head mean that no gradient passes the norms.",
+            ]
+        )
+
+    def _causes(self, last: LastStep) -> list[tuple[float, str]]:
+        """Return what may be the cause, each with a weight: 1 and more is a likely one."""
+        model, train = self._config.model, self._config.train
+        usual = _USUAL_RATE_BY_WIDTH / model.hidden_size
+        rate = train.lr / usual
+        return [
+            (
+                self._weight_of_start(),
+                f"start: {model.num_layers} layers with model.init={model.init}, "
+                f"model.residual={model.residual}, model.score_residual={model.score_residual} and "
+                f"train.alpha_warmup_steps={train.alpha_warmup_steps} (alpha is {last.alpha:.3f}): "
+                + self._start(),
+            ),
+            (
+                rate / 2 if rate >= 1 else 0.2 / rate,
+                f"learning rate: train.lr={train.lr:g}, {usual:.1g} is usual at width "
+                f"{model.hidden_size}; {_change_of(rate)}",
+            ),
+            (
+                _SMALL_BATCH_TOKENS / last.tokens_per_step / 2,
+                f"batch: {last.tokens_per_step:,.0f} tokens a step; a small one has a noisy "
+                "gradient: raise train.global_batch, or lower train.lr",
+            ),
+            (0.2, f"duplicates: {_duplicates(Path(self._config.data.dir))}"),
+        ]
+
+    def _weight_of_start(self) -> float:
+        model, train = self._config.model, self._config.train
+        if (model.init, model.residual) in _SMALL_STARTS:
+            return 0.1
+        return model.num_layers / (12 if train.alpha_warmup_steps else 6)
+
+    def _start(self) -> str:
+        model = self._config.model
+        if (model.init, model.residual) in _SMALL_STARTS:
+            return "24 layers converge with these"
+        small = (
+            "each sub-layer adds as much as its input, and deep models make all tokens alike: set "
+            "model.init=deepnorm and model.residual=deepnorm, or model.init=rsqrt_depth"
+        )
+        return f"{small}, or lengthen the alpha warm-up; then start a new run"
+
+
+def _change_of(rate: float) -> str:
+    """Advise on a rate, given as a multiple of the usual one."""
+    if rate > _USUAL_TIMES:
+        return "lower it threefold, or double train.warmup_steps"
+    return "raise it threefold" if rate < 1 / _USUAL_TIMES else "this is not far from it"
+
+
+def _rise(
+    steps: np.ndarray[tuple[int], np.dtype[np.float64]],
+    values: np.ndarray[tuple[int], np.dtype[np.float64]],
+    num_steps: int,
+) -> tuple[float, float]:
+    """Return what a straight line rises in `num_steps`, and its standard error (least squares)."""
+    centred = steps - steps.mean()
+    spread = float(centred @ centred)
+    slope = float(centred @ values) / spread
+    residual = values - values.mean() - slope * centred
+    error = math.sqrt(float(residual @ residual) / (len(steps) - 2) / spread)
+    return slope * num_steps, error * num_steps
+
+
+def _duplicates(dataset: Path) -> str:
+    """Describe the duplicates that the dataset's report counts."""
+    path = dataset / _REPORT_FILE
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        done = {name: counts for name, counts in stages.items() if name in ("dedup", "near")}
+        parts = [
+            f"{1 - counts['documents_out'] / counts['documents_in']:.1%} of the documents were "
+            f"dropped by stage {name}"
+            for name, counts in done.items()
+            if counts["documents_in"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"unknown, {path} is missing or in another format; check the text for copies"
+    if "near" not in done:
+        parts.append(
+            "near duplicates were not searched for (dedup.near_duplicates): copies may be left"
+        )
+    return "; ".join(parts)
