@@ -222,4 +222,4 @@ def _checkpoint_line(run_dir: Path, then: str) -> Iterator[str]:
     if saved:
         yield f"newest checkpoint: step {saved.step:,}, {duration(saved.age_s)} old{then}"
     else:
-        yield "there is no checkpoint: the run starts from scratch"
+        yield "there is no checkpoint: the run starts from step 0"

@@ -416,4 +416,4 @@ def progress_lines(status: RunStatus) -> Iterator[Line]:
 def begin_text(start: Start) -> str:
     """Say where a start began."""
     step = start.resumed_from_step
-    return "from scratch" if step is None else f"from step {step:,}"
+    return "from step 0" if step is None else f"from step {step:,}"

@@ -203,7 +203,7 @@ def _run(
         saver=saver,
         requests=requests,
     )
-    start = f"from {resumed_from.name}" if resumed_from else "from scratch"
+    start = f"from {resumed_from.name}" if resumed_from else "from step 0"
     notifier.send(STARTED, f"{start}, {process.world_size} ranks")
     code = _attempt(run, resumed_from, rewound=False)
     while code is None:
@@ -215,11 +215,11 @@ def _run(
 
 
 def _attempt(run: Run, resumed_from: Path | None, *, rewound: bool) -> int | None:
-    """Train from a checkpoint or from scratch; see `train` for what it returns and raises."""
+    """Train from a checkpoint or from step 0; see `train` for what it returns and raises."""
     config, process = run.config, run.process
     watchdog.beat("loading the state")
     state = run.store.load(run.engine, resumed_from) if resumed_from else TrainState()
-    logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from scratch")
+    logger.info("%s", f"resumed from {resumed_from}" if resumed_from else "from step 0")
     if resumed_from is None and process.is_first:
         # The work of an attempt without a checkpoint is lost; its config may have been another one.
         run.folder.batches.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt at training a run, from a checkpoint or from scratch; see `build.py`."""
+    """One attempt at training a run, from a checkpoint or from step 0; see `build.py`."""
 
     run: Run
     batch_log: BatchLog

@@ -206,7 +206,7 @@ def test_flipped_byte_of_a_shard_stops_training(
     if verify_at_start_gib:
         # Found before training by one rank, and all ranks stop for it.
         assert codes == [2, 2]
-        assert "from scratch" not in ranks.output
+        assert "from step 0" not in ranks.output
         assert "Traceback" not in ranks.output
 
 

@@ -43,7 +43,7 @@ def test_a_finished_run(straight_run: Path) -> None:
     assert [start["end"] for start in found["starts"]] == ["finished"]
     text = _command(straight_run).stdout
     assert f"[{'#' * 40}] 100.0%  step 40 of 40" in text
-    assert "from scratch, 2 ranks, job local" in text
+    assert "from step 0, 2 ranks, job local" in text
     assert (straight_run / FOLDER / "step-00000040" / MANIFEST_FILE).exists()
 
 

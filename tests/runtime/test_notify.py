@@ -61,7 +61,7 @@ def _command(server: _Server, folder: Path) -> str:
 @pytest.mark.usefixtures("processes")
 def test_a_server_receives_events_in_their_order(server: _Server, tmp_path: Path) -> None:
     notifier = Notifier(_command(server, tmp_path), tmp_path / "mine", "7.0")
-    notifier.send(notify.STARTED, "from scratch")
+    notifier.send(notify.STARTED, "from step 0")
     notifier.send(notify.WENT_BACK, "to step 6: the loss jumped")
     notifier.finish()
     first, second = server.received
@@ -109,7 +109,7 @@ def test_failure_only_warns_and_nothing_waits_for_it(
     monkeypatch.setattr(notify, "_LIMIT_S", 0.3)
     notifier = Notifier(command, tmp_path, "7.0")
     before_s = time.monotonic()
-    notifier.send(notify.STARTED, "from scratch")
+    notifier.send(notify.STARTED, "from step 0")
     assert time.monotonic() - before_s < 0.25
     with caplog.at_level(logging.WARNING):
         notifier.finish()
