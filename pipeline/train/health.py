@@ -192,7 +192,7 @@ class PlateauDoctor:
                 "a noisy gradient: raise train.global_batch",
                 f"- gradient norm {last.grad_norm:.3g}, by layer: {norms or 'unknown'}; "
                 "lower layers near 0 next to the head mean that no gradient passes the norms",
-                f"- duplicates: {_duplicates(Path(self._config.data.dir))}",
+                f"- duplicates: {_duplicates(self._config.data.dir)}",
             ]
         )
 
@@ -217,9 +217,11 @@ class PlateauDoctor:
         return causes
 
 
-def _duplicates(dataset: Path) -> str:
+def _duplicates(dataset: str) -> str:
     """Describe the duplicates that the dataset's report counts."""
-    path = dataset / _REPORT_FILE
+    if is_address(dataset):
+        return f"{dataset}/{_REPORT_FILE} counts what was dropped by the stages dedup and near"
+    path = Path(dataset, _REPORT_FILE)
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
         done = {name: counts for name, counts in stages.items() if name in ("dedup", "near")}
