@@ -103,7 +103,7 @@ class DiskCache:
 
     def counts(self) -> Counts:
         """Return the numbers as they are now."""
-        with suppress(FileNotFoundError), (self.folder / _STATE_FILE).open("rb") as file:
+        with suppress(OSError), (self.folder / _STATE_FILE).open("rb") as file:
             return _read(file.fileno())
         return Counts(0, 0, 0, 0)
 
@@ -116,7 +116,7 @@ class DiskCache:
         try:
             data = np.frombuffer(path.read_bytes(), np.uint8)
             check(data)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (DataError, OSError) as error:
             with suppress(OSError):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pipeline.config.runs import PretrainConfig
 from pipeline.model.architecture import OBJECTIVE_PARTS
+from pipeline.runtime.remote import is_address
 from pipeline.train.engine import Engine
 from pipeline.train.optimizer import squared_norm
 
