@@ -127,12 +127,11 @@ class BlockReader:
     """Reads blocks of a dataset by their row in the index; threads may share it.
 
     Opening it checks that every shard exists with the right size; for a store `open_index` has done
-    that. The first use of a shard checks
-    that it ends as a tar must, and every reading of a block its sha256 unless `check_blocks` is
-    "never" (those of a store always): a block that changes under a running job is noticed before it
-    is used again. Methods
-    raise DataError, which names shard and member, if bytes are not those of the index, and
-    StorageError if they cannot be read at the moment.
+    that. The first use of a shard checks that it ends as a tar must, and every reading of a block
+    its sha256 unless `check_blocks` is "never" (one of a store always): a block that changes under
+    a running job is noticed before it is used again. Methods raise DataError, which names shard and
+    member, if bytes are not those of the index, and StorageError if they cannot be read at the
+    moment.
     """
 
     def __init__(
@@ -313,6 +312,8 @@ class BlockReader:
             if found != info.num_bytes:
                 raise DataError(self._wrong_size_text(shard, found)) from None
             raise
+        except DataError as error:
+            raise DataError(f"{error}; {self._remedy}") from error
 
     def _wrong_size_text(self, row: int, found: int) -> str:
         shard = self.index.shards[row]

@@ -233,7 +233,7 @@ def test_an_object_that_changes_under_a_run_is_noticed(
     with pytest.raises(DataError, match=r"s3://.*\.tar has 1000 bytes, the index expects \d+"):
         _blocks(index, [1])
     store.client.delete_object(Bucket=BUCKET, Key=key)
-    with pytest.raises(DataError, match=r"s3://.*\.tar cannot be read"):
+    with pytest.raises(DataError, match=r"s3://.*\.tar cannot be read: .*prep publish"):
         _blocks(index, [1])
 
 
