@@ -147,7 +147,7 @@ class DiskCache:
                 with part.open("wb") as file:
                     file.truncate(len(data))
             with part.open("r+b") as file:
-                file.write(data)
+                file.write(data.data)
             part.replace(path)
         except OSError as error:
             with suppress(OSError):

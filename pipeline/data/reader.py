@@ -266,7 +266,7 @@ class BlockReader:
 
     def _is_member(self, row: int, member: int, data: Bytes) -> bool:
         expected = self.index.blocks.member_sha256[row, member].tobytes()
-        return hashlib.sha256(data.data).digest() == expected
+        return bool(hashlib.sha256(data.data).digest() == expected)
 
     def _check_size(self, shard: int) -> None:
         path = self.index.shard_path(shard)
