@@ -123,11 +123,10 @@ class DiskCache:
                 path.unlink()
             counts = self._count(damaged_blocks=1)
             logger.warning(
-                "%s, kept from an earlier reading, is damaged and fetched again (%d so far here): "
-                "%s",
+                "%s, kept from an earlier reading, is damaged and fetched again (%d so far here)%s",
                 path,
                 counts.damaged_blocks,
-                error,
+                f": {error}" if isinstance(error, OSError) else "",
             )
             return None
         now = time.time_ns()

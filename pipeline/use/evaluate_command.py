@@ -314,7 +314,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=int, metavar="N", help="of a forward pass; default: the run's, or 8")
     add("--precision", choices=("bf16", "fp32"), help="default: the run's; fp32 for a model")
     add("--json", action="store_true", help="one JSON object a line in place of the table")
-    text = "other masks than the run's, such as data.mask_prob=0.15"
+    text = "other masks than the run's, such as data.mask_prob=0.15, or another data.stage_dir"
     cli.add_overrides(parser, text, "data.MASKS=VALUE")
 
 

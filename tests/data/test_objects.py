@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from launch.preflight.check import check_dataset
 from launch.submit import mounts_of, require_index
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
@@ -22,6 +24,7 @@ from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_RETRY, ConfigError, DataError, StorageError
 from pipeline.inspect.coverage import coverage
 from pipeline.runtime import remote
+from pipeline.use.train_dataset import TrainDataset
 from tests.support.ranks import CONFIG, Ranks
 from tests.support.steps import Row, open_steps, step_on
 from tests.support.stores import BUCKET, Store
@@ -120,6 +123,12 @@ def test_commands_read_a_store_or_say_what_to_do(
     config = _config(tmp_path, address)
     seen = coverage(config.train_data, 10)
     assert seen == coverage(_config(tmp_path, str(dataset.folder)).train_data, 10)
+    assert check_dataset(config.data, 4, "seed") == (dataset.fingerprint, [])
+    arguments = {"seq_len": 64, "global_batch": 8}
+    ours = TrainDataset(address, stage_dir=str(tmp_path / "node"), **arguments)
+    theirs = TrainDataset(dataset.folder, **arguments)
+    one, other = next(iter(ours)), next(iter(theirs))
+    assert all(torch.equal(one[name], other[name]) for name in other)
     found = find_index(address)
     assert found is not None
     assert found.fingerprint == dataset.fingerprint
@@ -179,6 +188,26 @@ def test_a_stage_dir_that_cannot_be_used(published: Path, tmp_path: Path) -> Non
     (tmp_path / "node").write_text("a file")
     with pytest.raises(ConfigError, match=r"data\.stage_dir, .*/node, cannot be used: .*choose"):
         open_index(_data(tmp_path, f"file://{published}"))
+
+
+def test_a_block_that_the_node_s_disk_damaged_is_fetched_again(
+    dataset: DatasetIndex, published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = _data(tmp_path, f"file://{published}")
+    index = open_index(data)
+    reader, store = BlockReader(index), _store_of(index)
+    ends = reader.block(0).doc_ends.tolist()
+    [path] = store.cache.folder.glob("*/*")
+    content = bytearray(path.read_bytes())
+    content[int(index.blocks.member_offset[0, 1] - index.blocks.offset[0]) + 130] ^= 1
+    path.write_bytes(content)
+    assert reader.doc_ends(0).tolist() == ends
+    assert reader.block(0).doc_ends.tolist() == ends
+    assert path.read_bytes() != content
+    assert store.cache.counts().damaged_blocks == 1
+    with caplog.at_level("INFO"):
+        open_index(data)
+    assert "1 damaged blocks were fetched again so far" in caplog.text
 
 
 def _blocks(index: DatasetIndex, rows: Iterable[int]) -> list[bytes]:
