@@ -11,6 +11,7 @@ from pipeline.config.load import build, load
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
+from pipeline.runtime.remote import is_address
 from pipeline.runtime.summary import Summary
 
 
@@ -128,14 +129,33 @@ def _show(arguments: argparse.Namespace) -> None:
         print(rejected_text(config, arguments.rejected, arguments.limit))
 
 
+def _local(text: str) -> Path:
+    if is_address(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is in a store: copy it to a folder, and name that"
+        )
+    return Path(text)
+
+
 def _folder_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="folder of a finished dataset")
+    parser.add_argument("folder", type=_local, help="folder of a finished dataset")
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", help="folder of a finished dataset, or address of a published one"
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from data_prep.verify import verify
+    if is_address(arguments.folder):
+        from data_prep import publish
 
-    problems = verify(arguments.folder)
+        problems = list(publish.problems(arguments.folder))
+    else:
+        from data_prep.verify import verify
+
+        problems = verify(Path(arguments.folder))
     for problem in problems:
         print(f"error: {problem}")
     if problems:
@@ -181,6 +201,23 @@ def _export(arguments: argparse.Namespace) -> None:
 
     count, files = export(arguments.folder, arguments.out, arguments.format)
     print(f"{arguments.out}: {count:,} documents in {len(files):,} files")
+
+
+def _publish_arguments(parser: argparse.ArgumentParser) -> None:
+    _folder_argument(parser)
+    parser.add_argument("address", help="where to, such as s3://bucket/path; empty, or the same")
+
+
+def _publish(arguments: argparse.Namespace) -> None:
+    from data_prep.publish import publish
+
+    address = arguments.address.rstrip("/")
+    sent = publish(arguments.folder, address)
+    print(
+        f"{address}: {sent.files:,} files sent, {sent.num_bytes / 1e9:.3f} GB, and "
+        f"{sent.were_there:,} were there; all were read back"
+    )
+    print(f"train on it with data.dir={address} data.stage_dir=FOLDER_OF_EACH_NODE")
 
 
 VERBS = (
@@ -230,9 +267,17 @@ VERBS = (
     Verb(
         "verify",
         "read a dataset again and compare it with its index",
-        _folder_argument,
+        _verify_arguments,
         _verify,
-        "verify runs/mine/data",
+        "verify runs/mine/data\nverify s3://bucket/mine",
+    ),
+    Verb(
+        "publish",
+        "send a finished dataset to an object store, from which runs can train",
+        _publish_arguments,
+        _publish,
+        "publish runs/mine/data s3://bucket/mine",
+        if_interrupted="the same command sends what is missing; index.json comes last",
     ),
     Verb(
         "datasheet",

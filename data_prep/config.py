@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import ConfigError
+from pipeline.runtime.remote import is_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,6 +545,12 @@ class PrepConfig:
     shards: ShardsConfig = section(ShardsConfig, "blocks, shards and the held-out split")
 
     def __post_init__(self) -> None:
+        if is_address(self.output_dir):
+            raise ConfigError(
+                f"output_dir={self.output_dir}: leases and renames need a folder of a file system; "
+                "prepare into one, then send the finished dataset with `postnorm prep publish "
+                f"FOLDER {self.output_dir}`"
+            )
         names = [source.name for source in self.sources]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"sources = {names}: expected at least one, each with its own name")

@@ -20,7 +20,8 @@ from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import INDEX_FILE, read_index
+from pipeline.data.format import INDEX_FILE
+from pipeline.data.objects import find_index
 from pipeline.errors import ConfigError
 from pipeline.kernels.choose import REFERENCE, Choice, expected_on_gpu
 from pipeline.model import cost
@@ -86,7 +87,7 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     """Compute the plan of a run, which needs `model.vocab_size` or a prepared dataset."""
     ranks, hardware = cluster.num_ranks, cluster.hardware
     config.batches.require_split(ranks)
-    index = read_index(config.data.dir) if (Path(config.data.dir) / INDEX_FILE).is_file() else None
+    index = find_index(config.data.dir)
     vocab_size = config.model.vocab_size or (index.vocab_size if index else None)
     if vocab_size is None:
         raise ConfigError(

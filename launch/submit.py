@@ -39,7 +39,8 @@ from launch.slurm import withheld_line
 from launch.snapshot import snapshot_for, start_file
 from pipeline.config.load import git_revision, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import INDEX_FILE, read_index
+from pipeline.data.format import INDEX_FILE
+from pipeline.data.objects import find_index
 from pipeline.errors import BusyError, ConfigError
 from pipeline.multitask.config import (
     MIX_FILE,
@@ -51,6 +52,7 @@ from pipeline.multitask.config import (
     require_split,
 )
 from pipeline.runtime.files import write_atomic, write_json_atomic
+from pipeline.runtime.remote import is_address
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import RANDOM, TaskConfig, probe_tasks
@@ -167,13 +169,13 @@ def require_data(config: PretrainConfig, work_dir: str) -> None:
 
 def require_index(folder: str, work_dir: str) -> None:
     """Refuse a dataset that is missing or damaged."""
-    data = Path(work_dir, folder)
-    if not (data / INDEX_FILE).is_file():
+    data = folder if is_address(folder) else Path(work_dir, folder)
+    if find_index(data) is None:
         raise ConfigError(
             f"data.dir={folder}: {data} has no {INDEX_FILE}; prepare the dataset first "
-            "(`python -m data_prep status CONFIG` says what is missing), or correct the path"
+            "(`python -m data_prep status CONFIG` says what is missing) and, for a store, send it "
+            "with `postnorm prep publish`; or correct the path"
         )
-    read_index(data)
 
 
 def prepare_evaluation(
@@ -361,6 +363,7 @@ def record_of(draft: Draft, job: str) -> dict[str, Any]:
 
 
 def mounts_of(work_dir: str, *folders: str) -> tuple[str, ...]:
-    """Make folders absolute and leave out those that lie in another."""
-    every = [Path(work_dir), *(Path(work_dir, folder) for folder in folders)]
+    """Make folders absolute and leave out those that lie in another, and stores."""
+    files = [folder for folder in folders if not is_address(folder)]
+    every = [Path(work_dir), *(Path(work_dir, folder) for folder in files)]
     return tuple(dict.fromkeys(str(path) for path in every if not set(path.parents) & set(every)))

@@ -14,6 +14,7 @@ from pipeline.config.load import load
 from pipeline.data.format import DatasetIndex, read_index
 from tests.support.browser import Browser, find_browser
 from tests.support.ranks import Ranks, Starter, start
+from tests.support.stores import Store, behind, serve
 from tests.support.triton import Interpreter, run_interpreted
 from tests.support.variants import Variants
 
@@ -41,6 +42,20 @@ def start_ranks(processes: None) -> type[Ranks]:
 def start_command(processes: None) -> Starter:
     """Starts a command on every rank of a process group; see `tests.support.ranks.start`."""
     return start
+
+
+@pytest.fixture(scope="session")
+def store_server(processes: None) -> Iterator[int]:
+    """The server behind `store`; its libraries take a while to load, so `make test` has none."""
+    with behind() as port:
+        yield port
+
+
+@pytest.fixture
+def store(store_server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An object store, s3://corpora, whose answers can be spoiled; see `tests.support.stores`."""
+    with serve(store_server, monkeypatch) as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -19,8 +19,10 @@ from pathlib import Path
 from launch.cluster import ClusterConfig, PreflightConfig
 from launch.preflight.gpus import check_gpus
 from launch.preflight.record import Blame, Finding, Record, write_record
+from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex
+from pipeline.data.objects import open_index
 from pipeline.data.reader import BlockReader
 from pipeline.errors import ConfigError, DataError, PostnormError
 from pipeline.multitask.config import MultiTaskConfig
@@ -107,7 +109,7 @@ def _parts(
         if data is None:  # a multi-task run without the task mlm
             return []
         seed = f"{folder.name} {record.node}"
-        record.fingerprint, findings = check_dataset(data.dir, expected.shards, seed)
+        record.fingerprint, findings = check_dataset(data, expected.shards, seed)
         return findings
 
     def versions() -> list[Finding]:
@@ -237,14 +239,14 @@ def _write_through(beside: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def check_dataset(folder: str, num_shards: int, seed: str) -> tuple[str, list[Finding]]:
+def check_dataset(data: DataConfig, num_shards: int, seed: str) -> tuple[str, list[Finding]]:
     """Read the index, and a random block of each of some random shards.
 
     The seed differs for each node and each start. Return the fingerprint, empty if the index cannot
     be read, and the findings.
     """
     try:
-        index = read_index(folder)
+        index = open_index(data)
     except (PostnormError, OSError) as error:
         return "", [Finding("dataset", str(error), "all")]
     chance = random.Random(seed)

@@ -24,8 +24,9 @@ from launch.preflight.record import (
 )
 from launch.records import append_history, exclude_nodes, excluded_nodes, newest_checkpoint
 from pipeline.checkpoints.manifest import FOLDER, published, read_manifest
+from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import read_index
+from pipeline.data.objects import open_index
 from pipeline.errors import (
     EXIT_FAILED_DO_NOT_RETRY,
     EXIT_FINISHED,
@@ -149,7 +150,7 @@ def gather(
         bandwidths=measured if with_bandwidth else None,
         started=started,
         judged=time.time(),
-        damaged=_confirmed(config.data.dir, records.values()) if config.data else set(),
+        damaged=_confirmed(config.data, records.values()) if config.data else set(),
         # That of a multi-task run has the fingerprint of the whole mix.
         checkpoint=_newest_checkpoint(Path(config.run_dir))
         if isinstance(config, PretrainConfig)
@@ -157,12 +158,12 @@ def gather(
     )
 
 
-def _confirmed(folder: str, records: Iterable[Record]) -> set[int]:
+def _confirmed(data: DataConfig, records: Iterable[Record]) -> set[int]:
     """Return the suspected blocks that are damaged as this node reads them, too."""
     damaged = set()
     for block in {f.block for r in records for f in r.findings if f.block is not None}:
         try:
-            read_block(read_index(folder), block)
+            read_block(open_index(data), block)
         except DataError:
             damaged.add(block)
         except (PostnormError, OSError):

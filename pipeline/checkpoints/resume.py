@@ -163,6 +163,7 @@ logger = logging.getLogger(__name__)
 _HOW_DATA_IS_READ = {
     "dir",
     "stage_dir",
+    "stage_gb",
     "verify_at_start_gib",
     "check_blocks",
     "workers",

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import ConfigError
+from pipeline.runtime.remote import is_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +180,19 @@ class MixConfig:
 class DataConfig:
     """A prepared dataset and the pure functions applied to it at load time."""
 
-    dir: str = path_param(REQUIRED, "folder written by `python -m data_prep run`")
+    dir: str = path_param(
+        REQUIRED,
+        "folder written by `python -m data_prep run`, or address such as s3://bucket/data to which "
+        "`prep publish` sent it",
+    )
     stage_dir: str | None = param(
         None,
-        "node-local folder that shards are copied to and read from; null reads them where they "
-        "are; environment variables such as $TMPDIR are filled in, also $POSTNORM_SCRATCH, the "
-        "`scratch` folder of a cluster profile",
+        "node-local folder that shards are copied to and read from, or that keeps blocks of an "
+        "address; null reads shards where they are; environment variables such as $TMPDIR are "
+        "filled in, also $POSTNORM_SCRATCH, the `scratch` folder of a cluster profile",
+    )
+    stage_gb: float = param(
+        64.0, "of blocks of an address that stage_dir keeps, at most", unit="GB", gt=0
     )
     seq_len: int = param(512, "slots of a packed sequence", unit="tokens", ge=8, le=65536)
     window_blocks: int = param(
@@ -239,7 +247,8 @@ class DataConfig:
     check_blocks: Literal["first_touch", "never"] = param(
         "first_touch",
         "when a block's sha256 is compared with the index: whenever it is read from storage, or "
-        "never, for storage that checks by itself; document ends are always checked",
+        "never, for storage that checks by itself; document ends are always checked, and blocks "
+        "of an object store",
     )
     workers: int = param(
         0, "processes of each rank that make batches; 0: a thread of the rank itself", ge=0, le=64
@@ -249,6 +258,12 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
+        if is_address(self.dir) and not self.stage_dir:
+            raise ConfigError(
+                f"data.dir={self.dir} is in an object store and data.stage_dir is not set: set it "
+                "to a folder of each node, such as $POSTNORM_SCRATCH/blocks, in which at most "
+                f"data.stage_gb={self.stage_gb:g} GB of blocks are kept"
+            )
         if self.replace_mask_prob + self.replace_random_prob > 1:
             raise ConfigError(
                 f"data.replace_mask_prob={self.replace_mask_prob} + data.replace_random_prob="

@@ -2,7 +2,7 @@
 
 They follow from documents' lengths alone, so a file beside the dataset, `packing-SEQLEN.npz`,
 serves all runs; objectives with pairs have `packing-SEQLEN-pairs.npz`. If that folder is not
-writable, the file is in the run's folder, or there is none.
+writable, or the dataset is in an object store, the file is in the run's folder, or there is none.
 """
 
 import io
@@ -74,6 +74,8 @@ def packing_counts(
     """
     specials = specials_per_piece(objective.pairs)
     folders = [index.folder, *([Path(run_dir)] if run_dir is not None else [])]
+    if index.store is not None:
+        folders.reverse()  # the next job may be on another node, without this one's copies
     paths = [folder / counts_file(seq_len, specials) for folder in folders]
     for path in paths:
         try:

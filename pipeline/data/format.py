@@ -19,7 +19,7 @@ padding), or by the check that a tar ends in zeros.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DataError
+from pipeline.runtime.remote import is_address
 
 FORMAT_VERSION = 2
 """Version 1 lacks sources and `vocabulary` (meaning `Vocabulary(size)`). It is still read, so that
@@ -168,6 +169,31 @@ class DataIdentity(Protocol):
         """Hash of that file."""
 
 
+class BlockStore(Protocol):
+    """Where shards are that are not files of this machine; picklable, and shared by threads."""
+
+    @property
+    def address(self) -> str:
+        """Address of the dataset."""
+
+    def read(self, file: str, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        """Read bytes of a shard (StorageError: they do not come, DataError: there is none)."""
+
+    def size(self, file: str) -> int:
+        """Ask how many bytes a shard has now."""
+
+    def block(
+        self,
+        sha256: bytes,
+        fetch: Callable[[], npt.NDArray[np.uint8]],
+        check: Callable[[npt.NDArray[np.uint8]], None],
+    ) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a block, from what is kept or from `fetch`, after their `check`."""
+
+    def part(self, sha256: bytes, start: int, length: int) -> npt.NDArray[np.uint8] | None:
+        """Return bytes of a block if it is kept, without checking them."""
+
+
 @dataclass(frozen=True)
 class DatasetIndex:
     """Everything about a dataset except the tokens themselves."""
@@ -191,6 +217,8 @@ class DatasetIndex:
     """(b,) the number of each block's source."""
     content: bytes = field(repr=False)
     """Content of `index.json` as it was read: the file may be replaced while a run goes on."""
+    store: BlockStore | None = None
+    """Where shards are read, if not below `shard_root`."""
 
     @property
     def vocab_size(self) -> int:
@@ -212,9 +240,15 @@ class DatasetIndex:
         """Return the tar of a shard, by its row in `shards`."""
         return self.shard_root / self.shards[shard].file
 
+    def shard_name(self, shard: int) -> str:
+        """Return where a shard is read, for messages."""
+        if self.store is not None:
+            return f"{self.store.address}/{self.shards[shard].file}"
+        return str(self.shard_path(shard))
+
     def where(self, block: int, member: int | None = None) -> str:
         """Describe shard and member for error messages."""
-        file = self.shard_path(int(self.blocks.shard[block]))
+        file = self.shard_name(int(self.blocks.shard[block]))
         name = self.block_key(block)
         return f"shard {file}, member {name}.{MEMBERS[member] if member is not None else '*'}"
 
@@ -260,6 +294,10 @@ def read_index(folder: str | Path) -> DatasetIndex:
     Raises:
         DataError: the folder has no complete index, or the index does not match its own hashes.
     """
+    if is_address(str(folder)):
+        raise DataError(
+            f"{folder} is in an object store, and this reads a dataset in a folder: copy it to one"
+        )
     folder = Path(folder)
     path = folder / INDEX_FILE
     try:

@@ -32,6 +32,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.runtime.files import lock_byte
+
 Key = tuple[int, int, int, int, int]
 Arrays = list[npt.NDArray[Any]]
 
@@ -162,15 +164,7 @@ class NodeCache:
 
     def _lock(self, byte: int, kind: int, *, wait: bool = False) -> bool:
         """Lock or free a byte; False if another process has it."""
-        # struct flock of 64-bit Linux: type, whence, start, length, pid.
-        request = struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
-        try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
-        return True
+        return lock_byte(self._file, byte, kind, wait=wait)
 
     def _write(self, slot: int, arrays: Arrays) -> bool:
         """Copy arrays into a slot; False if they do not fit."""

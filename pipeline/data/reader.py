@@ -3,7 +3,7 @@
 Files are read with `pread` and not mapped: an error of the storage is then an OSError that can be
 retried (a mapped file kills the process with SIGBUS), and a block needs one request. No file stays
 open, so that any number of shards can be read, and a retry reopens the file, which fixes a stale
-handle.
+handle. Shards in an object store are read by `index.store`, which keeps blocks on this node.
 """
 
 import errno
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.format import MEMBERS, DatasetIndex, token_dtype
+from pipeline.data.format import MEMBERS, BlockStore, DatasetIndex, token_dtype
 from pipeline.errors import DataError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,10 @@ _RESTORE = (
     "restore this shard from its source, or delete it and run `python -m data_prep run` again"
 )
 _COPY_AGAIN = "this is a staged copy: delete it and start again, which copies it again"
+_PUBLISH_AGAIN = (
+    "it was replaced or damaged after it was published: run `postnorm prep publish` again, which "
+    "sends what differs, or correct data.dir"
+)
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
 """Errors of NFS and Lustre while a server restarts or a route is lost."""
 PAUSES_S = (0.5, 2.0, 8.0, 30.0)
@@ -122,11 +126,12 @@ class Block:
 class BlockReader:
     """Reads blocks of a dataset by their row in the index; threads may share it.
 
-    Opening it checks that every shard exists with the right size. The first use of a shard checks
-    that it ends as a tar must, and every reading of a block its sha256 unless `check_blocks` is
-    "never": a block that changes under a running job is noticed before it is used again. Methods
-    raise DataError, which names shard and member, if bytes are not those of the index, and
-    StorageError if they cannot be read at the moment.
+    Opening it checks that every shard exists with the right size; for a store `open_index` has done
+    that. The first use of a shard checks that it ends as a tar must, and every reading of a block
+    its sha256 unless `check_blocks` is "never" (one of a store always): a block that changes under
+    a running job is noticed before it is used again. Methods raise DataError, which names shard and
+    member, if bytes are not those of the index, and StorageError if they cannot be read at the
+    moment.
     """
 
     def __init__(
@@ -143,9 +148,14 @@ class BlockReader:
             DataError: a shard is missing, cut short or grown.
         """
         self.index = index
-        self._remedy = _RESTORE if index.shard_root == index.folder else _COPY_AGAIN
-        self._check_blocks = check_blocks == "first_touch"
         self._touched: set[int] = set()
+        # A store has checked a block that it gives.
+        self._check_blocks = check_blocks == "first_touch" and index.store is None
+        self._store = index.store
+        self._remedy = _RESTORE if index.shard_root == index.folder else _COPY_AGAIN
+        if self._store is not None:
+            self._remedy = _PUBLISH_AGAIN
+            return
         for shard in range(len(index.shards)) if shards is None else shards:
             self._check_size(shard)
 
@@ -182,7 +192,9 @@ class BlockReader:
 
     def check(self, row: int) -> None:
         """Compare a block's bytes with the index."""
-        self._check(row, self._block_bytes(row))
+        data = self._block_bytes(row)
+        if self._store is None:
+            self._check(row, data)
 
     def check_all(self, rows: Iterable[int]) -> None:
         """Check many blocks now, so that damage shows before training starts."""
@@ -198,20 +210,34 @@ class BlockReader:
         data = self._read(shard, end, info.num_bytes - end, lambda: self.index.where(last))
         if data.any():
             raise DataError(
-                f"shard {self.index.shard_path(shard)} is damaged after its last member "
+                f"shard {self.index.shard_name(shard)} is damaged after its last member "
                 f"{info.keys[-1]}.{MEMBERS[-1]}: a tar ends in zeros; {self._remedy}"
             )
 
     def _read_member(self, row: int, member: int) -> Bytes:
         """Read and check one member without the rest of its block."""
         blocks = self.index.blocks
-        start, length = blocks.member_offset[row, member], blocks.member_length[row, member]
-        shard = int(blocks.shard[row])
-        data = self._read(shard, int(start), int(length), lambda: self.index.where(row, member))
+        start, length = int(blocks.member_offset[row, member]), blocks.member_length[row, member]
+        shard, before = int(blocks.shard[row]), start - int(blocks.offset[row])
+        if self._store is not None:
+            kept = self._store.part(blocks.sha256[row].tobytes(), before, int(length))
+            # If it is damaged, reading the whole block tells, counts and repairs it.
+            if kept is not None and self._is_member(row, member, kept):
+                return kept
+        data = self._read(shard, start, int(length), lambda: self.index.where(row, member))
         self._check_member(row, member, data)
         return data
 
     def _block_bytes(self, row: int) -> Bytes:
+        if self._store is None:
+            return self._fetched(row)
+        sha256 = self.index.blocks.sha256[row].tobytes()
+        return self._store.block(
+            sha256, lambda: self._fetched(row), lambda data: self._check(row, data)
+        )
+
+    def _fetched(self, row: int) -> Bytes:
+        """Read a block where the shards are."""
         blocks = self.index.blocks
         shard = int(blocks.shard[row])
         if shard not in self._touched:
@@ -231,13 +257,16 @@ class BlockReader:
         )
 
     def _check_member(self, row: int, member: int, data: Bytes) -> None:
-        found = hashlib.sha256(data.data).digest()
-        expected = self.index.blocks.member_sha256[row, member].tobytes()
-        if found != expected:
+        if not self._is_member(row, member, data):
             raise DataError(
-                f"{self.index.where(row, member)} is damaged: its sha256 is {found.hex()}, "
-                f"the index expects {expected.hex()}; {self._remedy}"
+                f"{self.index.where(row, member)} is damaged: its sha256 is "
+                f"{hashlib.sha256(data.data).hexdigest()}, the index expects "
+                f"{self.index.blocks.member_sha256[row, member].tobytes().hex()}; {self._remedy}"
             )
+
+    def _is_member(self, row: int, member: int, data: Bytes) -> bool:
+        expected = self.index.blocks.member_sha256[row, member].tobytes()
+        return bool(hashlib.sha256(data.data).digest() == expected)
 
     def _check_size(self, shard: int) -> None:
         path = self.index.shard_path(shard)
@@ -250,17 +279,19 @@ class BlockReader:
                 f"shard {path} cannot be examined: {error}; check the storage and start again"
             ) from error
         if found != self.index.shards[shard].num_bytes:
-            raise DataError(self._wrong_size_text(shard, path, found))
+            raise DataError(self._wrong_size_text(shard, found))
 
     def _missing_text(self, shard: int) -> str:
         keys = self.index.shards[shard].keys
         listed = keys[0] if len(keys) == 1 else f"{keys[0]} .. {keys[-1]}"
         return (
-            f"shard {self.index.shard_path(shard)} does not exist, the index lists it with members "
+            f"shard {self.index.shard_name(shard)} does not exist, the index lists it with members "
             f"{listed}; {self._remedy}"
         )
 
     def _read(self, shard: int, offset: int, length: int, what: Callable[[], str]) -> Bytes:
+        if self._store is not None:
+            return self._read_store(self._store, shard, offset, length)
         try:
             data = read_range(self.index.shard_path(shard), offset, length, what)
         except FileNotFoundError:
@@ -268,14 +299,26 @@ class BlockReader:
         except OSError as error:
             raise DataError(f"{what()} cannot be read: {error}; {self._remedy}") from error
         if len(data) < length:
-            raise DataError(
-                self._wrong_size_text(shard, self.index.shard_path(shard), offset + len(data))
-            )
+            raise DataError(self._wrong_size_text(shard, offset + len(data)))
         return data
 
-    def _wrong_size_text(self, row: int, path: Path, found: int) -> str:
+    def _read_store(self, store: BlockStore, shard: int, offset: int, length: int) -> Bytes:
+        info = self.index.shards[shard]
+        try:
+            return store.read(info.file, offset, length)
+        except StorageError:
+            # Where an object was replaced by a shorter one, answers come short each time.
+            found = store.size(info.file)
+            if found != info.num_bytes:
+                raise DataError(self._wrong_size_text(shard, found)) from None
+            raise
+        except DataError as error:
+            raise DataError(f"{error}; {self._remedy}") from error
+
+    def _wrong_size_text(self, row: int, found: int) -> str:
         shard = self.index.shards[row]
-        text = f"shard {path} has {found} bytes, the index expects {shard.num_bytes}"
+        name = self.index.shard_name(row)
+        text = f"shard {name} has {found} bytes, the index expects {shard.num_bytes}"
         blocks = self.index.blocks
         for block in np.flatnonzero(blocks.shard == row):
             ends = blocks.member_offset[block] + blocks.member_length[block]
@@ -330,10 +373,15 @@ def refuse_unlisted(index: DatasetIndex) -> None:
             f"the shards of {index.folder} cannot be listed: {error}; check the storage and start "
             "again"
         ) from error
-    if strangers := sorted(path.name for path in found - listed):
+    refuse_strangers(str(index.folder), {path.name for path in found - listed})
+
+
+def refuse_strangers(where: str, names: set[str]) -> None:
+    """Refuse tars that the index does not list (DataError), if there are any."""
+    if strangers := sorted(names):
         shown = ", ".join(strangers[:_SHOWN]) + (" .." if len(strangers) > _SHOWN else "")
         raise DataError(
-            f"{index.folder}: {len(strangers)} tar(s) beside the shards that the index does not "
+            f"{where}: {len(strangers)} tar(s) beside the shards that the index does not "
             f"list, so that nothing in them is trained on: {shown}. Move them away; to train on "
             "their text, add it to the sources of the data preparation's config and run "
             "`python -m data_prep run` again, which lists the shards that it makes"

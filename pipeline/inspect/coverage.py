@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from pipeline.config.data import TrainDataConfig
 from pipeline.data.counts import Counts, packing_counts
-from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex
+from pipeline.data.objects import open_index
 from pipeline.data.order import Ints
 from pipeline.data.packing import Packing
 from pipeline.data.run_order import Segment, TrainSteps
@@ -87,7 +88,7 @@ def coverage(config: TrainDataConfig, num_steps: int) -> Coverage:
         ConfigError: the config does not fit the dataset.
         DataError: the dataset is damaged.
     """
-    index = read_index(config.data.dir)
+    index = open_index(config.data)
     counts = {
         length: packing_counts(index, length, None, config.objective)
         for length in config.batches.seq_lens

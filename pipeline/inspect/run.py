@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from pipeline.config.schedule import mask_ratio
 from pipeline.config.train import BatchRange
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch
-from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex
 from pipeline.data.ledger import Ledger, read_ledger
+from pipeline.data.objects import open_index
 from pipeline.data.order import Locations
 from pipeline.data.packing import Packing
 from pipeline.data.pairs import Pair
@@ -107,7 +108,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> OpenedRun:
     run = RunFolder.started(folder)
     newest = read_json_lines(run.attempts)[-1]
     config = load(PretrainConfig, run.resolved, overrides).config
-    index = read_index(run.as_started(config.data.dir))
+    index = open_index(replace(config.data, dir=run.as_started(config.data.dir)))
     expected = newest.get("fingerprint", index.fingerprint)
     if expected != index.fingerprint:
         raise DataError(

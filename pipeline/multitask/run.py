@@ -15,8 +15,9 @@ from pathlib import Path
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.data import BatchPlan, DataConfig
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import FORMAT_VERSION, DatasetIndex, read_index
+from pipeline.data.format import FORMAT_VERSION, DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.objects import open_index
 from pipeline.data.run_order import Share
 from pipeline.errors import ConfigError
 from pipeline.finetune.batches import TaskStream, class_weights
@@ -87,7 +88,7 @@ def open_work(mix: Mix) -> tuple["MultiTaskWork", PretrainConfig]:
     source = Path(config.init_from.removeprefix(RANDOM))
     trained = read_model(source)
     require_full_alpha(trained, source, "multi-task training starts at alpha 1")
-    index = None if config.data is None else read_index(config.data.dir)
+    index = None if config.data is None else open_index(config.data)
     if index is not None:
         _require_tokenizer(index, source, config.init_from)
     read, left_out = read_mix(mix)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from pipeline.config import schedule
 from pipeline.config.objective import generator_of
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch
+from pipeline.data.objects import open_index
 from pipeline.data.run_order import Share
 from pipeline.model.cost import flops_per_token, limits
 from pipeline.objectives.choose import make_objective
@@ -314,7 +314,7 @@ def profile_run(
     `init_from` is not read. Rank 0's trace is for ui.perfetto.dev; `.gz` compresses it.
     """
     config.batches.require_split(process.world_size)
-    index = read_index(config.data.dir)
+    index = open_index(config.data)
     config = with_vocabulary(config, index)
     device = init_process_group(process, config.train.collective_timeout_s)
     with tempfile.TemporaryDirectory() as folder:

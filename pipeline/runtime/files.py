@@ -1,9 +1,12 @@
 """Files that are complete or absent, or grow by whole records, whatever kills the process."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import socket
+import struct
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -117,6 +120,23 @@ def sha256_file(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def lock_byte(file: int, byte: int, kind: int, *, wait: bool = False) -> bool:
+    """Lock or free a byte of an open file (F_OFD_SETLK, fcntl(2)); False if another one has it.
+
+    The lock belongs to the open file: the system frees it when a process is killed. `kind` is
+    F_RDLCK, F_WRLCK or F_UNLCK of `fcntl`.
+    """
+    # struct flock of 64-bit Linux: type, whence, start, length, pid.
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
 
 
 def signed(body: dict[str, Any], name: str) -> dict[str, Any]:

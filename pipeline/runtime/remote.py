@@ -1,8 +1,8 @@
 """Files in object stores and on the web, by addresses such as s3://bucket/folder/file.
 
-fsspec reads them, with the package that it names for each kind of store; `s3` is tested, others
-are not. Keys, endpoints and regions come from where that package looks for them: variables such as
-AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or its own files; they never stand in a config.
+fsspec reads and writes them, with the package that it names for each kind of store; `s3` is tested,
+others are not. Keys, endpoints and regions come from where that package looks for them: variables
+such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or its own files; they never stand in a config.
 
 A file is read by ranges, each tried again for a bounded time. A range that comes short is an error
 of the connection and not the end of the file.
@@ -12,14 +12,17 @@ import glob
 import hashlib
 import io
 import logging
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
 from pipeline.errors import ConfigError, DataError, StorageError
+from pipeline.runtime.files import temporary_beside
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,6 +104,59 @@ def open_file(address: str) -> IO[bytes]:
     return io.BufferedReader(_Ranges(look(address)), _RANGE_BYTES)
 
 
+def read_range(address: str, start: int, end: int) -> bytes:
+    """Read bytes of a file from `start` up to `end`, which it must have.
+
+    Raises:
+        As `look`.
+    """
+
+    def read() -> bytes:
+        store, path = _store(address)
+        data: bytes = store.cat_file(path, start=start, end=end)
+        if len(data) != end - start:
+            raise ConnectionError(f"{len(data)} bytes came of {end - start} from {start} on")
+        return data
+
+    return _tried(read, address) if end > start else b""
+
+
+def download(address: str, path: Path) -> None:
+    """Copy a file to this machine; `path` is then complete, or as it was.
+
+    Raises:
+        OSError: it cannot be written here; else as `look`.
+    """
+    temporary = temporary_beside(path)
+    try:
+        with open_file(address) as source, temporary.open("wb") as target:
+            shutil.copyfileobj(source, target, _RANGE_BYTES)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def upload(path: Path, address: str) -> None:
+    """Send a file, which others see when it is complete.
+
+    Raises:
+        As `look`.
+    """
+
+    def send() -> None:
+        store, target = _store(address)
+        if "file" not in store.protocol:
+            store.put_file(str(path), target)
+            return
+        # A store shows an object when it is complete, a file system shows a copy that grows.
+        store.makedirs(PurePosixPath(target).parent, exist_ok=True)
+        store.put_file(str(path), f"{target}.part")
+        os.replace(f"{target}.part", target)
+
+    _tried(send, address, "written")
+
+
 class _Ranges(io.RawIOBase):
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
@@ -121,16 +177,7 @@ class _Ranges(io.RawIOBase):
         start, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
         if end <= start:
             return 0
-        address = self._file.address
-
-        def read() -> bytes:
-            store, path = _store(address)
-            data: bytes = store.cat_file(path, start=start, end=end)
-            if len(data) != end - start:
-                raise ConnectionError(f"{len(data)} bytes came of {end - start} from {start} on")
-            return data
-
-        buffer[: end - start] = _tried(read, address)
+        buffer[: end - start] = read_range(self._file.address, start, end)
         self._at = end
         return end - start
 
@@ -168,18 +215,19 @@ def _described(address: str, info: dict[str, Any]) -> RemoteFile:
     )
 
 
-def _tried(ask: Callable[[], T], address: str) -> T:
+def _tried(ask: Callable[[], T], address: str, done: str = "read") -> T:
     for wait in (*_WAITS_S, None):
         try:
             return ask()
         except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-            raise DataError(f"{address} cannot be read: {error or type(error).__name__}") from error
+            said = str(error) or type(error).__name__
+            raise DataError(f"{address} cannot be {done}: {said}") from error
         # Stores have errors of their own for connections that broke (aiohttp, botocore, gcsfs).
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             if wait is None:
                 raise StorageError(
-                    f"{address} cannot be read at the moment, after {len(_WAITS_S) + 1} tries: "
+                    f"{address} cannot be {done} at the moment, after {len(_WAITS_S) + 1} tries: "
                     f"{said}; look at the store and the network, then run the same command again"
                 ) from error
             logger.warning("%s: %s; tried again in %g s", address, said, wait)

@@ -14,6 +14,7 @@ from pathlib import Path
 from pipeline.errors import RunFolderError
 from pipeline.runtime.env import ProcessInfo
 from pipeline.runtime.files import read_json_lines
+from pipeline.runtime.remote import is_address
 
 A_STARTED_RUN = "the run_dir of a started run"
 _OTHER_KINDS = {
@@ -66,7 +67,9 @@ class RunFolder:
         """
         records = read_json_lines(self.attempts)
         cwd = records[-1].get("cwd") if records else None
-        return path if cwd is None or Path(path).exists() else str(Path(cwd) / path)
+        if cwd is None or is_address(path) or Path(path).exists():
+            return path
+        return str(Path(cwd) / path)
 
     @property
     def has_started(self) -> bool:

@@ -42,11 +42,12 @@ def _where_shards_are_read(
     config: PretrainConfig, index: DatasetIndex, share: Share
 ) -> DatasetIndex:
     """Copy the shards to this node if the config asks for it. Collective."""
-    staging = config.data.stage_dir is not None
+    staging = config.data.stage_dir is not None and index.store is None
     with dist.together(range(share.world_size if staging else 0), "staging shards"):
         if share.rank == 0:
             refuse_unlisted(index)
-        if config.data.stage_dir is not None:
+        if staging:
+            assert config.data.stage_dir is not None
             folder = env.expand(config.data.stage_dir, "data.stage_dir")
             index = stage(index, folder, lambda: dist.get_on("staging shards"))
     return index

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.config.runs import PretrainConfig
+from pipeline.runtime.remote import is_address
 from pipeline.train.health import GroupNorms
 
 _LEAST_UPDATES = 100
@@ -180,7 +181,7 @@ class PlateauDoctor:
                 f"batch: {last.tokens_per_step:,.0f} tokens a step; a small one has a noisy "
                 "gradient: raise train.global_batch, or lower train.lr",
             ),
-            (0.2, f"duplicates: {_duplicates(Path(self._config.data.dir))}"),
+            (0.2, f"duplicates: {_duplicates(self._config.data.dir)}"),
         ]
 
     def _weight_of_start(self) -> float:
@@ -221,9 +222,11 @@ def _rise(
     return slope * num_steps, error * num_steps
 
 
-def _duplicates(dataset: Path) -> str:
+def _duplicates(dataset: str) -> str:
     """Describe the duplicates that the dataset's report counts."""
-    path = dataset / _REPORT_FILE
+    if is_address(dataset):
+        return f"{dataset}/{_REPORT_FILE} counts what was dropped by the stages dedup and near"
+    path = Path(dataset, _REPORT_FILE)
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
         done = {name: counts for name, counts in stages.items() if name in ("dedup", "near")}

@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from pipeline.checkpoints.state import TrainState
 from pipeline.config.runs import PretrainConfig
-from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader, TrainLoader
+from pipeline.data.objects import open_index
 from pipeline.data.run_order import Share
 from pipeline.errors import ConfigError
 from pipeline.model.encoder import EncoderModel
@@ -50,7 +51,7 @@ def pretrain(
     # What is missing is found before anything is made.
     deepspeed_config(config.train)
     find_sinks(config.monitor.sinks)
-    index = read_index(config.data.dir)
+    index = open_index(config.data)
     config = with_vocabulary(config, index)
     return train_run(config, rank, Pretraining(config, index, initial))
 

@@ -20,8 +20,9 @@ from torch import nn
 from pipeline.checkpoints.manifest import at_step, folder_of, published, step_of, verify
 from pipeline.config.data import EvalDataConfig
 from pipeline.data.counts import sequences_at
-from pipeline.data.format import DatasetIndex, read_index
+from pipeline.data.format import DatasetIndex
 from pipeline.data.loader import EvalLoader
+from pipeline.data.objects import open_index
 from pipeline.data.run_order import Share
 from pipeline.errors import CheckpointError, DataError, PostnormError
 from pipeline.model.architecture import is_model_folder, tokenizer_path
@@ -76,7 +77,7 @@ class Evaluator:
         """
         self._objective, self._dtype = make_objective(config.objective), _DTYPES[precision]
         self._device, self._stop = device, stop
-        self.index: DatasetIndex = read_index(config.data.dir)
+        self.index: DatasetIndex = open_index(config.data)
         seq_len = config.data.seq_len
         counts = dist.on_first(
             lambda: sequences_at(self.index, [seq_len], run, config.objective),

@@ -84,7 +84,7 @@ def evaluate_config(arguments: argparse.Namespace) -> EvaluateConfig:
         RunFolderError: the source is not a started run.
         CheckpointError: the arguments do not fit a model folder.
     """
-    known = sorted(f"data.{name}" for name in MASK_FIELDS)
+    known = sorted(f"data.{name}" for name in (*MASK_FIELDS, "stage_dir", "stage_gb"))
     for text in arguments.overrides:
         if text.partition("=")[0].strip() not in known:
             raise ConfigError(
@@ -308,13 +308,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--all", action="store_true", dest="every", help="every kept checkpoint, oldest first"
     )
-    add("--data", type=Path, metavar="DIR", help="other data of the same tokenizer")
+    add("--data", metavar="DIR", help="other data of the same tokenizer")
     add("--sequences", type=int, metavar="N", help="at most so many; default: all held-out text")
     add("--seq-len", type=int, metavar="N", help="default: the run's; at most 512 for a model")
     add("--micro-batch", type=int, metavar="N", help="of a forward pass; default: the run's, or 8")
     add("--precision", choices=("bf16", "fp32"), help="default: the run's; fp32 for a model")
     add("--json", action="store_true", help="one JSON object a line in place of the table")
-    text = "other masks than the run's, such as data.mask_prob=0.15"
+    text = "other masks than the run's, such as data.mask_prob=0.15, or another data.stage_dir"
     cli.add_overrides(parser, text, "data.MASKS=VALUE")
 
 

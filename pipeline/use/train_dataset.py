@@ -12,8 +12,8 @@ from pipeline.config.data import BatchPlan, DataConfig, TrainDataConfig
 from pipeline.config.load import build
 from pipeline.config.objective import ObjectiveConfig, ObjectiveKind
 from pipeline.data.counts import sequences_at
-from pipeline.data.format import read_index
 from pipeline.data.loader import MicroBatch, TrainLoader
+from pipeline.data.objects import open_index
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.choose import make_objective
@@ -66,7 +66,8 @@ class TrainDataset(IterableDataset[Item]):
         """Open the training split.
 
         Args:
-            folder: written by `postnorm prep run`.
+            folder: written by `postnorm prep run`, or an address such as s3://bucket/data, with
+                `stage_dir`.
             seq_len: slots of a packed sequence.
             global_batch: sequences of a step, over all ranks.
             rank: of this process.
@@ -94,7 +95,7 @@ class TrainDataset(IterableDataset[Item]):
         plan = BatchPlan((), seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch)
         kind = build(ObjectiveConfig, {"kind": objective}, "objective of TrainDataset")
         self._config = TrainDataConfig(seed=seed, data=config, batches=plan, objective=kind)
-        self._index = read_index(config.dir)
+        self._index = open_index(config)
         self._inputs = make_objective(kind).train_inputs(self._config, self._index)
         self._counts = sequences_at(self._index, plan.seq_lens, None, kind)
         self._share = Share(rank, world_size)

@@ -52,6 +52,7 @@ TORCH_FREE = {
     "pipeline.model.cost",
     "pipeline.model.describe",
     "pipeline.data.format",
+    "pipeline.data.objects",
     "pipeline.data.workers",
     "pipeline.data.ledger",
     "pipeline.data.record",

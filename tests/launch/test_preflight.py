@@ -30,6 +30,7 @@ from launch.preflight.gpus import check_gpus
 from launch.preflight.judge import gather, judge_nodes
 from launch.preflight.record import STARTED_FILE, Record, read_record
 from launch.submit import Source, prepare_mix
+from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex, read_index
@@ -276,8 +277,9 @@ def damaged(dataset: DatasetIndex, tmp_path: Path) -> DatasetIndex:
 
 
 def test_damaged_shard_is_found(dataset: DatasetIndex, damaged: DatasetIndex) -> None:
-    assert check_dataset(str(dataset.folder), 4, "7.0 n1") == (dataset.fingerprint, [])
-    fingerprint, found = check_dataset(str(damaged.folder), 2, "7.0 n1")
+    intact = DataConfig(dir=str(dataset.folder))
+    assert check_dataset(intact, 4, "7.0 n1") == (dataset.fingerprint, [])
+    fingerprint, found = check_dataset(DataConfig(dir=str(damaged.folder)), 2, "7.0 n1")
     assert fingerprint == dataset.fingerprint, "the index is intact"
     assert len(found) == 2
     for finding in found:
@@ -290,7 +292,7 @@ def test_damaged_shard_is_found(dataset: DatasetIndex, damaged: DatasetIndex) ->
 
 def test_other_nodes_and_restarts_look_at_other_blocks(damaged: DatasetIndex) -> None:
     chosen = [
-        tuple(f.block for f in check_dataset(str(damaged.folder), 2, seed)[1])
+        tuple(f.block for f in check_dataset(DataConfig(dir=str(damaged.folder)), 2, seed)[1])
         for seed in ("7.0 n1", "7.0 n1", "7.0 n2", "7.1 n1", "7.2 n1")
     ]
     assert chosen[0] == chosen[1]
@@ -300,10 +302,10 @@ def test_other_nodes_and_restarts_look_at_other_blocks(damaged: DatasetIndex) ->
 def test_missing_shard_and_missing_dataset(damaged: DatasetIndex, tmp_path: Path) -> None:
     for shard in damaged.shards:
         (damaged.folder / shard.file).unlink()
-    _, found = check_dataset(str(damaged.folder), 100, "seed")
+    _, found = check_dataset(DataConfig(dir=str(damaged.folder)), 100, "seed")
     assert len(found) == len(damaged.shards)
     assert all("does not exist" in f.text and f.block is not None for f in found)
-    fingerprint, found = check_dataset(str(tmp_path / "nothing"), 4, "seed")
+    fingerprint, found = check_dataset(DataConfig(dir=str(tmp_path / "nothing")), 4, "seed")
     assert fingerprint == ""
     assert [f.check for f in found] == ["dataset"]
 

@@ -161,3 +161,4 @@ def test_paths_of_a_config_begin_where_the_run_was_started(
     monkeypatch.chdir(tmp_path / "project")
     assert run.as_started("data") == "data"
     assert run.as_started("/nowhere/data") == "/nowhere/data"
+    assert run.as_started("s3://bucket/data") == "s3://bucket/data"

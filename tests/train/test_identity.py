@@ -20,7 +20,9 @@ def test_what_decides_the_data_is_kept_and_how_it_is_read_is_not() -> None:
     ]
     read = replace(
         config,
-        data=replace(data, dir="elsewhere", workers=3, prefetch_steps=9, stage_dir="/scratch"),
+        data=replace(
+            data, dir="elsewhere", workers=3, prefetch_steps=9, stage_dir="/scratch", stage_gb=1.0
+        ),
         phases=(replace(phase, micro_batch=4),),
     )
     assert identity(read) == kept
