@@ -222,7 +222,29 @@ class HardwareConfig:
     )
     utilisation: float = param(
         0.4,
-        "share of the peak that training reaches: a guess until a run has measured its MFU",
+        "share of the peak that a rank reaches while it computes: a guess until a run has measured "
+        "its MFU",
+        gt=0,
+        le=1,
+    )
+    intra_node_gb_per_s: float | None = param(
+        None,
+        "bus bandwidth of an all-reduce over the GPUs of a node, as preflight or nccl-tests "
+        "measure it; null takes the GPU's NVLink times bus_efficiency",
+        unit="GB/s",
+        gt=0,
+    )
+    inter_node_gb_per_s: float | None = param(
+        None,
+        "the same over nodes, all network cards together; null takes "
+        "preflight.bandwidth_gb_per_s, else one card a GPU as in DGX nodes (A100 25 GB/s, H100 and "
+        "H200 50 GB/s) times bus_efficiency",
+        unit="GB/s",
+        gt=0,
+    )
+    bus_efficiency: float = param(
+        0.8,
+        "share of a data sheet's bandwidth that an all-reduce reaches: 8 A100 have 230 of 300 GB/s",
         gt=0,
         le=1,
     )

@@ -14,8 +14,8 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 239,
-    "lines": 58_700,
+    "modules": 240,
+    "lines": 59_500,
     "crumbs": 10,
     "long functions": 0,
     "long files": 0,
