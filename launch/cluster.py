@@ -353,6 +353,12 @@ class ClusterConfig:
     max_attempts_without_progress: int = param(
         2, "attempts in a row without a new checkpoint before the job stops", ge=1
     )
+    max_submit_jobs: int = param(
+        0,
+        "jobs that you may have in the queue, where each element of an array counts; 0 asks "
+        "accounting for MaxSubmitJobs of your association and QOS",
+        ge=0,
+    )
     storage_patience_s: int = param(
         600,
         "how long a job waits for storage that fails, before it ends and names the path; a full "

@@ -28,6 +28,7 @@ from launch.records import (
     read_prep,
     require_run,
 )
+from launch.room import room_of
 from launch.script import render
 from launch.site import ask_sbatch, check, within_site
 from launch.status import (
@@ -161,6 +162,15 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=_at_least_1, metavar="N", help="for --sweep: runs at the same time"
     )
     parser.add_argument("--json", action="store_true", help="for --sweep: one JSON object")
+    parser.add_argument(
+        "--wait-room",
+        type=_at_least_1,
+        nargs="?",
+        const=60,
+        metavar="SECONDS",
+        help="for --prep and --sweep: hand over arrays as they fit below your limit on jobs, "
+        "looking every so many seconds (60); the same call goes on if it is ended",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", help="for --evaluate: this checkpoint; default: the newest good one"
@@ -183,10 +193,12 @@ def _submit(arguments: argparse.Namespace) -> int:
         return _submit_sweep(arguments)
     if arguments.jobs or arguments.json:
         raise ConfigError("--jobs and --json are for --sweep: leave them out")
-    if arguments.evaluate:
-        return _submit_evaluation(arguments)
     if arguments.prep:
         return _submit_prep(arguments)
+    if arguments.wait_room:
+        raise ConfigError("--wait-room is for --prep and --sweep: leave it out")
+    if arguments.evaluate:
+        return _submit_evaluation(arguments)
     cluster = cluster_of(arguments.cluster)
     if is_mix(arguments.config):
         return _submit_mix(arguments, cluster)
@@ -255,6 +267,8 @@ def _submit_prep(arguments: argparse.Namespace) -> int:
             "--prep --local is `python -m data_prep run CONFIG`, which needs no SLURM"
         )
     work_dir, cluster = os.getcwd(), within_site(cluster_of(arguments.cluster))
+    room = room_of(cluster, prep=True, every_s=arguments.wait_room)
+    cluster = replace(cluster, max_submit_jobs=room.limit)
     checked = check(cluster, "prep", work_dir=work_dir, optional=arguments.dry_run)
     draft = prep.prepare(arguments.config, arguments.overrides, cluster, work_dir)
     if not draft.stages:
@@ -262,7 +276,7 @@ def _submit_prep(arguments: argparse.Namespace) -> int:
     elif arguments.dry_run:
         print(f"{prep.dry_run_text(draft)}# {checked}")
     else:
-        print(f"{checked}\n{prep.summary_text(draft, prep.submit(draft))}")
+        print(f"{checked}\n{prep.summary_text(draft, prep.submit(draft, room))}")
     return EXIT_FINISHED
 
 

@@ -116,6 +116,41 @@ def max_array_size() -> int | None:
     return int(size) if size.isdecimal() else None
 
 
+def submit_limit(account: str, qos: str) -> int | None:
+    """Ask accounting how many jobs this user may have in the queue; None: it knows no limit."""
+    show = ["sacctmgr", "--noheader", "--parsable2", "show"]
+    try:
+        settings = parse_settings(run_command(["scontrol", "show", "config"]))
+        enforced = settings.get("AccountingStorageEnforce", "").split(",")
+        if not {"limits", "safe"} & set(enforced):
+            return None
+        user = f"user={getpass.getuser()}"
+        own = run_command([*show, "assoc", user, "format=account,qos,maxsubmitjobs"])
+        of_qos = run_command([*show, "qos", "format=name,maxsubmitjobsperuser"])
+    except (NoSlurmError, SlurmError):
+        return None
+    return parse_submit_limit(own, of_qos, account, qos)
+
+
+def parse_submit_limit(associations: str, of_qos: str, account: str, qos: str) -> int | None:
+    """Return the smallest limit that holds for jobs of an account and QOS; empty: the user's own.
+
+    Args:
+        associations: lines of account, its QOS and MaxSubmitJobs.
+        of_qos: lines of QOS and MaxSubmitJobsPerUser.
+        account: of the jobs.
+        qos: of the jobs; where it is empty, and the user has several, which one SLURM takes is not
+            known, so that none counts.
+    """
+    lines = [line.split("|") for line in associations.splitlines() if line]
+    mine = [line for line in lines if line[0] == account or not account]
+    names = {name for _, listed, _ in mine for name in listed.split(",") if name}
+    taken = {qos} if qos else names if len(names) == 1 else set()
+    limits = [limit for _, _, limit in mine]
+    limits += [line.split("|")[1] for line in of_qos.splitlines() if line.split("|")[0] in taken]
+    return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
+
+
 def host_names(host_list: str) -> list[str]:
     """Expand a list of nodes such as `node[1-3],node9`."""
     return run_command(["scontrol", "show", "hostnames", host_list]).split() if host_list else []

@@ -92,6 +92,8 @@ class PrepReport:
     """Stages of which a part failed for good, and which one."""
     cancelled_unix_s: float | None = None
     """When `launch cancel` ended its jobs; None if it did not."""
+    waiting: int = 0
+    """Arrays that are not submitted yet, for want of room in the queue."""
     dataset: dict[str, Any] | None = None
     """How far it is, by its own files; None where only jobs are looked at."""
 
@@ -172,6 +174,7 @@ def prep_report(output_dir: Path) -> PrepReport | None:
         is_complete=(output_dir / INDEX_FILE).is_file(),
         failed=_failed_stages(output_dir / "work"),
         cancelled_unix_s=record.cancelled_unix_s,
+        waiting=record.waiting,
     )
 
 
@@ -260,6 +263,10 @@ def prep_summary(report: PrepReport) -> Summary:
             rows.append((stage, *_counts(of_stage), _prep_reason(of_stage)))
         else:
             rows.append((stage, "-", "-", "-", "-", _prep_mark(report, stage, jobs)))
+    if report.waiting and not (report.is_complete or report.failed or report.cancelled_unix_s):
+        number = "1 array is" if report.waiting == 1 else f"{report.waiting} arrays are"
+        row = f"{number} not submitted yet: `submit --prep CONFIG --wait-room` goes on with them"
+        lines.append(("room", row))
     config = RunFolder(folder).resolved
     shown = shlex.quote(short_path(str(config))) if config.exists() else "CONFIG"
     lines += [
@@ -413,6 +420,8 @@ def _prep_mark(report: PrepReport, stage: str, jobs: Sequence[str]) -> str:
         return f"failed: {report.failed[stage]}"
     if report.cancelled_unix_s:
         return f"cancelled on {date(report.cancelled_unix_s)}"
+    if not jobs:
+        return "not submitted yet"
     return f"not known to SLURM (any more): {' '.join(jobs)}"
 
 
