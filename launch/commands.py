@@ -54,6 +54,7 @@ from launch.submit import (
     submit,
     summary_text,
 )
+from launch.sweep_status import cancel_sweep, sweep_report, sweep_summary
 from launch.tell import tell
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load, warn_of_unusual
@@ -74,17 +75,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
 
 
-def _at_least_0(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return number
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+        return int(text)
 
-
-def _at_least_1(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return number
 
 
@@ -159,18 +155,14 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, help="processes of --local (default 1)")
     parser.add_argument(
-        "--jobs", type=_at_least_1, metavar="N", help="for --sweep: runs at the same time"
+        "--jobs", type=_at_least(1), metavar="N", help="for --sweep: runs at the same time"
     )
     parser.add_argument("--json", action="store_true", help="for --sweep: one JSON object")
-    parser.add_argument(
-        "--wait-room",
-        type=_at_least_1,
-        nargs="?",
-        const=60,
-        metavar="SECONDS",
-        help="for --prep and --sweep: hand over arrays as they fit below your limit on jobs, "
-        "looking every so many seconds (60); the same call goes on if it is ended",
+    text = (
+        "for --prep and --sweep: hand over arrays as they fit below your limit on jobs, with a "
+        "look every so many seconds (60); the same call goes on where one was ended"
     )
+    parser.add_argument("--wait-room", type=_at_least(1), nargs="?", const=60, help=text)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", help="for --evaluate: this checkpoint; default: the newest good one"
@@ -298,15 +290,18 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
         said["exit_codes"], code = codes, worst(codes.values())
     elif what.runs:
         cluster, source = cluster_of(arguments.cluster), _source(arguments, arguments.config)
-        draft = sweep.prepare(config, what, cluster, source, jobs)
         text = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
+        room = room_of(cluster, prep=False, every_s=arguments.wait_room)
         if arguments.dry_run:
-            said["script"] = draft.script
-            text = f"# {text}\n{sweep.dry_run_text(draft)}"
+            drafts = sweep.drafts(config, what, cluster, source, jobs, room)
+            said["script"] = drafts[0].script
+            text = "\n".join([f"# {text}", *map(sweep.dry_run_text, drafts)])
         else:
-            text = f"{text}; {ask_sbatch(draft.script)}"
-            said["job"] = sweep.submit(draft)
-            text += f"\njob {said['job']}: {len(what.runs)} runs, {draft.job.at_once} at once\n"
+            for job, draft in sweep.submit_all(config, what, cluster, source, jobs, room):
+                said.setdefault("jobs", []).append(job)
+                text += f"\njob {job}: {len(draft.runs)} runs, {draft.job.at_once} at once"
+            said["job"] = next(iter(said.get("jobs", [])), None)
+            text += "\n"
     elif not arguments.dry_run:
         sweep.record(config, Path(said["dir"]), what.every)
     if arguments.json:
@@ -317,7 +312,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _sweep_text(folder: Path) -> str:
-    return sweep.sweep_summary(sweep.sweep_report(folder.resolve())).text()
+    return sweep_summary(sweep_report(folder.resolve())).text()
 
 
 def _refuse_dry_run(arguments: argparse.Namespace) -> None:
@@ -480,7 +475,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", type=Path, metavar="RUN", help="folder of a run, sweep or dataset"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, or a list of them")
-    parser.add_argument("--watch", type=_at_least_0, metavar="SECONDS", help="repeat forever")
+    parser.add_argument("--watch", type=_at_least(0), metavar="SECONDS", help="repeat forever")
 
 
 DatasetLook = Callable[[Path], tuple[Summary, dict[str, Any]] | None]
@@ -524,7 +519,7 @@ def _status_json(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return json.dumps([asdict(report) for report in queue_reports()])
     if is_sweep(folder):
-        return json.dumps(asdict(sweep.sweep_report(folder.resolve())))
+        return json.dumps(asdict(sweep_report(folder.resolve())))
     if is_run(folder):
         return json.dumps(asdict(run_report(folder.resolve())))
     seen, jobs = _dataset(look, folder)
@@ -552,7 +547,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--job", help="id; default: the newest")
     which.add_argument("--rank", type=int, metavar="N", help="the log of rank N, of all its starts")
-    parser.add_argument("--lines", type=_at_least_0, default=50, help="last lines (default 50)")
+    parser.add_argument("--lines", type=_at_least(0), default=50, help="last lines (default 50)")
     parser.add_argument("--follow", action="store_true", help="continue until the job has ended")
 
 
@@ -582,7 +577,7 @@ def _cancel(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.resolve()
     preparation = read_prep(folder)
     if is_sweep(folder):
-        _say(sweep.cancel(folder, save=arguments.save, save_s=arguments.timeout))
+        _say(cancel_sweep(folder, save=arguments.save, save_s=arguments.timeout))
     elif preparation is not None:
         _say(control.cancel_prep(folder, preparation.jobs))
     else:
@@ -630,7 +625,7 @@ VERBS: tuple[Verb, ...] = (
         "submit train.yaml --cluster configs/cluster/example.yaml --dry-run\n"
         "submit train.yaml --cluster configs/cluster/example.yaml\n"
         "submit train.yaml --local --ranks 2\n"
-        "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml\n"
+        "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml --wait-room\n"
         "submit --sweep sweep.yaml --cluster configs/cluster/example.yaml\n"
         "submit --sweep sweep.yaml --local --jobs 2\n"
         "submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml\n"

@@ -77,11 +77,14 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
 def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]:
     """Cancel all arrays of a data preparation; yield what was done."""
     alive = {facts.array for facts in prep_elements(output_dir, stages) if facts.is_alive}
+    record = read_prep(output_dir) or PrepSubmission(stages)
     if not alive:
         yield f"no job of {output_dir} is in the queue"
-        return
+        if not record.waiting:
+            return
     yield from cancel_jobs(sorted(alive, key=int))
-    record = read_prep(output_dir) or PrepSubmission(stages)
+    if record.waiting:
+        yield f"{record.waiting} arrays that waited for room are not submitted any more"
     write_prep(output_dir, replace(record, cancelled_unix_s=round(time.time(), 1)))
     yield "finished parts stay; submit the same config again to continue"
 

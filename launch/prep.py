@@ -18,7 +18,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -466,16 +465,17 @@ def _read(folder: Path) -> list[_Array]:
         ) from None
 
 
-def _record(output: Path, folder: Path, arrays: Sequence[_Array]) -> None:
-    """Record which arrays are in the queue."""
+def _record(output: Path, folder: Path, arrays: Sequence[_Array], *, is_new: bool = False) -> None:
+    """Record which arrays are in the queue; a cancellation meanwhile stays on record."""
     write_json_atomic(folder / ARRAYS_FILE, [asdict(one) for one in arrays])
-    before = read_prep(output)
-    began_s = before.submitted_unix_s if before and any(one.job for one in arrays[1:]) else None
     jobs: dict[str, list[str]] = {one.stage: [] for one in arrays}
     for one in arrays:
         jobs[one.stage] += [one.job] if one.job else []
+    before = read_prep(output)
+    cancelled = None if is_new or before is None else before.cancelled_unix_s
+    began_s = round((folder / CONFIG_FILE).stat().st_mtime, 1)
     waiting = sum(not one.job for one in arrays)
-    write_prep(output, PrepSubmission(jobs, began_s or round(time.time(), 1), waiting=waiting))
+    write_prep(output, PrepSubmission(jobs, began_s, cancelled, waiting))
 
 
 def _failed(folder: Path) -> list[str]:
@@ -513,7 +513,7 @@ def _roll(
     """Hand over the arrays that are not in the queue yet, one after the other."""
     output, stages = draft.job.folder, list(dict.fromkeys(one.stage for one in arrays))
     if room.waits:
-        _record(output, folder, arrays)
+        _record(output, folder, arrays, is_new=True)
 
     def stop() -> None:
         if failed := _failed(folder):
@@ -546,7 +546,7 @@ def _roll(
             _record(output, folder, arrays)
             intent.settle()
             logger.info("%s: job %s", what, one.job)
-    _record(output, folder, arrays)
+    _record(output, folder, arrays, is_new=not room.waits)
     return prep_jobs(output)
 
 
@@ -594,7 +594,8 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
     for stage in draft.stages:
         ids = " ".join(jobs.get(stage.name, []))
         rows.append((stage.name, f"{stage.num_parts:,}", f"{stage.hours:.2f}", ids))
-    config = shlex.quote(str(draft.folder / CONFIG_FILE))
+    work = draft.job.folder / "work"
+    config = shlex.quote(str(submission_folder(work, next_number(work) - 1) / CONFIG_FILE))
     folder = shlex.quote(str(draft.job.folder))
     lines = [
         *table(rows, right=(1, 2)),

@@ -14,7 +14,7 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 240,
+    "modules": 242,
     "lines": 59_500,
     "crumbs": 10,
     "long functions": 0,

@@ -179,12 +179,39 @@ def test_folders_that_do_not_fit_are_refused(sweeps: Sweeps) -> None:
     assert json.loads(sweeps.sweep("--json"))["left"] == {"a/b": "finished"}
 
 
-def test_more_runs_than_an_array_may_have_are_refused(sweeps: Sweeps) -> None:
+def test_more_runs_than_an_array_may_have_become_several(sweeps: Sweeps) -> None:
     (sweeps.slurm.folder / "config").write_text("MaxArraySize            = 2\n")
     sweeps.write(grid={"seed": [1, 2, 3]})
-    assert "3 runs to submit, and an array of this site at most 2" in sweeps.sweep(code=2)
-    sweeps.write(grid={"seed": [1, 2]})
-    sweeps.sweep()
+    assert sweeps.sweep("--dry-run").count("#SBATCH --array=0-") == 2
+    assert json.loads(sweeps.sweep("--json"))["jobs"] == ["101", "102"]
+    scripts = [script for _, script in sweeps.slurm.calls]
+    assert [re.findall(r"--array=(\S+)", script) for script in scripts] == [["0-1%2"], ["0-0%2"]]
+    assert [run["job"] for run in sweeps.status()] == ["101_0", "101_1", "102_0"]
+
+
+def test_more_runs_than_the_queue_takes_are_told_or_wait(sweeps: Sweeps) -> None:
+    profile = sweeps.folder / "c.yaml"
+    profile.write_text(profile.read_text() + "\nmax_submit_jobs: 1\n")
+    said = sweeps.sweep(code=2)
+    assert "0 of 1 jobs that you may have are in the queue; if the limit is on jobs" in said
+    assert not sweeps.slurm.calls
+    # The queue of this stand-in stays empty: each array fits when it is asked for.
+    assert len(json.loads(sweeps.sweep("--wait-room", "1", "--json"))["jobs"]) == 2
+
+
+def test_array_whose_submission_was_killed_is_recorded_and_not_submitted_again(
+    sweeps: Sweeps,
+) -> None:
+    real = (sweeps.slurm.folder / "sbatch").rename(sweeps.slurm.folder / "real")
+    sweeps.slurm.add("sbatch", f'{real} "$@"; [[ "$*" == *--test-only* ]] || kill -KILL "$PPID"')
+    sweeps.sweep(code=-signal.SIGKILL)
+    real.rename(sweeps.slurm.folder / "sbatch")
+    line = "101_{0}|101|PENDING|Priority|gpu|(null)|0|1|N/A|N/A|1:00|0|{1}\n"
+    queue = "".join(line.format(index, sweeps.dir) for index in range(2))
+    (sweeps.slurm.folder / "queue").write_text(queue)
+    assert json.loads(sweeps.sweep("--json"))["job"] is None
+    assert len(sweeps.slurm.calls) == 1
+    assert [run["job"] for run in sweeps.status()] == ["101_0", "101_1"]
 
 
 def test_array_has_an_element_a_run(sweeps: Sweeps) -> None:
