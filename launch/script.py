@@ -208,8 +208,9 @@ def _launcher(job: Job, cluster: ClusterConfig) -> str:
 # One task: map SLURM's variables to those of the process group, then become the trainer.
 # Signals are ignored until Python has its handlers: by default they would kill the task.
 _RANKS = (
-    "trap '' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
-    "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}} exec {command}"
+    "trap '' USR1 USR2; "
+    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+    "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}; exec {command}"
 )
 
 # Before the setup lines: SIGUSR1 without a trap ends the job.

@@ -66,6 +66,13 @@ def test_what_slurm_or_the_shell_would_misread_is_refused(
     [
         ({"image": "a.sif"}, "container.image='a.sif' has no effect with container.kind=none"),
         ({"kind": "apptainer"}, "container.kind=apptainer needs container.image"),
+        ({"kind": "podman"}, r"needs container.image, such as registry\.example"),
+        ({"kind": "podman", "image": "/x.sif"}, "podman takes the name of an image or an archive"),
+        ({"kind": "podman", "image": "a/b:1", "arguments": ("--detach",)}, "foreground"),
+        ({"kind": "podman", "image": "a/b:1", "arguments": ("--name=x",)}, "leave it out"),
+        ({"kind": "enroot", "image": "docker://a/b"}, "`enroot import`"),
+        ({"kind": "enroot", "image": "nvcr.io#a/b"}, "`enroot import`"),
+        ({"kind": "singularity", "image": "nvcr.io#a/b"}, "docker://REGISTRY/NAME:TAG"),
         ({"kind": "pyxis", "image": "x.sqsh"}, "a value that does not start with / or .* ./x.sqsh"),
         ({"kind": "pyxis", "image": "/a b.sqsh"}, "expected a path or name without white space"),
         ({"kind": "pyxis", "image": "/x.sqsh", "mounts": ("data",)}, "container.mounts='data'"),

@@ -160,7 +160,7 @@ fi
 run_ranks() {
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \
-    --cpu-bind=cores --distribution=block:block bash -c 'trap '"'"''"'"' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} exec .venv/bin/python -m pipeline pretrain train.yaml train.lr=3e-4'
+    --cpu-bind=cores --distribution=block:block bash -c 'trap '"'"''"'"' USR1 USR2; export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}; exec .venv/bin/python -m pipeline pretrain train.yaml train.lr=3e-4'
 }
 # Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
 ask_ranks() {

@@ -174,7 +174,7 @@ fi
 run_ranks() {
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \
-    --cpu-bind=cores --distribution=block:block --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home bash -c 'trap '"'"''"'"' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} exec env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m pipeline pretrain "$POSTNORM_RUN_DIR/config.yaml"'
+    --cpu-bind=cores --distribution=block:block --container-image=/lustre/my_project/postnorm.sqsh --container-mounts=/shared/me:/shared/me,/lustre/my_project:/lustre/my_project,"$POSTNORM_SCRATCH":"$POSTNORM_SCRATCH" --container-workdir=/shared/me --no-container-mount-home bash -c 'trap '"'"''"'"' USR1 USR2; export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}; exec env NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5 NCCL_DEBUG=WARN python3 -m pipeline pretrain "$POSTNORM_RUN_DIR/config.yaml"'
 }
 # Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
 ask_ranks() {
