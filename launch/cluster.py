@@ -35,6 +35,8 @@ _EXAMPLES = {
     "pyxis": "/shared/images/train.sqsh",
 }
 """Images by engine."""
+_LONGEST_CHAIN = 30
+"""Restarts of a run whose jobs are all queued at once."""
 _NOT_FOR_PODMAN = {"-d", "--detach", "-t", "--tty", "--name", "--pod", "--rm", "--entrypoint"}
 
 # Variables that the launcher sets itself, or that would mislead it.
@@ -390,6 +392,11 @@ class ClusterConfig:
     max_restarts: int = param(
         50, "requeues of one job, by SLURM or by itself, before it stops", ge=0
     )
+    requeue: bool = param(
+        True,
+        "whether jobs go back into the queue by themselves; false, where the site forbids that: "
+        "max_restarts + 1 jobs are queued as an array of which one runs after the other",
+    )
     max_attempts_without_progress: int = param(
         2, "attempts in a row without a new checkpoint before the job stops", ge=1
     )
@@ -442,6 +449,12 @@ class ClusterConfig:
             raise ConfigError(
                 f"time_limit={self.time_limit!r} ({self.time_limit_s} s) must be longer than "
                 f"stop_before_end_s={self.stop_before_end_s}: no time is left to train"
+            )
+        if not self.requeue and self.max_restarts > _LONGEST_CHAIN:
+            raise ConfigError(
+                f"requeue=false queues max_restarts + 1 = {self.max_restarts + 1} jobs of a run, "
+                f"expected {_LONGEST_CHAIN + 1} at most: set max_restarts to some more than the "
+                "jobs that `postnorm plan` says, such as 8; what is left then, `launch resume` does"
             )
         self._require_slurm_texts()
         self._require_shell_texts()

@@ -382,12 +382,11 @@ def _add_decide(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", required=True)
     parser.add_argument("--job", required=True, help="SLURM's id")
     parser.add_argument("--restart", required=True, type=int)
+    parser.add_argument("--jobs-before", default=0, type=int, help="of a chain")
     parser.add_argument("--nodes", required=True, help="names, separated by spaces")
     parser.add_argument("--ranks", required=True, type=int)
     parser.add_argument("--before", required=True, help="newest checkpoint at the start, or ''")
-    parser.add_argument(
-        "--asked-to-stop", required=True, type=int, help="1: the time limit is near"
-    )
+    parser.add_argument("--asked-to-stop", required=True, type=int, help="1: time is nearly up")
     parser.add_argument("--step-code", required=True, type=int, help="exit code of srun")
     parser.add_argument("--max-restarts", required=True, type=int)
     parser.add_argument("--max-attempts", required=True, type=int)
@@ -405,6 +404,7 @@ def _decide(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         at_limit=bool(arguments.asked_to_stop),
         step_code=arguments.step_code,
+        jobs_before=arguments.jobs_before,
     )
     limits = Limits(arguments.max_restarts, arguments.max_attempts, arguments.time_limit)
     patience = Patience(arguments.patience, arguments.job_ends)

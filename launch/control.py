@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
+from launch.queue import RUNNING, UNKNOWN, JobFacts, current, job_facts, jobs_of, my_jobs
 from launch.records import (
     CANCELLED,
     LAST_DECISIONS,
@@ -62,8 +62,9 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
             ) from None
         yield "it has ended" if not left else f"it has not ended in {save_s:,.0f} s"
     yield from cancel_jobs([facts.job for facts in jobs])
-    for facts in jobs:
-        note_cancelled(run_dir, facts)
+    # Of the jobs of a chain only the one that runs, or would have run next.
+    for array in dict.fromkeys(facts.array for facts in jobs):
+        note_cancelled(run_dir, current([facts for facts in jobs if facts.array == array]))
     if ours:
         stop.unlink(missing_ok=True)
     if save and newest_checkpoint(run_dir) == before:

@@ -218,7 +218,8 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
             "(hardware.utilisation is assumed)"
         )
         yield from _exchange_lines(result)
-        yield f"jobs         {result.jobs} of {cluster.time_limit}, one requeued after the other"
+        how = "one requeued after the other" if cluster.requeue else "a chain, without requeueing"
+        yield f"jobs         {result.jobs} of {cluster.time_limit}, {how}"
     largest = result.largest_micro_batch
     yield (
         f"batches      {result.sequences_per_rank} sequences a rank: {result.accumulation} x "

@@ -164,7 +164,7 @@ def render_prep(
         body = _body(plan, cluster, job, (world, processes), earlier)
         scripts = []
         for first_rank, indexes in _arrays(world, ranks, cluster):
-            lines = sbatch_lines({"array": indexes, **options})
+            lines = sbatch_lines({"array": indexes, **options}, requeue=cluster.requeue)
             scripts.append("\n".join(["#!/bin/bash", *lines, "", f"first_rank={first_rank}", body]))
         stages.append(PrepStage(plan.name, world, len(ranks), hours, tuple(scripts)))
     return stages
@@ -205,7 +205,7 @@ def _body(
     lines = [
         CLOCK.format(time_limit=cluster.prep.time_limit_s),
         *setup_lines(cluster),
-        *function_lines(cluster, job.start, job.work_dir),
+        *function_lines(cluster, job.start, job.work_dir, end="give_up 1"),
         f"logs={shlex.quote(str(job.logs))} marks={shlex.quote(str(job.marks))}",
         body,
     ]

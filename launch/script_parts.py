@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig, option
 from launch.decide import EXIT_FULL, TO_REQUEUE_S
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_PREEMPTED, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
 
 _PODMAN = (
@@ -43,15 +43,11 @@ printf -v now '%(%s)T' -1
 end_s=${{SLURM_JOB_END_TIME:-$((now + {time_limit}))}}"""
 """First lines of a script: the end of the job's time, in Unix seconds."""
 
-_FUNCTIONS = """\
-restarts=${{SLURM_RESTART_COUNT:-0}}
-job=${{SLURM_JOB_ID:-}} without=
-# An element of an array is requeued by its own name: the last one's id is the whole array's.
-[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+_REQUEUE = """\
 # Sends the job back to the queue, never to start on nodes $without, and ends this script. SLURM
 # ends it, too, once the job is requeued, and changes the excluded nodes only of a job that does not
 # run: the script lives on until it has named them.
-requeue() {{
+requeue() {
   ended=
   trap 'ended=1' TERM
   # The controller may be restarting.
@@ -69,7 +65,40 @@ requeue() {{
     sleep 30
   done
   echo "end: the job could not be requeued, submit it again"; exit 1
+}
+"""
+
+CHAIN = """\
+# Jobs of a chain are an array of which one runs at a time. This one's verdict is the end of the
+# others, too, unless the next one is to go on, or a signal ended this one.
+trap 'exit 143' TERM
+trap 'code=$?
+  [ "$code" = {again} ] || [ "$code" -gt 128 ] ||
+    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"' EXIT"""
+_NEXT_OF_CHAIN = """\
+# Leaves the run to the next job of the chain, never to start on nodes $without.
+requeue() {{
+  [ -z "$without" ] ||
+    scontrol update jobid="${{SLURM_ARRAY_JOB_ID}}_$((SLURM_ARRAY_TASK_ID + 1))" \\
+      excnodelist="$without" || echo "the next job of the chain may get $without again"
+  echo "next: the next job of the chain goes on"; exit {again}
 }}
+"""
+_NO_REQUEUE = """\
+requeue() {{
+  echo "end: not tried again, since the profile says requeue: false; submit again to go on"
+  {end}
+  exit 1
+}}
+"""
+
+_FUNCTIONS = """\
+restarts=${{SLURM_RESTART_COUNT:-0}} before_this={before_this}
+starts=$((before_this + restarts))
+job=${{SLURM_JOB_ID:-}} without=
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+{requeue}\
 # Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
 # storage that stays away end the job here, since nothing else could tell. A wait that would not end
 # before the job's time does goes on in its next start.
@@ -80,7 +109,7 @@ storage() {{
       echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit {full} ;;
     esac
     printf -v now '%(%s)T' -1
-    if [ $((end_s - now)) -lt {to_requeue} ] && [ "$restarts" -lt {max_restarts} ]; then
+    if [ $((end_s - now)) -lt {to_requeue} ] && [ "$starts" -lt {max_restarts} ]; then
       echo "requeue: storage fails, and the time limit is near: $1: $said"; requeue
     fi
     [ "$wait" -gt 0 ] || break
@@ -111,13 +140,26 @@ ready"""
 
 
 def function_lines(
-    cluster: ClusterConfig, start: Sequence[str], work_dir: str, last_resort: str = ""
+    cluster: ClusterConfig,
+    start: Sequence[str],
+    work_dir: str,
+    last_resort: str = "",
+    end: str = "",
 ) -> list[str]:
     """Write `requeue`, `storage PATH COMMAND`, `put TEXT FILE` and `ready`, which is called first.
 
-    The `start` are the words between the interpreter and a module's name, the `last_resort` lines
-    of `storage` for a path that could not be reached in time.
+    Args:
+        cluster: the profile.
+        start: words between the interpreter and a module's name.
+        work_dir: folder that relative paths start at.
+        last_resort: lines of `storage` for a path that could not be reached in time.
+        end: a line that ends a job which is not in a chain where the profile does not requeue.
     """
+    again = EXIT_PREEMPTED
+    requeue = _REQUEUE
+    if not cluster.requeue:
+        requeue = _NO_REQUEUE.format(end=end) if end else _NEXT_OF_CHAIN.format(again=again)
+    in_chain = not (cluster.requeue or end)
     program = cluster.python
     if cluster.container.kind != "none":
         kind = cluster.container.kind
@@ -127,6 +169,8 @@ def function_lines(
         words = [shlex.quote(str(Path(work_dir, program)))]
     words += [shlex.quote(word) for word in start if "/" in word]
     text = _FUNCTIONS.format(
+        requeue=requeue,
+        before_this="$SLURM_ARRAY_TASK_ID" if in_chain else "0",
         patience=cluster.storage_patience_s,
         full=EXIT_FULL,
         to_requeue=TO_REQUEUE_S,
@@ -138,7 +182,7 @@ def function_lines(
     return [text]
 
 
-def sbatch_lines(options: Mapping[str, object]) -> list[str]:
+def sbatch_lines(options: Mapping[str, object], *, requeue: bool = True) -> list[str]:
     """Write `#SBATCH` lines: those of every job, and `options` that are not empty (True: a flag).
 
     SLURM truncates logs on requeue unless told to append, and leaves a job whose dependency failed
@@ -149,7 +193,8 @@ def sbatch_lines(options: Mapping[str, object]) -> list[str]:
         for name, value in options.items()
         if value != ""
     ]
-    every = ["open-mode=append", "requeue", "kill-on-invalid-dep=yes"]
+    again = "requeue" if requeue else "no-requeue"
+    every = ["open-mode=append", again, "kill-on-invalid-dep=yes"]
     return [f"#SBATCH --{option}" for option in (*given, *every)]
 
 

@@ -14,6 +14,7 @@ from launch.queue import (
     UNKNOWN,
     JobFacts,
     accounted,
+    current,
     job_facts,
     jobs_of,
     my_jobs,
@@ -126,7 +127,16 @@ def report_of(run_dir: Path, jobs: list[JobFacts], queue_problem: str) -> RunRep
 
 def _jobs_of_run(run_dir: Path) -> list[JobFacts]:
     every = submissions(run_dir)
-    queued = {facts.job: facts for facts in my_jobs() if facts.is_of(run_dir)}
+    arrays: dict[str, list[JobFacts]] = {}
+    for facts in my_jobs():
+        if facts.is_of(run_dir):
+            arrays.setdefault(facts.array, []).append(facts)
+    chains = {one.job for one in every if one.job in arrays}
+    queued = {
+        name if name in chains else facts.job: facts
+        for name, jobs in arrays.items()
+        for facts in ([current(jobs)] if name in chains else jobs)
+    }
     submitted = [
         queued.pop(last.job)
         if last.job in queued
@@ -232,10 +242,17 @@ def headline(report: RunReport) -> str:
 
 def decision(report: RunReport, job: str) -> dict[str, Any] | None:
     """Find what a job's script decided at its end; None if it did not come to that."""
-    own = [line for line in report.history if str(line.get("job")) == job]
+    # Of a chain that SLURM has forgotten, only the id of its array is known.
+    own = [
+        line for line in report.history if str(line.get("job")) in (job, f"{job}_{_element(line)}")
+    ]
     if own and own[-1].get("decision") in LAST_DECISIONS:
         return own[-1]
     return None
+
+
+def _element(line: dict[str, Any]) -> str:
+    return str(line.get("job")).partition("_")[2]
 
 
 def run_summary(report: RunReport, now_s: float | None = None) -> Summary:

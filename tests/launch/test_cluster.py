@@ -50,6 +50,7 @@ PROFILES = sorted((ROOT / "configs/cluster").glob("*.yaml"))
         ({"sbatch": ("--exclusive",)}, "the launcher or another field sets --exclusive"),
         ({"sbatch": ("--gres=nvme:1",), "gpu_request": "gres"}, "another field sets --gres"),
         ({"sbatch": ("--mem-per-cpu=1G",), "mem_per_node": "9G"}, "field sets --mem-per-cpu"),
+        ({"requeue": False}, r"requeue=false queues max_restarts \+ 1 = 51 jobs .* at most: set"),
         ({"sbatch": ("--nice=1", "nice=2")}, "sbatch: --nice is given twice; keep one"),
     ],
     ids=str,

@@ -18,6 +18,8 @@ from pipeline.config.runs import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
+CHAIN = "cpu-chain"
+"""The profile `cpu` on a site that does not requeue."""
 SWEPT = "h200-pyxis"
 """The profile with most parts: preflight, measurements, a container."""
 OTHER = {
@@ -30,6 +32,8 @@ PROFILES = sorted(path.stem for path in (ROOT / "configs/cluster").glob("*.yaml"
 
 
 def _cluster(profile: str) -> ClusterConfig:
+    if profile == CHAIN:
+        return replace(_cluster("cpu"), requeue=False, max_restarts=7)
     base = "a100-apptainer" if profile in OTHER else profile
     cluster = load(ClusterConfig, ROOT / f"configs/cluster/{base}.yaml").config
     if profile not in OTHER:
@@ -67,7 +71,7 @@ def _sweep_of(job: Job) -> Job:
     return replace(job, run_dir="/shared/me/runs", words=words, runs=folders, at_once=2)
 
 
-@pytest.mark.parametrize("profile", [*PROFILES, *OTHER])
+@pytest.mark.parametrize("profile", [*PROFILES, *OTHER, CHAIN])
 def test_scripts_are_the_ones_that_were_read(profile: str) -> None:
     for name, text in _scripts(profile).items():
         assert text == (GOLDEN / name).read_text(), f"{name}: see this file's first lines"
@@ -75,12 +79,12 @@ def test_scripts_are_the_ones_that_were_read(profile: str) -> None:
 
 
 def test_every_golden_file_has_a_profile() -> None:
-    names = {name for profile in (*PROFILES, *OTHER) for name in _scripts(profile)}
+    names = {name for profile in (*PROFILES, *OTHER, CHAIN) for name in _scripts(profile)}
     assert names == {path.name for path in GOLDEN.iterdir()}
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for written in (*PROFILES, *OTHER):
+    for written in (*PROFILES, *OTHER, CHAIN):
         for file_name, content in _scripts(written).items():
             (GOLDEN / file_name).write_text(content)

@@ -10,6 +10,7 @@ import pytest
 from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
 from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script_parts import (
+    CHAIN,
     prep_resources,
     rank_options,
     sbatch_lines,
@@ -271,3 +272,21 @@ def test_ranks_keep_to_their_cores_and_the_profile_adds_options() -> None:
 def test_wrong_options_of_srun_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         ClusterConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "cancelled"),
+    [("exit 0", True), ("exit 2", True), ("exit 28", True), ("exit 75", False),
+     ("kill -TERM $$; wait", False), ("(exit 0); exit 75", False)],
+)  # fmt: skip
+def test_a_verdict_ends_the_chain_and_a_signal_does_not(
+    line: str, cancelled: bool, tmp_path: Path
+) -> None:
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/bin/bash\necho "$*" >{tmp_path}/cancelled\n')
+    scancel.chmod(0o755)
+    found = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_JOB_ID": "7"}
+    _bash(["sleep() { :; }", CHAIN.format(again=75), line], **found)
+    assert (tmp_path / "cancelled").exists() == cancelled
+    if cancelled:
+        assert (tmp_path / "cancelled").read_text() == "--state=PENDING 7\n"

@@ -191,7 +191,7 @@ def test_more_runs_than_an_array_may_have_become_several(sweeps: Sweeps) -> None
 
 def test_more_runs_than_the_queue_takes_are_told_or_wait(sweeps: Sweeps) -> None:
     profile = sweeps.folder / "c.yaml"
-    profile.write_text(profile.read_text() + "\nmax_submit_jobs: 1\n")
+    profile.write_text(json.dumps({**json.loads(profile.read_text()), "max_submit_jobs": 1}))
     said = sweeps.sweep(code=2)
     assert "0 of 1 jobs that you may have are in the queue; if the limit is on jobs" in said
     assert not sweeps.slurm.calls
