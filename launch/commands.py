@@ -30,7 +30,7 @@ from launch.records import (
 )
 from launch.room import room_of
 from launch.script import render
-from launch.site import ask_sbatch, check, within_site
+from launch.site import ask_sbatch, check, profile_here, within_site
 from launch.status import (
     PrepReport,
     prep_report,
@@ -191,7 +191,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         raise ConfigError("--wait-room is for --prep and --sweep: leave it out")
     if arguments.evaluate:
         return _submit_evaluation(arguments)
-    cluster = cluster_of(arguments.cluster)
+    cluster = (cluster_of if arguments.local else profile_here)(arguments.cluster)
     if is_mix(arguments.config):
         return _submit_mix(arguments, cluster)
     config = _config(arguments)
@@ -228,7 +228,7 @@ def _submit_evaluation(arguments: argparse.Namespace) -> int:
         *(["--data", arguments.data] if arguments.data else []),
         *arguments.overrides,
     ]
-    cluster = cluster_of(arguments.cluster)
+    cluster = (cluster_of if arguments.local else profile_here)(arguments.cluster)
     if arguments.local:
         words = ["pipeline", EVALUATE, str(run_dir), *options]
         return _run_here(arguments, words, EVALUATE, run_dir, cluster)
@@ -245,7 +245,7 @@ def _submit_program(arguments: argparse.Namespace) -> int:
             "--program needs a folder for its log, then `--` and the program: "
             "python -m launch submit --program runs/tuned --cluster C -- python finetune.py ..."
         )
-    cluster = cluster_of(arguments.cluster)
+    cluster = (cluster_of if arguments.local else profile_here)(arguments.cluster)
     if arguments.local:
         return _run_here(arguments, ["launch", "rank", "--", *words], PROGRAM, run_dir, cluster)
     source = Source(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
@@ -289,7 +289,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
         codes = sweep.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
         said["exit_codes"], code = codes, worst(codes.values())
     elif what.runs:
-        cluster, source = cluster_of(arguments.cluster), _source(arguments, arguments.config)
+        cluster, source = profile_here(arguments.cluster), _source(arguments, arguments.config)
         text = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
         room = room_of(cluster, prep=False, every_s=arguments.wait_room)
         if arguments.dry_run:
@@ -356,7 +356,7 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 def _resume(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run_dir.absolute()
     source = source_of_resume(run_dir, arguments.overrides, arguments.cluster)
-    config, cluster = config_of_resume(run_dir, source), cluster_of(source.cluster)
+    config, cluster = config_of_resume(run_dir, source), profile_here(source.cluster)
     os.chdir(source.work_dir)  # relative paths of the config start there
     if isinstance(config, Mix):
         draft = prepare_mix(config, cluster, source)

@@ -7,6 +7,7 @@ versions and leaves options out. Names of reservations and accounts come from `s
 
 import difflib
 import getpass
+import logging
 import os
 import re
 from collections import Counter
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.cluster import ClusterConfig, mebibytes, seconds
+from launch.cluster import ClusterConfig, cluster_of, mebibytes, seconds
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _NODE_FORMAT = "%P|%a|%l|%s|%N|%c|%m|%G|%f"
 _NOT_NOW = "Requested node configuration is not available"
@@ -114,6 +117,26 @@ def max_array_size() -> int | None:
     except (NoSlurmError, SlurmError):
         return None
     return int(size) if size.isdecimal() else None
+
+
+def profile_here(path: str | None) -> ClusterConfig:
+    """Load a profile for a submission, without what this cluster cannot do.
+
+    Without a task plugin srun cannot bind ranks to cores, and says so in every step of a job.
+    """
+    cluster = cluster_of(path)
+    if not cluster.cpu_bind:
+        return cluster
+    try:
+        plugin = parse_settings(run_command(["scontrol", "show", "config"])).get("TaskPlugin", "")
+    except (NoSlurmError, SlurmError):
+        return cluster
+    if plugin not in ("task/none", "(null)"):
+        return cluster
+    logger.info(
+        "this cluster binds no ranks to cores (TaskPlugin=%s): cpu_bind is left out", plugin
+    )
+    return replace(cluster, cpu_bind="")
 
 
 def submit_limit(account: str, qos: str) -> int | None:

@@ -102,6 +102,10 @@ class Kind:
     """Reads a metric of a run; None: not yet."""
     finished: str = "done.json"
     """The file that a finished run has."""
+    grows: str = ""
+    """A field that may get more values later; the run then does what it lacks."""
+    has_all: Callable[[Path, Any], bool] = lambda folder, config: True
+    """Whether a finished run in a folder has all that its config asks for now."""
     options: Callable[[Path], tuple[str, ...]] = lambda folder: ()
     """Options of the verb in the sweep of a folder."""
 
@@ -122,6 +126,14 @@ def _check_task_here(config: TaskConfig, ranks: int, work_dir: str) -> None:
             f"train.batch={config.train.batch} must be a multiple of train.accumulate="
             f"{config.train.accumulate} times {ranks} ranks; change one of them"
         )
+
+
+def _has_seeds(folder: Path, config: TaskConfig) -> bool:
+    try:
+        found = json.loads((folder / _RESULT).read_bytes())["seeds"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return set(config.train.seeds) <= set(found)
 
 
 def _score(folder: Path, report: RunReport, metric: str) -> float | None:
@@ -152,6 +164,8 @@ KINDS: dict[str, Kind] = {
         load=lambda path, words: load_task(str(path), tuple(words)),
         value=_score,
         finished=_RESULT,
+        grows="train.seeds",
+        has_all=_has_seeds,
         options=lambda folder: ("--tokens", str(folder / "tokens")),
     ),
 }
@@ -226,7 +240,7 @@ class Run:
 
     @property
     def config_file(self) -> Path:
-        """The config that the run was started with first."""
+        """The config that the run starts from."""
         return self.folder / CONFIG_FILE
 
 
@@ -273,7 +287,7 @@ def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[Swee
             mistakes.append(f"{name} is the same run as {first}: leave one of them out")
         elif near:
             mistakes.append(f"{name} is, holds or lies in the folder of another run, {near[0]}")
-        mistakes += _changes(run, sweep.kind)
+        mistakes += changes(run, sweep.kind)
         runs.append(run)
     _refuse(mistakes)
     return sweep, runs
@@ -305,13 +319,16 @@ def _refuse(mistakes: Sequence[str]) -> None:
         raise ConfigError(f"the sweep cannot start, {len(mistakes)} mistake(s):{lines}")
 
 
-def _changes(run: Run, kind: Kind) -> list[str]:
+def changes(run: Run, kind: Kind) -> list[str]:
     """Say why a run that was started earlier is another one now; empty if it is the same."""
+    held = {path.name for path in run.folder.iterdir()} if run.folder.is_dir() else set()
+    if held <= {CONFIG_FILE, "logs"}:
+        return []  # it was prepared at most
     if not run.config_file.is_file():
         # A folder that the file names, such as a benchmark's, may be finished without a sweep.
         is_finished = _FOLDER_KEY in run.point and (run.folder / kind.finished).is_file()
         why = f"{run.folder} exists and holds no run of a sweep (no {CONFIG_FILE}): move it away"
-        return [why] if run.folder.exists() and not is_finished else []
+        return [] if is_finished else [why]
     try:
         before = kind.load(run.config_file, ())
     except ConfigError as error:
@@ -319,6 +336,8 @@ def _changes(run: Run, kind: Kind) -> list[str]:
     old = {path: value for path, _, value in schema.walk(before) if path != kind.folder}
     now = {path: value for path, _, value in schema.walk(run.config) if path != kind.folder}
     paths = [path for path in old if path in now and old[path] != now[path]]
+    if paths == [kind.grows] and set(old[kind.grows]) <= set(now[kind.grows]):
+        paths = []
     if not paths:
         return []
     shown = [f"{path} was {old[path]!r} and is {now[path]!r}" for path in paths[:_DIFFERENCES]]
@@ -351,7 +370,7 @@ def todo(runs: Sequence[Run], kind: Kind) -> Todo:
     alive: list[JobFacts] = []
     for run in runs:
         folder, job = RunFolder(run.folder), facts.get(queued[run.name])
-        if (run.folder / kind.finished).exists():
+        if (run.folder / kind.finished).exists() and kind.has_all(run.folder, run.config):
             left[run.name] = "finished"
         elif job is not None and job.is_alive and is_job_of(job, run.folder):
             left[run.name] = f"in the queue as job {job.job}"
@@ -598,10 +617,11 @@ def _needs_text(runs: int) -> str:
 
 
 def write_run(run: Run) -> None:
-    """Make the folder of a run with the config that it starts from, unless it has one."""
-    if not run.config_file.is_file():
-        (run.folder / "logs").mkdir(parents=True)
-        write_atomic(run.config_file, resolved_text(run.config).encode())
+    """Make the folder of a run with its config; `read_sweep` has refused what would change it."""
+    (run.folder / "logs").mkdir(parents=True, exist_ok=True)
+    text = resolved_text(run.config).encode()
+    if not run.config_file.is_file() or run.config_file.read_bytes() != text:
+        write_atomic(run.config_file, text)
 
 
 def record(sweep: SweepConfig, folder: Path, runs: Sequence[Run]) -> None:

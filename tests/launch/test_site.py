@@ -6,6 +6,7 @@ import pytest
 
 from launch import site
 from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
+from launch.site import profile_here
 from launch.slurm import NoAnswerError, NoSlurmError
 from pipeline.errors import ConfigError
 
@@ -273,3 +274,17 @@ def test_last_check(
     else:
         with pytest.raises(outcome, match=r"invalid partition|Unable to contact"):
             site.ask_sbatch("#!/bin/bash\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "bind"),
+    [("task/none", ""), ("(null)", ""), ("task/affinity,task/cgroup", "cores"), ("", "cores")],
+)
+def test_ranks_are_bound_where_the_cluster_can(
+    slurm: FakeSlurm, tmp_path: Path, said: str, bind: str
+) -> None:
+    (slurm.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
+    assert profile_here(None).cpu_bind == bind
+    own = tmp_path / "c.yaml"
+    own.write_text("cpu_bind: ''\n")
+    assert profile_here(str(own)).cpu_bind == ""
