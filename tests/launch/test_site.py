@@ -9,6 +9,7 @@ from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
 from launch.site import profile_here
 from launch.slurm import NoAnswerError, NoSlurmError
 from pipeline.errors import ConfigError
+from tests.support.fake_slurm import FakeSlurm
 
 # `sinfo --all --noheader --Node --format=...`: a line a node and partition.
 SINFO = """\
