@@ -282,9 +282,11 @@ def test_last_check(
     [("task/none", ""), ("(null)", ""), ("task/affinity,task/cgroup", "cores"), ("", "cores")],
 )
 def test_ranks_are_bound_where_the_cluster_can(
-    slurm: FakeSlurm, tmp_path: Path, said: str, bind: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, bind: str
 ) -> None:
-    (slurm.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
+    made = FakeSlurm(tmp_path / "commands")
+    monkeypatch.setenv("PATH", made.environment["PATH"])
+    (made.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
     assert profile_here(None).cpu_bind == bind
     own = tmp_path / "c.yaml"
     own.write_text("cpu_bind: ''\n")
