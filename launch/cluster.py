@@ -27,6 +27,18 @@ _MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII)
 _OPTION = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.+))?")
 
+_EXAMPLES = {
+    "apptainer": "/shared/images/train.sif",
+    "singularity": "/shared/images/train.sif",
+    "podman": "registry.example.org/me/train:1",
+    "enroot": "/shared/images/train.sqsh",
+    "pyxis": "/shared/images/train.sqsh",
+}
+"""Images by engine."""
+_LONGEST_CHAIN = 30
+"""Restarts of a run whose jobs are all queued at once."""
+_NOT_FOR_PODMAN = {"-d", "--detach", "-t", "--tty", "--name", "--pod", "--rm", "--entrypoint"}
+
 # Variables that the launcher sets itself, or that would mislead it.
 _OWN_VARIABLES = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|SBATCH|SRUN|POSTNORM)_.*"
@@ -53,13 +65,16 @@ SET_SRUN_OPTIONS = frozenset(_SET_BY_STEPS.split())
 class ContainerConfig:
     """The container that ranks run in; the job script itself runs outside of it."""
 
-    kind: Literal["none", "apptainer", "pyxis"] = param(
+    kind: Literal["none", "apptainer", "singularity", "podman", "enroot", "pyxis"] = param(
         "none",
-        "apptainer: `apptainer exec`; pyxis: `srun --container-image`, where the site has NVIDIA's "
-        "plugin",
+        "the engine, which starts one container a rank: `apptainer exec`, `singularity exec`, "
+        "`podman run`, `enroot start`; pyxis: `srun --container-image`, with NVIDIA's plugin",
     )
     image: str = param(
-        "", "file that all nodes see; or docker://NAME (apptainer), REGISTRY#NAME:TAG (pyxis)"
+        "",
+        "file that all nodes see; or docker://NAME (apptainer, singularity), REGISTRY/NAME:TAG or "
+        "oci-archive:FILE (podman), the name of a created container (enroot), REGISTRY#NAME:TAG "
+        "(pyxis)",
     )
     mounts: tuple[str, ...] = param(
         (),
@@ -67,7 +82,7 @@ class ContainerConfig:
         "which are always mounted",
     )
     arguments: tuple[str, ...] = param(
-        (), "further words for `apptainer exec`, or for srun (pyxis), such as --no-home"
+        (), "further words for the engine's command, or for srun (pyxis), such as --no-home"
     )
 
     def __post_init__(self) -> None:
@@ -76,32 +91,59 @@ class ContainerConfig:
                 if value := getattr(self, name):
                     raise ConfigError(
                         f"container.{name}={value!r} has no effect with container.kind=none; set "
-                        "container.kind to apptainer or pyxis, or leave it out"
+                        f"container.kind to one of {', '.join(_EXAMPLES)}, or leave it out"
                     )
             return
         if not self.image:
             raise ConfigError(
-                f"container.kind={self.kind} needs container.image, a file such as "
-                "/shared/images/train." + ("sif" if self.kind == "apptainer" else "sqsh")
+                f"container.kind={self.kind} needs container.image, such as {_EXAMPLES[self.kind]}"
             )
         _require(r"[^\s]+", self.image, "container.image", "a path or name without white space")
-        if self.kind == "pyxis" and self.image.endswith(".sqsh") and self.image[0] not in "./":
-            raise ConfigError(
-                f"container.image={self.image!r}: pyxis takes a value that does not start with / "
-                "or . as the name of an image in a registry; write "
-                f"./{self.image} or the whole path"
-            )
+        self._require_image_of_kind()
         expected = "SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro, whole paths without `,` and spaces"
         for mount in self.mounts:
             _require(_MOUNT, mount or " ", "container.mounts", expected)
         for word in self.arguments:
             _require(r"-[^\n]*", word or " ", "container.arguments", "options such as --no-home")
+            if self.kind == "podman" and word.partition("=")[0] in _NOT_FOR_PODMAN:
+                raise ConfigError(
+                    f"container.arguments={word!r}: each rank is a container of its own, in the "
+                    "foreground, which the launcher names and removes; leave it out"
+                )
+
+    def _require_image_of_kind(self) -> None:
+        """Refuse what another engine would take as an image."""
+        text, is_path = self.image, self.image[0] in "./"
+        wrong = ""
+        if self.kind == "pyxis" and text.endswith(".sqsh") and not is_path:
+            wrong = (
+                "pyxis takes a value that does not start with / or . as the name of an image in a "
+                f"registry; write ./{text} or the whole path"
+            )
+        elif self.kind == "podman" and (is_path or text.endswith((".sif", ".sqsh"))):
+            wrong = (
+                "podman takes the name of an image or an archive, not a file of another engine; "
+                "write such as registry.example.org/me/train:1, or oci-archive:/shared/train.tar"
+            )
+        elif self.kind == "enroot" and ("://" in text or "#" in text):
+            wrong = (
+                "enroot start takes a file or a created container; make a file of an image in a "
+                "registry with `enroot import`, once, where all nodes see it"
+            )
+        elif self.kind in ("apptainer", "singularity") and "#" in text:
+            wrong = f"{self.kind} writes an image of a registry as docker://REGISTRY/NAME:TAG"
+        if wrong:
+            raise ConfigError(f"container.image={text!r}: {wrong}")
 
     @property
     def image_file(self) -> str:
-        """The path of the image if it is a file; empty if a registry has it."""
+        """The path of the image if it is a file; empty if a registry or the engine has it."""
         if self.kind == "pyxis":
             return self.image if self.image.startswith(("/", ".")) else ""
+        if self.kind == "podman":  # such as oci-archive:FILE:TAG
+            return next((part for part in self.image.split(":") if part.startswith("/")), "")
+        if self.kind == "enroot":
+            return self.image if "/" in self.image or self.image.endswith(".sqsh") else ""
         return "" if "://" in self.image else self.image
 
 
@@ -222,7 +264,29 @@ class HardwareConfig:
     )
     utilisation: float = param(
         0.4,
-        "share of the peak that training reaches: a guess until a run has measured its MFU",
+        "share of the peak that a rank reaches while it computes: a guess until a run has measured "
+        "its MFU",
+        gt=0,
+        le=1,
+    )
+    intra_node_gb_per_s: float | None = param(
+        None,
+        "bus bandwidth of an all-reduce over the GPUs of a node, as preflight or nccl-tests "
+        "measure it; null takes the GPU's NVLink times bus_efficiency",
+        unit="GB/s",
+        gt=0,
+    )
+    inter_node_gb_per_s: float | None = param(
+        None,
+        "the same over nodes, all network cards together; null takes "
+        "preflight.bandwidth_gb_per_s, else one card a GPU as in DGX nodes (A100 25 GB/s, H100 and "
+        "H200 50 GB/s) times bus_efficiency",
+        unit="GB/s",
+        gt=0,
+    )
+    bus_efficiency: float = param(
+        0.8,
+        "share of a data sheet's bandwidth that an all-reduce reaches: 8 A100 have 230 of 300 GB/s",
         gt=0,
         le=1,
     )
@@ -328,8 +392,19 @@ class ClusterConfig:
     max_restarts: int = param(
         50, "requeues of one job, by SLURM or by itself, before it stops", ge=0
     )
+    requeue: bool = param(
+        True,
+        "whether jobs go back into the queue by themselves; false, where the site forbids that: "
+        "max_restarts + 1 jobs are queued as an array of which one runs after the other",
+    )
     max_attempts_without_progress: int = param(
         2, "attempts in a row without a new checkpoint before the job stops", ge=1
+    )
+    max_submit_jobs: int = param(
+        0,
+        "jobs that you may have in the queue, where each element of an array counts; 0 asks "
+        "accounting for MaxSubmitJobs of your association and QOS",
+        ge=0,
     )
     storage_patience_s: int = param(
         600,
@@ -374,6 +449,12 @@ class ClusterConfig:
             raise ConfigError(
                 f"time_limit={self.time_limit!r} ({self.time_limit_s} s) must be longer than "
                 f"stop_before_end_s={self.stop_before_end_s}: no time is left to train"
+            )
+        if not self.requeue and self.max_restarts > _LONGEST_CHAIN:
+            raise ConfigError(
+                f"requeue=false queues max_restarts + 1 = {self.max_restarts + 1} jobs of a run, "
+                f"expected {_LONGEST_CHAIN + 1} at most: set max_restarts to some more than the "
+                "jobs that `postnorm plan` says, such as 8; what is left then, `launch resume` does"
             )
         self._require_slurm_texts()
         self._require_shell_texts()

@@ -28,8 +28,9 @@ from launch.records import (
     read_prep,
     require_run,
 )
+from launch.room import room_of
 from launch.script import render
-from launch.site import ask_sbatch, check, within_site
+from launch.site import ask_sbatch, check, profile_here, within_site
 from launch.status import (
     PrepReport,
     prep_report,
@@ -53,6 +54,7 @@ from launch.submit import (
     submit,
     summary_text,
 )
+from launch.sweep_status import cancel_sweep, sweep_report, sweep_summary
 from launch.tell import tell
 from pipeline.checkpoints.manifest import FOLDER, published
 from pipeline.config.load import load, warn_of_unusual
@@ -73,17 +75,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
 
 
-def _at_least_0(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return number
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+        return int(text)
 
-
-def _at_least_1(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return number
 
 
@@ -158,9 +155,14 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, help="processes of --local (default 1)")
     parser.add_argument(
-        "--jobs", type=_at_least_1, metavar="N", help="for --sweep: runs at the same time"
+        "--jobs", type=_at_least(1), metavar="N", help="for --sweep: runs at the same time"
     )
     parser.add_argument("--json", action="store_true", help="for --sweep: one JSON object")
+    text = (
+        "for --prep and --sweep: hand over arrays as they fit below your limit on jobs, with a "
+        "look every so many seconds (60); the same call goes on where one was ended"
+    )
+    parser.add_argument("--wait-room", type=_at_least(1), nargs="?", const=60, help=text)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", help="for --evaluate: this checkpoint; default: the newest good one"
@@ -183,11 +185,13 @@ def _submit(arguments: argparse.Namespace) -> int:
         return _submit_sweep(arguments)
     if arguments.jobs or arguments.json:
         raise ConfigError("--jobs and --json are for --sweep: leave them out")
-    if arguments.evaluate:
-        return _submit_evaluation(arguments)
     if arguments.prep:
         return _submit_prep(arguments)
-    cluster = cluster_of(arguments.cluster)
+    if arguments.wait_room:
+        raise ConfigError("--wait-room is for --prep and --sweep: leave it out")
+    if arguments.evaluate:
+        return _submit_evaluation(arguments)
+    cluster = (cluster_of if arguments.local else profile_here)(arguments.cluster)
     if is_mix(arguments.config):
         return _submit_mix(arguments, cluster)
     config = _config(arguments)
@@ -224,7 +228,7 @@ def _submit_evaluation(arguments: argparse.Namespace) -> int:
         *(["--data", arguments.data] if arguments.data else []),
         *arguments.overrides,
     ]
-    cluster = cluster_of(arguments.cluster)
+    cluster = (cluster_of if arguments.local else profile_here)(arguments.cluster)
     if arguments.local:
         words = ["pipeline", EVALUATE, str(run_dir), *options]
         return _run_here(arguments, words, EVALUATE, run_dir, cluster)
@@ -241,7 +245,7 @@ def _submit_program(arguments: argparse.Namespace) -> int:
             "--program needs a folder for its log, then `--` and the program: "
             "python -m launch submit --program runs/tuned --cluster C -- python finetune.py ..."
         )
-    cluster = cluster_of(arguments.cluster)
+    cluster = (cluster_of if arguments.local else profile_here)(arguments.cluster)
     if arguments.local:
         return _run_here(arguments, ["launch", "rank", "--", *words], PROGRAM, run_dir, cluster)
     source = Source(words[0], tuple(words[1:]), arguments.cluster, os.getcwd())
@@ -255,6 +259,8 @@ def _submit_prep(arguments: argparse.Namespace) -> int:
             "--prep --local is `python -m data_prep run CONFIG`, which needs no SLURM"
         )
     work_dir, cluster = os.getcwd(), within_site(cluster_of(arguments.cluster))
+    room = room_of(cluster, prep=True, every_s=arguments.wait_room)
+    cluster = replace(cluster, max_submit_jobs=room.limit)
     checked = check(cluster, "prep", work_dir=work_dir, optional=arguments.dry_run)
     draft = prep.prepare(arguments.config, arguments.overrides, cluster, work_dir)
     if not draft.stages:
@@ -262,7 +268,7 @@ def _submit_prep(arguments: argparse.Namespace) -> int:
     elif arguments.dry_run:
         print(f"{prep.dry_run_text(draft)}# {checked}")
     else:
-        print(f"{checked}\n{prep.summary_text(draft, prep.submit(draft))}")
+        print(f"{checked}\n{prep.summary_text(draft, prep.submit(draft, room))}")
     return EXIT_FINISHED
 
 
@@ -283,16 +289,19 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
         codes = sweep.run_here(config, what, jobs, arguments.ranks, arguments.cluster, work_dir)
         said["exit_codes"], code = codes, worst(codes.values())
     elif what.runs:
-        cluster, source = cluster_of(arguments.cluster), _source(arguments, arguments.config)
-        draft = sweep.prepare(config, what, cluster, source, jobs)
+        cluster, source = profile_here(arguments.cluster), _source(arguments, arguments.config)
         text = check(cluster, config.verb, work_dir=work_dir, optional=arguments.dry_run)
+        room = room_of(cluster, prep=False, every_s=arguments.wait_room)
         if arguments.dry_run:
-            said["script"] = draft.script
-            text = f"# {text}\n{sweep.dry_run_text(draft)}"
+            drafts = sweep.drafts(config, what, cluster, source, jobs, room)
+            said["script"] = drafts[0].script
+            text = "\n".join([f"# {text}", *map(sweep.dry_run_text, drafts)])
         else:
-            text = f"{text}; {ask_sbatch(draft.script)}"
-            said["job"] = sweep.submit(draft)
-            text += f"\njob {said['job']}: {len(what.runs)} runs, {draft.job.at_once} at once\n"
+            for job, draft in sweep.submit_all(config, what, cluster, source, jobs, room):
+                said.setdefault("jobs", []).append(job)
+                text += f"\njob {job}: {len(draft.runs)} runs, {draft.job.at_once} at once"
+            said["job"] = next(iter(said.get("jobs", [])), None)
+            text += "\n"
     elif not arguments.dry_run:
         sweep.record(config, Path(said["dir"]), what.every)
     if arguments.json:
@@ -303,7 +312,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _sweep_text(folder: Path) -> str:
-    return sweep.sweep_summary(sweep.sweep_report(folder.resolve())).text()
+    return sweep_summary(sweep_report(folder.resolve())).text()
 
 
 def _refuse_dry_run(arguments: argparse.Namespace) -> None:
@@ -347,7 +356,7 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 def _resume(arguments: argparse.Namespace) -> int:
     run_dir: Path = arguments.run_dir.absolute()
     source = source_of_resume(run_dir, arguments.overrides, arguments.cluster)
-    config, cluster = config_of_resume(run_dir, source), cluster_of(source.cluster)
+    config, cluster = config_of_resume(run_dir, source), profile_here(source.cluster)
     os.chdir(source.work_dir)  # relative paths of the config start there
     if isinstance(config, Mix):
         draft = prepare_mix(config, cluster, source)
@@ -373,12 +382,11 @@ def _add_decide(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", required=True)
     parser.add_argument("--job", required=True, help="SLURM's id")
     parser.add_argument("--restart", required=True, type=int)
+    parser.add_argument("--jobs-before", default=0, type=int, help="of a chain")
     parser.add_argument("--nodes", required=True, help="names, separated by spaces")
     parser.add_argument("--ranks", required=True, type=int)
     parser.add_argument("--before", required=True, help="newest checkpoint at the start, or ''")
-    parser.add_argument(
-        "--asked-to-stop", required=True, type=int, help="1: the time limit is near"
-    )
+    parser.add_argument("--asked-to-stop", required=True, type=int, help="1: time is nearly up")
     parser.add_argument("--step-code", required=True, type=int, help="exit code of srun")
     parser.add_argument("--max-restarts", required=True, type=int)
     parser.add_argument("--max-attempts", required=True, type=int)
@@ -396,6 +404,7 @@ def _decide(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         at_limit=bool(arguments.asked_to_stop),
         step_code=arguments.step_code,
+        jobs_before=arguments.jobs_before,
     )
     limits = Limits(arguments.max_restarts, arguments.max_attempts, arguments.time_limit)
     patience = Patience(arguments.patience, arguments.job_ends)
@@ -466,7 +475,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         "folder", nargs="?", type=Path, metavar="RUN", help="folder of a run, sweep or dataset"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, or a list of them")
-    parser.add_argument("--watch", type=_at_least_0, metavar="SECONDS", help="repeat forever")
+    parser.add_argument("--watch", type=_at_least(0), metavar="SECONDS", help="repeat forever")
 
 
 DatasetLook = Callable[[Path], tuple[Summary, dict[str, Any]] | None]
@@ -510,7 +519,7 @@ def _status_json(look: DatasetLook, folder: Path | None) -> str:
     if folder is None:
         return json.dumps([asdict(report) for report in queue_reports()])
     if is_sweep(folder):
-        return json.dumps(asdict(sweep.sweep_report(folder.resolve())))
+        return json.dumps(asdict(sweep_report(folder.resolve())))
     if is_run(folder):
         return json.dumps(asdict(run_report(folder.resolve())))
     seen, jobs = _dataset(look, folder)
@@ -538,7 +547,7 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--job", help="id; default: the newest")
     which.add_argument("--rank", type=int, metavar="N", help="the log of rank N, of all its starts")
-    parser.add_argument("--lines", type=_at_least_0, default=50, help="last lines (default 50)")
+    parser.add_argument("--lines", type=_at_least(0), default=50, help="last lines (default 50)")
     parser.add_argument("--follow", action="store_true", help="continue until the job has ended")
 
 
@@ -568,7 +577,7 @@ def _cancel(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.resolve()
     preparation = read_prep(folder)
     if is_sweep(folder):
-        _say(sweep.cancel(folder, save=arguments.save, save_s=arguments.timeout))
+        _say(cancel_sweep(folder, save=arguments.save, save_s=arguments.timeout))
     elif preparation is not None:
         _say(control.cancel_prep(folder, preparation.jobs))
     else:
@@ -616,7 +625,7 @@ VERBS: tuple[Verb, ...] = (
         "submit train.yaml --cluster configs/cluster/example.yaml --dry-run\n"
         "submit train.yaml --cluster configs/cluster/example.yaml\n"
         "submit train.yaml --local --ranks 2\n"
-        "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml\n"
+        "submit --prep configs/prep/web.yaml --cluster configs/cluster/example.yaml --wait-room\n"
         "submit --sweep sweep.yaml --cluster configs/cluster/example.yaml\n"
         "submit --sweep sweep.yaml --local --jobs 2\n"
         "submit --evaluate runs/mine --all --cluster configs/cluster/example.yaml\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch.queue import RUNNING, UNKNOWN, JobFacts, job_facts, jobs_of, my_jobs
+from launch.queue import RUNNING, UNKNOWN, JobFacts, current, job_facts, jobs_of, my_jobs
 from launch.records import (
     CANCELLED,
     LAST_DECISIONS,
@@ -62,8 +62,9 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
             ) from None
         yield "it has ended" if not left else f"it has not ended in {save_s:,.0f} s"
     yield from cancel_jobs([facts.job for facts in jobs])
-    for facts in jobs:
-        note_cancelled(run_dir, facts)
+    # Of the jobs of a chain only the one that runs, or would have run next.
+    for array in dict.fromkeys(facts.array for facts in jobs):
+        note_cancelled(run_dir, current([facts for facts in jobs if facts.array == array]))
     if ours:
         stop.unlink(missing_ok=True)
     if save and newest_checkpoint(run_dir) == before:
@@ -77,11 +78,14 @@ def cancel(run_dir: Path, *, save: bool, save_s: float) -> Iterator[str]:
 def cancel_prep(output_dir: Path, stages: dict[str, list[str]]) -> Iterator[str]:
     """Cancel all arrays of a data preparation; yield what was done."""
     alive = {facts.array for facts in prep_elements(output_dir, stages) if facts.is_alive}
+    record = read_prep(output_dir) or PrepSubmission(stages)
     if not alive:
         yield f"no job of {output_dir} is in the queue"
-        return
+        if not record.waiting:
+            return
     yield from cancel_jobs(sorted(alive, key=int))
-    record = read_prep(output_dir) or PrepSubmission(stages)
+    if record.waiting:
+        yield f"{record.waiting} arrays that waited for room are not submitted any more"
     write_prep(output_dir, replace(record, cancelled_unix_s=round(time.time(), 1)))
     yield "finished parts stay; submit the same config again to continue"
 

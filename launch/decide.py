@@ -57,6 +57,13 @@ class Attempt:
     """Whether SLURM announced the end of the job's time."""
     step_code: int | None = None
     """Exit code of srun, for the record only."""
+    jobs_before: int = 0
+    """Jobs of its chain that came before, where jobs are not requeued."""
+
+    @property
+    def starts_before(self) -> int:
+        """Number of starts before this one, by requeues or by jobs of a chain."""
+        return self.restart + self.jobs_before
 
 
 @dataclass(frozen=True)
@@ -139,10 +146,10 @@ def decide(attempt: Attempt, misses_before: int, limits: Limits, run_dir: Path) 
         how = f"stopped by {RunFolder(run_dir).stop}; `python -m launch resume` continues"
         return Decision("stopped", EXIT_STOPPED, f"{how}; {newest}")
     how = _how_it_ended(attempt)
-    if attempt.restart >= limits.restarts:
+    if (starts := attempt.starts_before) >= limits.restarts:
         return _give_up(
-            f"not done after {attempt.restart} restarts (max_restarts={limits.restarts}); the last "
-            f"attempt {how}; {newest}"
+            f"not done after {starts} restarts (max_restarts={limits.restarts}); the last attempt "
+            f"{how}; {newest}"
         )
     misses = misses_before + 1 if is_miss(attempt) else 0
     if misses >= limits.without_progress:
@@ -172,7 +179,9 @@ def verdict(
     try:
         attempt = patiently(lambda: read_end(begun, kind, run_dir), patience)
     except OSError as error:
-        return _storage_failed(error, run_dir, patience, may_again=begun.restart < limits.restarts)
+        return _storage_failed(
+            error, run_dir, patience, may_again=begun.starts_before < limits.restarts
+        )
     return end_attempt(attempt, limits, run_dir, patience)
 
 
@@ -198,7 +207,7 @@ def end_attempt(
     except OSError as error:
         logger.warning("the end of the attempt could not be recorded: %s", error)
         if decision.word == "requeue" and is_miss(attempt):
-            may_again = attempt.restart < limits.restarts
+            may_again = attempt.starts_before < limits.restarts
             return _storage_failed(error, run_dir / FOLDER, patience, may_again=may_again)
     return decision
 
@@ -243,7 +252,9 @@ def _misses(attempt: Attempt, run_dir: Path) -> int:
     misses = 0
     for line in reversed(history(run_dir)):
         # Where preflight ended the attempt, the ranks did not start.
-        if line.get("job") != attempt.job or line.get("miss") is None:
+        # The jobs of a chain are elements of one array.
+        same = str(line.get("job")).partition("_")[0] == attempt.job.partition("_")[0]
+        if not same or line.get("miss") is None:
             continue
         if not line["miss"]:
             break

@@ -30,6 +30,8 @@ INTENT_FILE = "submitting.json"
 """In the launcher's folder while a submission is made, and after one that may have left a job."""
 _LOCK_FILE = "submitting.lock"
 _NOTHING = {"", "(null)", "n/a"}
+_CLOCKS_S = 5.0
+"""By which the clocks of this machine and of the controller may differ."""
 
 
 class Intent:
@@ -70,6 +72,11 @@ class Intent:
         _compare(job, script)
         return job
 
+    def settle(self) -> None:
+        """Take note that every job so far has its record, and stays whatever follows."""
+        self._jobs = []
+        self.write()
+
     def write(self, *, is_asking: bool = False) -> None:
         """Bring the file up to date."""
         mine = {"host": socket.gethostname(), "process": os.getpid(), "unix_s": round(time.time())}
@@ -103,7 +110,12 @@ class Intent:
 
 
 @contextmanager
-def submitting(folder: Path, of: Path, known: Callable[[], Collection[str]]) -> Iterator[Intent]:
+def submitting(
+    folder: Path,
+    of: Path,
+    known: Callable[[], Collection[str]],
+    adopt: Callable[[str], bool] = lambda job: False,
+) -> Iterator[Intent]:
     """Keep every other submission out, with the intent on disk before sbatch is called.
 
     Where the block ends with an error, it has called `Intent.withdraw`, or did not come to sbatch.
@@ -112,6 +124,8 @@ def submitting(folder: Path, of: Path, known: Callable[[], Collection[str]]) -> 
         folder: with the launcher's folder in it.
         of: the folder that the comments of its jobs name.
         known: lists the ids of the jobs that are recorded.
+        adopt: records a job that an earlier submission left without a record, if it can tell what
+            the job does.
 
     Raises:
         BusyError: somebody else is submitting, or an earlier submission left a job in the queue
@@ -125,7 +139,7 @@ def submitting(folder: Path, of: Path, known: Callable[[], Collection[str]]) -> 
     with (home / _LOCK_FILE).open("a") as lock:
         _take(lock.fileno(), of, path)
         if path.exists():
-            _refuse_unrecorded(path, of, known())
+            _refuse_unrecorded(path, of, known(), adopt)
         intent = Intent(path)
         intent.write()
         try:
@@ -171,16 +185,28 @@ def _who(found: Mapping[str, Any]) -> str:
     return ""
 
 
-def _refuse_unrecorded(intent: Path, of: Path, known: Collection[str]) -> None:
-    """Refuse where an earlier submission left a job in the queue that no record names."""
+def _refuse_unrecorded(
+    intent: Path, of: Path, known: Collection[str], adopt: Callable[[str], bool]
+) -> None:
+    """Refuse where an earlier submission left a job in the queue that nobody can record."""
     found = _read(intent)
     named = [str(job) for job in found.get("jobs", [])]
     if not named and not found.get("asking", True):
         return  # it did not come to sbatch
-    alive = {
-        job.array for job in my_jobs() if job.is_alive and (job.is_of(of) or job.array in named)
-    }
-    if left := sorted(alive - {job.partition("_")[0] for job in known}):
+    # One that has ended meanwhile was submitted all the same.
+    since = float(found.get("unix_s", float("inf"))) - _CLOCKS_S
+    every = [
+        job
+        for job in my_jobs()
+        if job.array in named
+        or (job.is_of(of) and (job.is_alive or (job.submitted_unix_s or 0.0) >= since))
+    ]
+    left = sorted({job.array for job in every} - {job.partition("_")[0] for job in known})
+    if len(left) == 1 and adopt(left[0]):
+        logger.info("job %s of an earlier submission is recorded now", left[0])
+        return
+    alive = {job.array for job in every if job.is_alive}
+    if left := [job for job in left if job in alive]:
         jobs = " ".join(left)
         raise BusyError(
             f"{of}: an earlier submission{_who(found)} ended before it could record job {jobs}, "

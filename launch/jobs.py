@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from launch import control
-from launch.cluster import cluster_of
-from launch.site import ask_sbatch, check
+from launch.site import ask_sbatch, check, profile_here
 from launch.status import RunReport, decision, run_report
 from launch.submit import Draft, Source, prepare_mix, prepare_training, require_data
 from launch.submit import submit as hand_over
@@ -244,7 +243,7 @@ def submit(
 
 
 def _draft(source: Source) -> Draft:
-    cluster = cluster_of(source.cluster)
+    cluster = profile_here(source.cluster)
     if is_mix(source.config):
         return prepare_mix(load_mix(source.config, source.overrides), cluster, source)
     config = load(PretrainConfig, source.config, source.overrides).config

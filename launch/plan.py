@@ -1,7 +1,7 @@
 """The plan of a run: its time, memory, jobs and disk, before it starts. Pure; needs no SLURM.
 
-Time and memory come from the closed forms of `pipeline.model.cost`; speeds of the cluster come from
-`hardware` of its profile, and the text names each assumption.
+Time and memory come from the closed forms of `pipeline.model.cost` and `launch.exchange`; speeds of
+the cluster come from `hardware` of its profile, and the text names each assumption.
 
 A multi-task run is planned without its data, so every row counts as long as its task allows, and an
 example as one row, also where it has more (choices, candidates, windows). `postnorm benchmark` and
@@ -14,8 +14,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.exchange import (
+    NODE_COUNTS,
+    Scale,
+    Speed,
+    Stretch,
+    assumptions,
+    links_of,
+    same_batch,
+    same_share,
+)
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
@@ -51,7 +62,8 @@ class RunPlan:
     slots: float
     flops: float
     step_s: float | None
-    """Mean over the run, without evaluations and saves."""
+    """Mean over the run, without evaluations and saves; with the exchange of ranks, if its speed is
+    known."""
     train_s: float | None
     jobs: int | None
     """Jobs of the time limit, one after the other."""
@@ -81,6 +93,14 @@ class RunPlan:
     """Free space on the file system of run_dir."""
     problems: tuple[str, ...]
     """Why the run cannot start as configured; each says what to change."""
+    exchange_s: float | None = None
+    """The part of `step_s` in which ranks only exchange; None: not known."""
+    same_batch: tuple[Scale, ...] = ()
+    """On other numbers of nodes, with the same batches; empty: the exchange is not known."""
+    same_share: tuple[Scale, ...] = ()
+    """The same with batches that grow with the ranks, and as much text in all."""
+    assumptions: tuple[str, ...] = ()
+    """What the time is computed with."""
 
 
 def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
@@ -95,10 +115,19 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
             "it from; prepare the data first, or add model.vocab_size=N to the command"
         )
     model = replace(config.model, vocab_size=vocab_size)
-    slots, flops = _work(config, model)
+    slots, stretches = _work(config, model)
+    flops = sum(one.steps * one.flops for one in stretches)
     steps = config.train.num_steps
-    speed = hardware.flops_per_rank
-    train_s = flops / (speed * hardware.utilisation * ranks) if speed else None
+    flops_per_s = hardware.flops_per_rank * hardware.utilisation
+    parameters = cost.parameters(model, config.objective)["total"]
+    links, per_node = links_of(cluster), cluster.num_ranks_per_node
+    speed = Speed(config, parameters, per_node, flops_per_s, links)
+    here = None
+    if flops_per_s and links.is_known(cluster.nodes, per_node):
+        here = same_batch(stretches, speed, cluster.nodes)
+    train_s = flops / (flops_per_s * ranks) if flops_per_s else None
+    if here is not None:
+        train_s = here.train_s
     step_s = train_s / steps if train_s is not None else None
     usable_s = cluster.time_limit_s - cluster.stop_before_end_s - hardware.start_s
     last = config.batches.stretches[-1]
@@ -106,7 +135,6 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     # Stage 0 divides nothing.
     divided_by = ranks if config.train.zero_stage else 1
     state = cost.state_bytes(model, divided_by, config.objective)["total"]
-    parameters = cost.parameters(model, config.objective)["total"]
     checkpoint = _CHECKPOINT_BYTES * parameters
     save_s = checkpoint / (hardware.write_gb_per_s * 1e9)
     failure_s = hardware.node_mtbf_hours * 3600 / cluster.nodes
@@ -141,8 +169,22 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         shards_bytes=sum(shard.num_bytes for shard in index.shards) if index else None,
         free_bytes=_free_bytes(Path(config.run_dir)),
         problems=(),
+        **(_scaling(stretches, speed, cluster) if here else {}),
     )
     return replace(result, problems=tuple(_problems(result, config, cluster, usable_s)))
+
+
+def _scaling(stretches: list[Stretch], speed: Speed, cluster: ClusterConfig) -> dict[str, Any]:
+    """Compute the fields of a plan that tell of the exchange, whose speed is known."""
+    own, last = cluster.nodes, stretches[-1]
+    known = [n for n in sorted({*NODE_COUNTS, own}) if speed.links.is_known(n, speed.per_node)]
+    accumulation = last.size // cluster.num_ranks // last.micro_batch
+    return {
+        "exchange_s": same_batch(stretches, speed, own).exchange_s,
+        "same_batch": tuple(same_batch(stretches, speed, n) for n in known),
+        "same_share": tuple(same_share(stretches, speed, n, own) for n in known),
+        "assumptions": tuple(assumptions(speed, accumulation, cluster.num_ranks)),
+    }
 
 
 def best_interval_s(save_s: float, failure_s: float) -> float:
@@ -176,7 +218,9 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
             f"{hardware.utilisation:.0%} of {hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank "
             "(hardware.utilisation is assumed)"
         )
-        yield f"jobs         {result.jobs} of {cluster.time_limit}, one requeued after the other"
+        yield from _exchange_lines(result)
+        how = "one requeued after the other" if cluster.requeue else "a chain, without requeueing"
+        yield f"jobs         {result.jobs} of {cluster.time_limit}, {how}"
     largest = result.largest_micro_batch
     yield (
         f"batches      {result.sequences_per_rank} sequences a rank: {result.accumulation} x "
@@ -209,6 +253,38 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
     yield f"disk         checkpoints {result.checkpoints_bytes / 1e9:,.1f} GB{shards}{free}"
     for problem in result.problems:
         yield f"problem      {problem}"
+
+
+def _exchange_lines(result: RunPlan) -> Iterator[str]:
+    """Say what the exchange between ranks takes here and on other numbers of nodes."""
+    if result.exchange_s is None or result.step_s is None:
+        yield (
+            "exchange     not known, and not in the time: name hardware.gpu, or "
+            "hardware.intra_node_gb_per_s and hardware.inter_node_gb_per_s in the profile"
+        )
+        return
+    share = result.exchange_s / result.step_s
+    yield (
+        f"exchange     {result.exchange_s * 1e3:,.1f} of {result.step_s * 1e3:,.1f} ms a step "
+        f"({share:.1%}), in which ranks wait for each other's gradients and weights"
+    )
+    tables = {"same batch": result.same_batch, "same share a rank": result.same_share}
+    for title, scales in tables.items():
+        head = (title, "ranks", "batch", "step", "exchange", "efficiency", "time")
+        for line in table(
+            [head, *map(_scale_row, scales)], right=(1, 2, 3, 4, 5, 6), label_width=13
+        ):
+            yield f"             {line}"
+    for line in result.assumptions:
+        yield f"assumed      {line}"
+
+
+def _scale_row(one: Scale) -> tuple[str, ...]:
+    sizes = _count(one.nodes, "node"), f"{one.ranks:,}", f"{one.batch:,}"
+    if one.step_s is None or one.exchange_s is None or one.train_s is None:
+        return (*sizes, "-", "-", "does not divide", "-")
+    times = (f"{seconds * 1e3:,.1f} ms" for seconds in (one.step_s, one.exchange_s))
+    return (*sizes, *times, f"{one.efficiency:.1%}", f"{one.train_s / 86400:,.2f} days")
 
 
 def plan_json(result: "RunPlan | MixPlan") -> str:
@@ -358,7 +434,7 @@ def mix_text(result: MixPlan, mix: Mix, cluster: ClusterConfig) -> Iterator[str]
         yield (
             f"time         at most {_time(result.train_s)}, at {hardware.utilisation:.0%} of "
             f"{hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank (hardware.utilisation is "
-            "assumed; short rows reach less)"
+            "assumed; short rows reach less), without the exchange between ranks"
         )
     sizes = result.state_bytes, result.gradients_bytes, result.activation_bytes
     state, gradients, activations = (f"{size / 2**30:,.1f}" for size in sizes)
@@ -417,20 +493,21 @@ def _problems(
         )
 
 
-def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, float]:
-    """Count slots and FLOPs of the whole run, in which every token attends to its whole row."""
-    stretches = config.batches.stretches
-    ends = [place.number for place in stretches[1:]] + [config.train.num_steps]
-    slots = flops = 0.0
-    for place, end in zip(stretches, ends, strict=True):
+def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[Stretch]]:
+    """Count slots, and FLOPs by stretch, in which every token attends to its whole row."""
+    places = config.batches.stretches
+    ends = [place.number for place in places[1:]] + [config.train.num_steps]
+    slots = 0.0
+    found = []
+    for place, end in zip(places, ends, strict=True):
         count = max(0, min(end, config.train.num_steps) - place.number)
-        of_stretch = float(count * place.size * place.seq_len)
-        slots += of_stretch
+        of_step = place.size * place.seq_len
+        slots += float(count * of_step)
         each = cost.flops_per_token(
             model, place.seq_len, config.data.mask_prob, objective=config.objective
         )
-        flops += of_stretch * each.total
-    return slots, flops
+        found.append(Stretch(count, place.size, place.micro_batch, of_step * each.total))
+    return slots, found
 
 
 def _fused(config: PretrainConfig, cluster: ClusterConfig) -> Choice:

@@ -13,20 +13,20 @@ it the code, so that editing a checkout changes nothing for tasks that wait.
 """
 
 import json
+import logging
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
-from launch.handover import Intent, submitting
+from launch.handover import Intent, options_of, submitting
 from launch.queue import still_queued
 from launch.records import (
     CLUSTER_FILE,
@@ -37,9 +37,11 @@ from launch.records import (
     PrepSubmission,
     next_number,
     prep_jobs,
+    read_prep,
     submission_folder,
     write_prep,
 )
+from launch.room import Room
 from launch.script_parts import (
     CLOCK,
     function_lines,
@@ -59,12 +61,17 @@ from pipeline.errors import (
     EXIT_FINISHED,
     BusyError,
     ConfigError,
+    DataError,
     PostnormError,
 )
 from pipeline.runtime.env import module_command
-from pipeline.runtime.files import write_atomic
+from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.summary import table
 
+logger = logging.getLogger(__name__)
+
+ARRAYS_FILE = "arrays.json"
+"""In the folder of a submission: its arrays in order, with the job ids of those in the queue."""
 _PARENT_GB = 1
 """Memory of the parent process and of the script."""
 
@@ -156,8 +163,8 @@ def render_prep(
         earlier = [stage.name for stage in stages]
         body = _body(plan, cluster, job, (world, processes), earlier)
         scripts = []
-        for first_rank, indexes in _arrays(world, ranks, prep):
-            lines = sbatch_lines({"array": indexes, **options})
+        for first_rank, indexes in _arrays(world, ranks, cluster):
+            lines = sbatch_lines({"array": indexes, **options}, requeue=cluster.requeue)
             scripts.append("\n".join(["#!/bin/bash", *lines, "", f"first_rank={first_rank}", body]))
         stages.append(PrepStage(plan.name, world, len(ranks), hours, tuple(scripts)))
     return stages
@@ -198,7 +205,7 @@ def _body(
     lines = [
         CLOCK.format(time_limit=cluster.prep.time_limit_s),
         *setup_lines(cluster),
-        *function_lines(cluster, job.start, job.work_dir),
+        *function_lines(cluster, job.start, job.work_dir, end="give_up 1"),
         f"logs={shlex.quote(str(job.logs))} marks={shlex.quote(str(job.marks))}",
         body,
     ]
@@ -248,19 +255,24 @@ def _in_container(cluster: ClusterConfig, command: Sequence[str], job: PrepJob) 
     return " ".join(words)
 
 
-def _arrays(world: int, ranks: Sequence[int], prep: PrepJobsConfig) -> list[tuple[int, str]]:
+def _arrays(world: int, ranks: Sequence[int], cluster: ClusterConfig) -> list[tuple[int, str]]:
     """Choose the first rank and the value of `--array` of each array, as even as possible."""
-    number = ceil(world / prep.max_array_size)
+    prep = cluster.prep
+    size = Room(cluster.max_submit_jobs).array_size(prep.max_array_size)
+    number = ceil(world / size)
     first_ranks = [world * i // number for i in range(number + 1)]
     indexes = [
         (first, [rank - first for rank in ranks if first <= rank < end])
         for first, end in pairwise(first_ranks)
     ]
     arrays = [(first, of_array) for first, of_array in indexes if of_array]
+    # The arrays of a stage that are in the queue run side by side and share what may run at once.
+    sharing = len(arrays)
+    if cluster.max_submit_jobs:
+        sharing = min(sharing, max(1, cluster.max_submit_jobs // size))
     made = []
     for i, (first, of_array) in enumerate(arrays):
-        # The arrays of a stage run side by side and share what may run at once.
-        share = (prep.max_concurrent + i) // len(arrays)
+        share = max(1, (prep.max_concurrent + i % sharing) // sharing)
         limit = f"%{share}" if prep.max_concurrent else ""
         made.append((first, f"{_ranges(of_array)}{limit}"))
     return made
@@ -378,46 +390,164 @@ def prepare(
     return PrepDraft(stages, job, folder, text, cluster)
 
 
-def submit(draft: PrepDraft) -> dict[str, list[str]]:
+@dataclass
+class _Array:
+    """An array of a preparation, in the queue or not yet. A line of ARRAYS_FILE."""
+
+    stage: str
+    script: str
+    job: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        ranges = options_of(self.script)["array"].partition("%")[0].split(",")
+        ends = [[int(number) for number in text.split("-")] for text in ranges]
+        return sum(end[-1] - end[0] + 1 for end in ends)
+
+
+def submit(draft: PrepDraft, room: Room | None = None) -> dict[str, list[str]]:
     """Hand all arrays to sbatch, each stage waiting for the one before; return their job ids.
+
+    With a `room` that waits, arrays are handed over as they fit into the queue, those that an
+    earlier call left over first, and stay there if this call is ended.
 
     Raises:
         BusyError: jobs of an earlier submission are still in the queue, or another process is
             submitting at this moment.
-        SlurmError: sbatch failed; jobs submitted until then are cancelled.
+        SlurmError: sbatch failed; jobs submitted until then are cancelled, unless `room` waits.
     """
-    folder = draft.job.folder
-    with submitting(folder / "work", folder, lambda: _all(prep_jobs(folder))) as intent:
-        return _submit(draft, intent)
+    room = room or Room()
+    output = draft.job.folder
+    last = submission_folder(output / "work", next_number(output / "work") - 1)
+
+    def known() -> list[str]:
+        return [*_all(prep_jobs(output)), *(one.job for one in _read(last))]
+
+    def adopt(job: str) -> bool:
+        arrays = _left_over(draft, last)
+        if arrays:
+            next(one for one in arrays if not one.job).job = job
+            _record(output, last, arrays)
+        return bool(arrays)
+
+    with submitting(output / "work", output, known, adopt) as intent:
+        arrays = _left_over(draft, last)
+        if arrays and not room.waits:
+            left = sum(not one.job for one in arrays)
+            raise BusyError(
+                f"{left} arrays of the submission in {last} are not in the queue yet: go on with "
+                f"--wait-room, or cancel it: python -m launch cancel {shlex.quote(str(output))}"
+            )
+        return _roll(draft, last, arrays, intent, room) if arrays else _submit(draft, intent, room)
 
 
-def _submit(draft: PrepDraft, intent: Intent) -> dict[str, list[str]]:
+def _left_over(draft: PrepDraft, last: Path) -> list[_Array]:
+    """Read the arrays of the last submission if some are not in the queue yet, and still to be."""
+    arrays = _read(last)
+    record = read_prep(draft.job.folder)
+    same = arrays and (last / CONFIG_FILE).read_text(encoding="utf-8") == draft.config
+    if not same or all(one.job for one in arrays) or _failed(last):
+        return []
+    return [] if record is not None and record.cancelled_unix_s else arrays
+
+
+def _read(folder: Path) -> list[_Array]:
+    path = folder / ARRAYS_FILE
+    try:
+        return [_Array(**one) for one in json.loads(path.read_bytes())]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a list of arrays ({type(error).__name__}: {error}): remove it when "
+            "`squeue --me` shows none of the preparation's jobs, and submit again"
+        ) from None
+
+
+def _record(output: Path, folder: Path, arrays: Sequence[_Array], *, is_new: bool = False) -> None:
+    """Record which arrays are in the queue; a cancellation meanwhile stays on record."""
+    write_json_atomic(folder / ARRAYS_FILE, [asdict(one) for one in arrays])
+    jobs: dict[str, list[str]] = {one.stage: [] for one in arrays}
+    for one in arrays:
+        jobs[one.stage] += [one.job] if one.job else []
+    before = read_prep(output)
+    cancelled = None if is_new or before is None else before.cancelled_unix_s
+    began_s = round((folder / CONFIG_FILE).stat().st_mtime, 1)
+    waiting = sum(not one.job for one in arrays)
+    write_prep(output, PrepSubmission(jobs, began_s, cancelled, waiting))
+
+
+def _failed(folder: Path) -> list[str]:
+    """Name the stages of which a part failed."""
+    return sorted(path.name.removeprefix(FAILED_MARK) for path in folder.glob(f"{FAILED_MARK}*"))
+
+
+def _submit(draft: PrepDraft, intent: Intent, room: Room) -> dict[str, list[str]]:
     _refuse_twice(draft)
     draft.job.logs.mkdir(parents=True, exist_ok=True)
     try:
         draft.folder.mkdir(parents=True)
     except FileExistsError:
         raise BusyError(f"another submission has just made {draft.folder}; try again") from None
-    jobs: dict[str, list[str]] = {}
-    before: list[str] = []
+    arrays = [_Array(stage.name, script) for stage in draft.stages for script in stage.scripts]
     try:
+        if not room.waits and (why := room.lacks(sum(one.size for one in arrays))):
+            raise TooManyJobsError(why)
         snapshot(_code_folder(draft.folder))
         write_atomic(draft.folder / CONFIG_FILE, draft.config.encode())
         write_atomic(draft.folder / CLUSTER_FILE, to_yaml(draft.cluster).encode())
-        for stage in draft.stages:
-            jobs[stage.name] = []
-            dependency = [_dependency(before)] if before else []
-            for script in stage.scripts:
-                jobs[stage.name].append(intent.queue(dependency, script))
-            before = jobs[stage.name]
-        write_prep(draft.job.folder, PrepSubmission(jobs, round(time.time(), 1)))
+        return _roll(draft, draft.folder, arrays, intent, room)
     except BaseException as error:
-        if intent.withdraw():
+        # What waits for room is on record: the same call goes on with it.
+        if not any(one.job for one in _read(draft.folder)) and intent.withdraw():
             shutil.rmtree(draft.folder, ignore_errors=True)
         if isinstance(error, TooManyJobsError):
             raise TooManyJobsError(f"{error}; {_needs_text(draft)}") from None
         raise
-    return jobs
+
+
+def _roll(
+    draft: PrepDraft, folder: Path, arrays: list[_Array], intent: Intent, room: Room
+) -> dict[str, list[str]]:
+    """Hand over the arrays that are not in the queue yet, one after the other."""
+    output, stages = draft.job.folder, list(dict.fromkeys(one.stage for one in arrays))
+    if room.waits:
+        _record(output, folder, arrays, is_new=True)
+
+    def stop() -> None:
+        if failed := _failed(folder):
+            left = sum(not one.job for one in arrays)
+            raise SubmitError(
+                f"stage {failed[0]} failed, so {left} arrays were not submitted; see `python -m "
+                f"launch status {shlex.quote(str(output))}`, fix the cause and submit again"
+            )
+        record = read_prep(output)
+        if room.waits and record is not None and record.cancelled_unix_s:
+            raise SubmitError(f"{output} was cancelled: nothing more is submitted")
+
+    for number, one in enumerate(arrays):
+        what = f"array {number + 1} of {len(arrays)}, stage {one.stage}"
+        while not one.job:
+            if room.waits:
+                room.wait(one.size, what, stop)
+            place = stages.index(one.stage)
+            before = [each.job for each in arrays if each.stage in stages[place - 1 : place]]
+            # SLURM does not know jobs that ended some minutes ago.
+            before = still_queued(before) if room.waits else before
+            try:
+                one.job = intent.queue([_dependency(before)] if before else [], one.script)
+            except TooManyJobsError as error:
+                if not room.waits:
+                    raise
+                logger.info("%s: waiting for room: %s", what, error)
+                room.pause()
+        if room.waits:
+            _record(output, folder, arrays)
+            intent.settle()
+            logger.info("%s: job %s", what, one.job)
+    _record(output, folder, arrays, is_new=not room.waits)
+    return prep_jobs(output)
 
 
 def _needs_text(draft: PrepDraft) -> str:
@@ -428,7 +558,8 @@ def _needs_text(draft: PrepDraft) -> str:
         f"if the limit is on jobs: the preparation needs {sum(parts.values()):,} in the queue, "
         f"since each array task counts as one ({listed}), beside other jobs of yours: lower "
         f"prep.array_tasks={draft.cluster.prep.array_tasks}, which makes array tasks longer, or "
-        "wait until other jobs have ended (`sacctmgr show qos format=name,maxsubmitjobsperuser` "
+        "submit with --wait-room, which hands arrays over as others end (max_submit_jobs of the "
+        "profile; `sacctmgr show qos format=name,maxsubmitjobsperuser` "
         "and `sacctmgr show assoc user=$USER format=account,maxsubmitjobs` show the limits)"
     )
 
@@ -461,9 +592,10 @@ def summary_text(draft: PrepDraft, jobs: dict[str, list[str]]) -> str:
     """Say what was submitted, and how to look at it."""
     rows = [("stage", "array tasks", "hours each", "job")]
     for stage in draft.stages:
-        ids = " ".join(jobs[stage.name])
+        ids = " ".join(jobs.get(stage.name, []))
         rows.append((stage.name, f"{stage.num_parts:,}", f"{stage.hours:.2f}", ids))
-    config = shlex.quote(str(draft.folder / CONFIG_FILE))
+    work = draft.job.folder / "work"
+    config = shlex.quote(str(submission_folder(work, next_number(work) - 1) / CONFIG_FILE))
     folder = shlex.quote(str(draft.job.folder))
     lines = [
         *table(rows, right=(1, 2)),

@@ -174,11 +174,23 @@ def job_facts(
     queued = jobs_of([job])
     ours = [facts for facts in queued if folder is None or facts.is_of(folder)]
     if ours:
-        return ours[-1]
+        return current(ours)
     strange = "the queue does not know it"
     if queued:
         strange = f"the job that has its id now is another ({queued[-1].comment or 'no comment'})"
     return _accounted(job, strange, submitted_unix_s)
+
+
+def current(jobs: Sequence[JobFacts]) -> JobFacts:
+    """Choose of the jobs of a chain the one that runs, or is the next to, or was the last.
+
+    The others of a chain that has ended are cancelled. A job that is in no chain is its own.
+    """
+    every = sorted(jobs, key=lambda job: int(job.job.partition("_")[2] or 0))
+    running = [job for job in every if job.is_alive and not job.is_waiting]
+    waiting = [job for job in every if job.is_waiting]
+    done = [job for job in every if job.is_ended and job.state != "CANCELLED"]
+    return (running or waiting or done[-1:] or every[-1:])[0]
 
 
 def _squeue(which: list[str]) -> list[JobFacts]:
@@ -223,7 +235,7 @@ def _accounted(job: str, strange: str, submitted_unix_s: float | None) -> JobFac
         return JobFacts(job, job, UNKNOWN, "", f"{strange}, {why}")
     if not found:
         return JobFacts(job, job, UNKNOWN, "", f"{strange}, nor does accounting")
-    last = found[-1]
+    last = current(found)
     if not last.is_ended:
         said = f"{strange}; accounting says {last.state}, which is old"
         return JobFacts(job, job, UNKNOWN, "", said)

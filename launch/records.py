@@ -144,6 +144,8 @@ class PrepSubmission:
     submitted_unix_s: float | None = None
     cancelled_unix_s: float | None = None
     """When `launch cancel` ended what was in the queue of it; None if it did not."""
+    waiting: int = 0
+    """Arrays that are not submitted yet, for want of room in the queue."""
 
 
 def write_prep(output_dir: Path, submission: PrepSubmission) -> None:
@@ -158,9 +160,8 @@ def read_prep(output_dir: Path) -> PrepSubmission | None:
         found = json.loads(path.read_bytes())
         jobs = {str(stage): [str(job) for job in ids] for stage, ids in found["jobs"].items()}
         times = [found.get("submitted_unix_s"), found.get("cancelled_unix_s")]
-        return PrepSubmission(
-            jobs, *(None if unix_s is None else float(unix_s) for unix_s in times)
-        )
+        submitted, cancelled = (None if unix_s is None else float(unix_s) for unix_s in times)
+        return PrepSubmission(jobs, submitted, cancelled, int(found.get("waiting", 0)))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

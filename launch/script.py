@@ -16,6 +16,7 @@ from launch.cluster import ClusterConfig
 from launch.decide import EXIT_FULL
 from launch.records import EXCLUDED_FILE, FOLDER, MULTITASK, PRETRAIN
 from launch.script_parts import (
+    CHAIN,
     CLOCK,
     function_lines,
     rank_options,
@@ -101,18 +102,26 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         work_dir=shlex.quote(job.work_dir),
         timeout=_SRUN_S,
     )
+    in_chain = not (cluster.requeue or job.runs)
     parts = [
         "#!/bin/bash",
-        *sbatch_lines(_options(job, cluster)),
+        *sbatch_lines(_options(job, cluster), requeue=cluster.requeue),
         "",
         _TRAP,
+        *([CHAIN.format(again=EXIT_PREEMPTED)] if in_chain else []),
         CLOCK.format(time_limit=cluster.time_limit_s),
         *setup_lines(cluster),
         *_run_dir(job),
         f'export {RUN_DIR_VARIABLE}="$run_dir"',
         folders,
         accuse,
-        *function_lines(cluster, job.start, job.work_dir, '  accuse "$1"\n'),
+        *function_lines(
+            cluster,
+            job.start,
+            job.work_dir,
+            '  accuse "$1"\n',
+            "" if in_chain else f"exit {EXIT_PREEMPTED}",
+        ),
         start,
         *_preflight(job, cluster),
         attempt,
@@ -129,11 +138,17 @@ def _run_dir(job: Job) -> list[str]:
 
 
 def _options(job: Job, cluster: ClusterConfig) -> dict[str, object]:
+    array, log = "", "%j"
+    if job.runs:
+        array, log = f"0-{len(job.runs) - 1}%{job.at_once}", "%A_%a"
+    elif not cluster.requeue:
+        # One log for the chain.
+        array, log = f"0-{cluster.max_restarts}%1", "%A"
     return {
-        "array": f"0-{len(job.runs) - 1}%{job.at_once}" if job.runs else "",
+        "array": array,
         "job-name": shlex.quote(job.name),
         "comment": shlex.quote(str(Path(job.work_dir) / job.run_dir)),
-        "output": f"{slurm_path(job.log_dir)}/slurm-{'%A_%a' if job.runs else '%j'}.log",
+        "output": f"{slurm_path(job.log_dir)}/slurm-{log}.log",
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.num_ranks_per_node,
         "cpus-per-task": cluster.cpus_per_rank,
@@ -208,8 +223,9 @@ def _launcher(job: Job, cluster: ClusterConfig) -> str:
 # One task: map SLURM's variables to those of the process group, then become the trainer.
 # Signals are ignored until Python has its handlers: by default they would kill the task.
 _RANKS = (
-    "trap '' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
-    "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}} exec {command}"
+    "trap '' USR1 USR2; "
+    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+    "OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}; exec {command}"
 )
 
 # Before the setup lines: SIGUSR1 without a trap ends the job.
@@ -228,13 +244,13 @@ _ACCUSE = """\
 accuse() {{
   local this=${{SLURMD_NODENAME:-$(hostname -s)}} other= node bad
   for node in $nodes; do [ "$node" = "$this" ] || other=$node; done
-  [ -n "$other" ] && [ "$restarts" -lt {max_restarts} ] || return
+  [ -n "$other" ] && [ "$starts" -lt {max_restarts} ] || return
   bad=$(timeout --kill-after=10 {timeout} srun --overlap --chdir=/ --nodes=1 --ntasks=1 \\
     --nodelist="$other" bash -c 'cd "$1" && ls -d "$2" >/dev/null && mkdir -p "${{3%/*}}" || exit
       [ "$4" -gt 0 ] || rm -f "$3"
       [ "$(cat "$3" 2>/dev/null | wc -l)" -lt {max_excluded} ] || exit
       echo "$5" >>"$3" && paste -sd, "$3"
-    ' bash {work_dir} "$1" "$excluded" "$restarts" "$this") || return
+    ' bash {work_dir} "$1" "$excluded" "$starts" "$this") || return
   echo "requeue: bad node $this: $1: $said; node $other reaches it"
   without={exclude}$bad
   requeue
@@ -249,10 +265,10 @@ for folder in {mounts}; do storage "$folder" ls -d "$folder"; done
 # Attempts of this job in a row of which no verdict is known: that is counted here, whatever fails.
 unjudged=0
 {{ read -r of count <"$launch_dir/unjudged"; }} 2>/dev/null
-[ "${{of:-}}" = "$job" ] && [[ ${{count:-}} =~ ^[0-9]+$ ]] && unjudged=$count
-storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
+[ "${{of:-}}" = "${{job%_*}}" ] && [[ ${{count:-}} =~ ^[0-9]+$ ]] && unjudged=$count
+storage "$launch_dir" put "${{job%_*}} $unjudged" "$launch_dir/unjudged"
 # Submitted by a person: other nodes may be bad by now.
-[ "$restarts" -gt 0 ] || rm -f "$excluded"
+[ "$starts" -gt 0 ] || rm -f "$excluded"
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${{before:-none}}"
 
@@ -290,8 +306,8 @@ if [ "$asked_to_stop" = 0 ]; then
     {do_not_retry}) echo "end: no other node cures what preflight found"; exit {do_not_retry} ;;
     {again})
       go=0
-      if [ "$restarts" -ge {max_restarts} ]; then
-        echo "end: bad nodes after $restarts restarts (max_restarts)"; exit {do_not_retry}
+      if [ "$starts" -ge {max_restarts} ]; then
+        echo "end: bad nodes after $starts restarts (max_restarts)"; exit {do_not_retry}
       fi ;;
     *) go=1; echo "preflight came to no verdict: going on without" ;;
   esac
@@ -320,8 +336,8 @@ ask_ranks() {{
 }}
 decide() {{
   launcher decide "$run_dir" {decide_options} \\
-    --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \\
-    --asked-to-stop "$asked_to_stop" --step-code "$code" --job-ends "$end_s"
+    --job "$job" --restart "$restarts" --jobs-before "$before_this" --nodes "$nodes" \\
+    --before "$before" --asked-to-stop "$asked_to_stop" --step-code "$code" --job-ends "$end_s"
   verdict=$?
 }}
 if [ "$go" = 1 ]; then
@@ -343,12 +359,12 @@ if [ "$go" = 1 ]; then
       unjudged=$((unjudged + 1))
       echo "no verdict (exit code $verdict), attempt $unjudged of {max_attempts} in a row" ;;
   esac
-  storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
+  storage "$launch_dir" put "${{job%_*}} $unjudged" "$launch_dir/unjudged"
   if [ "$unjudged" -ge {max_attempts} ]; then
     echo "end: $unjudged attempts in a row came to no verdict (max_attempts_without_progress);" \\
       "the launcher's message is above"; exit 1
-  elif [ "$unjudged" -gt 0 ] && [ "$restarts" -ge {max_restarts} ]; then
-    echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+  elif [ "$unjudged" -gt 0 ] && [ "$starts" -ge {max_restarts} ]; then
+    echo "end: not done after $starts restarts (max_restarts)"; exit 1
   fi
 fi"""
 

@@ -4,8 +4,9 @@ Words are returned as bash reads them, quoted where necessary: `" ".join(words)`
 folder that only the job knows, such as `$TMPDIR`, can be one of them.
 
 Sources: sbatch(1) of SLURM 22.05; `apptainer exec --help`
-(https://apptainer.org/docs/user/main/cli/apptainer_exec.html); README.md and args.c of
-https://github.com/NVIDIA/pyxis.
+(https://apptainer.org/docs/user/main/cli/apptainer_exec.html), whose options `singularity exec`
+has, too; podman-run(1); doc/cmd/start.md, doc/image-format.md and src/runtime.sh of
+https://github.com/NVIDIA/enroot; README.md and args.c of https://github.com/NVIDIA/pyxis.
 """
 
 import re
@@ -15,11 +16,26 @@ from pathlib import Path
 
 from launch.cluster import ClusterConfig, option
 from launch.decide import EXIT_FULL, TO_REQUEUE_S
-from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, ConfigError
+from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_PREEMPTED, ConfigError
 from pipeline.runtime.env import SCRATCH_VARIABLE
 
-_STARTERS = {"apptainer": "apptainer", "pyxis": "srun"}
-"""The program that starts a container."""
+_PODMAN = (
+    "--rm",
+    "--network=host",
+    # NCCL on one node: ranks reach each other's memory, by the numbers of their processes.
+    "--ipc=host",
+    "--pid=host",
+    # Files belong to the user; SLURM's cgroup holds GPUs, cores and memory, and kills what is left.
+    "--userns=keep-id",
+    "--cgroups=disabled",
+    "--security-opt=label=disable",
+    "--env-host",
+)
+# Variables that the image or the engine sets; a value of several lines would be several.
+_FOR_ENROOT = """\
+$(for name in $(compgen -e); do case $name in \
+PATH|LD_LIBRARY_PATH|HOME|PWD|OLDPWD|SHLVL|BASH_ENV|ENROOT_*|_) continue ;; esac; \
+[[ ${!name} == *$'\\n'* ]] || printf ' --env=%s' "$name"; done)"""
 
 CLOCK = """\
 # SLURM says when the job ends from version 23.02 on; before, this is late by what its start took.
@@ -27,15 +43,11 @@ printf -v now '%(%s)T' -1
 end_s=${{SLURM_JOB_END_TIME:-$((now + {time_limit}))}}"""
 """First lines of a script: the end of the job's time, in Unix seconds."""
 
-_FUNCTIONS = """\
-restarts=${{SLURM_RESTART_COUNT:-0}}
-job=${{SLURM_JOB_ID:-}} without=
-# An element of an array is requeued by its own name: the last one's id is the whole array's.
-[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+_REQUEUE = """\
 # Sends the job back to the queue, never to start on nodes $without, and ends this script. SLURM
 # ends it, too, once the job is requeued, and changes the excluded nodes only of a job that does not
 # run: the script lives on until it has named them.
-requeue() {{
+requeue() {
   ended=
   trap 'ended=1' TERM
   # The controller may be restarting.
@@ -53,7 +65,40 @@ requeue() {{
     sleep 30
   done
   echo "end: the job could not be requeued, submit it again"; exit 1
+}
+"""
+
+CHAIN = """\
+# Jobs of a chain are an array of which one runs at a time. This one's verdict is the end of the
+# others, too, unless the next one is to go on, or a signal ended this one.
+trap 'exit 143' TERM
+trap 'code=$?
+  [ "$code" = {again} ] || [ "$code" -gt 128 ] ||
+    scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"' EXIT"""
+_NEXT_OF_CHAIN = """\
+# Leaves the run to the next job of the chain, never to start on nodes $without.
+requeue() {{
+  [ -z "$without" ] ||
+    scontrol update jobid="${{SLURM_ARRAY_JOB_ID}}_$((SLURM_ARRAY_TASK_ID + 1))" \\
+      excnodelist="$without" || echo "the next job of the chain may get $without again"
+  echo "next: the next job of the chain goes on"; exit {again}
 }}
+"""
+_NO_REQUEUE = """\
+requeue() {{
+  echo "end: not tried again, since the profile says requeue: false; submit again to go on"
+  {end}
+  exit 1
+}}
+"""
+
+_FUNCTIONS = """\
+restarts=${{SLURM_RESTART_COUNT:-0}} before_this={before_this}
+starts=$((before_this + restarts))
+job=${{SLURM_JOB_ID:-}} without=
+# An element of an array is requeued by its own name: the last one's id is the whole array's.
+[ -n "${{SLURM_ARRAY_JOB_ID:-}}" ] && job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+{requeue}\
 # Runs a command on a path, again while storage fails. A full disk, which waiting does not cure, and
 # storage that stays away end the job here, since nothing else could tell. A wait that would not end
 # before the job's time does goes on in its next start.
@@ -64,7 +109,7 @@ storage() {{
       echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit {full} ;;
     esac
     printf -v now '%(%s)T' -1
-    if [ $((end_s - now)) -lt {to_requeue} ] && [ "$restarts" -lt {max_restarts} ]; then
+    if [ $((end_s - now)) -lt {to_requeue} ] && [ "$starts" -lt {max_restarts} ]; then
       echo "requeue: storage fails, and the time limit is near: $1: $said"; requeue
     fi
     [ "$wait" -gt 0 ] || break
@@ -95,21 +140,37 @@ ready"""
 
 
 def function_lines(
-    cluster: ClusterConfig, start: Sequence[str], work_dir: str, last_resort: str = ""
+    cluster: ClusterConfig,
+    start: Sequence[str],
+    work_dir: str,
+    last_resort: str = "",
+    end: str = "",
 ) -> list[str]:
     """Write `requeue`, `storage PATH COMMAND`, `put TEXT FILE` and `ready`, which is called first.
 
-    The `start` are the words between the interpreter and a module's name, the `last_resort` lines
-    of `storage` for a path that could not be reached in time.
+    Args:
+        cluster: the profile.
+        start: words between the interpreter and a module's name.
+        work_dir: folder that relative paths start at.
+        last_resort: lines of `storage` for a path that could not be reached in time.
+        end: a line that ends a job which is not in a chain where the profile does not requeue.
     """
+    again = EXIT_PREEMPTED
+    requeue = _REQUEUE
+    if not cluster.requeue:
+        requeue = _NO_REQUEUE.format(end=end) if end else _NEXT_OF_CHAIN.format(again=again)
+    in_chain = not (cluster.requeue or end)
     program = cluster.python
     if cluster.container.kind != "none":
-        program = cluster.container.image_file or _STARTERS[cluster.container.kind]
+        kind = cluster.container.kind
+        program = cluster.container.image_file or ("srun" if kind == "pyxis" else kind)
     words = [f'"$(type -P {shlex.quote(program)} || echo /)"']
     if "/" in program:
         words = [shlex.quote(str(Path(work_dir, program)))]
     words += [shlex.quote(word) for word in start if "/" in word]
     text = _FUNCTIONS.format(
+        requeue=requeue,
+        before_this="$SLURM_ARRAY_TASK_ID" if in_chain else "0",
         patience=cluster.storage_patience_s,
         full=EXIT_FULL,
         to_requeue=TO_REQUEUE_S,
@@ -121,7 +182,7 @@ def function_lines(
     return [text]
 
 
-def sbatch_lines(options: Mapping[str, object]) -> list[str]:
+def sbatch_lines(options: Mapping[str, object], *, requeue: bool = True) -> list[str]:
     """Write `#SBATCH` lines: those of every job, and `options` that are not empty (True: a flag).
 
     SLURM truncates logs on requeue unless told to append, and leaves a job whose dependency failed
@@ -132,7 +193,8 @@ def sbatch_lines(options: Mapping[str, object]) -> list[str]:
         for name, value in options.items()
         if value != ""
     ]
-    every = ["open-mode=append", "requeue", "kill-on-invalid-dep=yes"]
+    again = "requeue" if requeue else "no-requeue"
+    every = ["open-mode=append", again, "kill-on-invalid-dep=yes"]
     return [f"#SBATCH --{option}" for option in (*given, *every)]
 
 
@@ -218,7 +280,7 @@ def srun_words(cluster: ClusterConfig, mounts: Sequence[str], *, work_dir: str) 
     container = cluster.container
     if container.kind != "pyxis":
         return []
-    targets = [mount if ":" in mount else f"{mount}:{mount}" for mount in _mounts(cluster, mounts)]
+    targets = _targets(cluster, mounts)
     home = [] if "--container-mount-home" in container.arguments else ["--no-container-mount-home"]
     return [
         f"--container-image={shlex.quote(container.image)}",
@@ -239,26 +301,54 @@ def wrapped(
 ) -> list[str]:
     """Wrap a command, words as bash reads them, so that it runs in the container if there is one.
 
-    Both engines pass on this machine's variables, but those that the image sets itself win; so the
-    `network` variables are set again inside. (Values may have commas, which `apptainer exec --env`
-    takes as the end of a value.)
+    Inside are this machine's variables, but those that the image sets itself win; so the `network`
+    variables are set again there. (Values may have commas, which `apptainer exec --env` takes as
+    the end of a value.)
     """
-    container = cluster.container
+    container, here = cluster.container, shlex.quote(work_dir)
     if container.kind == "none":
         return list(words)
-    variables = ["env", *map(shlex.quote, cluster.network)] if cluster.network else []
+    inside = ["env", *map(shlex.quote, cluster.network), *words] if cluster.network else [*words]
     if container.kind == "pyxis":
-        return [*variables, *words]
+        return inside
+    with_gpus = gpus and cluster.gpus_per_node > 0
+    own = [*map(shlex.quote, container.arguments)]
+    image = shlex.quote(container.image)
+    if container.kind == "podman":
+        return [
+            *("podman", "run", *_PODMAN),
+            *(["--device=nvidia.com/gpu=all"] if with_gpus else []),
+            *(f"--volume={target}" for target in _targets(cluster, mounts)),
+            *(f"--workdir={here}", *own, "--entrypoint=bash", image, "-c"),
+            # podman starts programs with signals as they are by default.
+            *(shlex.quote("trap '' USR1 USR2; exec \"$@\""), "bash", *inside),
+        ]
+    if container.kind == "enroot":
+        devices = "all" if with_gpus else "void"
+        return [
+            *("enroot", "start", _FOR_ENROOT, f"--env=NVIDIA_VISIBLE_DEVICES={devices}"),
+            "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            *(f"--mount={line}" for line in map(_fstab, _targets(cluster, mounts))),
+            *(*own, image, "bash", "-c", shlex.quote('cd "$0" && exec "$@"'), here, *inside),
+        ]
     return [
-        *("apptainer", "exec"),
-        *(["--nv"] if gpus and cluster.gpus_per_node else []),
+        *(container.kind, "exec"),
+        *(["--nv"] if with_gpus else []),
         *(f"--bind={mount}" for mount in _mounts(cluster, mounts)),
-        f"--pwd={shlex.quote(work_dir)}",
-        *map(shlex.quote, container.arguments),
-        shlex.quote(container.image),
-        *variables,
-        *words,
+        *(f"--pwd={here}", *own, image, *inside),
     ]
+
+
+def _fstab(target: str) -> str:
+    """Write SOURCE:TARGET[:ro] as enroot reads it: a line of fstab with `:` between its fields."""
+    source, place, *how = target.split(":")
+    return f"{source}:{place}:none:x-create=auto,rbind,{how[0] if how else 'rw'}"
+
+
+def _targets(cluster: ClusterConfig, folders: Sequence[str]) -> list[str]:
+    """List mounts as SOURCE:TARGET[:ro], as bash reads them."""
+    mounts = _mounts(cluster, folders)
+    return [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
 
 
 def _mounts(cluster: ClusterConfig, folders: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ versions and leaves options out. Names of reservations and accounts come from `s
 
 import difflib
 import getpass
+import logging
 import os
 import re
 from collections import Counter
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.cluster import ClusterConfig, mebibytes, seconds
+from launch.cluster import ClusterConfig, cluster_of, mebibytes, seconds
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _NODE_FORMAT = "%P|%a|%l|%s|%N|%c|%m|%G|%f"
 _NOT_NOW = "Requested node configuration is not available"
@@ -114,6 +117,61 @@ def max_array_size() -> int | None:
     except (NoSlurmError, SlurmError):
         return None
     return int(size) if size.isdecimal() else None
+
+
+def profile_here(path: str | None) -> ClusterConfig:
+    """Load a profile for a submission, without what this cluster cannot do.
+
+    Without a task plugin srun cannot bind ranks to cores, and says so in every step of a job.
+    """
+    cluster = cluster_of(path)
+    if not cluster.cpu_bind:
+        return cluster
+    try:
+        plugin = parse_settings(run_command(["scontrol", "show", "config"])).get("TaskPlugin", "")
+    except (NoSlurmError, SlurmError):
+        return cluster
+    if plugin not in ("task/none", "(null)"):
+        return cluster
+    logger.info(
+        "this cluster binds no ranks to cores (TaskPlugin=%s): cpu_bind is left out", plugin
+    )
+    return replace(cluster, cpu_bind="")
+
+
+def submit_limit(account: str, qos: str) -> int | None:
+    """Ask accounting how many jobs this user may have in the queue; None: it knows no limit."""
+    show = ["sacctmgr", "--noheader", "--parsable2", "show"]
+    try:
+        settings = parse_settings(run_command(["scontrol", "show", "config"]))
+        enforced = settings.get("AccountingStorageEnforce", "").split(",")
+        if not {"limits", "safe"} & set(enforced):
+            return None
+        user = f"user={getpass.getuser()}"
+        own = run_command([*show, "assoc", user, "format=account,qos,maxsubmitjobs"])
+        of_qos = run_command([*show, "qos", "format=name,maxsubmitjobsperuser"])
+    except (NoSlurmError, SlurmError):
+        return None
+    return parse_submit_limit(own, of_qos, account, qos)
+
+
+def parse_submit_limit(associations: str, of_qos: str, account: str, qos: str) -> int | None:
+    """Return the smallest limit that holds for jobs of an account and QOS; empty: the user's own.
+
+    Args:
+        associations: lines of account, its QOS and MaxSubmitJobs.
+        of_qos: lines of QOS and MaxSubmitJobsPerUser.
+        account: of the jobs.
+        qos: of the jobs; where it is empty, and the user has several, which one SLURM takes is not
+            known, so that none counts.
+    """
+    lines = [line.split("|") for line in associations.splitlines() if line]
+    mine = [line for line in lines if line[0] == account or not account]
+    names = {name for _, listed, _ in mine for name in listed.split(",") if name}
+    taken = {qos} if qos else names if len(names) == 1 else set()
+    limits = [limit for _, _, limit in mine]
+    limits += [line.split("|")[1] for line in of_qos.splitlines() if line.split("|")[0] in taken]
+    return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
 
 
 def host_names(host_list: str) -> list[str]:

@@ -14,6 +14,7 @@ from launch.queue import (
     UNKNOWN,
     JobFacts,
     accounted,
+    current,
     job_facts,
     jobs_of,
     my_jobs,
@@ -92,6 +93,8 @@ class PrepReport:
     """Stages of which a part failed for good, and which one."""
     cancelled_unix_s: float | None = None
     """When `launch cancel` ended its jobs; None if it did not."""
+    waiting: int = 0
+    """Arrays that are not submitted yet, for want of room in the queue."""
     dataset: dict[str, Any] | None = None
     """How far it is, by its own files; None where only jobs are looked at."""
 
@@ -124,7 +127,16 @@ def report_of(run_dir: Path, jobs: list[JobFacts], queue_problem: str) -> RunRep
 
 def _jobs_of_run(run_dir: Path) -> list[JobFacts]:
     every = submissions(run_dir)
-    queued = {facts.job: facts for facts in my_jobs() if facts.is_of(run_dir)}
+    arrays: dict[str, list[JobFacts]] = {}
+    for facts in my_jobs():
+        if facts.is_of(run_dir):
+            arrays.setdefault(facts.array, []).append(facts)
+    chains = {one.job for one in every if one.job in arrays}
+    queued = {
+        name if name in chains else facts.job: facts
+        for name, jobs in arrays.items()
+        for facts in ([current(jobs)] if name in chains else jobs)
+    }
     submitted = [
         queued.pop(last.job)
         if last.job in queued
@@ -172,6 +184,7 @@ def prep_report(output_dir: Path) -> PrepReport | None:
         is_complete=(output_dir / INDEX_FILE).is_file(),
         failed=_failed_stages(output_dir / "work"),
         cancelled_unix_s=record.cancelled_unix_s,
+        waiting=record.waiting,
     )
 
 
@@ -229,10 +242,17 @@ def headline(report: RunReport) -> str:
 
 def decision(report: RunReport, job: str) -> dict[str, Any] | None:
     """Find what a job's script decided at its end; None if it did not come to that."""
-    own = [line for line in report.history if str(line.get("job")) == job]
+    # Of a chain that SLURM has forgotten, only the id of its array is known.
+    own = [
+        line for line in report.history if str(line.get("job")) in (job, f"{job}_{_element(line)}")
+    ]
     if own and own[-1].get("decision") in LAST_DECISIONS:
         return own[-1]
     return None
+
+
+def _element(line: dict[str, Any]) -> str:
+    return str(line.get("job")).partition("_")[2]
 
 
 def run_summary(report: RunReport, now_s: float | None = None) -> Summary:
@@ -260,6 +280,10 @@ def prep_summary(report: PrepReport) -> Summary:
             rows.append((stage, *_counts(of_stage), _prep_reason(of_stage)))
         else:
             rows.append((stage, "-", "-", "-", "-", _prep_mark(report, stage, jobs)))
+    if report.waiting and not (report.is_complete or report.failed or report.cancelled_unix_s):
+        number = "1 array is" if report.waiting == 1 else f"{report.waiting} arrays are"
+        row = f"{number} not submitted yet: `submit --prep CONFIG --wait-room` goes on with them"
+        lines.append(("room", row))
     config = RunFolder(folder).resolved
     shown = shlex.quote(short_path(str(config))) if config.exists() else "CONFIG"
     lines += [
@@ -413,6 +437,8 @@ def _prep_mark(report: PrepReport, stage: str, jobs: Sequence[str]) -> str:
         return f"failed: {report.failed[stage]}"
     if report.cancelled_unix_s:
         return f"cancelled on {date(report.cancelled_unix_s)}"
+    if not jobs:
+        return "not submitted yet"
     return f"not known to SLURM (any more): {' '.join(jobs)}"
 
 

@@ -338,6 +338,8 @@ def summary_text(draft: Draft, job: str) -> Iterator[str]:
         f"job {job}: {draft.job.kind} {run} on {cluster.nodes} x "
         f"{cluster.num_ranks_per_node} ranks, {cluster.time_limit}, code {git_revision()}"
     )
+    if not cluster.requeue:
+        yield f"chain:    {cluster.max_restarts + 1} jobs, of which one runs after the other"
     yield f"status:   python -m launch status {run}"
     yield f"log:      python -m launch logs {run} --follow"
     yield f"cancel:   python -m launch cancel {run}"

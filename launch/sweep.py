@@ -7,6 +7,7 @@ judged as one that is submitted alone, so that `status`, `logs` and `cancel` wor
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,11 +19,10 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any, Literal
 
-from launch import control
 from launch.cluster import ClusterConfig
 from launch.handover import Intent, submitting
 from launch.local import run_side_by_side
-from launch.queue import UNKNOWN, JobFacts, jobs_of
+from launch.queue import JobFacts, jobs_of
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -38,11 +38,12 @@ from launch.records import (
     submissions,
     sweep_record,
 )
+from launch.room import Room
 from launch.script import RUN, Job, render
-from launch.site import max_array_size
+from launch.site import ask_sbatch, max_array_size
 from launch.slurm import SlurmError, TooManyJobsError, run_command, withheld_line
 from launch.snapshot import snapshot_for, start_file
-from launch.status import RunReport, headline, report_of
+from launch.status import RunReport
 from launch.submit import (
     Draft,
     Source,
@@ -66,9 +67,12 @@ from pipeline.errors import (
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.runtime.summary import Summary, number, table
 from pipeline.tasks.task import TaskConfig, load_task
 
+logger = logging.getLogger(__name__)
+
+ELEMENTS_FILE = "elements.json"
+"""In the folder of a submission, before sbatch is called: the records of its elements."""
 _RESULT = "result.json"
 _HOME = "sweep"
 _FOLDER_KEY = "folder"
@@ -98,6 +102,10 @@ class Kind:
     """Reads a metric of a run; None: not yet."""
     finished: str = "done.json"
     """The file that a finished run has."""
+    grows: str = ""
+    """A field that may get more values later; the run then does what it lacks."""
+    has_all: Callable[[Path, Any], bool] = lambda folder, config: True
+    """Whether a finished run in a folder has all that its config asks for now."""
     options: Callable[[Path], tuple[str, ...]] = lambda folder: ()
     """Options of the verb in the sweep of a folder."""
 
@@ -118,6 +126,14 @@ def _check_task_here(config: TaskConfig, ranks: int, work_dir: str) -> None:
             f"train.batch={config.train.batch} must be a multiple of train.accumulate="
             f"{config.train.accumulate} times {ranks} ranks; change one of them"
         )
+
+
+def _has_seeds(folder: Path, config: TaskConfig) -> bool:
+    try:
+        found = json.loads((folder / _RESULT).read_bytes())["seeds"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return set(config.train.seeds) <= set(found)
 
 
 def _score(folder: Path, report: RunReport, metric: str) -> float | None:
@@ -148,6 +164,8 @@ KINDS: dict[str, Kind] = {
         load=lambda path, words: load_task(str(path), tuple(words)),
         value=_score,
         finished=_RESULT,
+        grows="train.seeds",
+        has_all=_has_seeds,
         options=lambda folder: ("--tokens", str(folder / "tokens")),
     ),
 }
@@ -222,7 +240,7 @@ class Run:
 
     @property
     def config_file(self) -> Path:
-        """The config that the run was started with first."""
+        """The config that the run starts from."""
         return self.folder / CONFIG_FILE
 
 
@@ -269,7 +287,7 @@ def read_sweep(path: str, overrides: Sequence[str], work_dir: str) -> tuple[Swee
             mistakes.append(f"{name} is the same run as {first}: leave one of them out")
         elif near:
             mistakes.append(f"{name} is, holds or lies in the folder of another run, {near[0]}")
-        mistakes += _changes(run, sweep.kind)
+        mistakes += changes(run, sweep.kind)
         runs.append(run)
     _refuse(mistakes)
     return sweep, runs
@@ -301,13 +319,16 @@ def _refuse(mistakes: Sequence[str]) -> None:
         raise ConfigError(f"the sweep cannot start, {len(mistakes)} mistake(s):{lines}")
 
 
-def _changes(run: Run, kind: Kind) -> list[str]:
+def changes(run: Run, kind: Kind) -> list[str]:
     """Say why a run that was started earlier is another one now; empty if it is the same."""
+    held = {path.name for path in run.folder.iterdir()} if run.folder.is_dir() else set()
+    if held <= {CONFIG_FILE, "logs"}:
+        return []  # it was prepared at most
     if not run.config_file.is_file():
         # A folder that the file names, such as a benchmark's, may be finished without a sweep.
         is_finished = _FOLDER_KEY in run.point and (run.folder / kind.finished).is_file()
         why = f"{run.folder} exists and holds no run of a sweep (no {CONFIG_FILE}): move it away"
-        return [why] if run.folder.exists() and not is_finished else []
+        return [] if is_finished else [why]
     try:
         before = kind.load(run.config_file, ())
     except ConfigError as error:
@@ -315,6 +336,8 @@ def _changes(run: Run, kind: Kind) -> list[str]:
     old = {path: value for path, _, value in schema.walk(before) if path != kind.folder}
     now = {path: value for path, _, value in schema.walk(run.config) if path != kind.folder}
     paths = [path for path in old if path in now and old[path] != now[path]]
+    if paths == [kind.grows] and set(old[kind.grows]) <= set(now[kind.grows]):
+        paths = []
     if not paths:
         return []
     shown = [f"{path} was {old[path]!r} and is {now[path]!r}" for path in paths[:_DIFFERENCES]]
@@ -341,15 +364,15 @@ class Todo:
 
 def todo(runs: Sequence[Run], kind: Kind) -> Todo:
     """Look at the folders of the runs, and at the queue if some were submitted before."""
-    queued = {run.name: _queued(run.folder) for run in runs}
+    queued = {run.name: queued_job(run.folder) for run in runs}
     facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
     left: dict[str, str] = {}
     alive: list[JobFacts] = []
     for run in runs:
         folder, job = RunFolder(run.folder), facts.get(queued[run.name])
-        if (run.folder / kind.finished).exists():
+        if (run.folder / kind.finished).exists() and kind.has_all(run.folder, run.config):
             left[run.name] = "finished"
-        elif job is not None and job.is_alive and _is_of(job, run.folder):
+        elif job is not None and job.is_alive and is_job_of(job, run.folder):
             left[run.name] = f"in the queue as job {job.job}"
             alive.append(job)
         elif folder.is_locked():
@@ -359,13 +382,14 @@ def todo(runs: Sequence[Run], kind: Kind) -> Todo:
     return Todo(list(runs), [run for run in runs if run.name not in left], left, alive)
 
 
-def _queued(run_dir: Path) -> str:
+def queued_job(run_dir: Path) -> str:
     """Return the id of the newest job that did the run; empty if it was never submitted."""
     every = [one for one in submissions(run_dir) if one.kind in KINDS]
     return every[-1].job if every else ""
 
 
-def _is_of(job: JobFacts, run_dir: Path) -> bool:
+def is_job_of(job: JobFacts, run_dir: Path) -> bool:
+    """Say whether a job is that of a run, or the array that has it as an element."""
     # An element has the comment of its array until `submit` has given it the run's.
     return any(job.is_of(folder) for folder in (run_dir, *run_dir.parents))
 
@@ -404,7 +428,7 @@ def prepare(
     """Draft the array of the runs that have something left to do; change nothing.
 
     Raises:
-        ConfigError: some runs cannot start as configured, or they are too many for one array.
+        ConfigError: some runs cannot start as configured.
     """
     drafts: list[Draft] = []
     mistakes: list[str] = []
@@ -414,12 +438,6 @@ def prepare(
         except PostnormError as error:
             mistakes.append(f"{run.name}: {error}")
     _refuse(mistakes)
-    most = max_array_size()
-    if most is not None and len(drafts) > most:
-        raise ConfigError(
-            f"the sweep has {len(drafts)} runs to submit, and an array of this site at most {most} "
-            "elements (MaxArraySize): divide it into several sweeps, each with a `dir` of its own"
-        )
     folder = Path(source.work_dir, sweep.dir)
     base = folder / _HOME
     # Together with what an earlier array still runs there are never more than `jobs`.
@@ -448,21 +466,112 @@ def prepare(
     return SweepDraft(sweep, folder, what.every, what.runs, drafts, job, cluster, options)
 
 
-def submit(draft: SweepDraft) -> str:
+def slices(runs: Sequence[Run], room: Room) -> list[list[Run]]:
+    """Divide runs into those of one array each, below the site's MaxArraySize and the room."""
+    size = room.array_size(max_array_size() or len(runs))
+    return [list(runs[at : at + size]) for at in range(0, len(runs), size)]
+
+
+def drafts(
+    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Source, jobs: int, room: Room
+) -> list[SweepDraft]:
+    """Draft all arrays as they are now; change nothing."""
+    parts = [replace(what, runs=part) for part in slices(what.runs, room)]
+    return [prepare(sweep, part, cluster, source, jobs) for part in parts]
+
+
+def submit_all(
+    sweep: SweepConfig, what: Todo, cluster: ClusterConfig, source: Source, jobs: int, room: Room
+) -> Iterator[tuple[str, SweepDraft]]:
+    """Submit what is left to do, an array after the other; yield the job and draft of each.
+
+    Raises:
+        TooManyJobsError: the runs do not fit below the limit on jobs, and `room` does not wait.
+    """
+    pending = slices(what.runs, room)
+    if not room.waits and (why := room.lacks(len(what.runs))):
+        raise TooManyJobsError(f"{why}; {_needs_text(len(what.runs))}")
+    number = 0
+    while number < len(pending):
+        which = f"array {number + 1} of {len(pending)}"
+        room.wait(len(pending[number]), which, lambda: None)
+        now = todo(what.every, sweep.kind)
+        names = {run.name for run in pending[number]}
+        now = replace(now, runs=[run for run in now.runs if run.name in names])
+        if now.runs:
+            draft = prepare(sweep, now, cluster, source, jobs)
+            ask_sbatch(draft.script)
+            try:
+                job = submit(draft)
+            except TooManyJobsError as error:
+                if not room.waits:
+                    raise
+                logger.info("%s: waiting for room: %s", which, error)
+                room.pause()
+                continue
+            if job is None:  # one of an earlier call was recorded: look again
+                continue
+            yield job, draft
+        number += 1
+
+
+def submit(draft: SweepDraft) -> str | None:
     """Copy code and configs, hand the array to sbatch, and return the job's id.
 
-    If sbatch refuses or the copy fails, everything written is removed again.
+    If sbatch refuses or the copy fails, everything written is removed again. None: an array that an
+    earlier call had submitted was recorded instead, and the draft may be of the same runs.
 
     Raises:
         BusyError: the sweep is being submitted at this moment.
     """
     base = draft.home.parent.parent
-    with submitting(base, draft.folder, lambda: _recorded(draft)) as intent:
-        return _submit(draft, intent)
+    adopted: list[str] = []
+
+    def adopt(job: str) -> bool:
+        adopted.extend(_adopt(draft, job))
+        return bool(adopted)
+
+    with submitting(base, draft.folder, lambda: _recorded(draft), adopt) as intent:
+        return None if adopted else _submit(draft, intent)
+
+
+def _adopt(draft: SweepDraft, job: str) -> list[str]:
+    """Record an array of the last submission, which was ended before it could; return its jobs."""
+    elements = _last_elements(draft)
+    if len(_records_of(elements)) == len(elements):
+        return []
+    jobs = [f"{job}_{index}" for index in range(len(elements))]
+    for element, name in zip(elements, jobs, strict=True):
+        _record_element(element, draft.job.log_dir, name)
+    record(draft.sweep, draft.folder, draft.every)
+    _name_elements([str(element["run_dir"]) for element in elements], job)
+    return jobs
+
+
+def _submission_of(element: Mapping[str, Any]) -> Path:
+    return submission_folder(Path(element["run_dir"]), element["number"]) / SUBMISSION_FILE
 
 
 def _recorded(draft: SweepDraft) -> list[str]:
-    return [one.job for run in draft.every for one in submissions(run.folder)]
+    """List the jobs on record, without an array of which only some elements are."""
+    jobs = [one.job for run in draft.every for one in submissions(run.folder)]
+    elements = _last_elements(draft)
+    half = {json.loads(path.read_bytes())["job"] for path in _records_of(elements)}
+    return jobs if len(half) == len(elements) else [job for job in jobs if job not in half]
+
+
+def _last_elements(draft: SweepDraft) -> list[dict[str, Any]]:
+    base = draft.home.parent.parent
+    path = submission_folder(base, next_number(base) - 1) / ELEMENTS_FILE
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return []
+    return found
+
+
+def _records_of(elements: Sequence[Mapping[str, Any]]) -> list[Path]:
+    return [path for one in elements if (path := _submission_of(one)).exists()]
 
 
 def _submit(draft: SweepDraft, intent: Intent) -> str:
@@ -482,30 +591,37 @@ def _submit(draft: SweepDraft, intent: Intent) -> str:
             one.folder.mkdir(parents=True)
             write_atomic(one.folder / CONFIG_FILE, run.config_file.read_bytes())
             write_atomic(one.folder / CLUSTER_FILE, profile)
+        elements = [record_of(one, "") for one in draft.drafts]
+        write_json_atomic(draft.home / ELEMENTS_FILE, elements)
         job = intent.queue(draft.options, draft.script, draft.home / SCRIPT_FILE)
-        for index, one in enumerate(draft.drafts):
-            _record_element(one, draft.job.log_dir, f"{job}_{index}")
+        for index, element in enumerate(elements):
+            _record_element(element, draft.job.log_dir, f"{job}_{index}")
         record(draft.sweep, draft.folder, draft.every)
     except BaseException as error:
         if intent.withdraw():
             for folder in (draft.home, *(one.folder for one in draft.drafts), *new):
                 shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, TooManyJobsError):
-            raise TooManyJobsError(
-                f"{error}; if the limit is on jobs: the sweep needs {len(draft.runs)} in the "
-                "queue, one for each run (`jobs` limits only how many run at once): shorten grid "
-                "or runs for now, and submit the whole file again when these have ended"
-            ) from None
+            raise TooManyJobsError(f"{error}; {_needs_text(len(draft.runs))}") from None
         raise
-    _name_elements(draft, job)
+    _name_elements(draft.job.runs, job)
     return job
 
 
+def _needs_text(runs: int) -> str:
+    return (
+        f"if the limit is on jobs: the sweep needs {runs} in the queue, one for each run (`jobs` "
+        "limits only how many run at once): submit with --wait-room, which hands arrays over as "
+        "others end, or shorten grid or runs for now, and submit the whole file again later"
+    )
+
+
 def write_run(run: Run) -> None:
-    """Make the folder of a run with the config that it starts from, unless it has one."""
-    if not run.config_file.is_file():
-        (run.folder / "logs").mkdir(parents=True)
-        write_atomic(run.config_file, resolved_text(run.config).encode())
+    """Make the folder of a run with its config; `read_sweep` has refused what would change it."""
+    (run.folder / "logs").mkdir(parents=True, exist_ok=True)
+    text = resolved_text(run.config).encode()
+    if not run.config_file.is_file() or run.config_file.read_bytes() != text:
+        write_atomic(run.config_file, text)
 
 
 def record(sweep: SweepConfig, folder: Path, runs: Sequence[Run]) -> None:
@@ -517,19 +633,20 @@ def record(sweep: SweepConfig, folder: Path, runs: Sequence[Run]) -> None:
     write_json_atomic(path, {"verb": sweep.verb, "metric": metric, "runs": points})
 
 
-def _record_element(draft: Draft, log_dir: str, job: str) -> None:
+def _record_element(element: Mapping[str, Any], log_dir: str, job: str) -> None:
     """Record an element as the job of its run, and let the run's folder show its log."""
-    write_json_atomic(draft.folder / SUBMISSION_FILE, record_of(draft, job))
-    log = draft.run_dir / "logs" / f"slurm-{job}.log"
+    write_json_atomic(_submission_of(element), {**element, "job": job})
+    log = Path(element["run_dir"], "logs", f"slurm-{job}.log")
     log.parent.mkdir(exist_ok=True)
+    log.unlink(missing_ok=True)
     log.symlink_to(os.path.relpath(Path(log_dir, log.name), log.parent))
 
 
-def _name_elements(draft: SweepDraft, job: str) -> None:
+def _name_elements(run_dirs: Sequence[str], job: str) -> None:
     """Give each element the comment of its run, by which it counts as the run's own job."""
-    for index, run in enumerate(draft.runs):
+    for index, run_dir in enumerate(run_dirs):
         try:
-            run_command(["scontrol", "update", f"jobid={job}_{index}", f"comment={run.folder}"])
+            run_command(["scontrol", "update", f"jobid={job}_{index}", f"comment={run_dir}"])
         except SlurmError:
             continue  # it has already ended
 
@@ -579,105 +696,3 @@ def left_lines(what: Todo) -> Iterator[str]:
     """Say which runs are left alone, and why."""
     for name, why in what.left.items():
         yield f"left alone: {name}: {why}"
-
-
-def cancel(folder: Path, *, save: bool, save_s: float) -> Iterator[str]:
-    """Cancel all jobs of a sweep, an absolute folder; yield what was done.
-
-    With `save`, runs that train may first save and end, one after the other.
-    """
-    runs = [folder / name for name in sweep_record(folder)["runs"]]
-    queued = {run: _queued(run) for run in runs}
-    facts = {one.job: one for one in jobs_of(sorted(set(filter(None, queued.values()))))}
-    mine = {run: facts[job] for run, job in queued.items() if job in facts}
-    alive = {run: one for run, one in mine.items() if one.is_alive and _is_of(one, run)}
-    if not alive:
-        yield f"no job of {folder} is in the queue"
-        return
-    if save:
-        waiting = {run: one for run, one in alive.items() if one.is_waiting}
-        yield from control.cancel_jobs([one.job for one in waiting.values()])
-        for run, one in alive.items():
-            if run in waiting:
-                control.note_cancelled(run, one)
-            else:
-                yield f"{run.relative_to(folder)}:"
-                yield from control.cancel(run, save=True, save_s=save_s)
-    else:
-        yield from control.cancel_jobs(sorted({one.array for one in alive.values()}, key=int))
-        for run, one in alive.items():
-            control.note_cancelled(run, one)
-    yield "submit the same sweep again to continue"
-
-
-@dataclass(frozen=True)
-class SweepReport:
-    """The runs of a sweep, best first. The keys of `status SWEEP --json`."""
-
-    dir: str
-    verb: str
-    metric: dict[str, Any]
-    queue_problem: str
-    """Why SLURM could not be asked, or empty."""
-    runs: list[dict[str, Any]]
-    """`name`, `run_dir`, `overrides`, `state`, `job`, `step`, `num_steps` and `value`, that of the
-    metric; None: not known, or not yet."""
-
-
-def sweep_report(folder: Path) -> SweepReport:
-    """Look at all runs of a sweep, an absolute folder."""
-    found = sweep_record(folder)
-    kind, metric, problem = KINDS[found["verb"]], found["metric"], ""
-    jobs = {name: _queued(folder / name) for name in found["runs"]}
-    try:
-        facts = {one.job: one for one in jobs_of(sorted(set(filter(None, jobs.values()))))}
-    except (SlurmError, ConfigError) as error:
-        facts, problem = {}, str(error)
-    runs = []
-    for name, point in found["runs"].items():
-        job = facts.get(jobs[name])
-        if job is None or not _is_of(job, folder / name):
-            job = JobFacts(jobs[name], jobs[name].partition("_")[0], UNKNOWN, "")
-        report = report_of(folder / name, [job] if jobs[name] else [], "")
-        value = kind.value(folder / name, report, metric["name"]) if metric["name"] else None
-        runs.append(
-            {
-                "name": name,
-                "run_dir": str(folder / name),
-                "overrides": point,
-                "state": _state(report, kind.finished),
-                "job": jobs[name] or None,
-                "step": report.run.step if report.run else None,
-                "num_steps": report.run.num_steps if report.run else None,
-                "value": value,
-            }
-        )
-    sign = {"min": 1, "max": -1}.get(metric["best"], 0)
-    if sign:
-        runs.sort(key=lambda run: (run["value"] is None, sign * (run["value"] or 0)))
-    return SweepReport(str(folder), found["verb"], metric, problem, runs)
-
-
-def _state(report: RunReport, finished: str) -> str:
-    """Give the state in a word; a run that goes on without SLURM is running."""
-    folder = Path(report.run_dir)
-    if report.job is None or not report.job.is_alive:
-        if RunFolder(folder).is_locked():
-            return "running"
-        if (folder / finished).is_file():
-            return "finished"
-    return headline(report)
-
-
-def sweep_summary(report: SweepReport) -> Summary:
-    """Summarise a sweep, a run a line."""
-    states = [run["state"] for run in report.runs]
-    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    name = report.metric["name"]
-    rows = [("run", "state", "step", name or "-", "job")]
-    for run in report.runs:
-        step = "-" if run["step"] is None else f"{run['step']:,}/{run['num_steps']:,}"
-        value = "-" if run["value"] is None else number(run["value"], ".6g")
-        rows.append((run["name"], run["state"], step, value, run["job"] or "-"))
-    problem = [("queue", report.queue_problem)] if report.queue_problem else []
-    return Summary(report.dir, counted, [*problem, *table(rows, right=(2, 3))])

@@ -474,16 +474,22 @@ class DeviceLimits:
     """Memory; None if the name does not tell."""
     bandwidth: float | None
     """Bytes/s of its memory; None if the name does not tell."""
+    link: float
+    """Bytes/s to the other GPUs of its node, in one direction; the sheets print both together.
+    NVLink; PCIe 5.0 x16 for cards, which NVLink joins only in pairs."""
+    network: float | None
+    """Bytes/s, in one direction, of the network card that DGX nodes have for each GPU (data sheets
+    of DGX A100: 8 x 200 Gb/s, DGX H100 and H200: 8 x 400 Gb/s); None for cards in other nodes."""
 
 
 KNOWN = {
-    "A100 80GB": DeviceLimits(312e12, 80, 2.04e12),
-    "A100 40GB": DeviceLimits(312e12, 40, 1.56e12),
-    "A100": DeviceLimits(312e12, None, None),
-    "H100 PCIe": DeviceLimits(756e12, 80, 2.0e12),
-    "H100 NVL": DeviceLimits(835e12, 94, 3.9e12),
-    "H100": DeviceLimits(989e12, 80, 3.35e12),
-    "H200": DeviceLimits(989e12, 141, 4.8e12),
+    "A100 80GB": DeviceLimits(312e12, 80, 2.04e12, 300e9, 25e9),
+    "A100 40GB": DeviceLimits(312e12, 40, 1.56e12, 300e9, 25e9),
+    "A100": DeviceLimits(312e12, None, None, 300e9, 25e9),
+    "H100 PCIe": DeviceLimits(756e12, 80, 2.0e12, 64e9, None),
+    "H100 NVL": DeviceLimits(835e12, 94, 3.9e12, 64e9, None),
+    "H100": DeviceLimits(989e12, 80, 3.35e12, 450e9, 50e9),
+    "H200": DeviceLimits(989e12, 141, 4.8e12, 450e9, 50e9),
 }
 """Limits by words of a device's name; the first entry whose words it contains counts."""
 

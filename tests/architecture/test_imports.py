@@ -76,6 +76,7 @@ TORCH_FREE = {
     "pipeline.multitask.commands",
     "pipeline.multitask.config",
     "pipeline.multitask.draws",
+    "pipeline.train.deepspeed",
 }
 DOORS = {
     "deepspeed": {"pipeline.train.engine"},

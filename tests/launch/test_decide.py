@@ -51,6 +51,17 @@ def test_restarts_are_limited() -> None:
     assert "not done after 5 restarts (max_restarts=5)" in found.reason
 
 
+def test_jobs_of_a_chain_count_as_restarts_and_as_attempts_of_one_job(tmp_path: Path) -> None:
+    found = decide(replace(SAVED, job="7_5", jobs_before=5), 0, LIMITS, RUN)
+    assert (found.word, found.exit_code) == ("failed", 2)
+    assert "not done after 5 restarts (max_restarts=5)" in found.reason
+    words = [
+        end_attempt(replace(FAILED, job=f"7_{n}", jobs_before=n), LIMITS, tmp_path).word
+        for n in range(2)
+    ]
+    assert words == ["requeue", "failed"]
+
+
 def test_attempts_without_a_new_checkpoint_are_limited() -> None:
     assert _word(FAILED) == "requeue"
     found = decide(FAILED, 1, LIMITS, RUN)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster import ClusterConfig
+from launch.cluster import ClusterConfig, ContainerConfig
 from launch.prep import PrepJob, StagePlan, render_prep
 from launch.script import RUN, Job, render
 from launch.submit import Source, checkout_job
@@ -18,13 +18,33 @@ from pipeline.config.runs import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
+CHAIN = "cpu-chain"
+"""The profile `cpu` on a site that does not requeue."""
 SWEPT = "h200-pyxis"
 """The profile with most parts: preflight, measurements, a container."""
+OTHER = {
+    "singularity": "/shared/my_project/images/postnorm.sif",
+    "podman": "registry.example.org/my_project/postnorm:1",
+    "enroot": "/shared/my_project/images/postnorm.sqsh",
+}
+"""Engines of no profile, in place of the one of a100-apptainer."""
 PROFILES = sorted(path.stem for path in (ROOT / "configs/cluster").glob("*.yaml"))
 
 
+def _cluster(profile: str) -> ClusterConfig:
+    if profile == CHAIN:
+        return replace(_cluster("cpu"), requeue=False, max_restarts=7)
+    base = "a100-apptainer" if profile in OTHER else profile
+    cluster = load(ClusterConfig, ROOT / f"configs/cluster/{base}.yaml").config
+    if profile not in OTHER:
+        return cluster
+    mounts = ("/shared/my_project", "/data:/data:ro")
+    own = ContainerConfig(kind=profile, image=OTHER[profile], mounts=mounts)  # type: ignore[arg-type]
+    return replace(cluster, container=own)
+
+
 def _scripts(profile: str) -> dict[str, str]:
-    cluster = load(ClusterConfig, ROOT / f"configs/cluster/{profile}.yaml").config
+    cluster = _cluster(profile)
     config = load(
         PretrainConfig, ROOT / "configs/demo.yaml", ["run_dir=runs/mine", "data.dir=data/mine"]
     ).config
@@ -51,7 +71,7 @@ def _sweep_of(job: Job) -> Job:
     return replace(job, run_dir="/shared/me/runs", words=words, runs=folders, at_once=2)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", [*PROFILES, *OTHER, CHAIN])
 def test_scripts_are_the_ones_that_were_read(profile: str) -> None:
     for name, text in _scripts(profile).items():
         assert text == (GOLDEN / name).read_text(), f"{name}: see this file's first lines"
@@ -59,12 +79,12 @@ def test_scripts_are_the_ones_that_were_read(profile: str) -> None:
 
 
 def test_every_golden_file_has_a_profile() -> None:
-    names = {name for profile in PROFILES for name in _scripts(profile)}
+    names = {name for profile in (*PROFILES, *OTHER, CHAIN) for name in _scripts(profile)}
     assert names == {path.name for path in GOLDEN.iterdir()}
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for written in PROFILES:
+    for written in (*PROFILES, *OTHER, CHAIN):
         for file_name, content in _scripts(written).items():
             (GOLDEN / file_name).write_text(content)

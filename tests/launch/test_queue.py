@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch import slurm as door
-from launch.queue import UNKNOWN, JobFacts, job_facts, my_jobs, reason_in_words
+from launch.queue import UNKNOWN, JobFacts, current, job_facts, my_jobs, reason_in_words
 from launch.slurm import NoAnswerError, NoSlurmError, SlurmError, run_command
 from pipeline.errors import EXIT_FAILED_RETRY
 from tests.support.recorded_slurm import NO_CONTROLLER, TIMED_OUT, RecordedSlurm
@@ -187,3 +187,22 @@ def test_reasons_in_words(reason: str, words: str) -> None:
     found = reason_in_words(reason, "412")
     assert words in found
     assert bool(found) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("states", "index"),
+    [
+        ("COMPLETED RUNNING PENDING PENDING", 1),
+        ("FAILED FAILED PENDING PENDING", 2),  # the next one is not considered yet
+        ("FAILED COMPLETED CANCELLED CANCELLED", 1),
+        ("FAILED NODE_FAIL COMPLETING PENDING", 2),
+        ("CANCELLED CANCELLED", 1),
+        ("PENDING", 0),
+    ],
+)
+def test_a_chain_is_its_running_or_next_or_last_job(states: str, index: int) -> None:
+    chain = [JobFacts(f"7_{n}", "7", state, "squeue") for n, state in enumerate(states.split())]
+    # squeue sorts by state.
+    assert current(chain[::-1]).job == f"7_{index}"
+    long = [JobFacts(f"7_{n}", "7", "PENDING", "squeue") for n in (10, 9, 11)]
+    assert current(long).job == "7_9"

@@ -6,8 +6,10 @@ import pytest
 
 from launch import site
 from launch.cluster import ClusterConfig, ContainerConfig, PrepJobsConfig
+from launch.site import profile_here
 from launch.slurm import NoAnswerError, NoSlurmError
 from pipeline.errors import ConfigError
+from tests.support.fake_slurm import FakeSlurm
 
 # `sinfo --all --noheader --Node --format=...`: a line a node and partition.
 SINFO = """\
@@ -273,3 +275,19 @@ def test_last_check(
     else:
         with pytest.raises(outcome, match=r"invalid partition|Unable to contact"):
             site.ask_sbatch("#!/bin/bash\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "bind"),
+    [("task/none", ""), ("(null)", ""), ("task/affinity,task/cgroup", "cores"), ("", "cores")],
+)
+def test_ranks_are_bound_where_the_cluster_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, bind: str
+) -> None:
+    made = FakeSlurm(tmp_path / "commands")
+    monkeypatch.setenv("PATH", made.environment["PATH"])
+    (made.folder / "config").write_text(f"TaskPlugin              = {said}\n" if said else "")
+    assert profile_here(None).cpu_bind == bind
+    own = tmp_path / "c.yaml"
+    own.write_text("cpu_bind: ''\n")
+    assert profile_here(str(own)).cpu_bind == ""

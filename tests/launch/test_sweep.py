@@ -6,17 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.sweep import SweepConfig, name_of
+from launch.sweep import KINDS, Run, SweepConfig, changes, name_of, todo, write_run
 from pipeline.config.load import build, load
 from pipeline.config.runs import PretrainConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_folder import RunFolder
+from pipeline.tasks.task import load_task
 from tests.launch.test_submit import Place
 from tests.support.processes import Processes
 from tests.support.ranks import CONFIG, losses
@@ -174,17 +176,84 @@ def test_folders_that_do_not_fit_are_refused(sweeps: Sweeps) -> None:
     assert "config = None: expected a file; set it for the sweep or the run" in sweeps.sweep(code=2)
     sweeps.write(grid=None, runs=[{"folder": "a/b"}])
     (sweeps.dir / "a/b").mkdir(parents=True)
+    (sweeps.dir / "a/b/notes.txt").touch()
     assert "a/b exists and holds no run of a sweep" in sweeps.sweep(code=2)
     (sweeps.dir / "a/b/done.json").touch()
     assert json.loads(sweeps.sweep("--json"))["left"] == {"a/b": "finished"}
 
 
-def test_more_runs_than_an_array_may_have_are_refused(sweeps: Sweeps) -> None:
+def _run(folder: Path, config: object, **point: object) -> Run:
+    return Run("a", point, folder, config)
+
+
+def test_a_run_that_was_only_prepared_may_still_change(tmp_path: Path) -> None:
+    first, second = (
+        load(PretrainConfig, ROOT / "configs/demo.yaml", ["run_dir=r", f"seed={seed}"]).config
+        for seed in (1, 2)
+    )
+    kind, folder = KINDS["pretrain"], tmp_path / "a"
+    (folder / "logs").mkdir(parents=True)
+    assert changes(_run(folder, first), kind) == []
+    write_run(_run(folder, first))
+    assert changes(_run(folder, second), kind) == []
+    write_run(_run(folder, second))
+    assert kind.load(folder / "config.yaml", ()).seed == 2
+    (folder / "attempts.jsonl").touch()
+    [why] = changes(_run(folder, first), kind)
+    assert "a was started with another config (seed was 2 and is 1)" in why
+
+
+def test_a_finished_fine_tuning_goes_on_with_more_seeds(tmp_path: Path) -> None:
+    kind, folder = KINDS["finetune"], tmp_path / "a"
+    task = load_task("tnews", ("data.root=data", "model=m", f"run_dir={folder}"))
+    by_seeds = {
+        seeds: _run(folder, replace(task, train=replace(task.train, seeds=seeds)))
+        for seeds in ((1,), (1, 2), (2,))
+    }
+    write_run(by_seeds[1,])
+    (folder / "result.json").write_text(json.dumps({"seeds": [1]}))
+    assert todo([by_seeds[1,]], kind).left == {"a": "finished"}
+    assert changes(by_seeds[1, 2], kind) == []
+    assert todo([by_seeds[1, 2]], kind).left == {}
+    write_run(by_seeds[1, 2])
+    assert kind.load(folder / "config.yaml", ()).train.seeds == (1, 2)
+    [why] = changes(by_seeds[2,], kind)
+    assert "train.seeds was (1, 2) and is (2,)" in why
+
+
+def test_more_runs_than_an_array_may_have_become_several(sweeps: Sweeps) -> None:
     (sweeps.slurm.folder / "config").write_text("MaxArraySize            = 2\n")
     sweeps.write(grid={"seed": [1, 2, 3]})
-    assert "3 runs to submit, and an array of this site at most 2" in sweeps.sweep(code=2)
-    sweeps.write(grid={"seed": [1, 2]})
-    sweeps.sweep()
+    assert sweeps.sweep("--dry-run").count("#SBATCH --array=0-") == 2
+    assert json.loads(sweeps.sweep("--json"))["jobs"] == ["101", "102"]
+    scripts = [script for _, script in sweeps.slurm.calls]
+    assert [re.findall(r"--array=(\S+)", script) for script in scripts] == [["0-1%2"], ["0-0%2"]]
+    assert [run["job"] for run in sweeps.status()] == ["101_0", "101_1", "102_0"]
+
+
+def test_more_runs_than_the_queue_takes_are_told_or_wait(sweeps: Sweeps) -> None:
+    profile = sweeps.folder / "c.yaml"
+    profile.write_text(json.dumps({**json.loads(profile.read_text()), "max_submit_jobs": 1}))
+    said = sweeps.sweep(code=2)
+    assert "0 of 1 jobs that you may have are in the queue; if the limit is on jobs" in said
+    assert not sweeps.slurm.calls
+    # The queue of this stand-in stays empty: each array fits when it is asked for.
+    assert len(json.loads(sweeps.sweep("--wait-room", "1", "--json"))["jobs"]) == 2
+
+
+def test_array_whose_submission_was_killed_is_recorded_and_not_submitted_again(
+    sweeps: Sweeps,
+) -> None:
+    real = (sweeps.slurm.folder / "sbatch").rename(sweeps.slurm.folder / "real")
+    sweeps.slurm.add("sbatch", f'{real} "$@"; [[ "$*" == *--test-only* ]] || kill -KILL "$PPID"')
+    sweeps.sweep(code=-signal.SIGKILL)
+    real.rename(sweeps.slurm.folder / "sbatch")
+    line = "101_{0}|101|PENDING|Priority|gpu|(null)|0|1|N/A|N/A|1:00|0|{1}\n"
+    queue = "".join(line.format(index, sweeps.dir) for index in range(2))
+    (sweeps.slurm.folder / "queue").write_text(queue)
+    assert json.loads(sweeps.sweep("--json"))["job"] is None
+    assert len(sweeps.slurm.calls) == 1
+    assert [run["job"] for run in sweeps.status()] == ["101_0", "101_1"]
 
 
 def test_array_has_an_element_a_run(sweeps: Sweeps) -> None:

@@ -48,6 +48,8 @@ class Preparation:
     inputs: Path
     folder: Path
     python: str = sys.executable
+    most_jobs: int = 0
+    """That may be in the queue."""
     jobs: dict[str, list[str]] = field(default_factory=dict)
     """Of each stage, as last submitted."""
 
@@ -88,8 +90,21 @@ class Preparation:
 
     def _profile(self) -> Path:
         path = self.folder / "cluster.yaml"
-        path.write_text(f"python: {self.python}\nprep: {{array_tasks: {PIECES}, cores: 1}}\n")
+        path.write_text(
+            f"python: {self.python}\nprep: {{array_tasks: {PIECES}, cores: 1}}\n"
+            f"max_submit_jobs: {self.most_jobs}\n"
+        )
         return path
+
+    def start_rolling(self) -> "subprocess.Popen[bytes]":
+        """Submits array after array, as there is room."""
+        assert self.cluster
+        words = ["submit", "--prep", "--cluster", str(self._profile()), "--wait-room", "1"]
+        command = [sys.executable, "-m", "launch", *words, str(self.config), *self.overrides]
+        with (self.folder / "rolling.log").open("ab") as log:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=self.cluster.environment, stdout=log, stderr=log
+            )
 
     def _command(self, program: str, *words: str) -> str:
         assert self.cluster
@@ -228,3 +243,45 @@ def test_chain_makes_the_dataset_that_one_process_makes(
     # More parts than an array of this site may have.
     assert int(str(SETTINGS["MaxArraySize"])) < PIECES
     assert len(dying.jobs["ingest"]) == 2
+
+
+def test_arrays_follow_each_other_below_the_limit_although_the_submission_is_killed(
+    cluster: SlurmCluster, prep_config: Path, texts: Path, local: Path, tmp_path: Path
+) -> None:
+    """Last, since its limit counts the jobs of all chains."""
+    made = Preparation(cluster, prep_config, texts, tmp_path, most_jobs=4)
+    most = []
+
+    def submitted() -> int:
+        mine = cluster.run("squeue", "--noheader", "--array", "--format=%k|%T").splitlines()
+        most.append(sum(line.startswith(f"{made.output}|") for line in mine))
+        path = made.output / "work/logs/submitted.json"
+        jobs = json.loads(path.read_text())["jobs"] if path.exists() else {}
+        return sum(map(len, jobs.values()))
+
+    first = made.start_rolling()
+    try:
+        cluster.wait_until(lambda: submitted() >= 3, "three arrays are submitted", timeout_s=240)
+    finally:
+        first.kill()
+        first.wait()
+    second = made.start_rolling()
+    try:
+        cluster.wait_until(
+            lambda: submitted() and second.poll() is not None, "all are", timeout_s=400
+        )
+    finally:
+        second.kill()
+        second.wait()
+    assert second.returncode == 0, (tmp_path / "rolling.log").read_text()
+    jobs = json.loads((made.output / "work/logs/submitted.json").read_text())["jobs"]
+    assert {stage: len(ids) for stage, ids in jobs.items()} == {
+        stage: PIECES if stage == "ingest" else len(jobs[stage]) for stage in STAGES
+    }
+    cluster.wait_for(jobs["index"][0], "COMPLETED", timeout_s=120)
+    assert 0 < max(most) <= made.most_jobs
+    # Every part of ingest has one log: no job came twice.
+    logs = (made.output / "work/logs").glob("prep-ingest-*.log")
+    parts = [re.findall(r"^start: stage ingest, part (\d+)", log.read_text(), re.M) for log in logs]
+    assert sorted(parts) == [[str(part)] for part in range(PIECES)]
+    assert _files(made.output) == _files(local)

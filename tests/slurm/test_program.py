@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.slurm import SlurmCluster
+from tests.support.slurm import ENDED, SlurmCluster
 from tests.support.slurm_runs import PROFILE, ROOT
 
 # The first start waits to be asked; the second one has what the first one left.
@@ -15,6 +15,63 @@ trap 'touch "$1/saved-$RANK"; exit 75' USR1
 touch "$1/ready-$RANK"
 while :; do sleep 0.1; done
 """
+
+
+# It notes each start; saves and asks for another one at first, then ends with the second word.
+SHORT = """
+echo "$SLURM_ARRAY_TASK_ID.$RANK" >>"$1/starts"
+[ -e "$1/saved-$RANK" ] && exit "$2"
+touch "$1/saved-$RANK"; exit 75
+"""
+
+
+def test_a_chain_goes_on_by_its_next_job_until_a_verdict(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Where requeueing is forbidden: done and wrong both end the chain, and no job runs twice."""
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text(json.dumps({**PROFILE, "requeue": False, "max_restarts": 3}))
+    jobs = {}
+    for code in (0, 2):
+        run_dir, notes = tmp_path / f"tuned-{code}", tmp_path / str(code)
+        notes.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", "submit", "--program", str(run_dir), "--cluster",
+             str(profile), "--", "bash", "-c", SHORT, "x", str(notes), str(code)],
+            cwd=ROOT, env=cluster.environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "chain:    4 jobs, of which one runs after the other" in done.stdout
+        [record] = (run_dir / "launch").glob("*/submission.json")
+        jobs[code] = json.loads(record.read_text())["job"]
+    for code, word in ((0, "finished"), (2, "failed")):
+        run_dir = tmp_path / f"tuned-{code}"
+        show = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
+
+        def states(job: str = jobs[code], show: list[str] = show) -> dict[str, str]:
+            lines = cluster.run(*show, f"--jobs={job}").splitlines()
+            return dict(sorted(line.split() for line in lines))
+
+        cluster.wait_until(lambda: set(states().values()) <= ENDED, "all have ended", timeout_s=200)
+        ends = states()
+        ran = [ends.pop(f"{jobs[code]}_{n}") for n in range(2)]
+        assert ran == ["FAILED", "FAILED" if code else "COMPLETED"]
+        # Those that never ran are one line, or one each.
+        assert set(ends.values()) == {"CANCELLED"}
+        starts = (tmp_path / str(code) / "starts").read_text().split()
+        assert sorted(starts) == sorted(f"{n}.{rank}" for n in range(2) for rank in range(4))
+        lines = (run_dir / "launch" / "history.jsonl").read_text().splitlines()
+        found = [(json.loads(line)["job"], json.loads(line)["decision"]) for line in lines]
+        assert found == [(f"{jobs[code]}_0", "requeue"), (f"{jobs[code]}_1", word)]
+        # One log for all of them, and status tells the verdict.
+        log = (run_dir / "logs" / f"slurm-{jobs[code]}.log").read_text()
+        assert log.count("start: job ") == 2
+        assert log.count("next: the next job of the chain goes on") == 1
+        status = subprocess.run(
+            [sys.executable, "-m", "launch", "status", str(run_dir)], cwd=ROOT,
+            env=cluster.environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert word in status.stdout.splitlines()[0], status.stdout
 
 
 def test_program_is_asked_to_save_and_started_again(cluster: SlurmCluster, tmp_path: Path) -> None:

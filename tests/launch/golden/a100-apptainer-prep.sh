@@ -24,7 +24,8 @@ export GLOO_SOCKET_IFNAME=ib0
 export NCCL_IB_HCA=mlx5_0,mlx5_1
 export NCCL_DEBUG=WARN
 export POSTNORM_SCRATCH="/scratch"
-restarts=${SLURM_RESTART_COUNT:-0}
+restarts=${SLURM_RESTART_COUNT:-0} before_this=0
+starts=$((before_this + restarts))
 job=${SLURM_JOB_ID:-} without=
 # An element of an array is requeued by its own name: the last one's id is the whole array's.
 [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -60,7 +61,7 @@ storage() {
       echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit 28 ;;
     esac
     printf -v now '%(%s)T' -1
-    if [ $((end_s - now)) -lt 20 ] && [ "$restarts" -lt 50 ]; then
+    if [ $((end_s - now)) -lt 20 ] && [ "$starts" -lt 50 ]; then
       echo "requeue: storage fails, and the time limit is near: $1: $said"; requeue
     fi
     [ "$wait" -gt 0 ] || break

@@ -38,18 +38,19 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
 accuse() {
   local this=${SLURMD_NODENAME:-$(hostname -s)} other= node bad
   for node in $nodes; do [ "$node" = "$this" ] || other=$node; done
-  [ -n "$other" ] && [ "$restarts" -lt 50 ] || return
+  [ -n "$other" ] && [ "$starts" -lt 50 ] || return
   bad=$(timeout --kill-after=10 60 srun --overlap --chdir=/ --nodes=1 --ntasks=1 \
     --nodelist="$other" bash -c 'cd "$1" && ls -d "$2" >/dev/null && mkdir -p "${3%/*}" || exit
       [ "$4" -gt 0 ] || rm -f "$3"
       [ "$(cat "$3" 2>/dev/null | wc -l)" -lt 4 ] || exit
       echo "$5" >>"$3" && paste -sd, "$3"
-    ' bash /shared/me "$1" "$excluded" "$restarts" "$this") || return
+    ' bash /shared/me "$1" "$excluded" "$starts" "$this") || return
   echo "requeue: bad node $this: $1: $said; node $other reaches it"
   without=$bad
   requeue
 }
-restarts=${SLURM_RESTART_COUNT:-0}
+restarts=${SLURM_RESTART_COUNT:-0} before_this=0
+starts=$((before_this + restarts))
 job=${SLURM_JOB_ID:-} without=
 # An element of an array is requeued by its own name: the last one's id is the whole array's.
 [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -85,7 +86,7 @@ storage() {
       echo "end: $1 is full: $said; free space or inodes there, then submit again"; exit 28 ;;
     esac
     printf -v now '%(%s)T' -1
-    if [ $((end_s - now)) -lt 20 ] && [ "$restarts" -lt 50 ]; then
+    if [ $((end_s - now)) -lt 20 ] && [ "$starts" -lt 50 ]; then
       echo "requeue: storage fails, and the time limit is near: $1: $said"; requeue
     fi
     [ "$wait" -gt 0 ] || break
@@ -122,10 +123,10 @@ for folder in /shared/me; do storage "$folder" ls -d "$folder"; done
 # Attempts of this job in a row of which no verdict is known: that is counted here, whatever fails.
 unjudged=0
 { read -r of count <"$launch_dir/unjudged"; } 2>/dev/null
-[ "${of:-}" = "$job" ] && [[ ${count:-} =~ ^[0-9]+$ ]] && unjudged=$count
-storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
+[ "${of:-}" = "${job%_*}" ] && [[ ${count:-} =~ ^[0-9]+$ ]] && unjudged=$count
+storage "$launch_dir" put "${job%_*} $unjudged" "$launch_dir/unjudged"
 # Submitted by a person: other nodes may be bad by now.
-[ "$restarts" -gt 0 ] || rm -f "$excluded"
+[ "$starts" -gt 0 ] || rm -f "$excluded"
 before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 echo "start: job $job, restart $restarts, nodes $nodes, checkpoint ${before:-none}"
 
@@ -161,8 +162,8 @@ if [ "$asked_to_stop" = 0 ]; then
     2) echo "end: no other node cures what preflight found"; exit 2 ;;
     75)
       go=0
-      if [ "$restarts" -ge 50 ]; then
-        echo "end: bad nodes after $restarts restarts (max_restarts)"; exit 2
+      if [ "$starts" -ge 50 ]; then
+        echo "end: bad nodes after $starts restarts (max_restarts)"; exit 2
       fi ;;
     *) go=1; echo "preflight came to no verdict: going on without" ;;
   esac
@@ -170,7 +171,7 @@ fi
 run_ranks() {
   trap '' USR1  # srun passes it on all the same; by default it would die before it can
   exec srun --kill-on-bad-exit=1 --wait=60 --cpus-per-task="$SLURM_CPUS_PER_TASK" --label \
-    --cpu-bind=cores --distribution=block:block bash -c 'trap '"'"''"'"' USR1 USR2; RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} exec apptainer exec --nv --bind=/shared/me --bind=/shared/my_project --bind="$POSTNORM_SCRATCH" --pwd=/shared/me --no-home /shared/my_project/images/postnorm.sif env NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_DEBUG=WARN python3 -m pipeline pretrain train.yaml train.lr=3e-4'
+    --cpu-bind=cores --distribution=block:block bash -c 'trap '"'"''"'"' USR1 USR2; export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}; exec apptainer exec --nv --bind=/shared/me --bind=/shared/my_project --bind="$POSTNORM_SCRATCH" --pwd=/shared/me --no-home /shared/my_project/images/postnorm.sif env NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_DEBUG=WARN python3 -m pipeline pretrain train.yaml train.lr=3e-4'
 }
 # Asks until the ranks have gone; if they hang, leaves time to requeue before the time limit.
 ask_ranks() {
@@ -183,8 +184,8 @@ ask_ranks() {
 }
 decide() {
   launcher decide "$run_dir" --kind pretrain --ranks 16 --max-restarts 50 --max-attempts 2 --time-limit 1-00:00:00 --patience 600 \
-    --job "$job" --restart "$restarts" --nodes "$nodes" --before "$before" \
-    --asked-to-stop "$asked_to_stop" --step-code "$code" --job-ends "$end_s"
+    --job "$job" --restart "$restarts" --jobs-before "$before_this" --nodes "$nodes" \
+    --before "$before" --asked-to-stop "$asked_to_stop" --step-code "$code" --job-ends "$end_s"
   verdict=$?
 }
 if [ "$go" = 1 ]; then
@@ -206,12 +207,12 @@ if [ "$go" = 1 ]; then
       unjudged=$((unjudged + 1))
       echo "no verdict (exit code $verdict), attempt $unjudged of 2 in a row" ;;
   esac
-  storage "$launch_dir" put "$job $unjudged" "$launch_dir/unjudged"
+  storage "$launch_dir" put "${job%_*} $unjudged" "$launch_dir/unjudged"
   if [ "$unjudged" -ge 2 ]; then
     echo "end: $unjudged attempts in a row came to no verdict (max_attempts_without_progress);" \
       "the launcher's message is above"; exit 1
-  elif [ "$unjudged" -gt 0 ] && [ "$restarts" -ge 50 ]; then
-    echo "end: not done after $restarts restarts (max_restarts)"; exit 1
+  elif [ "$unjudged" -gt 0 ] && [ "$starts" -ge 50 ]; then
+    echo "end: not done after $starts restarts (max_restarts)"; exit 1
   fi
 fi
 without=$(paste -sd, "$excluded" 2>/dev/null)

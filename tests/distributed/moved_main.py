@@ -1,0 +1,77 @@
+"""`python -m tests.distributed.moved_main FILE JSON`: the bytes of collectives in one step.
+
+The JSON is a list of [ZeRO stage, micro-batches]; FILE gets a list with, for each of them, the
+number of parameters and the bytes of whole tensors by kind of collective.
+"""
+
+import gc
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.config.train import TrainConfig
+from pipeline.objectives.mlm import MaskedLanguageModeling
+from pipeline.runtime.env import process_info
+from pipeline.train.engine import Engine, close_process_group, init_process_group
+from tests.distributed import engine_main as case
+
+# By torch's name: what a plan calls it, and which argument has the whole tensor.
+_KINDS = {
+    "c10d.allreduce_.default": ("all-reduce", 0),
+    "c10d._allgather_base_.default": ("all-gather", 0),
+    "c10d._reduce_scatter_base_.default": ("reduce-scatter", 1),
+}
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes of whole tensors that collectives get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        name = str(function)
+        if name.startswith("c10d."):
+            # One that is not known counts as itself, and is in no plan.
+            kind, place = _KINDS.get(name, (name, 0))
+            whole = arguments[place]
+            for tensor in whole if isinstance(whole, list) else [whole]:
+                self.num_bytes[kind] += tensor.numel() * tensor.element_size()
+        return function(*arguments, **(named or {}))
+
+
+def main(file: Path, cases: list[tuple[int, int]]) -> None:
+    """Two steps of each case; the second one counts: the first sets up."""
+    this = process_info()
+    init_process_group(this)
+    gc.freeze()
+    # So small a model would be whole on every rank at stage 3.
+    tuned = file.with_suffix(f".{this.rank}.deepspeed.json")
+    tuned.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    found = []
+    for stage, accumulation in cases:
+        model = case.model(seed=1)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        file_of = str(tuned) if stage == 3 else None
+        config = TrainConfig(zero_stage=stage, deepspeed_config=file_of)
+        engine = Engine(model, config, this, torch.device("cpu"))
+        for step in range(2):
+            batches = [case.micro_batch(2, 10 * step + n, rows=2) for n in range(accumulation)]
+            with Moved() as moved:
+                engine.train_step(batches, MaskedLanguageModeling(), 1e-4)
+        found.append([size, dict(moved.num_bytes)])
+    if this.is_first:
+        file.write_text(json.dumps(found))
+    close_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
