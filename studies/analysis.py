@@ -13,8 +13,8 @@ LEVEL = 0.95
 _MOST_FOR_T = 5
 """Pairs up to which an interval is Student's: a bootstrap of so few is too narrow."""
 _DRAWS = 10_000
-_LOWER_IS_BETTER = ("held_out_loss", "loss@")
-_NO_BETTER = ("entropy", "top5", "js_layers", "js_heads")
+_LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.")
+_NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "gradient.")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Summary:
 
 def direction(metric: str) -> int:
     """Return 1 where more is better, -1 where less is, 0 for what only describes."""
-    if metric in _NO_BETTER:
+    if metric.startswith(_NO_BETTER):
         return 0
     return -1 if metric.startswith(_LOWER_IS_BETTER) else 1
 
@@ -146,6 +146,34 @@ def effects(plan: Plan, readings: Mapping[str, Reading]) -> list[Effect]:
                         )
                     )
     return found
+
+
+def slopes(plan: Plan, found: Sequence[Effect]) -> list[dict[str, object]]:
+    """Fit the differences of metrics NAME@X to log X, all seeds together, where a part asks so."""
+    lines: dict[tuple[str, str, str, tuple[str, ...]], list[tuple[float, float]]] = {}
+    for each in found:
+        name, _, at = each.metric.partition("@")
+        if plan.parts[each.part].regress and at:
+            place = each.part, each.arm, name, each.levels
+            points = [(math.log(float(at)), value) for value in each.pairs.values()]
+            lines.setdefault(place, []).extend(points)
+    fitted = []
+    for (part, arm, metric, levels), points in lines.items():
+        slope = slope_of([x for x, _ in points], [y for _, y in points])
+        fitted.append(
+            {
+                "part": part,
+                "arm": arm,
+                "against": plan.parts[part].arms[0],
+                "metric": metric,
+                "levels": levels,
+                "pairs": len(points),
+                "slope": slope.mean,
+                "low": slope.low,
+                "high": slope.high,
+            }
+        )
+    return fitted
 
 
 def _by_seed(

@@ -5,25 +5,15 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.cluster import ClusterConfig, HardwareConfig
-from launch.plan import plan as plan_run
-from pipeline.config.model import ModelConfig
 from pipeline.errors import EXIT_FINISHED, ConfigError
-from pipeline.model.cost import flops_per_token
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
-from pipeline.runtime.summary import table
 from studies import config as configs
-from studies.config import PRESETS, Plan, StudyRun, plan, read_study
+from studies.config import PRESETS, Plan, plan, read_study
+from studies.cost import cost_lines
 
 logger = logging.getLogger(__name__)
 
-_CPU_TFLOPS = 0.06
-"""Of two shared cores: narrow models reach about that; 4 layers by 128 in bf16 reach 0.09."""
-_START_S = 6.0
-"""Of two cores, before a run's first step: two processes, which import torch."""
-_VOCABULARY = 4096
-_S_PER_HOUR = 3600
 _LEFT = "runs keep their checkpoints; the same command continues the study"
 
 
@@ -99,7 +89,7 @@ def _run(made: Plan, arguments: argparse.Namespace, out: Path) -> int:
     }
     batches = reading.check_batches(made, out)
     folder = (arguments.results or out).resolve()
-    body = page.write(made, readings, batches, folder, _more(made, readings))
+    body = page.write(made, readings, batches, folder)
     for line in body["verdicts"]:
         print(line)
     for run, each in readings.items():
@@ -108,66 +98,6 @@ def _run(made: Plan, arguments: argparse.Namespace, out: Path) -> int:
     state = "partial: " if body["partial"] else ""
     print(f"{state}{folder / made.name}.md")
     return code
-
-
-def _more(made: Plan, readings: Mapping[str, "object"]) -> tuple[dict[str, object], list[str]]:
-    """Let a study's own file of analysis add to the page."""
-    return {}, []
-
-
-def cost_lines(made: Plan, *, listed: bool) -> list[str]:
-    """Estimate the time of a study, run by run where they are to be listed."""
-    rows = [("run", "steps", "FLOP", "hours")]
-    total = flops = tasks = 0.0
-    for run in made.runs.values():
-        seconds, of_run = _cost(run, made.preset)
-        total, flops = total + seconds, flops + of_run
-        rows.append((run.name, f"{run.config.train.num_steps:,}", f"{of_run:.2e}",
-                     f"{seconds / _S_PER_HOUR:.3f}"))  # fmt: skip
-    for run_name, task in made.fine_tunings:
-        tasks += _task_seconds(made, made.runs[run_name], task)
-    hours = (total + tasks) / _S_PER_HOUR
-    device = "of two shared CPU cores" if made.preset == "small" else "of one H100 (40% of peak)"
-    head = (
-        f"{made.name}, preset {made.preset}: {len(made.runs)} pre-training runs, {flops:.2e} FLOP, "
-        f"{hours:.2f} hours {device}, of which {tasks / _S_PER_HOUR:.2f} are fine-tunings at most; "
-        "by FLOPs, without evaluations"
-    )
-    return [head, *(table(rows, right=(1, 2, 3)) if listed else [])]  # type: ignore[list-item]
-
-
-def _hardware(preset: str) -> HardwareConfig:
-    if preset == "small":
-        return HardwareConfig(tflops=_CPU_TFLOPS, utilisation=1.0)
-    return HardwareConfig(gpu="H100")
-
-
-def _sized(config: ModelConfig) -> ModelConfig:
-    from dataclasses import replace
-
-    return replace(config, vocab_size=config.vocab_size or _VOCABULARY)
-
-
-def _cost(run: StudyRun, preset: str) -> tuple[float, float]:
-    """Return the seconds and FLOPs of a run, as `postnorm plan` has them."""
-    from dataclasses import replace
-
-    config = replace(run.config, model=_sized(run.config.model))
-    found = plan_run(config, ClusterConfig(hardware=_hardware(preset)))
-    return (found.train_s or 0.0) + _START_S, found.flops
-
-
-def _task_seconds(made: Plan, run: StudyRun, task: str) -> float:
-    """Bound the time of a fine-tuning: every row as long as the task allows."""
-    config = made.tasks[task]
-    of = flops_per_token(_sized(run.config.model), config.input.max_length, 0.0)
-    rows = config.data.train_rows or 2000
-    scored = (config.data.dev_rows or rows) * (config.train.epochs + 1)
-    scored += config.data.test_rows or rows
-    tokens = config.input.max_length
-    work = tokens * (rows * config.train.epochs * of.total + scored * of.forward)
-    hardware = _hardware(made.preset)
-    return work / (hardware.flops_per_rank * hardware.utilisation) + _START_S
 
 
 VERBS = (

@@ -17,18 +17,24 @@ from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.errors import ConfigError
 from pipeline.tasks.task import TaskConfig, load_task
+from studies.cost import run_plan
 from studies.probes import PROBES
 
 HOME = Path(__file__).parent
 PRESETS = ("small", "gpu")
 OF_RUNS = ("held_out_loss", "accuracy", "tokens_per_s")
 """Metrics that every pre-training run has."""
+OF_TASKS = ("train_loss", "gradient", "entropy")
+"""Of a fine-tuning, besides its score, as `train_loss.TASK`: the loss and the gradient norm of the
+lowest layer in its last line, and the highest layer's attention entropy over log(keys) after it."""
 CONTINUED_SEED = 1000
 """Added to the seed of a run that goes on from another one, which has seen the order of its own."""
-_TIMES = re.compile(r"\*\s*(\d+(?:\.\d+)?)")
+_TIMES = re.compile(r"\*(\d+(?:\.\d+)?)")
+_SHARE = re.compile(r"(\d+(?:\.\d+)?) of ([\w.]+)")
 _OF_TASKS = "tasks."
 Values = Mapping[str, Any]
-"""Overrides by dotted path; a text `*0.5` stands for that share of the value below."""
+"""Overrides by dotted path; `*0.5` stands for half of the value below, `0.5 of train.num_steps` for
+half of that one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,9 @@ class ArmConfig:
         None, "arm whose finished run of the same seed and levels it goes on from; null: at random"
     )
     grow: GrowConfig | None = param(None, "what makes the start larger; null: its size")
+    flops_of: str | None = param(
+        None, "arm whose FLOPs it has, those of that arm's start included: sets train.num_steps"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +77,27 @@ class ReadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClassesConfig:
+    """A subset of a task's classes, drawn anew for each seed."""
+
+    number: int = param(REQUIRED, "classes", ge=2)
+    rows_a_class: int | None = param(None, "rows of train of each class", ge=1)
+    rows: int | None = param(None, "rows of train in all, in place of rows_a_class", ge=2)
+
+    def __post_init__(self) -> None:
+        if (self.rows_a_class is None) == (self.rows is None):
+            raise ConfigError(
+                f"classes: rows_a_class={self.rows_a_class} and rows={self.rows}; set one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskEntry:
     """A task that finished runs are fine-tuned on; its score is the metric of that name."""
 
     file: str = path_param(REQUIRED, "task file, or name of a shipped task")
     set: dict[str, Any] = section(dict, "overrides by dotted path")
+    classes: ClassesConfig | None = param(None, "some of its classes; null takes all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +115,9 @@ class PartConfig:
     tasks: tuple[str, ...] = param((), "tasks that finished runs are fine-tuned on")
     other_batches: str = param(
         "", "why arms of a seed see other batches; empty: they must see the same ones"
+    )
+    regress: bool = param(
+        False, "fit the differences of metrics NAME@X to log X, and give the slope's interval"
     )
     published: tuple[StatementConfig, ...] = param((), "statements about it")
 
@@ -137,6 +165,8 @@ class StudyConfig:
                     )
             elif arm.grow is not None:
                 raise ConfigError(f"arms.{name}.grow has nothing to grow; set its start")
+            if arm.flops_of is not None:
+                known_name("arms", self.arms, arm.flops_of, f"arms.{name}.flops_of")
         for name, part in self.parts.items():
             self._check(f"parts.{name}", part)
         for name, preset in self.presets.items():
@@ -159,6 +189,7 @@ class StudyConfig:
             known_name("probes", PROBES, probe, f"{where}.probes")
         known = [*OF_RUNS, *part.tasks]
         known += [f"{what}@{name}" for name in self.reads for what in ("loss", "accuracy")]
+        known += [f"{what}.{task}" for task in part.tasks for what in OF_TASKS]
         known += [metric for probe in part.probes for metric in PROBES[probe].metrics]
         for metric in part.metrics:
             if not any(fits(metric, one) for one in known):
@@ -215,11 +246,10 @@ class StudyRun:
     grow: GrowConfig | None
 
     @property
-    def data_digest(self) -> str:
-        """Of all that decides which batches it sees, but for how many."""
-        return digest(replace(self.config.data, workers=0)) + repr(
-            (self.config.seed, self.config.batches.stretches, self.config.objective)
-        )
+    def batches(self) -> str:
+        """All that decides which batches it sees, but for how many."""
+        config = self.config
+        return f"{config.data} {config.seed} {config.batches.stretches} {config.objective}"
 
 
 @dataclass(frozen=True)
@@ -292,6 +322,7 @@ def plan(
         run = _add(study, base, cell, seed, runs, names)
         if not parts or cell.part in parts:
             of_cells.setdefault(cell, {})[seed] = run.name
+    _require_same_batches(study, runs, of_cells)
     wanted = {run for of_seeds in of_cells.values() for run in of_seeds.values()}
     wanted |= {start for run in wanted if (start := runs[run].start) is not None}
     kept = dict.fromkeys(cell.part for cell in of_cells)
@@ -332,25 +363,37 @@ def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]
     tree = asdict(config)
     for values in layers:
         for path, value in values.items():
-            *above, last = path.split(".")
-            place = tree
-            for key in above:
-                place = place.get(key) if isinstance(place, dict) else None  # type: ignore[assignment]
-            if not isinstance(place, dict) or last not in place:
-                raise ConfigError(f"{path} = {value!r}: a pre-training run has no such field")
-            place[last] = _times(path, value, place[last])
+            place, last = _place(tree, path, f"{path} = {value!r}")
+            place[last] = _computed(tree, path, value, place[last])
     plain: dict[str, Any] = _without_tuples(tree)
     return plain
 
 
-def _times(path: str, value: Any, below: Any) -> Any:
-    match = _TIMES.fullmatch(value) if isinstance(value, str) else None
+def _place(tree: dict[str, Any], path: str, what: str) -> tuple[dict[str, Any], str]:
+    *above, last = path.split(".")
+    place: Any = tree
+    for key in above:
+        place = place.get(key) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or last not in place:
+        raise ConfigError(f"{what}: a pre-training run has no field {path}")
+    return place, last
+
+
+def _computed(tree: dict[str, Any], path: str, value: Any, below: Any) -> Any:
+    """Compute a value that is said as a share of another; a whole number stays one, 1 at least."""
+    text = value if isinstance(value, str) else ""
+    match, of = _TIMES.fullmatch(text), path
     if match is None:
-        return value
+        match = _SHARE.fullmatch(text)
+        if match is None:
+            return value
+        of = match[2]
+        place, last = _place(tree, of, f"{path} = {value!r}")
+        below = place[last]
     if isinstance(below, bool) or not isinstance(below, (int, float)):
-        raise ConfigError(f"{path} = {value!r}: there is no number below it, but {below!r}")
+        raise ConfigError(f"{path} = {value!r}: {of} is {below!r}, not a number")
     found = float(match[1]) * below
-    return max(1, round(found)) if isinstance(below, int) and below else found
+    return max(1, round(found)) if isinstance(below, int) else found
 
 
 def _without_tuples(value: Any) -> Any:
@@ -366,6 +409,22 @@ def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[Cell]:
         for combination in product(*levels):
             for arm in part.arms:
                 yield Cell(name, arm, combination)
+
+
+def _require_same_batches(
+    study: StudyConfig, runs: Mapping[str, StudyRun], of_cells: Mapping[Cell, Mapping[int, str]]
+) -> None:
+    """Refuse a part whose arms would see other batches, unless it says why (ConfigError)."""
+    for cell, of_seeds in of_cells.items():
+        part = study.parts[cell.part]
+        first = of_cells[replace(cell, arm=part.arms[0])]
+        other = [s for s, run in of_seeds.items() if runs[run].batches != runs[first[s]].batches]
+        if other and not part.other_batches:
+            raise ConfigError(
+                f"parts.{cell.part}: {cell.arm} and {part.arms[0]} would see other batches: their "
+                "data, batch sizes or starts differ; make them the same, or say why in "
+                "other_batches"
+            )
 
 
 def _add(
@@ -390,6 +449,12 @@ def _add(
     shown = "+".join((cell.arm, *(f"{a}={b}" for a, b in zip(part.grid, cell.levels, strict=True))))
     values = _changed(base, [*layers, {"seed": seed_of_run}])
     config = build(PretrainConfig, values, f"{cell.part}, {shown}")
+    if arm.flops_of is not None:
+        like = _add(study, base, replace(cell, arm=arm.flops_of), seed, runs, names)
+        chain = [like, runs[like.start]] if like.start else [like]
+        whole = sum(run_plan(run.config).flops for run in chain)
+        steps = round(whole / run_plan(config).flops * config.train.num_steps)
+        config = replace(config, train=replace(config.train, num_steps=steps))
     key = digest((config, start, arm.grow)) if start else digest(config)
     if key not in names:
         name = re.sub(r"[^\w.+=-]+", "_", shown, flags=re.ASCII).lstrip(".-")

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.config.load import provenance
 from pipeline.runtime.files import write_atomic
 from pipeline.runtime.summary import duration
-from studies.analysis import LEVEL, Effect, Summary, effects, summaries, verdicts
+from studies.analysis import LEVEL, Effect, Summary, effects, slopes, summaries, verdicts
 from studies.config import Plan
 from studies.reading import Reading
 
@@ -25,12 +25,8 @@ def write(
     readings: Mapping[str, Reading],
     batches: str,
     folder: Path,
-    more: tuple[dict[str, Any], Sequence[str]] = ({}, ()),
 ) -> dict[str, Any]:
-    """Write NAME.md, NAME.json and a figure a part into a folder; return what the JSON holds.
-
-    `more` is what the study's own file of analysis adds: values for the JSON, lines for the page.
-    """
+    """Write NAME.md, NAME.json and a figure a part into a folder; return what the JSON holds."""
     found, cells = effects(plan, readings), summaries(plan, readings)
     body = {
         "study": plan.name,
@@ -44,7 +40,7 @@ def write(
         "effects": [_plain(asdict(each) | {"verdict": each.verdict}) for each in found],
         "cells": [_plain(asdict(each)) for each in cells],
         "runs": {name: _run(plan, name, reading) for name, reading in readings.items()},
-        "more": _plain(more[0]),
+        "slopes": _plain(slopes(plan, found)),
         "versions": {**provenance(), "machine": platform.machine()},
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +54,7 @@ def write(
             file = f"{plan.name}-{part}.svg"
             write_atomic(folder / file, text)
             pictures.append(part)
-    page = "\n".join(_page(plan, body, (found, cells), pictures, more[1])) + "\n"
+    page = "\n".join(_page(plan, body, (found, cells), pictures)) + "\n"
     write_atomic(folder / f"{plan.name}.md", page.encode())
     return body
 
@@ -89,7 +85,6 @@ def _page(
     body: Mapping[str, Any],
     numbers: tuple[Sequence[Effect], Sequence[Summary]],
     pictures: Sequence[str],
-    more: Sequence[str],
 ) -> Iterator[str]:
     found, cells = numbers
     study, state = plan.study, "partial results" if body["partial"] else ""
@@ -112,9 +107,6 @@ def _page(
     if study.limits:
         yield ""
         yield f"What this cannot say: {study.limits.strip()}"
-    if more:
-        yield ""
-        yield from more
     for name, part in plan.parts.items():
         yield ""
         yield f"## {name}: {part.asks}"
@@ -130,6 +122,7 @@ def _page(
         yield from _table([cell for cell in cells if cell.cell.part == name], part.metrics)
         yield ""
         yield from _difference_table([each for each in found if each.part == name])
+        yield from _slope_lines([each for each in body["slopes"] if each["part"] == name])
 
 
 def _how_sure(plan: Plan, found: Sequence[Effect]) -> str:
@@ -185,6 +178,20 @@ def _difference_table(found: Sequence[Effect]) -> Iterator[str]:
         yield (
             f"| {'/'.join(each.levels)} | {each.arm} - {each.against} | {each.metric} | {mean} | "
             f"{limits} | {len(each.pairs)} ({each.lost}) | {each.verdict} |"
+        )
+
+
+def _slope_lines(fitted: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for each in fitted:
+        yield ""
+        if each["low"] is None:
+            yield f"{each['metric']}, {each['arm']}: too few numbers of classes for a slope."
+            continue
+        word = "decided" if each["low"] > 0 or each["high"] < 0 else "not decided"
+        yield (
+            f"{each['metric']}, {each['arm']} - {each['against']}: {each['slope']:+.4f} for each "
+            f"e-fold, {LEVEL:.0%} interval {each['low']:+.4f} .. {each['high']:+.4f} "
+            f"({each['pairs']} pairs, least squares on the logarithm; {word})."
         )
 
 

@@ -127,7 +127,9 @@ def _measured(plan: Plan, run: StudyRun, folder: Path, out: Path) -> list[Measur
     reads = {
         metric.partition("@")[2]
         for metric in metrics
-        if "@" in metric and not any(fits(metric, pattern) for pattern in probed)
+        if "@" in metric
+        and metric.rpartition(".")[2] not in plan.tasks
+        and not any(fits(metric, pattern) for pattern in probed)
     }
     wanted |= {f"read {name}": asdict(plan.study.reads[name]) for name in sorted(reads)}
     path = out / "readings" / f"{run.name.replace('/', '+')}.json"
@@ -161,13 +163,31 @@ def _measure(name: str, settings: dict[str, Any], folder: Path, config: Pretrain
 
 
 def _scores(plan: Plan, run: StudyRun, out: Path) -> dict[str, float]:
-    """Read the scores of the fine-tunings that are finished."""
-    found = {}
+    """Read the scores of the fine-tunings that are finished, and what else is asked of them."""
+    found: dict[str, float] = {}
+    asked = {metric for part in plan.parts.values() for metric in part.metrics}
     for task in plan.tasks:
-        path = tasks_folder(out) / run.name / task / "result.json"
-        if path.is_file():
-            found[task] = float(json.loads(path.read_bytes())["mean"])
+        folder = tasks_folder(out) / run.name / task
+        if not (folder / "result.json").is_file():
+            continue
+        found[task] = float(json.loads((folder / "result.json").read_bytes())["mean"])
+        lines = read_json_lines(RunFolder(folder).metrics)
+        last = [line for line in lines if line["kind"] == "train"][-1]
+        found[f"train_loss.{task}"] = last["loss"]
+        if "grad_norm_layer_00" in last:
+            found[f"gradient.{task}"] = last["grad_norm_layer_00"]
+        if f"entropy.{task}" in asked:
+            found[f"entropy.{task}"] = _upper_entropy(run, folder)
     return found
+
+
+def _upper_entropy(run: StudyRun, folder: Path) -> float:
+    """Measure the highest layer of a fine-tuned encoder on the pre-training run's held-out text."""
+    path = folder / "study-entropy.json"
+    if not path.is_file():
+        found = PROBES["sparsity"].measure(folder, run.config, {})
+        write_json_atomic(path, {"entropy": found.profiles["entropy"][-1]})
+    return float(json.loads(path.read_bytes())["entropy"])
 
 
 def check_batches(plan: Plan, out: Path) -> str:
@@ -186,7 +206,7 @@ def check_batches(plan: Plan, out: Path) -> str:
         if not RunFolder(folder).batches.is_file():
             continue
         hashes = [record.hash for record in read_batches(folder)]
-        other, seen = first.setdefault(run.data_digest, (run.name, hashes))
+        other, seen = first.setdefault(run.batches, (run.name, hashes))
         common = min(len(seen), len(hashes))
         wrong = next((i for i in range(common) if seen[i] != hashes[i]), None)
         if wrong is not None:
@@ -198,7 +218,7 @@ def check_batches(plan: Plan, out: Path) -> str:
         if other != run.name:
             runs, batches = runs + 1, batches + common
         if len(hashes) > len(seen):
-            first[run.data_digest] = (run.name, hashes)
+            first[run.batches] = (run.name, hashes)
     return (
         f"{batches:,} batches of {runs} runs were compared by hash with those of another run of "
         "their seed, masks included: all equal"

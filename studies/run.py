@@ -21,6 +21,7 @@ from pipeline.errors import EXIT_PREEMPTED, ConfigError, DataError
 from pipeline.model.architecture import is_model_folder
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
+from studies.classes import subset
 from studies.config import Plan, StudyRun
 from studies.reading import outcome, runs_folder, tasks_folder
 
@@ -147,7 +148,10 @@ def _point(run: StudyRun, out: Path) -> dict[str, Any]:
 
 
 def _task_point(plan: Plan, run: StudyRun, task: str, out: Path) -> dict[str, Any]:
-    config = replace(plan.tasks[task], name=task, model=str(_folder(run, out).resolve()))
+    config, classes = plan.tasks[task], plan.study.tasks[task].classes
+    if classes is not None:
+        config = subset(config, classes, run.seed, out / "rows" / f"{task}+seed-{run.seed}")
+    config = replace(config, name=task, model=str(_folder(run, out).resolve()))
     config = replace(config, train=replace(config.train, seeds=(run.seed,)))
     file = out / "configs" / run.name / f"{task}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
