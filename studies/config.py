@@ -314,12 +314,10 @@ def plan(
     of_tasks = tuple(
         text.removeprefix(_OF_TASKS) for text in overrides if text.startswith(_OF_TASKS)
     )
-    base = _base(study, chosen, out, given)
-    runs: dict[str, StudyRun] = {}
-    names: dict[str, str] = {}
-    of_cells: dict[Cell, dict[int, str]] = {}
+    layout = _Layout(study, _base(study, chosen, out, given))
+    runs, of_cells = layout.runs, dict[Cell, dict[int, str]]()
     for cell, seed in product(_cells(study, chosen), seeds):
-        run = _add(study, base, cell, seed, runs, names)
+        run = layout.add(cell, seed)
         if not parts or cell.part in parts:
             of_cells.setdefault(cell, {})[seed] = run.name
     _require_same_batches(study, runs, of_cells)
@@ -427,39 +425,54 @@ def _require_same_batches(
             )
 
 
-def _add(
-    study: StudyConfig,
-    base: PretrainConfig,
-    cell: Cell,
-    seed: int,
-    runs: dict[str, StudyRun],
-    names: dict[str, str],
-) -> StudyRun:
-    """Add the run of a cell and a seed, and the one that it starts from, unless they are there."""
-    part, arm = study.parts[cell.part], study.arms[cell.arm]
-    start: str | None = None
-    if arm.start is not None:
-        before = replace(cell, arm=arm.start)
-        start = _add(study, base, before, seed, runs, names).name
-        seed_of_run = seed + CONTINUED_SEED
-    else:
-        seed_of_run = seed
-    levels = zip(part.grid, cell.levels, strict=True)
-    layers = [part.set, *(study.factors[factor][level] for factor, level in levels), arm.set]
-    shown = "+".join((cell.arm, *(f"{a}={b}" for a, b in zip(part.grid, cell.levels, strict=True))))
-    values = _changed(base, [*layers, {"seed": seed_of_run}])
-    config = build(PretrainConfig, values, f"{cell.part}, {shown}")
-    if arm.flops_of is not None:
-        like = _add(study, base, replace(cell, arm=arm.flops_of), seed, runs, names)
-        chain = [like, runs[like.start]] if like.start else [like]
+class _Layout:
+    """The runs of a study while it is laid out."""
+
+    def __init__(self, study: StudyConfig, base: PretrainConfig) -> None:
+        self.runs: dict[str, StudyRun] = {}
+        self._study, self._base = study, base
+        self._names: dict[str, str] = {}
+        """Of runs, by what they compute."""
+        self._configs: dict[Cell, PretrainConfig] = {}
+        """Without their seeds."""
+
+    def add(self, cell: Cell, seed: int) -> StudyRun:
+        """Add the run of a cell and a seed, and the one that it starts from, unless they are there.
+
+        Raises:
+            ConfigError: the run's config is wrong.
+        """
+        arm, start = self._study.arms[cell.arm], None
+        if arm.start is not None:
+            start = self.add(replace(cell, arm=arm.start), seed).name
+        if cell not in self._configs:
+            self._configs[cell] = self._config(cell, seed)
+        of_run = seed if start is None else seed + CONTINUED_SEED
+        config = replace(self._configs[cell], seed=of_run)
+        key = digest((config, start, arm.grow)) if start else digest(config)
+        if key not in self._names:
+            name = re.sub(r"[^\w.+=-]+", "_", self._shown(cell), flags=re.ASCII).lstrip(".-")
+            if f"{name}/seed-{seed}" in self.runs:
+                name = f"{name}-{key[:6]}"
+            name = self._names[key] = f"{name}/seed-{seed}"
+            self.runs[name] = StudyRun(name, cell, seed, config, start, arm.grow)
+        return self.runs[self._names[key]]
+
+    def _shown(self, cell: Cell) -> str:
+        grid = self._study.parts[cell.part].grid
+        levels = (f"{factor}={level}" for factor, level in zip(grid, cell.levels, strict=True))
+        return "+".join((cell.arm, *levels))
+
+    def _config(self, cell: Cell, seed: int) -> PretrainConfig:
+        study, part, arm = self._study, self._study.parts[cell.part], self._study.arms[cell.arm]
+        levels = zip(part.grid, cell.levels, strict=True)
+        layers = [part.set, *(study.factors[factor][level] for factor, level in levels), arm.set]
+        values = _changed(self._base, layers)
+        config = build(PretrainConfig, values, f"{cell.part}, {self._shown(cell)}")
+        if arm.flops_of is None:
+            return config
+        like = self.add(replace(cell, arm=arm.flops_of), seed)
+        chain = [like, self.runs[like.start]] if like.start else [like]
         whole = sum(run_plan(run.config).flops for run in chain)
         steps = round(whole / run_plan(config).flops * config.train.num_steps)
-        config = replace(config, train=replace(config.train, num_steps=steps))
-    key = digest((config, start, arm.grow)) if start else digest(config)
-    if key not in names:
-        name = re.sub(r"[^\w.+=-]+", "_", shown, flags=re.ASCII).lstrip(".-")
-        if f"{name}/seed-{seed}" in runs:
-            name = f"{name}-{key[:6]}"
-        names[key] = f"{name}/seed-{seed}"
-        runs[names[key]] = StudyRun(names[key], cell, seed, config, start, arm.grow)
-    return runs[names[key]]
+        return replace(config, train=replace(config.train, num_steps=steps))
