@@ -213,10 +213,11 @@ def summaries(plan: Plan, readings: Mapping[str, Reading]) -> list[Summary]:
 
 
 def verdicts(plan: Plan, found: Sequence[Effect]) -> list[str]:
-    """Say for each part, by its first metric, where which arm was better, and how sure that is."""
+    """Say for each part where which arm was better, in its first metric: at all X of a NAME@X."""
     lines = []
     for name, part in plan.parts.items():
-        mine = [each for each in found if each.part == name and each.metric == part.metrics[0]]
+        metric = part.metrics[0].partition("@")[0]
+        mine = [e for e in found if e.part == name and e.metric.partition("@")[0] == metric]
         for arm in part.arms[1:]:
             of_arm = [each for each in mine if each.arm == arm]
             done = [each for each in of_arm if each.interval is not None]
@@ -232,8 +233,21 @@ def verdicts(plan: Plan, found: Sequence[Effect]) -> list[str]:
                 for word, those in counted.items()
                 if those
             )
-            lines.append(f"{name}: {arm} against {part.arms[0]}, {part.metrics[0]}: {said}")
-    return lines
+            lines.append(f"{name}: {arm} against {part.arms[0]}, {metric}: {said}")
+    return lines + [f"{each['part']}: {slope_text(each)}" for each in slopes(plan, found)]
+
+
+def slope_text(fitted: Mapping[str, object]) -> str:
+    """Say what a fit of `slopes` found."""
+    pair = f"{fitted['metric']}, {fitted['arm']} - {fitted['against']}"
+    slope, low, high = (float(str(fitted[name])) for name in ("slope", "low", "high"))
+    if math.isnan(low):
+        return f"{pair}: too few numbers for a slope on the logarithm"
+    word = "decided" if low > 0 or high < 0 else "not decided"
+    return (
+        f"{pair}: {slope:+.4f} for each factor of e, {LEVEL:.0%} interval {low:+.4f} .. "
+        f"{high:+.4f} ({fitted['pairs']} pairs, least squares on the logarithm; {word})"
+    )
 
 
 def _where(those: Sequence[Effect], total: int) -> str:
@@ -241,7 +255,9 @@ def _where(those: Sequence[Effect], total: int) -> str:
     shown = []
     for each in those:
         assert each.interval is not None, "they are done"
-        place = f"{'/'.join(each.levels)}: " if each.levels else ""
+        at = each.metric.partition("@")[2]
+        place = "/".join((*each.levels, *([f"@{at}"] if at else [])))
+        place += ": " * bool(place)
         limits = ""
         if each.interval.method != "none":
             limits = f" [{each.interval.low:+.4f}, {each.interval.high:+.4f}]"

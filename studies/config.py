@@ -201,6 +201,11 @@ def fits(metric: str, pattern: str) -> bool:
     return metric.startswith(pattern[:-1]) if pattern.endswith("*") else metric == pattern
 
 
+def safe_name(text: str) -> str:
+    """Return a text as the name of a folder of a sweep."""
+    return re.sub(r"[^\w.+=-]+", "_", text, flags=re.ASCII).lstrip(".-")
+
+
 def known_name(kind: str, known: Mapping[str, Any] | Sequence[str], name: str, where: str) -> None:
     """Refuse a name that is not one of those there are (ConfigError)."""
     if name not in known:
@@ -451,7 +456,7 @@ class _Layout:
         config = replace(self._configs[cell], seed=of_run)
         key = digest((config, start, arm.grow)) if start else digest(config)
         if key not in self._names:
-            name = re.sub(r"[^\w.+=-]+", "_", self._shown(cell), flags=re.ASCII).lstrip(".-")
+            name = safe_name(self._shown(cell))
             if f"{name}/seed-{seed}" in self.runs:
                 name = f"{name}-{key[:6]}"
             name = self._names[key] = f"{name}/seed-{seed}"

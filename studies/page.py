@@ -122,7 +122,6 @@ def _page(
         yield from _table([cell for cell in cells if cell.cell.part == name], part.metrics)
         yield ""
         yield from _difference_table([each for each in found if each.part == name])
-        yield from _slope_lines([each for each in body["slopes"] if each["part"] == name])
 
 
 def _how_sure(plan: Plan, found: Sequence[Effect]) -> str:
@@ -178,20 +177,6 @@ def _difference_table(found: Sequence[Effect]) -> Iterator[str]:
         yield (
             f"| {'/'.join(each.levels)} | {each.arm} - {each.against} | {each.metric} | {mean} | "
             f"{limits} | {len(each.pairs)} ({each.lost}) | {each.verdict} |"
-        )
-
-
-def _slope_lines(fitted: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for each in fitted:
-        yield ""
-        if each["low"] is None:
-            yield f"{each['metric']}, {each['arm']}: too few numbers of classes for a slope."
-            continue
-        word = "decided" if each["low"] > 0 or each["high"] < 0 else "not decided"
-        yield (
-            f"{each['metric']}, {each['arm']} - {each['against']}: {each['slope']:+.4f} for each "
-            f"e-fold, {LEVEL:.0%} interval {each['low']:+.4f} .. {each['high']:+.4f} "
-            f"({each['pairs']} pairs, least squares on the logarithm; {word})."
         )
 
 

@@ -18,7 +18,7 @@ from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
-from studies.config import Plan, StudyRun, fits
+from studies.config import Plan, StudyRun, fits, safe_name
 from studies.probes import PROBES, Measured, read_masks
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,11 @@ def runs_folder(out: Path) -> Path:
 def tasks_folder(out: Path) -> Path:
     """Return the folder of its fine-tunings."""
     return out / "tasks"
+
+
+def task_name(run: str, task: str) -> str:
+    """Return the folder of a fine-tuning below that."""
+    return f"{run}/{safe_name(task)}"
 
 
 def outcome(folder: Path) -> Outcome:
@@ -90,6 +95,9 @@ def read(plan: Plan, run: StudyRun, out: Path) -> Reading:
     seconds = float(train[-1]["elapsed_s"]) if train else 0.0
     attempts = read_json_lines(seen.attempts)
     versions = {name: attempts[-1].get(name) for name in _VERSIONS} if attempts else {}
+    if state == "missing" and run.start is not None:
+        # It cannot start: its start gave up.
+        state = "diverged" if outcome(runs_folder(out) / run.start) == "diverged" else state
     if state != "finished":
         return Reading(state, seconds, versions=versions)
     steps = run.config.train.num_steps
@@ -167,7 +175,7 @@ def _scores(plan: Plan, run: StudyRun, out: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     asked = {metric for part in plan.parts.values() for metric in part.metrics}
     for task in plan.tasks:
-        folder = tasks_folder(out) / run.name / task
+        folder = tasks_folder(out) / task_name(run.name, task)
         if not (folder / "result.json").is_file():
             continue
         found[task] = float(json.loads((folder / "result.json").read_bytes())["mean"])

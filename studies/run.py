@@ -23,7 +23,7 @@ from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
 from studies.classes import subset
 from studies.config import Plan, StudyRun
-from studies.reading import outcome, runs_folder, tasks_folder
+from studies.reading import outcome, runs_folder, task_name, tasks_folder
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +153,10 @@ def _task_point(plan: Plan, run: StudyRun, task: str, out: Path) -> dict[str, An
         config = subset(config, classes, run.seed, out / "rows" / f"{task}+seed-{run.seed}")
     config = replace(config, name=task, model=str(_folder(run, out).resolve()))
     config = replace(config, train=replace(config.train, seeds=(run.seed,)))
-    file = out / "configs" / run.name / f"{task}.yaml"
+    file = out / "configs" / f"{task_name(run.name, task)}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, to_yaml(config).encode())
-    return {"folder": f"{run.name}/{task}", "config": str(file.resolve())}
+    return {"folder": task_name(run.name, task), "config": str(file.resolve())}
 
 
 def _has_rows(plan: Plan, task: str) -> bool:

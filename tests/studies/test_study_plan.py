@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch import sweep
 from pipeline.config.load import build
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import FieldsConfig, KindConfig, TaskConfig, TaskDataConfig
-from studies import cost
+from studies import cost, reading
 from studies.classes import subset
 from studies.config import HOME, PRESETS, Cell, ClassesConfig, Plan, StudyConfig, plan, read_study
 
@@ -63,6 +64,9 @@ def test_committed_studies_resolve_and_pair_their_batches(name: str, preset: str
         if run.start is not None:
             source = made.runs[run.start]
             assert run.config.seed != source.config.seed
+    folders = [*made.runs, *(reading.task_name(*each) for each in made.fine_tunings)]
+    assert all(sweep._SAFE_NAME.fullmatch(folder) for folder in folders)
+    assert len(set(folders)) == len(folders)
     for cell, of_seeds in made.of_cells.items():
         part = made.parts[cell.part]
         first = made.of_cells[dataclasses.replace(cell, arm=part.arms[0])]

@@ -13,6 +13,11 @@ import pytest
 import scipy.stats
 
 from pipeline.data.format import DatasetIndex
+from studies import reading
+from studies.config import plan
+from studies.run import Where, run_missing
+from tests.studies.test_study_plan import study_of
+from tests.support.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -100,3 +105,23 @@ def test_a_study_is_stopped_continued_and_reported(dataset: DatasetIndex, tmp_pa
     refused = subprocess.run(changed, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "was started with another config (train.lr was 0.003 and is 0.001)" in refused.stderr
+
+
+def test_a_cluster_gets_one_array_of_what_can_start(
+    dataset: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", slurm.environment["PATH"])
+    profile = {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "python": sys.executable}
+    (tmp_path / "c.yaml").write_text(json.dumps(profile))
+    study = study_of(
+        arms={"plain": {}, "late": {"start": "plain", "set": {"model.score_residual": "sum"}}},
+        parts={"one": {"asks": "?", "arms": ["plain", "late"], "other_batches": "they go on"}},
+    )
+    words = [f"data.dir={dataset.folder}", "model.vocab_size=null"]
+    made = plan("mine", study, "small", out=tmp_path, overrides=words)
+    assert run_missing(made, tmp_path, Where(1, str(tmp_path / "c.yaml"))) == 0
+    [[_, script]] = slurm.calls
+    assert "#SBATCH --array=0-1%1" in script
+    outcomes = [reading.read(made, run, tmp_path).outcome for run in made.runs.values()]
+    assert outcomes == ["missing"] * 4
