@@ -1,24 +1,20 @@
 """`postnorm study`: runs what is missing of a study, and writes its page, JSON and figures."""
 
 import argparse
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import EXIT_FINISHED, ConfigError
 from pipeline.runtime import cli
 from pipeline.runtime.cli import Verb
-from studies import config as configs
-from studies.config import PRESETS, Plan, plan, read_study
+from studies.config import HOME, PRESETS, Plan, StudyConfig, plan, read_study
 from studies.cost import cost_lines
-
-logger = logging.getLogger(__name__)
 
 _LEFT = "runs keep their checkpoints; the same command continues the study"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(sorted(path.stem for path in configs.HOME.glob("*.yaml")))
+    known = ", ".join(sorted(path.stem for path in HOME.glob("*.yaml")))
     parser.description = (
         "Runs what is missing of a study, and writes OUT/NAME.md, .json and figures; the same "
         f"command resumes it.\nA study is a YAML file, or one of: {known}."
@@ -55,26 +51,26 @@ def _study(arguments: argparse.Namespace) -> int:
 
         return speed(name, study, arguments, out)
     if arguments.dry_run:
-        for preset in PRESETS:
-            made = plan(
-                name, study, preset, out=out, overrides=arguments.overrides,
-                parts=_parts_of(study, preset, arguments.part), most_seeds=arguments.seeds,
-            )  # fmt: skip
-            print("\n".join(cost_lines(made, listed=preset == arguments.preset)))
+        for preset in (*(each for each in PRESETS if each != arguments.preset), arguments.preset):
+            if set(arguments.part) <= set(study.parts_of(preset)) or preset == arguments.preset:
+                made = _plan(name, study, preset, out, arguments)
+                print("\n".join(cost_lines(made, listed=preset == arguments.preset)))
         return EXIT_FINISHED
-    made = plan(
-        name, study, arguments.preset, out=out, overrides=arguments.overrides,
-        parts=arguments.part, most_seeds=arguments.seeds,
-    )  # fmt: skip
-    return _run(made, arguments, out)
+    return _run(_plan(name, study, arguments.preset, out, arguments), arguments, out)
 
 
-def _parts_of(study: configs.StudyConfig, preset: str, wanted: list[str]) -> list[str]:
-    """Leave out wanted parts that another preset than the asked one lacks."""
-    for part in wanted:
-        configs.known_name("parts", study.parts, part, "--part")
-    has = study.presets[preset].parts or tuple(study.parts)
-    return [part for part in wanted if part in has]
+def _plan(
+    name: str, study: StudyConfig, preset: str, out: Path, arguments: argparse.Namespace
+) -> Plan:
+    return plan(
+        name,
+        study,
+        preset,
+        out=out,
+        overrides=arguments.overrides,
+        parts=arguments.part,
+        most_seeds=arguments.seeds,
+    )
 
 
 def _run(made: Plan, arguments: argparse.Namespace, out: Path) -> int:
@@ -108,7 +104,7 @@ VERBS = (
         _study,
         "study realformer --dry-run\n"
         "study realformer --local --jobs 2 --out runs/realformer\n"
-        "study packing data.dir=data/mine --part masks\n"
+        "study packing data.dir=data/mine --part units\n"
         "study realformer --preset gpu --cluster c.yaml --jobs 8",
         if_interrupted=_LEFT,
     ),

@@ -178,6 +178,10 @@ class StudyConfig:
                 for level in levels:
                     known_name(f"factor {factor}", self.factors[factor], level, where)
 
+    def parts_of(self, preset: str) -> tuple[str, ...]:
+        """Name the parts of a preset."""
+        return self.presets[preset].parts or tuple(self.parts)
+
     def _check(self, where: str, part: PartConfig) -> None:
         for arm in part.arms:
             known_name("arms", self.arms, arm, f"{where}.arms")
@@ -313,7 +317,7 @@ def plan(
     known_name("presets", study.presets, preset, "--preset")
     chosen = study.presets[preset]
     for part in parts:
-        known_name("parts", study.parts, part, "--part")
+        known_name(f"parts of preset {preset}", study.parts_of(preset), part, "--part")
     seeds = chosen.seeds[:most_seeds]
     given = [text for text in overrides if not text.startswith(_OF_TASKS)]
     of_tasks = tuple(
@@ -406,8 +410,9 @@ def _without_tuples(value: Any) -> Any:
 
 
 def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[Cell]:
-    for name in preset.parts or study.parts:
-        part = study.parts[name]
+    for name, part in study.parts.items():
+        if preset.parts and name not in preset.parts:
+            continue
         levels = [preset.levels.get(factor) or tuple(study.factors[factor]) for factor in part.grid]
         for combination in product(*levels):
             for arm in part.arms:

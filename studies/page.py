@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -41,7 +42,7 @@ def write(
         "cells": [_plain(asdict(each)) for each in cells],
         "runs": {name: _run(plan, name, reading) for name, reading in readings.items()},
         "slopes": _plain(slopes(plan, found)),
-        "versions": {**provenance(), "machine": platform.machine()},
+        "versions": {**provenance(), "machine": platform.machine(), "device": _device()},
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(
@@ -57,6 +58,15 @@ def write(
     page = "\n".join(_page(plan, body, (found, cells), pictures)) + "\n"
     write_atomic(folder / f"{plan.name}.md", page.encode())
     return body
+
+
+def _device() -> str:
+    """Name what this machine computes on; runs of a cluster name their hosts."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"{os.cpu_count()} CPU cores"
 
 
 def _run(plan: Plan, name: str, reading: Reading) -> dict[str, Any]:

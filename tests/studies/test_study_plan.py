@@ -186,7 +186,7 @@ def test_mistakes_in_an_arm_are_named(arm: dict[str, Any], message: str) -> None
 def test_unknown_names_of_the_command_line_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor a study; expected a path, or "):
         read_study("realfromer")
-    with pytest.raises(ConfigError, match="--part: 'two' is not of parts: one"):
+    with pytest.raises(ConfigError, match="--part: 'two' is not of parts of preset small: one"):
         plan_of(study_of(), parts=["two"])
     with pytest.raises(ConfigError, match=r"unknown key 'train\.rate'"):
         plan_of(study_of(), "train.rate=1")
