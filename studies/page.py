@@ -18,6 +18,7 @@ from studies.config import Plan
 from studies.reading import Reading
 
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
+_MARKED: dict[str, Any] = {"marker": "o", "ms": 3, "capsize": 2}
 _SMALL = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -210,7 +211,9 @@ def figure(
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    profiles = sorted({n for run in _runs_of(plan, part) for n in readings[run].profiles})
+    # Runs that another part probes have profiles, too.
+    probed = _runs_of(plan, part) if plan.parts[part].probes else []
+    profiles = sorted({name for run in probed for name in readings[run].profiles})
     columns = max(2, len(profiles))
     rows = len(metrics) + bool(profiles)
     with mpl.rc_context({**_SMALL, "svg.hashsalt": "postnorm", "svg.fonttype": "none"}):
@@ -218,8 +221,9 @@ def figure(
             rows, columns, figsize=(3.6 * columns, 2.7 * rows), squeeze=False, layout="constrained"
         )
         for row, (title, names) in enumerate(metrics.items()):
-            _draw_values(axes[row][0], mine, names)
-            _draw_differences(axes[row][1], [e for e in found if e.part == part], names)
+            labels = _draw_values(axes[row][0], mine, names)
+            of_part = [each for each in found if each.part == part]
+            _draw_differences(axes[row][1], of_part, names, labels)
             axes[row][0].set_title(title)
             axes[row][1].set_title(f"{title}, minus {plan.parts[part].arms[0]}")
             for unused in axes[row][2:]:
@@ -251,7 +255,10 @@ def _axes(metrics: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _draw_values(panel: Any, cells: Sequence[Summary], names: Sequence[str]) -> None:
+def _draw_values(panel: Any, cells: Sequence[Summary], names: Sequence[str]) -> list[str]:
+    """Draw means with deviations over seeds; return the lines' labels, by whose order they have
+    their colours.
+    """
     lines: dict[str, list[tuple[str, float, float]]] = {}
     for cell in cells:
         for name in names:
@@ -259,25 +266,30 @@ def _draw_values(panel: Any, cells: Sequence[Summary], names: Sequence[str]) -> 
                 label, place = _place(cell.cell.arm, cell.cell.levels, name, len(names))
                 spread = cell.deviations.get(name, 0.0)
                 lines.setdefault(label, []).append((place, cell.means[name], spread))
-    for label, points in lines.items():
+    for number, (label, points) in enumerate(lines.items()):
         places, means, spreads = zip(*points, strict=True)
-        panel.errorbar(places, means, yerr=spreads, marker="o", ms=3, capsize=2, label=label)
+        panel.errorbar(places, means, spreads, label=label, color=f"C{number}", **_MARKED)
+    return list(lines)
 
 
-def _draw_differences(panel: Any, found: Sequence[Effect], names: Sequence[str]) -> None:
-    lines: dict[str, list[tuple[str, float, float]]] = {}
+def _draw_differences(
+    panel: Any, found: Sequence[Effect], names: Sequence[str], labels: Sequence[str]
+) -> None:
+    """Draw differences with their intervals, in the colours of the arms' lines."""
+    lines: dict[str, list[tuple[str, float, float, float]]] = {}
     for each in found:
         if each.metric in names and each.interval is not None:
             label, place = _place(each.arm, each.levels, each.metric, len(names))
-            half = each.interval.high - each.interval.mean
-            lines.setdefault(label, []).append(
-                (place, each.interval.mean, half if math.isfinite(half) else 0.0)
-            )
+            of = each.interval
+            below, above = of.mean - of.low, of.high - of.mean
+            if of.method == "none":
+                below = above = 0.0
+            lines.setdefault(label, []).append((place, of.mean, below, above))
     panel.axhline(0.0, color="0.6", lw=0.8)
-    panel.plot([], [])  # the colour of the first arm, which has no difference
     for label, points in lines.items():
-        places, means, halves = zip(*points, strict=True)
-        panel.errorbar(places, means, yerr=halves, marker="o", ms=3, capsize=2, label=label)
+        places, means, below, above = zip(*points, strict=True)
+        colour = f"C{labels.index(label)}"
+        panel.errorbar(places, means, [below, above], color=colour, **_MARKED)
 
 
 def _place(arm: str, levels: tuple[str, ...], metric: str, num_names: int) -> tuple[str, str]:
@@ -297,5 +309,6 @@ def _draw_profile(
         mine = [readings[run].profiles[name] for run in runs.values() if readings[run].profiles]
         if cell.part == part and mine:
             means = [sum(of) / len(of) for of in zip(*mine, strict=True)]
-            panel.plot(range(1, len(means) + 1), means, marker=".", label=cell.arm)
+            colour = f"C{plan.parts[part].arms.index(cell.arm)}"
+            panel.plot(range(1, len(means) + 1), means, marker=".", color=colour)
     panel.set_title(f"{name} by layer")

@@ -35,7 +35,7 @@ arms:
   plain: {}
   carried: {set: {model.score_residual: sum}}
 parts:
-  one: {asks: does it?, arms: [plain, carried], probes: [sparsity],
+  one: {asks: 'does it?', arms: [plain, carried], probes: [sparsity],
         metrics: [held_out_loss, accuracy, entropy, loss@tokens]}
 reads:
   tokens: {set: {data.masking: token}}
