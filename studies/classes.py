@@ -61,6 +61,8 @@ def subset(config: TaskConfig, sizes: ClassesConfig, seed: int, folder: Path) ->
             config.data,
             root=str(folder.resolve()),
             format="jsonl",
+            columns=(),
+            drop_labels=(),
             labels=tuple(chosen),
             fields=FieldsConfig(text="text"),
             **{split: (_FILE.format(split),) for split in rows},

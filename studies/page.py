@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,11 @@ def write(
 
 def _device() -> str:
     """Name what this machine computes on; runs of a cluster name their hosts."""
-    import torch
+    if find_spec("torch") is not None:
+        import torch
 
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
+        if torch.cuda.is_available():
+            return str(torch.cuda.get_device_name())
     return f"{os.cpu_count()} CPU cores"
 
 
