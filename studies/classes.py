@@ -65,7 +65,9 @@ def subset(config: TaskConfig, sizes: ClassesConfig, seed: int, folder: Path) ->
             drop_labels=(),
             labels=tuple(chosen),
             fields=FieldsConfig(text="text"),
-            **{split: (_FILE.format(split),) for split in rows},
+            train=(_FILE.format("train"),),
+            dev=(_FILE.format("dev"),),
+            test=(_FILE.format("test"),),
         ),
     )
 

@@ -74,14 +74,8 @@ def _device() -> str:
 
 def _run(plan: Plan, name: str, reading: Reading) -> dict[str, Any]:
     run = plan.runs[name]
-    return _plain(
-        {
-            "arm": run.cell.arm,
-            "seed": run.seed,
-            "start": run.start,
-            **asdict(reading),
-        }
-    )  # type: ignore[no-any-return]
+    about = {"arm": run.cell.arm, "seed": run.seed, "start": run.start}
+    return dict(_plain({**about, **asdict(reading)}))
 
 
 def _plain(value: Any) -> Any:
@@ -283,10 +277,9 @@ def _draw_differences(
         if each.metric in names and each.interval is not None:
             label, place = _place(each.arm, each.levels, each.metric, len(names))
             of = each.interval
-            below, above = of.mean - of.low, of.high - of.mean
-            if of.method == "none":
-                below = above = 0.0
-            lines.setdefault(label, []).append((place, of.mean, below, above))
+            known = of.method != "none"
+            limits = (of.mean - of.low, of.high - of.mean) if known else (0.0, 0.0)
+            lines.setdefault(label, []).append((place, of.mean, *limits))
     panel.axhline(0.0, color="0.6", lw=0.8)
     for label, points in lines.items():
         places, means, below, above = zip(*points, strict=True)

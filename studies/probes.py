@@ -167,7 +167,8 @@ def lengths(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> Meas
         wanted = F.pad(targets_RT.reshape(-1, width), (1, 1), value=-1)
         loss = hits = count = 0.0
         at_once = max(1, _ROWS_AT_ONCE * given[-1] // length)
-        for ids, target in zip(windows.split(at_once), wanted.split(at_once), strict=True):
+        for at in range(0, len(windows), at_once):
+            ids, target = windows[at : at + at_once], wanted[at : at + at_once]
             place = torch.arange(ids.shape[1]).expand_as(ids)
             layout = rows(torch.ones_like(ids, dtype=torch.int32).to(device), place.to(device))
             index = (target.flatten() >= 0).nonzero()[:, 0]

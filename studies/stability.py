@@ -65,7 +65,7 @@ class Size:
 
 def methods(size: Size) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Fields of the model and of training, by name. All but `pre` are Post-LN."""
-    warm_ups = {
+    warm_ups: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         f"alpha {percent}%": ({}, {"alpha_warmup_steps": size.steps * percent // 100})
         for percent in (25, 50, 75)
     }
