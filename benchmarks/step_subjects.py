@@ -2,8 +2,9 @@
 
 A subject's name says what it is:
     ours/PRESET/KERNELS/RUN/ENGINE   such as ours/roformer_v2-base/auto/compile/zero1
-        PRESET a file of configs/model; KERNELS auto or reference; RUN plain or compile (the layers,
-        `train.compile`); ENGINE zero1 (DeepSpeed) or zero0
+        PRESET a file of configs/model, changes behind it as in roformer-base+bias=false; KERNELS
+        auto or reference; RUN plain or compile (the layers, `train.compile`); ENGINE zero1
+        (DeepSpeed) or zero0
     hf/MODEL-SIZE/PRECISION/RUN      such as hf/roberta-base/autocast/compile
         MODEL roberta, bert or roformer; SIZE base or large, of which we have a preset; PRECISION
         autocast (bf16 over fp32 weights) or bf16 (weights too); RUN plain or compile (the model)
@@ -89,7 +90,8 @@ def parse(name: str) -> Subject:
 
 def model_config(subject: Subject, setting: Setting) -> ModelConfig:
     """Of ours; a peer takes its size from the preset of its name."""
-    config = load(ModelConfig, ROOT / f"configs/model/{subject.model}.yaml").config
+    preset, *changes = subject.model.split("+")
+    config = load(ModelConfig, ROOT / f"configs/model/{preset}.yaml", changes).config
     config = replace(config, vocab_size=setting.vocab_size)
     if setting.tiny:
         config = replace(config, num_layers=2, hidden_size=64, num_heads=2, ffn_size=128)

@@ -8,8 +8,8 @@ from pipeline.config.load import REVISION_FILE, git_revision
 from pipeline.errors import PostnormError
 from pipeline.runtime.files import temporary_beside
 
-_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs")
-"""The last is a link in a checkout, which `rglob` does not follow."""
+_FOLDERS = ("data_prep", "launch", "pipeline", "postnorm", "postnorm/configs", "studies")
+"""`postnorm/configs` is a link in a checkout, which `rglob` does not follow."""
 _ROOT = Path(__file__).resolve().parents[1]
 _HASH_LETTERS = 16
 

@@ -120,6 +120,7 @@ _EXTRAS = {
     "google_crc32c": "train",
     "sklearn": "tables",
     "scipy": "tables",
+    "matplotlib": "studies",
     "transformers": "hf",
 }
 """By module that is not among the base dependencies: what installs it."""

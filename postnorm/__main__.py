@@ -27,6 +27,7 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
     from launch import commands as launch
     from pipeline.commands import GROUPS
     from pipeline.runtime.cli import completion_verb, family
+    from studies import commands as studies
 
     taken = {verb.name for verb in launch.VERBS}
     train = [*(verb for verb in GROUPS["train"] if verb.name not in taken), *launch.VERBS]
@@ -38,6 +39,7 @@ def groups() -> "dict[str, tuple[Verb, ...]]":
         "train": tuple(verb for verb in train if verb.name not in _IN_JOBS),
         "tasks": GROUPS["tasks"],
         "use": (*GROUPS["use"], completion),
+        "study": studies.VERBS,
         "in jobs": tuple(verb for verb in train if verb.name in _IN_JOBS),
     }
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from studies.carry_forms import FORMS
+from studies.run import embedded_corpus
 from studies.stability_report import Finished, curves, summary, table
 from studies.stability_trial import Trial
 
@@ -64,7 +65,7 @@ class Size:
 
 def methods(size: Size) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Fields of the model and of training, by name. All but `pre` are Post-LN."""
-    warm_ups = {
+    warm_ups: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         f"alpha {percent}%": ({}, {"alpha_warmup_steps": size.steps * percent // 100})
         for percent in (25, 50, 75)
     }
@@ -182,16 +183,6 @@ def _train(file: Path, trial: Trial, dataset: Path) -> None:
     )
 
 
-def _prepared(folder: Path) -> Path:
-    """The embedded corpus, made if it is not there."""
-    data = folder / "data"
-    if not (data / "index.json").exists():
-        config = str(ROOT / "configs" / "prep" / "demo.yaml")
-        command = [sys.executable, "-m", "data_prep", "run", config, f"output_dir={data.resolve()}"]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-    return data
-
-
 def study(
     folder: Path,
     dataset: Path,
@@ -265,7 +256,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="Markdown file; pictures are put beside it")
     arguments = parser.parse_args()
     wanted = list(_quick() if arguments.quick else arms())
-    dataset = arguments.dataset or _prepared(arguments.out)
+    dataset = arguments.dataset or embedded_corpus(arguments.out)
     trials = study(
         arguments.out, dataset, wanted,
         jobs=arguments.jobs, only=arguments.only, seeds=arguments.seeds,

@@ -7,9 +7,7 @@ from typing import Any
 
 from pipeline.inspect.curves import Line, Panel, draw
 from studies.carry_forms import FORMS
-
-_STUCK_NATS = 0.1
-"""A model this little below the unigram entropy has learnt frequencies and no more."""
+from studies.reading import STUCK_NATS
 
 _SHOWN_NATS = 0.5
 """Curves begin this much above the unigram entropy."""
@@ -91,7 +89,7 @@ def table(trials: Sequence[Finished], heading: str) -> str:
 
 def _losses(trials: Sequence[Finished]) -> list[str]:
     entropy = trials[0].found["unigram_entropy"]
-    limit = entropy - _STUCK_NATS
+    limit = entropy - STUCK_NATS
     carries = [carry for carry in _order(trials, "carry") if carry not in FORMS]
     lines = [
         f"Held-out loss, nats; mean +- standard deviation (seeds). The unigram entropy is "

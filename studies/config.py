@@ -1,0 +1,488 @@
+"""A study as a file: arms x levels x seeds, what is read of each run, and two presets.
+
+`plan` lays a study out as runs. Everything a run computes is in its config, so that equal configs
+are one run, whichever parts of the study ask for it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config.load import build, digest, load
+from pipeline.config.runs import PretrainConfig
+from pipeline.config.schema import REQUIRED, param, path_param, section
+from pipeline.errors import ConfigError
+from pipeline.tasks.task import TaskConfig, load_task
+from studies.cost import run_plan
+from studies.probes import PROBES
+
+HOME = Path(__file__).parent
+PRESETS = ("small", "gpu")
+OF_RUNS = ("held_out_loss", "accuracy", "tokens_per_s")
+"""Metrics that every pre-training run has."""
+OF_TASKS = ("train_loss", "gradient", "entropy")
+"""Of a fine-tuning, besides its score, as `train_loss.TASK`: the loss and the gradient norm of the
+lowest layer in its last line, and the highest layer's attention entropy over log(keys) after it."""
+CONTINUED_SEED = 1000
+"""Added to the seed of a run that goes on from another one, which has seen the order of its own."""
+_TIMES = re.compile(r"\*(\d+(?:\.\d+)?)")
+_SHARE = re.compile(r"(\d+(?:\.\d+)?) of ([\w.]+)")
+_OF_TASKS = "tasks."
+Values = Mapping[str, Any]
+"""Overrides by dotted path; `*0.5` stands for half of the value below, `0.5 of train.num_steps` for
+half of that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowConfig:
+    """How a finished run is made larger, as `postnorm grow` does."""
+
+    width: int = param(1, "factor on the width, a power of 2", ge=1)
+    depth: int | None = param(None, "layers, a multiple of those there are; null keeps them", ge=1)
+    noise: float = param(0.0, "share of each matrix' own deviation", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmConfig:
+    """One of the things that are compared."""
+
+    set: dict[str, Any] = section(dict, "overrides of its runs by dotted path")
+    start: str | None = param(
+        None, "arm whose finished run of the same seed and levels it goes on from; null: at random"
+    )
+    grow: GrowConfig | None = param(None, "what makes the start larger; null: its size")
+    flops_of: str | None = param(
+        None, "arm whose FLOPs it has, those of that arm's start included: sets train.num_steps"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementConfig:
+    """What somebody published, to stand beside the numbers."""
+
+    says: str = param(REQUIRED, "the statement")
+    source: str = param(REQUIRED, "where it stands")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadConfig:
+    """Held-out text that a finished run is evaluated on, besides its own: `loss@NAME`."""
+
+    seq_len: int | None = param(None, "null: the run's", ge=8)
+    set: dict[str, Any] = section(dict, "masks, such as {data.mask_prob: 0.15}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassesConfig:
+    """A subset of a task's classes, drawn anew for each seed."""
+
+    number: int = param(REQUIRED, "classes", ge=2)
+    rows_a_class: int | None = param(None, "rows of train of each class", ge=1)
+    rows: int | None = param(None, "rows of train in all, in place of rows_a_class", ge=2)
+
+    def __post_init__(self) -> None:
+        if (self.rows_a_class is None) == (self.rows is None):
+            raise ConfigError(
+                f"classes: rows_a_class={self.rows_a_class} and rows={self.rows}; set one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEntry:
+    """A task that finished runs are fine-tuned on; its score is the metric of that name."""
+
+    file: str = path_param(REQUIRED, "task file, or name of a shipped task")
+    set: dict[str, Any] = section(dict, "overrides by dotted path")
+    classes: ClassesConfig | None = param(None, "some of its classes; null takes all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartConfig:
+    """One question of a study: its arms at all combinations of levels."""
+
+    asks: str = param(REQUIRED, "the question")
+    arms: tuple[str, ...] = param(REQUIRED, "the first is what the others are compared with")
+    grid: tuple[str, ...] = param((), "factors, all combinations of whose levels are run")
+    set: dict[str, Any] = section(dict, "overrides of its runs, below those of levels and arms")
+    metrics: tuple[str, ...] = param(
+        ("held_out_loss", "accuracy"), "what is compared; the first one decides"
+    )
+    probes: tuple[str, ...] = param((), "what is measured in finished models")
+    tasks: tuple[str, ...] = param((), "tasks that finished runs are fine-tuned on")
+    other_batches: str = param(
+        "", "why arms of a seed see other batches; empty: they must see the same ones"
+    )
+    regress: bool = param(
+        False, "fit the differences of metrics NAME@X to log X, and give the slope's interval"
+    )
+    published: tuple[StatementConfig, ...] = param((), "statements about it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetConfig:
+    """A size of a study."""
+
+    set: dict[str, Any] = section(dict, "overrides of all runs")
+    seeds: tuple[int, ...] = param(REQUIRED, "of the runs; they are paired by them")
+    parts: tuple[str, ...] = param((), "empty takes all")
+    levels: dict[str, tuple[str, ...]] = section(
+        dict, "of factors; all of those that are not named"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """A study, `studies/NAME.yaml`."""
+
+    question: str = param(REQUIRED, "what a user wants to know")
+    kind: Literal["runs", "speed"] = param("runs", "training runs, or timed steps")
+    conclusion: str = param("", "what a user should do differently, written by a person")
+    limits: str = param("", "what the numbers cannot say")
+    base: dict[str, Any] = section(dict, "pre-training config that all runs start from")
+    arms: dict[str, ArmConfig] = section(dict, "by name")
+    factors: dict[str, dict[str, dict[str, Any]]] = section(dict, "overrides by level, by factor")
+    reads: dict[str, ReadConfig] = section(dict, "held-out text besides the runs' own, by name")
+    tasks: dict[str, TaskEntry] = section(dict, "by name")
+    parts: dict[str, PartConfig] = section(dict, "questions, by name")
+    presets: dict[str, PresetConfig] = param(REQUIRED, "`small` and `gpu`")
+    extra: dict[str, Any] = section(dict, "values for the study's own file of analysis")
+
+    def __post_init__(self) -> None:
+        missing = [name for name in PRESETS if name not in self.presets]
+        if missing:
+            raise ConfigError(f"presets lacks {', '.join(missing)}; a study has both presets")
+        for name, arm in self.arms.items():
+            if arm.start is not None:
+                known_name("arms", self.arms, arm.start, f"arms.{name}.start")
+                if self.arms[arm.start].start is not None:
+                    raise ConfigError(
+                        f"arms.{name}.start={arm.start}, which has a start itself; a chain has "
+                        "one link"
+                    )
+            elif arm.grow is not None:
+                raise ConfigError(f"arms.{name}.grow has nothing to grow; set its start")
+            if arm.flops_of is not None:
+                known_name("arms", self.arms, arm.flops_of, f"arms.{name}.flops_of")
+        for name, part in self.parts.items():
+            self._check(f"parts.{name}", part)
+        for name, preset in self.presets.items():
+            for part_name in preset.parts:
+                known_name("parts", self.parts, part_name, f"presets.{name}.parts")
+            for factor, levels in preset.levels.items():
+                where = f"presets.{name}.levels"
+                known_name("factors", self.factors, factor, where)
+                for level in levels:
+                    known_name(f"factor {factor}", self.factors[factor], level, where)
+
+    def parts_of(self, preset: str) -> tuple[str, ...]:
+        """Name the parts of a preset."""
+        return self.presets[preset].parts or tuple(self.parts)
+
+    def _check(self, where: str, part: PartConfig) -> None:
+        for arm in part.arms:
+            known_name("arms", self.arms, arm, f"{where}.arms")
+        for factor in part.grid:
+            known_name("factors", self.factors, factor, f"{where}.grid")
+        for task in part.tasks:
+            known_name("tasks", self.tasks, task, f"{where}.tasks")
+        for probe in part.probes:
+            known_name("probes", PROBES, probe, f"{where}.probes")
+        known = [*OF_RUNS, *part.tasks]
+        known += [f"{what}@{name}" for name in self.reads for what in ("loss", "accuracy")]
+        known += [f"{what}.{task}" for task in part.tasks for what in OF_TASKS]
+        known += [metric for probe in part.probes for metric in PROBES[probe].metrics]
+        for metric in part.metrics:
+            if not any(fits(metric, one) for one in known):
+                known_name("metrics", known, metric, f"{where}.metrics")
+
+
+def fits(metric: str, pattern: str) -> bool:
+    """Return whether a metric is one of a pattern that may end in `*`."""
+    return metric.startswith(pattern[:-1]) if pattern.endswith("*") else metric == pattern
+
+
+def safe_name(text: str) -> str:
+    """Return a text as the name of a folder of a sweep."""
+    return re.sub(r"[^\w.+=-]+", "_", text, flags=re.ASCII).lstrip(".-")
+
+
+def known_name(kind: str, known: Mapping[str, Any] | Sequence[str], name: str, where: str) -> None:
+    """Refuse a name that is not one of those there are (ConfigError)."""
+    if name not in known:
+        raise ConfigError(f"{where}: {name!r} is not of {kind}: {', '.join(known) or 'none'}")
+
+
+def read_study(name: str) -> tuple[str, StudyConfig]:
+    """Read a study by its name or the path of its file; return its name, too.
+
+    Raises:
+        ConfigError: there is no such study, or it is wrong.
+    """
+    path = Path(name)
+    if not path.is_file():
+        path = HOME / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in HOME.glob("*.yaml")))
+        raise ConfigError(f"{name!r} is neither a file nor a study; expected a path, or {known}")
+    return path.stem, load(StudyConfig, path).config
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place of a part: an arm at a combination of levels."""
+
+    part: str
+    arm: str
+    levels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One pre-training run of a study."""
+
+    name: str
+    """Its folder below the study's."""
+    cell: Cell
+    """The first that asks for it."""
+    seed: int
+    config: PretrainConfig
+    start: str | None
+    """Name of the run that it goes on from."""
+    grow: GrowConfig | None
+
+    @property
+    def batches(self) -> str:
+        """All that decides which batches it sees, but for how many."""
+        config = self.config
+        return f"{config.data} {config.seed} {config.batches.stretches} {config.objective}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a study, and which run each cell has for each seed."""
+
+    study: StudyConfig
+    name: str
+    preset: str
+    seeds: tuple[int, ...]
+    parts: dict[str, PartConfig]
+    runs: dict[str, StudyRun]
+    of_cells: dict[Cell, dict[int, str]]
+    tasks: dict[str, TaskConfig]
+    overrides: tuple[str, ...]
+
+    def levels(self, part: str) -> list[tuple[str, ...]]:
+        """Combinations of levels of a part."""
+        return list(dict.fromkeys(cell.levels for cell in self.of_cells if cell.part == part))
+
+    @property
+    def fine_tunings(self) -> list[tuple[str, str]]:
+        """Runs with the tasks that they are fine-tuned on."""
+        asked = {
+            (run, task): None
+            for cell, runs in self.of_cells.items()
+            for run in runs.values()
+            for task in self.parts[cell.part].tasks
+        }
+        return list(asked)
+
+    def waves(self) -> list[list[StudyRun]]:
+        """Runs that start at random, then those that go on from them; an empty wave is left out."""
+        first = [run for run in self.runs.values() if run.start is None]
+        second = [run for run in self.runs.values() if run.start is not None]
+        return [wave for wave in (first, second) if wave]
+
+
+def plan(
+    name: str,
+    study: StudyConfig,
+    preset: str,
+    *,
+    out: Path,
+    overrides: Sequence[str] = (),
+    parts: Sequence[str] = (),
+    most_seeds: int | None = None,
+) -> Plan:
+    """Lay a study out.
+
+    Overrides are of all runs, `tasks.section.key=value` of all tasks; parts and arms win over them.
+
+    Raises:
+        ConfigError: an override, or a run that follows, is wrong; names the run.
+    """
+    known_name("presets", study.presets, preset, "--preset")
+    chosen = study.presets[preset]
+    for part in parts:
+        known_name(f"parts of preset {preset}", study.parts_of(preset), part, "--part")
+    seeds = chosen.seeds[:most_seeds]
+    given = [text for text in overrides if not text.startswith(_OF_TASKS)]
+    of_tasks = tuple(
+        text.removeprefix(_OF_TASKS) for text in overrides if text.startswith(_OF_TASKS)
+    )
+    layout = _Layout(study, _base(study, chosen, out, given))
+    runs, of_cells = layout.runs, dict[Cell, dict[int, str]]()
+    for cell, seed in product(_cells(study, chosen), seeds):
+        run = layout.add(cell, seed)
+        if not parts or cell.part in parts:
+            of_cells.setdefault(cell, {})[seed] = run.name
+    _require_same_batches(study, runs, of_cells)
+    wanted = {run for of_seeds in of_cells.values() for run in of_seeds.values()}
+    wanted |= {start for run in wanted if (start := runs[run].start) is not None}
+    kept = dict.fromkeys(cell.part for cell in of_cells)
+    asked = {task for part in kept for task in study.parts[part].tasks}
+    return Plan(
+        study=study,
+        name=name,
+        preset=preset,
+        seeds=seeds,
+        parts={part: study.parts[part] for part in kept},
+        runs={run: runs[run] for run in runs if run in wanted},
+        of_cells=of_cells,
+        tasks={
+            task: load_task(entry.file, (*_words(entry.set), *of_tasks))
+            for task, entry in study.tasks.items()
+            if task in asked
+        },
+        overrides=tuple(overrides),
+    )
+
+
+def _words(values: Values) -> list[str]:
+    return [f"{path}={json.dumps(value)}" for path, value in values.items()]
+
+
+def _base(
+    study: StudyConfig, preset: PresetConfig, out: Path, overrides: Sequence[str]
+) -> PretrainConfig:
+    """Build what all runs have in common."""
+    values = {**study.base, "run_dir": str(out)}
+    values["data"] = {"dir": str(out / "data"), **values.get("data", {})}
+    config = build(PretrainConfig, values, "base of the study")
+    return build(PretrainConfig, _changed(config, [preset.set]), "the preset", overrides)
+
+
+def _changed(config: PretrainConfig, layers: Sequence[Values]) -> dict[str, Any]:
+    """Lay overrides over a config, one layer after the other; return plain values."""
+    tree = asdict(config)
+    for values in layers:
+        for path, value in values.items():
+            place, last = _place(tree, path, f"{path} = {value!r}")
+            place[last] = _computed(tree, path, value, place[last])
+    plain: dict[str, Any] = _without_tuples(tree)
+    return plain
+
+
+def _place(tree: dict[str, Any], path: str, what: str) -> tuple[dict[str, Any], str]:
+    *above, last = path.split(".")
+    place: Any = tree
+    for key in above:
+        place = place.get(key) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or last not in place:
+        raise ConfigError(f"{what}: a pre-training run has no field {path}")
+    return place, last
+
+
+def _computed(tree: dict[str, Any], path: str, value: Any, below: Any) -> Any:
+    """Compute a value that is said as a share of another; a whole number stays one, 1 at least."""
+    text = value if isinstance(value, str) else ""
+    match, of = _TIMES.fullmatch(text), path
+    if match is None:
+        match = _SHARE.fullmatch(text)
+        if match is None:
+            return value
+        of = match[2]
+        place, last = _place(tree, of, f"{path} = {value!r}")
+        below = place[last]
+    if isinstance(below, bool) or not isinstance(below, (int, float)):
+        raise ConfigError(f"{path} = {value!r}: {of} is {below!r}, not a number")
+    found = float(match[1]) * below
+    return max(1, round(found)) if isinstance(below, int) else found
+
+
+def _without_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_tuples(each) for key, each in value.items()}
+    return [_without_tuples(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _cells(study: StudyConfig, preset: PresetConfig) -> Iterator[Cell]:
+    for name, part in study.parts.items():
+        if preset.parts and name not in preset.parts:
+            continue
+        levels = [preset.levels.get(factor) or tuple(study.factors[factor]) for factor in part.grid]
+        for combination in product(*levels):
+            for arm in part.arms:
+                yield Cell(name, arm, combination)
+
+
+def _require_same_batches(
+    study: StudyConfig, runs: Mapping[str, StudyRun], of_cells: Mapping[Cell, Mapping[int, str]]
+) -> None:
+    """Refuse a part whose arms would see other batches, unless it says why (ConfigError)."""
+    for cell, of_seeds in of_cells.items():
+        part = study.parts[cell.part]
+        first = of_cells[replace(cell, arm=part.arms[0])]
+        other = [s for s, run in of_seeds.items() if runs[run].batches != runs[first[s]].batches]
+        if other and not part.other_batches:
+            raise ConfigError(
+                f"parts.{cell.part}: {cell.arm} and {part.arms[0]} would see other batches: their "
+                "data, batch sizes or starts differ; make them the same, or say why in "
+                "other_batches"
+            )
+
+
+class _Layout:
+    """The runs of a study while it is laid out."""
+
+    def __init__(self, study: StudyConfig, base: PretrainConfig) -> None:
+        self.runs: dict[str, StudyRun] = {}
+        self._study, self._base = study, base
+        self._names: dict[str, str] = {}
+        """Of runs, by what they compute."""
+        self._configs: dict[Cell, PretrainConfig] = {}
+        """Without their seeds."""
+
+    def add(self, cell: Cell, seed: int) -> StudyRun:
+        """Add the run of a cell and a seed, and the one that it starts from, unless they are there.
+
+        Raises:
+            ConfigError: the run's config is wrong.
+        """
+        arm, start = self._study.arms[cell.arm], None
+        if arm.start is not None:
+            start = self.add(replace(cell, arm=arm.start), seed).name
+        if cell not in self._configs:
+            self._configs[cell] = self._config(cell, seed)
+        of_run = seed if start is None else seed + CONTINUED_SEED
+        config = replace(self._configs[cell], seed=of_run)
+        key = digest((config, start, arm.grow)) if start else digest(config)
+        if key not in self._names:
+            name = safe_name(self._shown(cell))
+            if f"{name}/seed-{seed}" in self.runs:
+                name = f"{name}-{key[:6]}"
+            name = self._names[key] = f"{name}/seed-{seed}"
+            self.runs[name] = StudyRun(name, cell, seed, config, start, arm.grow)
+        return self.runs[self._names[key]]
+
+    def _shown(self, cell: Cell) -> str:
+        grid = self._study.parts[cell.part].grid
+        levels = (f"{factor}={level}" for factor, level in zip(grid, cell.levels, strict=True))
+        return "+".join((cell.arm, *levels))
+
+    def _config(self, cell: Cell, seed: int) -> PretrainConfig:
+        study, part, arm = self._study, self._study.parts[cell.part], self._study.arms[cell.arm]
+        levels = zip(part.grid, cell.levels, strict=True)
+        layers = [part.set, *(study.factors[factor][level] for factor, level in levels), arm.set]
+        values = _changed(self._base, layers)
+        config = build(PretrainConfig, values, f"{cell.part}, {self._shown(cell)}")
+        if arm.flops_of is None:
+            return config
+        like = self.add(replace(cell, arm=arm.flops_of), seed)
+        chain = [like, self.runs[like.start]] if like.start else [like]
+        whole = sum(run_plan(run.config).flops for run in chain)
+        steps = round(whole / run_plan(config).flops * config.train.num_steps)
+        return replace(config, train=replace(config.train, num_steps=steps))

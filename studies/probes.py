@@ -1,0 +1,205 @@
+"""What is measured in a finished model beside its run's own numbers, on held-out text.
+
+Shapes: B sequences, S slots, L layers, N heads, R rows of long text. Torch is imported where it is
+used, because a study is also planned on machines without it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.runs import PretrainConfig
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.data.loader import EvalLoader
+    from pipeline.model.encoder import EncoderModel
+
+_SEQUENCES = 8
+_TOP = 5
+_ROWS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a probe found."""
+
+    values: dict[str, float]
+    """By metric."""
+    profiles: dict[str, list[float]] = field(default_factory=dict)
+    """By quantity: a number a layer, from the lowest, the mean over heads."""
+    maps: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By quantity: a number for each layer and head."""
+
+
+Measure = Callable[[Path, PretrainConfig, Mapping[str, Any]], Measured]
+"""Takes a finished run's folder, its config, and the study's `extra`."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One measurement."""
+
+    metrics: tuple[str, ...]
+    """Names that it gives; `loss@*` stands for all that begin so."""
+    measure: Measure
+
+
+def held_out(config: PretrainConfig) -> "EvalLoader":
+    """Open held-out text with the masks of a config, the same each time."""
+    from pipeline.data.format import read_index
+    from pipeline.data.loader import EvalLoader
+    from pipeline.data.run_order import Share
+    from pipeline.objectives.choose import make_objective
+
+    index, of = read_index(config.data.dir), config.eval_data
+    inputs = make_objective(config.objective).eval_inputs(of, index)
+    return EvalLoader(index, of, inputs, Share(0, 1))
+
+
+def trained_model(run: Path) -> "EncoderModel":
+    """Load the newest checkpoint of a run in fp32, on a GPU where there is one."""
+    import torch
+
+    from pipeline.use.folder import load_trained
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_trained(run).model.to(device)
+
+
+def read_masks(run: Path, config: PretrainConfig) -> dict[str, float]:
+    """Compute the loss, in nats, and accuracy at the masks of `config.data`, in fp32."""
+    import torch
+
+    from pipeline.objectives.choose import make_objective
+    from pipeline.train.evaluate import own_sums
+
+    model, loader = trained_model(run), held_out(config)
+    device = next(model.parameters()).device
+    objective = make_objective(config.objective)
+    sums = own_sums(model, device, objective, loader.batches(), len(loader.sources))
+    totals = {name: of.sum(0).tolist() for name, of in sums.items()}
+    assert all(torch.isfinite(of).all() for of in sums.values()), "a finished model is finite"
+    return {name: totals[name][0] / totals[name][1] for name in ("loss", "accuracy")}
+
+
+def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> Measured:
+    """Measure how sparse attention is, and how alike that of neighbours.
+
+    Entropy over log(keys), mass on the five largest, and Jensen-Shannon divergences, in nats, of a
+    head from the same head one layer below and of the heads of a layer from one another; means over
+    tokens. He et al. 2020 (arXiv 2012.11747), section 5, look at the first and the third.
+    """
+    import torch
+
+    from pipeline.model.layers import Trace
+    from pipeline.model.layout import rows
+    from pipeline.train.observe import divergence_of, entropy_of
+
+    model = trained_model(run)
+    batch = held_out(config).spread(_SEQUENCES).to(next(model.parameters()).device)
+    layout, trace = rows(batch.documents, batch.positions), Trace()
+    with torch.no_grad():
+        model.encoder(batch.input_ids, layout, segments=batch.segments, trace=trace)
+    real_BS = batch.documents > 0
+    log_keys_BNS = layout.num_keys().clamp(min=2).log()[:, None]
+    shares = [share.float() for share in trace.probabilities]
+
+    def by_head(value_BNS: "Tensor") -> list[float]:
+        return list(map(float, value_BNS.transpose(0, 1)[:, real_BS].mean(1)))
+
+    top = [share.topk(min(_TOP, share.shape[-1])).values.sum(-1) for share in shares]
+    maps = {
+        "entropy": [by_head(entropy_of(share) / log_keys_BNS) for share in shares],
+        "top5": [by_head(each) for each in top],
+        "js_layers": [by_head(divergence_of(*pair)) for pair in pairwise(shares)],
+        "js_heads": [
+            [
+                by_head(divergence_of(share[:, one : one + 1], share[:, other : other + 1]))[0]
+                for one, other in combinations(range(share.shape[1]), 2)
+            ]
+            for share in shares
+        ],
+    }
+    maps = {name: of for name, of in maps.items() if of and of[0]}
+    profiles = {name: [sum(of) / len(of) for of in rows_of] for name, rows_of in maps.items()}
+    return Measured({name: sum(of) / len(of) for name, of in profiles.items()}, profiles, maps)
+
+
+def lengths(run: Path, config: PretrainConfig, extra: Mapping[str, Any]) -> Measured:
+    """Measure loss and accuracy of the same masked tokens in windows of several lengths.
+
+    Text of long documents is cut into windows of up to `extra.lengths` slots, [CLS] and [SEP]
+    included, each a document of its own whose positions begin at 0: a token keeps its mask, and
+    sees more or less around it.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from pipeline.data.format import read_index
+    from pipeline.model.layout import rows
+
+    given: list[int] = sorted(extra["lengths"])
+    inner = given[0] - 2
+    most = given[-1] // given[0]
+    data = replace(config.data, seq_len=given[-1])
+    texts = list(_long_texts(replace(config, data=data), most * inner))
+    if not texts:
+        raise DataError(
+            f"no document of the held-out text of {config.data.dir} has {most * inner} tokens, as "
+            f"extra.lengths={given} needs; prepare data with longer documents, or shorten the list"
+        )
+    ids_RT, targets_RT = (torch.stack(each) for each in zip(*texts, strict=True))
+    vocabulary = read_index(config.data.dir).vocabulary
+    model = trained_model(run)
+    device = next(model.parameters()).device
+    values: dict[str, float] = {}
+    for length in given:
+        width = length // given[0] * inner
+        usable = ids_RT.shape[1] // width * width
+        assert usable == ids_RT.shape[1], "extra.lengths are multiples of the first by powers of 2"
+        windows = F.pad(ids_RT.reshape(-1, width), (1, 0), value=vocabulary.cls)
+        windows = F.pad(windows, (0, 1), value=vocabulary.sep)
+        wanted = F.pad(targets_RT.reshape(-1, width), (1, 1), value=-1)
+        loss = hits = count = 0.0
+        at_once = max(1, _ROWS_AT_ONCE * given[-1] // length)
+        for at in range(0, len(windows), at_once):
+            ids, target = windows[at : at + at_once], wanted[at : at + at_once]
+            place = torch.arange(ids.shape[1]).expand_as(ids)
+            layout = rows(torch.ones_like(ids, dtype=torch.int32).to(device), place.to(device))
+            index = (target.flatten() >= 0).nonzero()[:, 0]
+            with torch.no_grad():
+                logits = model(ids.to(device), layout, index.to(device)).float().cpu()
+            right = target.flatten()[index]
+            loss += float(F.cross_entropy(logits, right, reduction="sum"))
+            hits += int((logits.argmax(-1) == right).sum())
+            count += len(index)
+        values |= {f"loss@{length}": loss / count, f"accuracy@{length}": hits / count}
+    return Measured(values)
+
+
+def _long_texts(config: PretrainConfig, size: int) -> Iterator[tuple["Tensor", "Tensor"]]:
+    """Yield (size,) corrupted ids and targets, -1 where nothing was masked, of one document each.
+
+    They are the beginnings of rows that one document fills so far.
+    """
+    import torch
+
+    for _, batch in held_out(config).batches():
+        targets = torch.full_like(batch.input_ids, -1)
+        targets.view(-1)[batch.inputs["masked_index"]] = batch.inputs["targets"]
+        for row in range(len(batch.input_ids)):
+            documents = batch.documents[row, : size + 1]
+            if bool((documents == documents[0]).all()) and int(documents[0]) > 0:
+                yield batch.input_ids[row, 1 : size + 1], targets[row, 1 : size + 1]
+
+
+PROBES = {
+    "sparsity": Probe(("entropy", "top5", "js_layers", "js_heads"), sparsity),
+    "lengths": Probe(("loss@*", "accuracy@*"), lengths),
+}
+"""By name."""

@@ -1,0 +1,195 @@
+"""Runs what is missing of a study as sweeps: here, or as job arrays of a cluster."""
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launch import sweep
+from launch.cluster import cluster_of
+from launch.records import FINETUNE, PRETRAIN
+from launch.site import ask_sbatch, check
+from launch.submit import Source
+from pipeline.config import strict_yaml
+from pipeline.config.load import to_yaml
+from pipeline.data.format import INDEX_FILE
+from pipeline.errors import EXIT_PREEMPTED, ConfigError, DataError
+from pipeline.model.architecture import is_model_folder
+from pipeline.runtime.env import module_command
+from pipeline.runtime.files import write_atomic
+from studies.classes import subset
+from studies.config import Plan, StudyRun
+from studies.reading import outcome, runs_folder, task_name, tasks_folder
+
+logger = logging.getLogger(__name__)
+
+_CORPUS = "demo"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where runs are started."""
+
+    jobs: int = 1
+    """At the same time."""
+    cluster: str | None = None
+    """Profile; None: this machine."""
+
+
+def run_missing(plan: Plan, out: Path, where: Where) -> int:
+    """Run what is neither finished nor diverged; return 75 if a signal stopped it, else 0.
+
+    A run that fails is counted in the results and stops no other. On a cluster, what can start now
+    is submitted: runs that go on from others follow when the same command is called again.
+
+    Raises:
+        PostnormError: nothing can start as it is configured.
+    """
+    prepare_corpus(plan, out)
+    for wave in plan.waves():
+        ready = [run for run in wave if _has_start(run, out)]
+        points = [_point(run, out) for run in ready if outcome(_folder(run, out)) != "diverged"]
+        if len(ready) < len(wave):
+            logger.info("%d run(s) wait for those that they go on from", len(wave) - len(ready))
+        if _sweep(PRETRAIN, runs_folder(out), points, where):
+            return EXIT_PREEMPTED
+    tasks = [task for task in plan.tasks if _has_rows(plan, task)]
+    points = [
+        _task_point(plan, plan.runs[run], task, out)
+        for run, task in plan.fine_tunings
+        if task in tasks and outcome(runs_folder(out) / run) == "finished"
+    ]
+    return EXIT_PREEMPTED if _sweep(FINETUNE, tasks_folder(out), points, where) else 0
+
+
+def prepare_corpus(plan: Plan, out: Path) -> None:
+    """Prepare the embedded corpus of the demo where no other data was given.
+
+    Raises:
+        DataError: it failed.
+    """
+    if any(run.config.data.dir == str(out / "data") for run in plan.runs.values()):
+        embedded_corpus(out)
+
+
+def embedded_corpus(folder: Path) -> Path:
+    """Return the folder of the embedded corpus in a study's folder; make it if it is not there."""
+    data = folder / "data"
+    if not (data / INDEX_FILE).is_file():
+        words = ["run", _CORPUS, f"output_dir={data.resolve()}"]
+        if subprocess.run([*module_command("data_prep"), *words], check=False).returncode:
+            raise DataError(f"{data}: the embedded corpus could not be prepared, see above")
+    return data
+
+
+def _folder(run: StudyRun, out: Path) -> Path:
+    return runs_folder(out) / run.name
+
+
+def _start_folder(run: StudyRun, out: Path) -> Path:
+    return out / "starts" / run.name
+
+
+def _has_start(run: StudyRun, out: Path) -> bool:
+    """Return whether a run can start; make the model that it starts from."""
+    if run.start is None:
+        return True
+    if outcome(runs_folder(out) / run.start) != "finished":
+        return False
+    if not is_model_folder(_start_folder(run, out)):
+        make_start(run, runs_folder(out) / run.start, _start_folder(run, out))
+    return True
+
+
+def make_start(run: StudyRun, source: Path, folder: Path) -> None:
+    """Write the model that a run goes on from: grown if asked to, in the run's architecture.
+
+    Switches without weights, such as `model.score_residual`, may differ from the source's.
+
+    Raises:
+        PostnormError: the run's sizes are not those of the grown model, or it cannot be written.
+    """
+    from pipeline.use.folder import copy_tokenizer, load_trained, publishing, write_model
+    from pipeline.use.folder import tokenizer_folder as tokenizer_of
+    from pipeline.use.grow import grow
+
+    grown = folder.with_name(f".{folder.name}.grown")
+    if run.grow is not None:
+        shutil.rmtree(grown, ignore_errors=True)
+        of = run.grow
+        grow(source, grown, width=of.width, depth=of.depth, noise=of.noise, seed=run.seed)
+        source = grown
+    trained = load_trained(source)
+    model = replace(run.config.model, vocab_size=trained.model.config.vocab_size)
+    if trained.model.config.norm_eps != model.norm_eps:
+        raise ConfigError(
+            f"{run.name}: grown, the model has norm_eps={trained.model.config.norm_eps:.3g}, and "
+            f"the run model.norm_eps={model.norm_eps:.3g}; set the smaller one for all arms"
+        )
+    with publishing(folder) as new:
+        copy_tokenizer(tokenizer_of(source), new)
+        write_model(new, model, dict(trained.model.state_dict()), {"study_start": str(run.start)})
+    shutil.rmtree(grown, ignore_errors=True)
+
+
+def _point(run: StudyRun, out: Path) -> dict[str, Any]:
+    """Write the whole config of a run, and return its entry of the sweep."""
+    config = run.config
+    if run.start is not None:
+        config = replace(config, init_from=str(_start_folder(run, out).resolve()))
+    file = out / "configs" / f"{run.name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, to_yaml(config).encode())
+    return {"folder": run.name, "config": str(file.resolve())}
+
+
+def _task_point(plan: Plan, run: StudyRun, task: str, out: Path) -> dict[str, Any]:
+    config, classes = plan.tasks[task], plan.study.tasks[task].classes
+    if classes is not None:
+        config = subset(config, classes, run.seed, out / "rows" / f"{task}+seed-{run.seed}")
+    config = replace(config, name=task, model=str(_folder(run, out).resolve()))
+    config = replace(config, train=replace(config.train, seeds=(run.seed,)))
+    file = out / "configs" / f"{task_name(run.name, task)}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, to_yaml(config).encode())
+    return {"folder": task_name(run.name, task), "config": str(file.resolve())}
+
+
+def _has_rows(plan: Plan, task: str) -> bool:
+    """Return whether a task's files are there; say what to do if they are not."""
+    data = plan.tasks[task].data
+    missing = [file for file in data.train if not Path(data.root or ".", file).is_file()]
+    if missing:
+        text = "%s: %s is not in %s, so it is left out; give tasks.data.root=FOLDER"
+        logger.warning(text, task, missing[0], data.root)
+    return not missing
+
+
+def _sweep(verb: str, folder: Path, points: Sequence[dict[str, Any]], where: Where) -> bool:
+    """Run or submit what is left to do; return whether a signal stopped it."""
+    if not points:
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "sweep.yaml"
+    body = {"verb": verb, "dir": str(folder.resolve()), "jobs": where.jobs, "runs": list(points)}
+    write_atomic(file, strict_yaml.dump(body).encode())
+    work_dir = os.getcwd()
+    config, runs = sweep.read_sweep(str(file), (), work_dir)
+    what = sweep.todo(runs, config.kind)
+    logger.info("%s: %d of %d runs are left to do", verb, len(what.runs), len(runs))
+    if not what.runs:
+        return False
+    if where.cluster is None:
+        codes = sweep.run_here(config, what, where.jobs, 1, None, work_dir)
+        return EXIT_PREEMPTED in codes.values()
+    source = Source(str(file), (), where.cluster, work_dir)
+    cluster = cluster_of(where.cluster)
+    draft = sweep.prepare(config, what, cluster, source, where.jobs)
+    logger.info("%s", check(cluster, verb, work_dir=work_dir))
+    logger.info("%s", ask_sbatch(draft.script))
+    logger.info("job %s: %d runs", sweep.submit(draft), len(what.runs))
+    return False
