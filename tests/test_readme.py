@@ -14,6 +14,7 @@ from pipeline.model.cost import parameters
 from pipeline.multitask.config import load_mix
 from pipeline.multitask.transfer import TransferConfig
 from pipeline.tasks.task import TaskConfig
+from studies.config import StudyConfig
 from tests.support.pages import PAGES, Block, blocks
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,7 @@ def test_yaml_examples_load(block: Block, tmp_path: Path) -> None:
         "verb:": SweepConfig,
         "task:": TaskConfig,
         "mix:": TransferConfig,
+        "question:": StudyConfig,
     }
     if re.search("^tasks:", block.text, re.M):
         load_mix(str(path))

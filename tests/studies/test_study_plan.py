@@ -20,7 +20,7 @@ from studies.config import HOME, PRESETS, Cell, ClassesConfig, Plan, StudyConfig
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = 1.3
+_HOURS = {"objectives": 2.1}  # with six tasks for each of its runs; others take 1.3
 """Of two shared cores, that a small preset may take."""
 
 BASE: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_small_presets_fit(name: str) -> None:
     made = _made(name, "small")
     seconds = sum((cost.run_plan(r.config, "small").train_s or 0) + 6 for r in made.runs.values())
     seconds += sum(cost._task_seconds(made, made.runs[r], task) for r, task in made.fine_tunings)
-    assert seconds / 3600 < _HOURS
+    assert seconds / 3600 < _HOURS.get(name, 1.3)
     [line] = cost.cost_lines(made, listed=False)
     assert f"{len(made.runs)} pre-training runs" in line
 
