@@ -17,11 +17,13 @@ while :; do sleep 0.1; done
 """
 
 
-# It notes each start; saves and asks for another one at first, then ends with the second word.
+# It notes each start; the first job asks for another one, the next ends with the second word.
 SHORT = """
 echo "$SLURM_ARRAY_TASK_ID.$RANK" >>"$1/starts"
-[ -e "$1/saved-$RANK" ] && exit "$2"
-touch "$1/saved-$RANK"; exit 75
+# srun ends all ranks with the first that fails, so none leaves before all are there.
+until [ "$(grep -c "^$SLURM_ARRAY_TASK_ID\\." "$1/starts")" = 4 ]; do sleep 0.1; done
+[ "$SLURM_ARRAY_TASK_ID" = 0 ] && exit 75
+exit "$2"
 """
 
 
