@@ -83,7 +83,7 @@ def test_a_running_job(recorded: RecordedSlurm, run: RunFolder) -> None:
     assert lines[6].startswith("ETA         00:13:10   last sign of life 00:00:0")  # 1 s a step
     assert lines[7].startswith("checkpoint  step 200, 00:00:2")
     assert "412.0" in lines[8]
-    assert lines[8].endswith("from step 0  requeue: asked to stop before the time limit")
+    assert lines[8].endswith("from step 0   requeue: asked to stop before the time limit")
     assert lines[9].endswith("from step 90  running")
 
 
