@@ -8,12 +8,11 @@ Example, the published table, about an hour of two cores:
     python -m benchmarks.doctor runs/doctor --table benchmarks/results/doctor.md
 
 The runs are a full grid of depth, start, learning rate and batch, width 48, on the corpus that is
-embedded in `configs/prep/demo.yaml`: a sweep, which a second call continues. With `--table`, their
-curves are written beside the table, and a test gives them to the doctor. What a run is, its end
-says: *learned* if its held-out loss is 0.1 nats or more below the unigram entropy, *late* if it is
-not, but fell by 0.03 nats or more in its last quarter, else *stuck*. The doctor must tell the stuck
-runs, and never one that learned or is late. The first change that it advises is judged by the
-grid, too: whether the run that differs in this alone learned.
+embedded in `configs/prep/demo.yaml`: a sweep, which a second call continues. The end of a run says
+what it is: *learned* if its held-out loss is 0.1 nats or more below the unigram entropy, *late* if
+it is not, but fell by 0.03 nats or more in its last quarter, else *stuck*. The doctor must tell the
+stuck runs, and none that learned or is late. The grid judges its first advice, too: whether the run
+that differs in this alone learned.
 """
 
 import argparse
@@ -21,7 +20,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
@@ -60,11 +59,11 @@ class Point:
 
     @property
     def name(self) -> str:
-        """As the folder is called."""
+        """Return the name of its folder."""
         return f"{self.depth}-{self.start}-{self.lr:g}-{self.batch}"
 
     def overrides(self) -> dict[str, Any]:
-        """Of the base config."""
+        """Return what it changes in the base config."""
         sizes = {"train.global_batch": self.batch, "train.micro_batch": self.batch}
         return {"model.num_layers": self.depth, "train.lr": self.lr} | _STARTS[self.start] | sizes
 
@@ -73,7 +72,7 @@ GRID = [Point(*values) for values in product(_DEPTHS, _STARTS, _RATES, _BATCHES)
 
 
 def base(dataset: str) -> dict[str, Any]:
-    """What all runs share."""
+    """Return the config that all runs share."""
     return {
         "run_dir": "unset",
         "model": {
@@ -146,7 +145,7 @@ def read(run: Path) -> Curve | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the doctor made of a run."""
+    """A run, and what the doctor said of it."""
 
     point: Point
     truth: Truth
@@ -177,17 +176,15 @@ def findings(curves: dict[str, Curve], entropy: float, dataset: str) -> list[Fin
 
 
 def _only_change(one: Point, other: Point) -> str | None:
-    changes = {
-        "start": one.start != other.start,
-        "learning rate": one.lr != other.lr,
-        "batch": one.batch < other.batch,
-    }
-    named = [name for name, changed in changes.items() if changed]
-    return named[0] if len(named) == 1 and one.depth == other.depth else None
+    if other == replace(one, start=other.start):
+        return "start"
+    if other == replace(one, lr=other.lr):
+        return "learning rate"
+    return "batch" if one.batch < other.batch and other == replace(one, batch=other.batch) else None
 
 
 def summary(found: list[Finding]) -> dict[str, Any]:
-    """Count."""
+    """Count runs by what they are and whether they were told, and the advice that helps."""
     told = Counter((each.truth, each.told_step is not None) for each in found)
     stuck = [each for each in found if each.truth == "stuck" and each.told_step is not None]
     can_be_freed = [each for each in stuck if each.freed]
@@ -254,6 +251,7 @@ def main() -> int:
     dataset = arguments.dataset or out / "data"
     if not arguments.dataset:
         _postnorm("prep", "run", "demo.yaml", f"output_dir={dataset}")
+    out.mkdir(parents=True, exist_ok=True)
     chosen = [point for point in GRID if fnmatch(point.name, arguments.only)]
     if not chosen:
         parser.error(f"--only {arguments.only!r}: no such run; names are like {GRID[0].name}")
@@ -272,9 +270,6 @@ def main() -> int:
     counts = {"benchmark": "doctor", **summary(found), "versions": versions()}
     if arguments.table:
         arguments.table.write_text(page(found, entropy, counts))
-        kept = {"unigram_entropy": entropy, "runs": {n: asdict(c) for n, c in curves.items()}}
-        text = json.dumps(kept | {"versions": counts["versions"]}, separators=(",", ":"))
-        arguments.table.with_suffix(".json").write_text(text.replace('"lines"', '\n"lines"') + "\n")
     sys.stdout.write(json.dumps(counts) + "\n")
     return code or int(len(curves) < len(chosen))
 

@@ -1,8 +1,9 @@
 """Tells a run that has learned how frequent tokens are and nothing more, and what to change.
 
 A plateau is told once, at the first log line where all of this holds for a window of steps behind
-both warm-ups (learning rate and alpha). The window is the last half of these steps, and at least
-`patience_steps`: 100 updates, 20 log intervals and 2% of the run, whichever is longest.
+both warm-ups (learning rate and alpha) that this attempt has seen. The window is the last half of
+these steps, and at least `patience_steps`: 100 updates, 20 log intervals and 2% of the run,
+whichever is longest.
 
 - Level: the mean loss of the window's last half is above 95% of the unigram entropy, the loss of a
   model that knows only the frequencies of tokens. There is no upper limit: a loss that stays above
@@ -42,7 +43,7 @@ _ERRORS = 2.0
 _REPORT_FILE = "report.json"
 # (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
 _SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
-# Peak rate times width at which AdamW trains Post-LN of this project's starts at width 48 to 768.
+# A rule of thumb, AdamW's rate times width: 3e-3 at 48 (studies/results/stability.md), 2e-4 at 768.
 _USUAL_RATE_BY_WIDTH = 0.15
 _USUAL_TIMES = 2.0
 _SMALL_BATCH_TOKENS = 2048
@@ -83,6 +84,8 @@ class PlateauDoctor:
         self._config = config
         self._entropy = unigram_entropy
         self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
+        self._begin: int | None = None
+        """Steps before the first line; a resumed attempt has not seen those of earlier ones."""
         self._lines: list[tuple[int, float, float]] = []
         self._held_out: list[tuple[int, float]] = []
         self._told = False
@@ -94,7 +97,8 @@ class PlateauDoctor:
 
     def evaluated(self, step: int, loss: float) -> None:
         """Note the loss of the evaluation set after a step, nats a masked token."""
-        if step > self._warm_ups and math.isfinite(loss):
+        is_new = not self._held_out or step > self._held_out[-1][0]
+        if step > self._warm_ups and math.isfinite(loss) and is_new:
             self._held_out.append((step, loss))
 
     def look(self, means: Mapping[str, float], last: LastStep) -> Plateau | None:
@@ -107,12 +111,16 @@ class PlateauDoctor:
         loss, accuracy = means["loss"], means["accuracy"]
         if self._told or last.step <= self._warm_ups or not math.isfinite(loss):
             return None
+        if self._begin is None:
+            before = last.step - self._config.monitor.log_every_steps
+            self._begin = max(self._warm_ups, before)
         self._lines.append((last.step, loss, accuracy))
-        num_steps = max(self.patience_steps, (last.step - self._warm_ups) // 2)
+        seen = last.step - self._begin
+        num_steps = max(self.patience_steps, seen // 2)
         # The lines of a step are never read again once the window has passed it.
         self._lines = [line for line in self._lines if line[0] > last.step - num_steps]
         self._held_out = [each for each in self._held_out if each[0] > last.step - num_steps]
-        if last.step - self._warm_ups < self.patience_steps or not self._is_stuck(num_steps):
+        if seen < self.patience_steps or not self._is_stuck(num_steps):
             return None
         self._told = True
         since, losses = self._lines[0][0], [loss for _, loss, _ in self._lines]
@@ -122,6 +130,9 @@ class PlateauDoctor:
         )
 
     def _is_stuck(self, num_steps: int) -> bool:
+        # Intervals without an applied step have no loss.
+        if len(self._lines) < _LEAST_INTERVALS // 2:
+            return False
         steps, losses, accuracies = np.array(self._lines, np.float64).T
         if losses[len(losses) // 2 :].mean() <= _LEVEL * self._entropy:
             return False
@@ -161,8 +172,6 @@ class PlateauDoctor:
     def _causes(self, last: LastStep) -> list[tuple[float, str]]:
         """Return what may be the cause, each with a weight: 1 and more is a likely one."""
         model, train = self._config.model, self._config.train
-        usual = _USUAL_RATE_BY_WIDTH / model.hidden_size
-        rate = train.lr / usual
         return [
             (
                 self._weight_of_start(),
@@ -171,11 +180,7 @@ class PlateauDoctor:
                 f"train.alpha_warmup_steps={train.alpha_warmup_steps} (alpha is {last.alpha:.3f}): "
                 + self._start(),
             ),
-            (
-                rate / 2 if rate >= 1 else 0.2 / rate,
-                f"learning rate: train.lr={train.lr:g}, {usual:.1g} is usual at width "
-                f"{model.hidden_size}; {_change_of(rate)}",
-            ),
+            self._rate(),
             (
                 _SMALL_BATCH_TOKENS / last.tokens_per_step / 2,
                 f"batch: {last.tokens_per_step:,.0f} tokens a step; a small one has a noisy "
@@ -183,6 +188,22 @@ class PlateauDoctor:
             ),
             (0.2, f"duplicates: {_duplicates(self._config.data.dir)}"),
         ]
+
+    def _rate(self) -> tuple[float, str]:
+        """Compare the peak learning rate with what is usual, as `_causes`."""
+        model, train = self._config.model, self._config.train
+        text = f"learning rate: train.lr={train.lr:g}"
+        if train.optimizer != "adamw":
+            return 0.5, f"{text} with {train.optimizer}: try a third of it, and three times it"
+        usual = _USUAL_RATE_BY_WIDTH / model.hidden_size
+        times = train.lr / usual
+        change = "this is not far from it"
+        if times > _USUAL_TIMES:
+            change = "lower it threefold, or double train.warmup_steps"
+        elif times < 1 / _USUAL_TIMES:
+            change = "raise it threefold"
+        weight = times / 2 if times >= 1 else 0.2 / times
+        return weight, f"{text}, {usual:.1g} is usual at width {model.hidden_size}; {change}"
 
     def _weight_of_start(self) -> float:
         model, train = self._config.model, self._config.train
@@ -199,13 +220,6 @@ class PlateauDoctor:
             "model.init=deepnorm and model.residual=deepnorm, or model.init=rsqrt_depth"
         )
         return f"{small}, or lengthen the alpha warm-up; then start a new run"
-
-
-def _change_of(rate: float) -> str:
-    """Advise on a rate, given as a multiple of the usual one."""
-    if rate > _USUAL_TIMES:
-        return "lower it threefold, or double train.warmup_steps"
-    return "raise it threefold" if rate < 1 / _USUAL_TIMES else "this is not far from it"
 
 
 def _rise(

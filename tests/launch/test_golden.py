@@ -1,8 +1,9 @@
-"""Job scripts of every profile, as they were read and accepted.
+"""Job scripts of every profile, as they were read and accepted; of variants, the changed lines.
 
 After a change that is meant: `python -m tests.launch.test_golden` writes them anew; read the diff.
 """
 
+import difflib
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -18,26 +19,27 @@ from pipeline.config.runs import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-CHAIN = "cpu-chain"
-"""The profile `cpu` on a site that does not requeue."""
 SWEPT = "h200-pyxis"
 """The profile with most parts: preflight, measurements, a container."""
+CONTAINED = "a100-apptainer"
 OTHER = {
     "singularity": "/shared/my_project/images/postnorm.sif",
     "podman": "registry.example.org/my_project/postnorm:1",
     "enroot": "/shared/my_project/images/postnorm.sqsh",
 }
-"""Engines of no profile, in place of the one of a100-apptainer."""
+"""Engines of no profile, in place of the one of `CONTAINED`."""
+VARIANTS = dict.fromkeys(OTHER, CONTAINED) | {"cpu-chain": "cpu"}
+"""The profile of each; `cpu-chain` is `cpu` on a site that does not requeue."""
 PROFILES = sorted(path.stem for path in (ROOT / "configs/cluster").glob("*.yaml"))
 
 
 def _cluster(profile: str) -> ClusterConfig:
-    if profile == CHAIN:
-        return replace(_cluster("cpu"), requeue=False, max_restarts=7)
-    base = "a100-apptainer" if profile in OTHER else profile
+    base = VARIANTS.get(profile, profile)
     cluster = load(ClusterConfig, ROOT / f"configs/cluster/{base}.yaml").config
-    if profile not in OTHER:
+    if profile == base:
         return cluster
+    if profile not in OTHER:
+        return replace(cluster, requeue=False, max_restarts=7)
     mounts = ("/shared/my_project", "/data:/data:ro")
     own = ContainerConfig(kind=profile, image=OTHER[profile], mounts=mounts)  # type: ignore[arg-type]
     return replace(cluster, container=own)
@@ -71,20 +73,33 @@ def _sweep_of(job: Job) -> Job:
     return replace(job, run_dir="/shared/me/runs", words=words, runs=folders, at_once=2)
 
 
-@pytest.mark.parametrize("profile", [*PROFILES, *OTHER, CHAIN])
-def test_scripts_are_the_ones_that_were_read(profile: str) -> None:
+def _kept(profile: str) -> dict[str, str]:
+    """Return what the golden files hold: scripts, or how a variant's differ from its profile's."""
+    if profile not in VARIANTS:
+        return _scripts(profile)
+    base, kept = VARIANTS[profile], {}
     for name, text in _scripts(profile).items():
+        old = _scripts(base)[name.replace(profile, base)]
+        lines = difflib.unified_diff(old.splitlines(), text.splitlines(), n=0, lineterm="")
+        kept[name.replace(".sh", ".diff")] = "\n".join([*lines][2:]) + "\n"
+    return kept
+
+
+@pytest.mark.parametrize("profile", [*PROFILES, *VARIANTS])
+def test_scripts_are_the_ones_that_were_read(profile: str) -> None:
+    for name, text in _kept(profile).items():
         assert text == (GOLDEN / name).read_text(), f"{name}: see this file's first lines"
+    for text in _scripts(profile).values():
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 def test_every_golden_file_has_a_profile() -> None:
-    names = {name for profile in (*PROFILES, *OTHER, CHAIN) for name in _scripts(profile)}
+    names = {name for profile in (*PROFILES, *VARIANTS) for name in _kept(profile)}
     assert names == {path.name for path in GOLDEN.iterdir()}
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for written in (*PROFILES, *OTHER, CHAIN):
-        for file_name, content in _scripts(written).items():
+    for written in (*PROFILES, *VARIANTS):
+        for file_name, content in _kept(written).items():
             (GOLDEN / file_name).write_text(content)

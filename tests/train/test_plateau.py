@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ def _doctor(
     num_steps: int = 2000,
     lr: float = 2e-4,
     alpha_warmup_steps: int = 200,
+    optimizer: Literal["adamw", "lamb"] = "adamw",
+    lamb_bias_correction: bool | None = None,
     **model: object,
 ) -> PlateauDoctor:
     config = PretrainConfig(
@@ -30,7 +33,12 @@ def _doctor(
         model=ModelConfig(**model),  # type: ignore[arg-type]
         data=DataConfig(dir=data),
         train=TrainConfig(
-            num_steps=num_steps, lr=lr, warmup_steps=50, alpha_warmup_steps=alpha_warmup_steps
+            num_steps=num_steps,
+            lr=lr,
+            warmup_steps=50,
+            alpha_warmup_steps=alpha_warmup_steps,
+            optimizer=optimizer,
+            lamb_bias_correction=lamb_bias_correction,
         ),
         monitor=MonitorConfig(log_every_steps=5),
     )
@@ -72,7 +80,30 @@ def test_it_is_told_once_after_the_warm_ups_and_the_patience() -> None:
     assert not _told(_doctor(), np.full(400, math.nan))
 
 
-def test_a_slow_run_that_learns_is_never_told() -> None:
+def test_an_attempt_that_resumes_waits_for_lines_of_its_own() -> None:
+    doctor = _doctor()
+    told = [
+        step
+        for step in range(1005, 2000, 5)
+        if doctor.look({"loss": ENTROPY, "accuracy": 0.05}, _step(step))
+    ]
+    assert told == [1100]
+
+
+def test_intervals_without_an_applied_step_are_no_evidence() -> None:
+    """One line of ten has a loss, and an evaluation is given again after a resume."""
+    doctor, told = _doctor(), []
+    for step in range(1005, 4000, 5):
+        loss = ENTROPY if step % 50 == 0 else math.nan
+        if doctor.look({"loss": loss, "accuracy": 0.05}, _step(step)):
+            told.append(step)
+        for _ in range(2):
+            doctor.evaluated(step, ENTROPY)
+    assert len(told) == 1
+    assert told[0] >= 1500
+
+
+def test_a_slow_run_that_still_learns_is_not_told() -> None:
     # Held-out losses of a real run that an older rule told to start again.
     steps = np.array([50, 100, 150, 200, 250, 300])
     losses = np.array([6.71, 6.48, 6.33, 6.21, 6.14, 6.08])
@@ -144,4 +175,7 @@ def test_the_likeliest_change_comes_first() -> None:
     assert "set model.init=deepnorm and model.residual=deepnorm, or model.init=rsqrt_depth" in deep
     assert "lower it threefold, or double train.warmup_steps" in first(lr=2e-3)
     assert "raise it threefold" in first(lr=1e-6)
+    assert "threefold" not in first(
+        lr=2e-3, optimizer="lamb", lamb_bias_correction=True
+    )  # rates of LAMB are others
     assert first(tokens=256.0).startswith("batch: 256 tokens a step")

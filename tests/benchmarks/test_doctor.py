@@ -1,0 +1,56 @@
+"""What the benchmark of the plateau's doctor makes of runs."""
+
+import numpy as np
+import pytest
+
+from benchmarks.doctor import Curve, Point, findings, summary
+
+ENTROPY = 6.0
+
+
+def _curve(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Curve:
+    """Return a run of 600 steps with a log line every 5, an evaluation every 50."""
+    accuracies = 0.05 + (ENTROPY - losses).clip(0) / 10
+    lines = [
+        [step, loss, accuracy, 1.0, 3e-4, 0.5, 256.0 * 5]
+        for step, loss, accuracy in zip(range(5, 605, 5), losses, accuracies, strict=True)
+    ]
+    held_out = [[line[0], line[1]] for line in lines if line[0] % 50 == 0]
+    return Curve(lines, held_out)
+
+
+def test_truth_is_the_end_of_the_run() -> None:
+    flat, falling = np.full(120, ENTROPY), np.linspace(ENTROPY + 0.2, ENTROPY, 120)
+    assert _curve(flat).truth(ENTROPY) == "stuck"
+    assert _curve(flat - 0.1).truth(ENTROPY) == "learned"
+    assert _curve(falling).truth(ENTROPY) == "late"
+    assert _curve(falling - 0.2).truth(ENTROPY) == "learned"
+
+
+def test_doctor_and_its_advice_are_judged() -> None:
+    noise = np.random.default_rng(7).normal(0, 0.01, 120)
+    stuck = _curve(ENTROPY + noise)
+    learned = _curve(np.linspace(ENTROPY + 1, ENTROPY - 2, 120) + noise)
+    deep = Point(24, "unit", 3e-4, 16)
+    curves = {
+        deep.name: stuck,
+        Point(24, "deepnorm", 3e-4, 16).name: learned,  # the start alone
+        Point(24, "alpha", 3e-3, 16).name: learned,  # start and rate
+        Point(24, "unit", 3e-4, 4).name: stuck,  # a smaller batch is no advice
+        Point(12, "unit", 3e-3, 16).name: learned,  # rate and depth
+    }
+    found = {each.point: each for each in findings(curves, ENTROPY, "nowhere")}
+    assert len(found) == len(curves)
+    assert found[deep].truth == "stuck"
+    assert found[deep].freed == ["start"]
+    assert found[deep].advice == "start"
+    assert found[deep].told_step == pytest.approx(150, abs=20)
+    small = found[Point(24, "unit", 3e-4, 4)]
+    assert small.freed == []  # the learned one of its start has another batch
+    counts = summary([*found.values()])
+    assert counts["matrix"] == {
+        "stuck": {"told": 2, "not_told": 0},
+        "late": {"told": 0, "not_told": 0},
+        "learned": {"told": 0, "not_told": 3},
+    }
+    assert counts["first_advice_frees"] == counts["of_those_that_one_change_frees"] == 1
