@@ -17,8 +17,8 @@ from tests.distributed import engine_main
 from tests.distributed import rtd_main as case
 from tests.support.ranks import Starter, state_of
 
-JOBS = [":0", ":1", "2-1:1", ":3", "2-1:3"]
-PLACES = ["2-0", "2-1", "2-3", "2-1:2-1", "2-1:2-3"]
+JOBS = [":0", ":1", "2-1:1", ":2", ":3", "2-1:3"]
+PLACES = ["2-0", "2-1", "2-2", "2-3", "2-1:2-1", "2-1:2-3"]
 
 
 @pytest.fixture(scope="module")
