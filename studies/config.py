@@ -27,6 +27,8 @@ OF_RUNS = ("held_out_loss", "accuracy", "tokens_per_s")
 OF_TASKS = ("train_loss", "gradient", "entropy")
 """Of a fine-tuning, besides its score, as `train_loss.TASK`: the loss and the gradient norm of the
 lowest layer in its last line, and the highest layer's attention entropy over log(keys) after it."""
+MEAN_SCORE = "mean_score"
+"""The mean of a run's scores over all tasks of the study; absent while one of them is."""
 CONTINUED_SEED = 1000
 """Added to the seed of a run that goes on from another one, which has seen the order of its own."""
 _TIMES = re.compile(r"\*(\d+(?:\.\d+)?)")
@@ -191,7 +193,7 @@ class StudyConfig:
             known_name("tasks", self.tasks, task, f"{where}.tasks")
         for probe in part.probes:
             known_name("probes", PROBES, probe, f"{where}.probes")
-        known = [*OF_RUNS, *part.tasks]
+        known = [*OF_RUNS, *part.tasks, *([MEAN_SCORE] if part.tasks else [])]
         known += [f"{what}@{name}" for name in self.reads for what in ("loss", "accuracy")]
         known += [f"{what}.{task}" for task in part.tasks for what in OF_TASKS]
         known += [metric for probe in part.probes for metric in PROBES[probe].metrics]

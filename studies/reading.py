@@ -18,7 +18,7 @@ from pipeline.data.record import read_batches
 from pipeline.errors import EXIT_FAILED_DO_NOT_RETRY, EXIT_FINISHED, EXIT_PREEMPTED, DataError
 from pipeline.runtime.files import read_json_lines, write_json_atomic
 from pipeline.runtime.run_folder import RunFolder
-from studies.config import Plan, StudyRun, fits, safe_name
+from studies.config import MEAN_SCORE, Plan, StudyRun, fits, safe_name
 from studies.probes import PROBES, Measured, read_masks
 
 logger = logging.getLogger(__name__)
@@ -186,6 +186,8 @@ def _scores(plan: Plan, run: StudyRun, out: Path) -> dict[str, float]:
             found[f"gradient.{task}"] = last["grad_norm_layer_00"]
         if f"entropy.{task}" in asked:
             found[f"entropy.{task}"] = _upper_entropy(run, folder)
+    if plan.tasks and all(task in found for task in plan.tasks):
+        found[MEAN_SCORE] = statistics.fmean(found[task] for task in plan.tasks)
     return found
 
 

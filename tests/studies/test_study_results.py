@@ -167,6 +167,27 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
     assert "![one](mine-one.svg)" in text
 
 
+def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
+    parts = {"one": {"asks": "?", "arms": list(ARMS), "tasks": ["a", "b"]}}
+    parts["one"]["metrics"] = ["mean_score", "a"]
+    tasks = {name: {"file": "fewclue-tnews"} for name in ("a", "b")}
+    made = plan_of(study_of(parts=parts, tasks=tasks))
+    for name in made.runs:
+        _finish(tmp_path, name, 5.0)
+    for task, score in (("a", 0.5), ("b", 0.75)):
+        found = _readings(made, tmp_path)["plain/seed-1"].values
+        assert "mean_score" not in found
+        folder = reading.tasks_folder(tmp_path) / reading.task_name("plain/seed-1", task)
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"mean": score}))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 0.25}\n')
+    found = _readings(made, tmp_path)["plain/seed-1"].values
+    assert found["mean_score"] == 0.625
+    assert (found["a"], found["train_loss.b"]) == (0.5, 0.25)
+    with pytest.raises(ConfigError, match="'mean_score' is not of metrics"):
+        study_of(parts={"one": parts["one"] | {"tasks": [], "metrics": ["mean_score"]}})
+
+
 def test_figures_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     study = study_of(
         conclusion="Use the sum.",
