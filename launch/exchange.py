@@ -185,7 +185,7 @@ def same_batch(stretches: Sequence[Stretch], speed: Speed, nodes: int) -> Scale:
         micro = next(n for n in range(min(one.micro_batch, share), 0, -1) if share % n == 0)
         each_s = one.flops / ranks / speed.flops_per_s
         compute_s += one.steps * each_s
-        exchange_s += one.steps * _exposed_s(speed, nodes, share // micro, each_s)
+        exchange_s += one.steps * exposed_s(speed, nodes, share // micro, each_s)
     steps = sum(one.steps for one in stretches)
     return _scale(nodes, ranks, stretches[-1].size, steps, compute_s, exchange_s)
 
@@ -199,7 +199,7 @@ def same_share(stretches: Sequence[Stretch], speed: Speed, nodes: int, of_nodes:
         steps = one.steps * own / ranks
         compute_s += steps * each_s
         share = one.size // own
-        exchange_s += steps * _exposed_s(speed, nodes, share // one.micro_batch, each_s)
+        exchange_s += steps * exposed_s(speed, nodes, share // one.micro_batch, each_s)
     steps = sum(one.steps for one in stretches) * own / ranks
     batch = stretches[-1].size * ranks // own
     return _scale(nodes, ranks, batch, steps, compute_s, exchange_s)
@@ -213,7 +213,7 @@ def _scale(
     return Scale(nodes, ranks, batch, step_s, exchange_s / steps, efficiency, train_s)
 
 
-def _exposed_s(speed: Speed, nodes: int, accumulation: int, compute_s: float) -> float:
+def exposed_s(speed: Speed, nodes: int, accumulation: int, compute_s: float) -> float:
     """Compute the time of a step's exchange that no pass hides."""
     room = {"": 0.0, "forward": compute_s * _FORWARD_SHARE}
     room["backward"] = compute_s - room["forward"]

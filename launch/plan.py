@@ -23,6 +23,7 @@ from launch.exchange import (
     Speed,
     Stretch,
     assumptions,
+    exposed_s,
     links_of,
     same_batch,
     same_share,
@@ -258,10 +259,7 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
 def _exchange_lines(result: RunPlan) -> Iterator[str]:
     """Say what the exchange between ranks takes here and on other numbers of nodes."""
     if result.exchange_s is None or result.step_s is None:
-        yield (
-            "exchange     not known, and not in the time: name hardware.gpu, or "
-            "hardware.intra_node_gb_per_s and hardware.inter_node_gb_per_s in the profile"
-        )
+        yield _NO_EXCHANGE
         return
     share = result.exchange_s / result.step_s
     yield (
@@ -318,6 +316,9 @@ class MixPlan:
     tasks: tuple[TaskPlan, ...]
     flops: float
     train_s: float | None
+    """At most; with the exchange of ranks, if its speed is known."""
+    exchange_s: float | None
+    """Of a step: the part in which ranks only exchange; None: not known."""
     state_bytes: int
     gradients_bytes: int
     """What the rule of balance keeps beside the state: gradients of tasks, fp32."""
@@ -326,6 +327,10 @@ class MixPlan:
     checkpoint_bytes: int
 
 
+_NO_EXCHANGE = (
+    "exchange     not known, and not in the time: name hardware.gpu, or "
+    "hardware.intra_node_gb_per_s and hardware.inter_node_gb_per_s in the profile"
+)
 _KEEP_ALL = ("pcgrad", "cagrad", "mgda", "main_and_helpers")
 """Rules that keep the gradient of each task of a step."""
 
@@ -365,6 +370,11 @@ def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
     flops = sum(task.flops for task in tasks)
     speed = hardware.flops_per_rank
     parameters = cost.parameters(model)["total"]
+    train_s = exchange_s = None
+    if speed:
+        train_s = flops / (speed * hardware.utilisation * ranks)
+        exchange_s = _exchange_of_mix(mix, cluster, run, parameters, train_s)
+        train_s += (exchange_s or 0.0) * config.train.num_steps
     kept = 0
     if config.balance.needs_gradients:
         of_step = min(len(tasks), config.train.tasks_per_step)
@@ -375,12 +385,33 @@ def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
         steps=config.train.num_steps,
         tasks=tuple(tasks),
         flops=flops,
-        train_s=flops / (speed * hardware.utilisation * ranks) if speed else None,
+        train_s=train_s,
+        exchange_s=exchange_s,
         state_bytes=cost.state_bytes(model, ranks if config.train.zero_stage else 1)["total"],
         gradients_bytes=kept * 4 * parameters,
         activation_bytes=activations,
         checkpoint_bytes=_CHECKPOINT_BYTES * parameters,
     )
+
+
+def _exchange_of_mix(
+    mix: Mix, cluster: ClusterConfig, run: PretrainConfig, parameters: int, compute_s: float
+) -> float | None:
+    """Compute the seconds of a step in which ranks only exchange; None: speeds are not known.
+
+    A rule that needs the gradients of tasks adds each task's up over the ranks by itself.
+    """
+    links, per_node = links_of(cluster), cluster.num_ranks_per_node
+    if not links.is_known(cluster.nodes, per_node):
+        return None
+    config, sums = mix.config, 1.0
+    draws, steps = config.train.tasks_per_step, config.train.num_steps
+    if config.balance.needs_gradients:
+        distinct = sum(1 - (1 - share) ** draws for share in _shares(mix).values())
+        often = 1 / config.balance.every if config.balance.norms == "late" else 1.0
+        sums += often * (distinct - 1)
+    speed = Speed(run, parameters, per_node, 0.0, links)
+    return sums * exposed_s(speed, cluster.nodes, draws, compute_s / steps)
 
 
 def _architecture(init_from: str) -> ModelConfig:
@@ -434,8 +465,16 @@ def mix_text(result: MixPlan, mix: Mix, cluster: ClusterConfig) -> Iterator[str]
         yield (
             f"time         at most {_time(result.train_s)}, at {hardware.utilisation:.0%} of "
             f"{hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank (hardware.utilisation is "
-            "assumed; short rows reach less), without the exchange between ranks"
+            "assumed; short rows reach less)"
         )
+        exchange = _NO_EXCHANGE
+        if result.exchange_s is not None:
+            step_s = result.train_s / result.steps
+            exchange = (
+                f"exchange     {result.exchange_s * 1e3:,.1f} of at most {step_s * 1e3:,.1f} ms a "
+                f"step, with balance.method={mix.config.balance.method}"
+            )
+        yield exchange
     sizes = result.state_bytes, result.gradients_bytes, result.activation_bytes
     state, gradients, activations = (f"{size / 2**30:,.1f}" for size in sizes)
     yield (

@@ -218,7 +218,9 @@ def test_a_mix_is_planned_by_its_shares_and_longest_rows(tmp_path: Path) -> None
     }
     assert {name: each.flops for name, each in tasks.items()} == pytest.approx(expected)
     assert found.flops == pytest.approx(sum(expected.values()))
-    assert found.train_s == pytest.approx(found.flops / (2 * 989e12 * 0.4), rel=0.01)
+    assert found.exchange_s is not None
+    train_s = found.flops / (2 * 989e12 * 0.4) + 1000 * found.exchange_s
+    assert found.train_s == pytest.approx(train_s, rel=1e-6)
     # The default rule adds up weighted gradients beside the sum: four bytes a parameter more.
     assert found.gradients_bytes == 4 * found.parameters
     text = "\n".join(mix_text(found, mix, cluster))
@@ -229,6 +231,17 @@ def test_a_mix_is_planned_by_its_shares_and_longest_rows(tmp_path: Path) -> None
     assert every.gradients_bytes == 4 * 4 * found.parameters
     none = plan_mix(_mix(tmp_path, "balance.method=equal"), cluster)
     assert none.gradients_bytes == 0
+    # Of four draws with shares .6, .3 and .1 so many are of different tasks; each is added up.
+    distinct = (1 - 0.4**4) + (1 - 0.7**4) + (1 - 0.9**4)
+    late = plan_mix(_mix(tmp_path, "balance.norms=late", "balance.every=10"), cluster)
+    sums = [each.exchange_s / none.exchange_s for each in (found, every, late)]
+    assert sums == pytest.approx([distinct, distinct, 1 + (distinct - 1) / 10])
+    # A ring of two sends half of the 4 bytes a parameter twice, at 80% of 450 GB/s.
+    assert none.exchange_s == pytest.approx(4 * none.parameters / 360e9, rel=0.05, abs=3e-5)
+    assert "ms a step, with balance.method=gradient_norm" in text
+    unknown = plan_mix(mix, ClusterConfig(gpus_per_node=2, hardware=HardwareConfig(tflops=900)))
+    assert unknown.exchange_s is None
+    assert "not in the time: name hardware.gpu" in "\n".join(mix_text(unknown, mix, cluster))
     assert json.loads(plan_json(found))["tasks"][0]["name"] == "mlm"
 
 
