@@ -39,8 +39,8 @@ STARTS := process or dist or cluster or browser or interpreter
 test: check ## check, then the tests that start no processes and a few that do; 5 minutes on 2 cores
 	$(PYTEST) -m 'smoke or not ($(STARTS))'
 
-test-all: $(STAMP) ## all tests but those of test-slow (gloo, SLURM, a browser, no GPU, no network)
-	$(PYTEST) -m 'not slow'
+test-all: $(STAMP) ## all but test-slow (gloo, SLURM, a browser, no GPU, no network); REST=1 without those of test
+	$(PYTEST) -m 'not slow$(if $(REST), and not smoke and ($(STARTS)))'
 
 test-slow: $(STAMP) ## what takes power, network and time from SLURM clusters
 	$(PYTEST) -m slow
