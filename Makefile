@@ -32,8 +32,8 @@ check: $(STAMP) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
-# What a test starts follows from its fixtures: tests/support/plugin.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+# One thread a process, of which there are as many as cores. What a test starts follows from its fixtures: tests/support/plugin.py.
 STARTS := process or dist or cluster or browser or interpreter
 
 test: check ## check, then the tests that start no processes and a few that do; 5 minutes on 2 cores
