@@ -251,6 +251,10 @@ class Engine:
         else:
             found = self._weighted_passes(batches, objective, scales, weighing)
             sums = add_up(list(found.values()))
+            totals = torch.stack([found[name][name].total for name in found])
+            of_losses = _Fetched(
+                torch.cat([dist.sum_over_ranks(totals), summed[: len(names)].to(totals.dtype)])
+            )
         watchdog.beat("gradient collectives and update")
         mark(UPDATE)
         self._engine.step()
@@ -258,12 +262,11 @@ class Engine:
         norm = self._engine.get_global_grad_norm()
         applied = bool(self._engine.was_step_applied())
         if weighing is not None and applied:
-            totals = [found[name][name].total for name in found]
-            summed_losses = dist.sum_over_ranks(torch.stack(totals)).tolist()
-            divisors = dict(zip(names, summed.tolist(), strict=False))
+            values = of_losses.values()
+            divisors = dict(zip(names, values[len(found) :], strict=True))
             losses = [
                 objective.losses[name] * total / divisors[name] if divisors[name] else float("nan")
-                for name, total in zip(found, summed_losses, strict=True)
+                for name, total in zip(found, values, strict=False)
             ]
             weighing.done(list(found), losses)
         return StepResult(sums, applied, float(norm), noted.values())
@@ -275,7 +278,7 @@ class Engine:
         weights = [
             sum(batch.weights.get(name, 0.0) for batch in batches) for name in objective.losses
         ]
-        summed = dist.sum_over_ranks(torch.tensor([*weights, *notes], device=self.device))
+        summed = dist.sum_over_ranks(_uploaded([*weights, *notes], self.device))
         # DeepSpeed averages over ranks; the world size undoes it.
         scales = {
             name: factor * self.world_size / weight.clamp(min=1.0)
@@ -438,7 +441,7 @@ class Engine:
         if not state:
             # Where the fused update looks for it; LAMB's is on the host.
             on_host = isinstance(self._optimizer, Lamb)
-            state["step"] = torch.tensor(0.0, device=None if on_host else partition.device)
+            state["step"] = torch.zeros((), device=None if on_host else partition.device)
             for kind in MOMENTS:
                 state[kind] = torch.zeros_like(partition, requires_grad=False)
         return state
@@ -519,6 +522,16 @@ def _sum_norms_in_blocks(optimizer: Any) -> None:
         return [squared_norm(each.flatten()).sqrt() for each in gradients], of_experts
 
     optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def _uploaded(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Copy numbers to the device, and do not wait for it.
+
+    `torch.tensor(numbers, device=...)` copies from pageable memory: the host would wait until the
+    device has done all that is queued, and then queue the step on an idle one.
+    """
+    host = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 class _Fetched:
