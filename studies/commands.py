@@ -104,7 +104,7 @@ VERBS = (
         _study,
         "study realformer --dry-run\n"
         "study realformer --local --jobs 2 --out runs/realformer\n"
-        "study packing data.dir=data/mine --part units\n"
+        "study masks data.dir=data/mine --part units\n"
         "study realformer --preset gpu --cluster c.yaml --jobs 8",
         if_interrupted=_LEFT,
     ),
