@@ -218,6 +218,7 @@ class Comparison:
     def _prepare(self, name: str, logs: Path) -> bool:
         """Makes and compiles a subject; whether it needs the memory for itself."""
         of = self.found["subjects"][name]
+        sys.stderr.write(f"preparing {name}\n")
         if not self.plan.may_prepare():
             of["error"] = "not measured: no time was left in the budget to compile it"
             return False
@@ -262,6 +263,7 @@ class Comparison:
 
     def _round(self, number: int) -> bool:
         """A turn of each subject at each case; False if the budget is over."""
+        sys.stderr.write(f"round {number + 1} of {self.plan.rounds}\n")
         self.found["clocks"].append(machine.clocks())
         for length, asked in self.plan.cases:
             for name, of in self.found["subjects"].items():
