@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline.errors import EXIT_PREEMPTED, ConfigError, DataError
 from pipeline.model.architecture import is_model_folder
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic
+from pipeline.tasks.task import TaskConfig
 from studies.classes import subset
 from studies.config import Plan, StudyRun
 from studies.reading import outcome, runs_folder, task_name, tasks_folder
@@ -50,6 +52,9 @@ def run_missing(plan: Plan, out: Path, where: Where) -> int:
         PostnormError: nothing can start as it is configured.
     """
     prepare_corpus(plan, out)
+    tasks = [task for task in plan.tasks if _has_rows(plan, task)]
+    for task, seed in product(tasks, plan.seeds):
+        _rows_of(plan, task, seed, out)  # too few rows are told before anything is trained
     for wave in plan.waves():
         ready = [run for run in wave if _has_start(run, out)]
         points = [_point(run, out) for run in ready if outcome(_folder(run, out)) != "diverged"]
@@ -57,7 +62,6 @@ def run_missing(plan: Plan, out: Path, where: Where) -> int:
             logger.info("%d run(s) wait for those that they go on from", len(wave) - len(ready))
         if _sweep(PRETRAIN, runs_folder(out), points, where):
             return EXIT_PREEMPTED
-    tasks = [task for task in plan.tasks if _has_rows(plan, task)]
     points = [
         _task_point(plan, plan.runs[run], task, out)
         for run, task in plan.fine_tunings
@@ -148,15 +152,21 @@ def _point(run: StudyRun, out: Path) -> dict[str, Any]:
 
 
 def _task_point(plan: Plan, run: StudyRun, task: str, out: Path) -> dict[str, Any]:
-    config, classes = plan.tasks[task], plan.study.tasks[task].classes
-    if classes is not None:
-        config = subset(config, classes, run.seed, out / "rows" / f"{task}+seed-{run.seed}")
+    config = _rows_of(plan, task, run.seed, out)
     config = replace(config, name=task, model=str(_folder(run, out).resolve()))
     config = replace(config, train=replace(config.train, seeds=(run.seed,)))
     file = out / "configs" / f"{task_name(run.name, task)}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, to_yaml(config).encode())
     return {"folder": task_name(run.name, task), "config": str(file.resolve())}
+
+
+def _rows_of(plan: Plan, task: str, seed: int, out: Path) -> TaskConfig:
+    """Return a task with the rows that it has for a seed; write them if it asks for classes."""
+    config, classes = plan.tasks[task], plan.study.tasks[task].classes
+    if classes is None:
+        return config
+    return subset(config, classes, seed, out / "rows" / f"{task}+seed-{seed}")
 
 
 def _has_rows(plan: Plan, task: str) -> bool:

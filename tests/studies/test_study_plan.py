@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from launch import sweep
-from pipeline.config.load import build
+from pipeline.config.load import build, to_yaml
 from pipeline.errors import ConfigError, DataError
 from pipeline.tasks.readers import read_task
 from pipeline.tasks.task import FieldsConfig, KindConfig, TaskConfig, TaskDataConfig
 from studies import cost, reading
 from studies.classes import subset
 from studies.config import HOME, PRESETS, Cell, ClassesConfig, Plan, StudyConfig, plan, read_study
+from studies.run import Where, run_missing
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
@@ -235,3 +236,14 @@ def test_a_subset_has_its_classes_and_as_many_rows_of_each(tmp_path: Path) -> No
     assert len(read_task(in_all).splits["train"]) == 8
     with pytest.raises(DataError, match="2 classes have 10 rows of train, expected 3"):
         subset(task, ClassesConfig(number=3, rows_a_class=10), 1, tmp_path / "few")
+
+
+def test_too_few_rows_are_told_before_anything_is_trained(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(to_yaml(_task(tmp_path, {"a": 5, "b": 3})).encode())
+    tasks = {"two": {"file": str(file), "classes": {"number": 2, "rows_a_class": 4}}}
+    part = {"asks": "?", "arms": list(ARMS), "tasks": ["two"], "metrics": ["two"]}
+    made = plan_of(study_of(parts={"one": part}, tasks=tasks), "data.dir=elsewhere")
+    with pytest.raises(DataError, match="1 classes have 4 rows of train, expected 2"):
+        run_missing(made, tmp_path / "out", Where())
+    assert not (tmp_path / "out/runs").exists()
