@@ -34,9 +34,9 @@ check: $(STAMP) ## formatting, lint and types
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 # One thread a process, of which there are as many as cores. What a test starts follows from its fixtures: tests/support/plugin.py.
-STARTS := process or dist or cluster or browser or interpreter
+STARTS := process or dist or cluster or browser or interpreter or long
 
-test: check ## check, then the tests that start no processes and a few that do; 5 minutes on 2 cores
+test: check ## check, then the tests that start no processes, and a few that do; 5 minutes on 2 cores
 	$(PYTEST) -m 'smoke or not ($(STARTS))'
 
 test-all: $(STAMP) ## all but test-slow (gloo, SLURM, a browser, no GPU, no network); REST=1 without those of test

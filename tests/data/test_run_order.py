@@ -86,6 +86,7 @@ def _config(
 _LENGTHS = st.one_of(st.integers(1, 40), st.integers(1, 3_000), st.integers(1, 1_000_000))
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_within_an_epoch_every_token_comes_once(data: st.DataObject) -> None:

@@ -59,7 +59,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "tag with crf", "tag with bioes"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("classify", "spans") else pytest.mark.long)
+        for kind in (*KINDS, "tag with crf", "tag with bioes")
+    ],
+)
 def test_every_kind_learns_64_rows(
     kind: str, task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -266,6 +272,7 @@ def test_run_with_a_sentencepiece_tokenizer_is_a_start(
     ).read_bytes()
 
 
+@pytest.mark.long
 def test_same_seed_same_result_and_seeds_differ(
     task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -348,6 +355,7 @@ def test_best_epoch_is_reported(task_file: Make, tiny_model: Path, tmp_path: Pat
     assert last["protocol"]["selected_on"] == "last"
 
 
+@pytest.mark.long
 def test_search_takes_what_is_best_on_dev(
     task_file: Make, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -118,11 +118,11 @@ def test_all_kinds_learn_together(tmp_path: Path, tiny_model: Path) -> None:
     "balance",
     [
         {"method": "gradient_norm", "norms": "output"},
-        {"method": "dwa", "interval": 2},
-        {"method": "uncertainty"},
-        {"method": "gradnorm"},
-        {"method": "initial"},
-        {"method": "cagrad"},
+        pytest.param({"method": "dwa", "interval": 2}, marks=pytest.mark.long),
+        pytest.param({"method": "uncertainty"}, marks=pytest.mark.long),
+        pytest.param({"method": "gradnorm"}, marks=pytest.mark.long),
+        pytest.param({"method": "initial"}, marks=pytest.mark.long),
+        pytest.param({"method": "cagrad"}, marks=pytest.mark.long),
     ],
     ids=lambda balance: balance["method"],
 )
