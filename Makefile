@@ -32,15 +32,16 @@ check: $(STAMP) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# There are as many processes as cores, so each has one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
-# One thread a process, of which there are as many as cores. What a test starts follows from its fixtures: tests/support/plugin.py.
-STARTS := process or dist or cluster or browser or interpreter or long
+# All but `long` follow from a test's fixtures: tests/support/plugin.py.
+LEFT_OUT := process or dist or cluster or browser or interpreter or long
 
-test: check ## check, then the tests that start no processes, and a few that do; 5 minutes on 2 cores
-	$(PYTEST) -m 'smoke or not ($(STARTS))'
+test: check ## check, then the tests that start no processes, and a few that do; 6 minutes on 2 cores
+	$(PYTEST) -m 'smoke or not ($(LEFT_OUT))'
 
 test-all: $(STAMP) ## all but test-slow (gloo, SLURM, a browser, no GPU, no network); REST=1 without those of test
-	$(PYTEST) -m 'not slow$(if $(REST), and not smoke and ($(STARTS)))'
+	$(PYTEST) -m 'not slow$(if $(REST), and not smoke and ($(LEFT_OUT)))'
 
 test-slow: $(STAMP) ## what takes power, network and time from SLURM clusters
 	$(PYTEST) -m slow

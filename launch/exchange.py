@@ -109,8 +109,8 @@ def links_of(cluster: ClusterConfig) -> Links:
     return Links(speeds["inside a node"], speeds["between nodes"], "; ".join(said))
 
 
-def collectives(config: PretrainConfig, parameters: int, accumulation: int) -> list[Collective]:
-    """List the collectives of a step; those of a few numbers are left out."""
+def collectives(config: PretrainConfig, parameters: int, accumulation: float) -> list[Collective]:
+    """List the collectives of a step of so many backward passes, but those of a few numbers."""
     stage = config.train.zero_stage
     gradients = float(_GRADIENT_BYTES * parameters)
     weights = float((2 if config.train.precision == "bf16" else 4) * parameters)
@@ -213,8 +213,15 @@ def _scale(
     return Scale(nodes, ranks, batch, step_s, exchange_s / steps, efficiency, train_s)
 
 
-def exposed_s(speed: Speed, nodes: int, accumulation: int, compute_s: float) -> float:
-    """Compute the time of a step's exchange that no pass hides."""
+def exposed_s(speed: Speed, nodes: int, accumulation: float, compute_s: float) -> float:
+    """Compute the seconds of a step's exchange that no pass hides.
+
+    Args:
+        speed: of the run.
+        nodes: that it runs on.
+        accumulation: backward passes of a step, on average.
+        compute_s: seconds of a step without the exchange.
+    """
     room = {"": 0.0, "forward": compute_s * _FORWARD_SHARE}
     room["backward"] = compute_s - room["forward"]
     return sum(

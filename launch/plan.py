@@ -373,7 +373,7 @@ def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
     train_s = exchange_s = None
     if speed:
         train_s = flops / (speed * hardware.utilisation * ranks)
-        exchange_s = _exchange_of_mix(mix, cluster, run, parameters, train_s)
+        exchange_s = _exchange_of_mix(mix, cluster, run, parameters, train_s / run.train.num_steps)
         train_s += (exchange_s or 0.0) * config.train.num_steps
     kept = 0
     if config.balance.needs_gradients:
@@ -395,23 +395,29 @@ def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
 
 
 def _exchange_of_mix(
-    mix: Mix, cluster: ClusterConfig, run: PretrainConfig, parameters: int, compute_s: float
+    mix: Mix, cluster: ClusterConfig, run: PretrainConfig, parameters: int, step_s: float
 ) -> float | None:
     """Compute the seconds of a step in which ranks only exchange; None: speeds are not known.
 
-    A rule that needs the gradients of tasks adds each task's up over the ranks by itself.
+    Args:
+        mix: its rule of balance may average the gradient of each task by itself.
+        cluster: with the speeds of its links.
+        run: the mix in the trainer's terms.
+        parameters: of the model.
+        step_s: seconds of a step without the exchange.
     """
     links, per_node = links_of(cluster), cluster.num_ranks_per_node
     if not links.is_known(cluster.nodes, per_node):
         return None
-    config, sums = mix.config, 1.0
-    draws, steps = config.train.tasks_per_step, config.train.num_steps
-    if config.balance.needs_gradients:
-        distinct = sum(1 - (1 - share) ** draws for share in _shares(mix).values())
-        often = 1 / config.balance.every if config.balance.norms == "late" else 1.0
-        sums += often * (distinct - 1)
-    speed = Speed(run, parameters, per_node, 0.0, links)
-    return sums * exposed_s(speed, cluster.nodes, draws, compute_s / steps)
+    balance, draws, of = mix.config.balance, mix.config.train.tasks_per_step, _shares(mix)
+    times = 1.0
+    if balance.averages_each:
+        distinct = sum(1 - (1 - share) ** draws for share in of.values())
+        times += (distinct - 1) / (balance.every if balance.norms == "late" else 1)
+    passes = draws * sum(share * mix.members[name].parts for name, share in of.items())
+    flops_per_s = cluster.hardware.flops_per_rank * cluster.hardware.utilisation
+    speed = Speed(run, parameters, per_node, flops_per_s, links)
+    return times * exposed_s(speed, cluster.nodes, passes, step_s)
 
 
 def _architecture(init_from: str) -> ModelConfig:

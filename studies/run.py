@@ -52,9 +52,12 @@ def run_missing(plan: Plan, out: Path, where: Where) -> int:
         PostnormError: nothing can start as it is configured.
     """
     prepare_corpus(plan, out)
-    tasks = [task for task in plan.tasks if _has_rows(plan, task)]
-    for task, seed in product(tasks, plan.seeds):
-        _rows_of(plan, task, seed, out)  # too few rows are told before anything is trained
+    # First of all, so that too few rows are told before anything is trained.
+    tasks = {
+        (task, seed): _task_of(plan, task, seed, out)
+        for task, seed in product(plan.tasks, plan.seeds)
+        if _has_rows(plan, task)
+    }
     for wave in plan.waves():
         ready = [run for run in wave if _has_start(run, out)]
         points = [_point(run, out) for run in ready if outcome(_folder(run, out)) != "diverged"]
@@ -63,9 +66,9 @@ def run_missing(plan: Plan, out: Path, where: Where) -> int:
         if _sweep(PRETRAIN, runs_folder(out), points, where):
             return EXIT_PREEMPTED
     points = [
-        _task_point(plan, plan.runs[run], task, out)
+        _task_point(tasks[task, plan.runs[run].seed], plan.runs[run], task, out)
         for run, task in plan.fine_tunings
-        if task in tasks and outcome(runs_folder(out) / run) == "finished"
+        if (task, plan.runs[run].seed) in tasks and outcome(runs_folder(out) / run) == "finished"
     ]
     return EXIT_PREEMPTED if _sweep(FINETUNE, tasks_folder(out), points, where) else 0
 
@@ -151,19 +154,18 @@ def _point(run: StudyRun, out: Path) -> dict[str, Any]:
     return {"folder": run.name, "config": str(file.resolve())}
 
 
-def _task_point(plan: Plan, run: StudyRun, task: str, out: Path) -> dict[str, Any]:
-    config = _rows_of(plan, task, run.seed, out)
-    config = replace(config, name=task, model=str(_folder(run, out).resolve()))
-    config = replace(config, train=replace(config.train, seeds=(run.seed,)))
+def _task_point(config: TaskConfig, run: StudyRun, task: str, out: Path) -> dict[str, Any]:
+    config = replace(config, model=str(_folder(run, out).resolve()))
     file = out / "configs" / f"{task_name(run.name, task)}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, to_yaml(config).encode())
     return {"folder": task_name(run.name, task), "config": str(file.resolve())}
 
 
-def _rows_of(plan: Plan, task: str, seed: int, out: Path) -> TaskConfig:
-    """Return a task with the rows that it has for a seed; write them if it asks for classes."""
-    config, classes = plan.tasks[task], plan.study.tasks[task].classes
+def _task_of(plan: Plan, task: str, seed: int, out: Path) -> TaskConfig:
+    """Return a task as a seed has it; write its rows if it has classes (DataError: too few)."""
+    config, classes = replace(plan.tasks[task], name=task), plan.study.tasks[task].classes
+    config = replace(config, train=replace(config.train, seeds=(seed,)))
     if classes is None:
         return config
     return subset(config, classes, seed, out / "rows" / f"{task}+seed-{seed}")

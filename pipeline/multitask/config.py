@@ -52,6 +52,8 @@ _WHOLE = {
     "main_and_helpers": "compares the gradients of the tasks",
 }
 """Why a rule needs each task's own gradient, which the stages of ZeRO above 0 never hold."""
+OF_LOSSES = ("real_time", "generalised_mean")
+"""Rules that need the step's losses, but of the gradients only the sum over the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,11 @@ class BalanceConfig:
     def needs_gradients(self) -> bool:
         """Whether the rule needs each task's own gradient."""
         return self.method in _WHOLE and self.norms != "output"
+
+    @property
+    def averages_each(self) -> bool:
+        """Whether ranks average each task's gradient by itself; `late`: where norms are taken."""
+        return self.needs_gradients and self.method not in OF_LOSSES
 
     def __post_init__(self) -> None:
         if self.norms != "exact" and self.method != "gradient_norm":

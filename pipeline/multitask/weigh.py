@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from pipeline.multitask import balance as rules
-from pipeline.multitask.config import BalanceConfig
+from pipeline.multitask.config import OF_LOSSES, BalanceConfig
 from pipeline.multitask.draws import Draws
 from pipeline.runtime import dist
 from pipeline.train.engine import Measures
 
 Memory = dict[str, dict[str, float]]
 """By what is remembered, a number of each task; saved with every checkpoint."""
-_OF_LOSSES = ("real_time", "generalised_mean")
 _PRODUCTS = ("pcgrad", "cagrad", "mgda", "main_and_helpers")
 
 
@@ -98,7 +97,7 @@ class StepWeighing:
     def measures(self) -> Measures:
         """What the rule has to know."""
         config = self.balancer.config
-        if config.method in _OF_LOSSES:
+        if config.method in OF_LOSSES:
             return "losses"
         if config.method in _PRODUCTS:
             return "products"
@@ -186,9 +185,9 @@ class StepWeighing:
         """Weigh one task's gradient."""
         config = self.balancer.config
         loss, norm = loss.double(), norm.double()
-        if config.method not in _OF_LOSSES:  # of which no norm is measured
+        if config.method not in OF_LOSSES:  # of which no norm is measured
             self._norms[name] = norm
-        if config.method in _OF_LOSSES:
+        if config.method in OF_LOSSES:
             share, gamma = self._share(name), config.gamma
             if config.method == "real_time":
                 weight = share / loss

@@ -231,13 +231,20 @@ def test_a_mix_is_planned_by_its_shares_and_longest_rows(tmp_path: Path) -> None
     assert every.gradients_bytes == 4 * 4 * found.parameters
     none = plan_mix(_mix(tmp_path, "balance.method=equal"), cluster)
     assert none.gradients_bytes == 0
-    # Of four draws with shares .6, .3 and .1 so many are of different tasks; each is added up.
+    # Of four draws with shares .6, .3 and .1 so many are of different tasks; each is averaged.
     distinct = (1 - 0.4**4) + (1 - 0.7**4) + (1 - 0.9**4)
     late = plan_mix(_mix(tmp_path, "balance.norms=late", "balance.every=10"), cluster)
-    sums = [each.exchange_s / none.exchange_s for each in (found, every, late)]
-    assert sums == pytest.approx([distinct, distinct, 1 + (distinct - 1) / 10])
-    # A ring of two sends half of the 4 bytes a parameter twice, at 80% of 450 GB/s.
-    assert none.exchange_s == pytest.approx(4 * none.parameters / 360e9, rel=0.05, abs=3e-5)
+    by_losses = plan_mix(_mix(tmp_path, "balance.method=real_time"), cluster)
+    times = [each.exchange_s / none.exchange_s for each in (found, every, late, by_losses)]
+    assert times == pytest.approx([distinct, distinct, 1 + (distinct - 1) / 10, 1])
+    # Of two ranks each sends half of the 4 bytes a parameter twice, at 80% of 450 GB/s.
+    assert none.exchange_s == pytest.approx(4 * none.parameters / 360e9, rel=0.01)
+    # At stage 2 each backward pass averages, a tenth of the draws has two; then each rank gets the
+    # other half of the weights, 2 bytes each.
+    second = plan_mix(_mix(tmp_path, "balance.method=equal", "train.zero_stage=2"), cluster)
+    assert second.exchange_s is not None
+    moved = (4 * 1.1 * 4 + 2 / 2) * second.parameters / 360e9
+    assert second.exchange_s == pytest.approx(moved, rel=0.02)
     assert "ms a step, with balance.method=gradient_norm" in text
     unknown = plan_mix(mix, ClusterConfig(gpus_per_node=2, hardware=HardwareConfig(tflops=900)))
     assert unknown.exchange_s is None

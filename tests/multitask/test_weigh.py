@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from pipeline.config.train import TrainConfig
 from pipeline.data.loader import MicroBatch
 from pipeline.multitask import balance
-from pipeline.multitask.config import BalanceConfig
+from pipeline.multitask.config import BalanceConfig, Method
 from pipeline.multitask.draws import Draws
 from pipeline.multitask.weigh import Balancer, Known
 from pipeline.objectives.base import Sum, Sums
 from pipeline.runtime import env
+from pipeline.train import replicated
 from pipeline.train.engine import Engine, init_process_group
 from pipeline.use.pretrain import own_process
 
@@ -190,6 +191,17 @@ def expected(method: str, given: Batches, **options: Any) -> dict[str, np.ndarra
 
 METHODS = ("equal", "initial", "prior", "real_time", "generalised_mean", "uncertainty", "dwa",
            "random", "gradnorm", "gradient_norm", "pcgrad", "cagrad", "mgda")  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_average_as_often_as_plans_say(
+    monkeypatch: pytest.MonkeyPatch, method: Method
+) -> None:
+    times = []
+    monkeypatch.setattr(replicated, "_average", lambda *_: times.append(1))
+    given = rows(["a", "b", "c"])
+    taken(method, given)
+    assert len(times) == (len(given) if BalanceConfig(method=method).averages_each else 1)
 
 
 def assert_close(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
