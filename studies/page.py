@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config.load import provenance
 from pipeline.runtime.files import write_atomic
@@ -20,6 +20,8 @@ from studies.reading import Reading
 
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
 _MARKED: dict[str, Any] = {"marker": "o", "ms": 3, "capsize": 2}
+_SIDE_BY_SIDE = 0.4
+"""Share of the room between two places over which their lines' intervals are spread."""
 _SMALL = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -255,16 +257,14 @@ def _draw_values(panel: Any, cells: Sequence[Summary], names: Sequence[str]) -> 
     """Draw means with deviations over seeds; return the lines' labels, by whose order they have
     their colours.
     """
-    lines: dict[str, list[tuple[str, float, float]]] = {}
+    lines: dict[str, list[_Point]] = {}
     for cell in cells:
         for name in names:
             if name in cell.means:
                 label, place = _place(cell.cell.arm, cell.cell.levels, name, len(names))
                 spread = cell.deviations.get(name, 0.0)
-                lines.setdefault(label, []).append((place, cell.means[name], spread))
-    for number, (label, points) in enumerate(lines.items()):
-        places, means, spreads = zip(*points, strict=True)
-        panel.errorbar(places, means, spreads, label=label, color=f"C{number}", **_MARKED)
+                lines.setdefault(label, []).append(_Point(place, cell.means[name], spread, spread))
+    _draw_lines(panel, lines, list(lines))
     return list(lines)
 
 
@@ -272,19 +272,37 @@ def _draw_differences(
     panel: Any, found: Sequence[Effect], names: Sequence[str], labels: Sequence[str]
 ) -> None:
     """Draw differences with their intervals, in the colours of the arms' lines."""
-    lines: dict[str, list[tuple[str, float, float, float]]] = {}
+    lines: dict[str, list[_Point]] = {}
     for each in found:
         if each.metric in names and each.interval is not None:
             label, place = _place(each.arm, each.levels, each.metric, len(names))
             of = each.interval
             known = of.method != "none"
             limits = (of.mean - of.low, of.high - of.mean) if known else (0.0, 0.0)
-            lines.setdefault(label, []).append((place, of.mean, *limits))
+            lines.setdefault(label, []).append(_Point(place, of.mean, *limits))
     panel.axhline(0.0, color="0.6", lw=0.8)
+    _draw_lines(panel, lines, labels)
+
+
+class _Point(NamedTuple):
+    place: str
+    mean: float
+    below: float
+    above: float
+    """Lengths of the two halves of its interval."""
+
+
+def _draw_lines(panel: Any, lines: Mapping[str, list[_Point]], labels: Sequence[str]) -> None:
+    """Draw lines in the colours of their labels, side by side where they share a place."""
+    places = list(dict.fromkeys(point.place for points in lines.values() for point in points))
     for label, points in lines.items():
-        places, means, below, above = zip(*points, strict=True)
-        colour = f"C{labels.index(label)}"
-        panel.errorbar(places, means, [below, above], color=colour, **_MARKED)
+        number = labels.index(label)
+        shift = _SIDE_BY_SIDE * ((number + 0.5) / len(labels) - 0.5)
+        at = [places.index(point.place) + shift for point in points]
+        means, intervals = [each.mean for each in points], [each[2:] for each in points]
+        halves = list(zip(*intervals, strict=True))
+        panel.errorbar(at, means, halves, label=label, color=f"C{number}", **_MARKED)
+    panel.set_xticks(range(len(places)), places)
 
 
 def _place(arm: str, levels: tuple[str, ...], metric: str, num_names: int) -> tuple[str, str]:
