@@ -31,8 +31,10 @@ class InitialWeights:
 
 # Upper case, an accent and Chinese: BERT's options decide how these are split.
 _PROBE_TEXT = "Tokenizers É 中文 of two"
-# Settings that change neither the place nor the meaning of a parameter.
-_FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init"}
+# Settings that change neither the place nor the meaning of a shared parameter. Pairs want a pooler,
+# which a model of MLM alone does not have.
+_FREE_TO_DIFFER = {"dropout", "attention_dropout", "embedding_dropout", "init", "pooler"}
+_MAY_BE_NEW = (OBJECTIVE_PARTS, "encoder.pooler.")
 
 
 def start_from(
@@ -63,16 +65,12 @@ def start_from(
             text,
         )
     missing, unexpected = model.load_state_dict(initial.weights, strict=False)
-    assert all(name.startswith(OBJECTIVE_PARTS) for name in missing), missing
+    assert all(name.startswith(_MAY_BE_NEW) for name in missing), missing
     logger.info("weights are those of %s", config.init_from)
     if missing:
-        logger.info("new, as the objective %s wants: %s", config.objective.kind, ", ".join(missing))
+        logger.info("not there, so drawn at random: %s", ", ".join(missing))
     if unexpected:
-        logger.warning(
-            "left out, as the objective %s does not have them: %s",
-            config.objective.kind,
-            ", ".join(unexpected),
-        )
+        logger.warning("left out, as this run's model has no such part: %s", ", ".join(unexpected))
 
 
 def tokenizer_differences(theirs: Path | None, index: DatasetIndex) -> tuple[list[str], list[str]]:

@@ -59,7 +59,18 @@ def test_what_another_objective_does_not_share_is_named(
                  "data.replace_random_prob=0")  # fmt: skip
     ranks = start_ranks(tmp_path / "run", dataset, *SHORT, *overrides, world_size=1)
     assert ranks.wait() == [0], ranks.output
-    assert "new, as the objective rtd wants: objective.generator.encoder." in ranks.output
+    assert "not there, so drawn at random: objective.generator.encoder." in ranks.output
+    pairs = tmp_path / "pairs"
+    overrides = (f"init_from={straight_run}", "objective.kind=mlm_sop", "model.pooler=true")
+    ranks = start_ranks(pairs, dataset, *SHORT, *overrides, world_size=1)
+    assert ranks.wait() == [0], ranks.output
+    assert "so drawn at random: encoder.pooler.weight, encoder.pooler.bias, objective." in (
+        ranks.output
+    )
+    assert losses(pairs)[1] < losses(straight_run)[1] - 0.2
+    ranks = start_ranks(tmp_path / "back", dataset, *SHORT, f"init_from={pairs}", world_size=1)
+    assert ranks.wait() == [0], ranks.output
+    assert "model has no such part: encoder.pooler.weight, encoder.pooler.bias" in ranks.output
 
 
 def test_every_kind_of_parameter_is_trained_and_resumed(
