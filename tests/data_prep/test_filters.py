@@ -281,6 +281,28 @@ def test_script(text: str, languages: list[str], kept: bool) -> None:
     assert isinstance(filters.apply(text), Kept) == kept
 
 
+@pytest.mark.long  # Lingua reads the models of all Latin languages
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("天气预报说明天有雨，请大家出门时带好雨伞，路上注意安全。", True),
+        ("The forecast says that it will rain tomorrow, so take an umbrella with you.", True),
+        ("Die Vorhersage sagt, dass es morgen regnet; nehmen Sie einen Schirm mit.", False),
+        ("天気予報によると明日は雨です。お出かけの際は傘をお持ちください。", False),
+    ],
+)
+def test_language(text: str, kept: bool) -> None:
+    outcome = Filters(only("language", languages=("zh", "en"))).apply(text)
+    assert isinstance(outcome, Kept) == kept
+    if isinstance(outcome, Dropped):
+        assert outcome.reason == "language: low confidence"
+
+
+def test_unknown_language_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Lingua does not know xx; expected ISO 639-1 codes of"):
+        Filters(only("language", languages=("xx",)))
+
+
 def test_c4_rules() -> None:
     text = "First line ends.\nmenu item\n\nPlease enable JavaScript now.\n\n中文一行。\n短。"
 
