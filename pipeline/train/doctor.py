@@ -13,9 +13,10 @@ whichever is longest.
 - Held-out loss: it falls by less than 1% of the entropy, where the window has two evaluations.
 
 Lines through losses of training are uncertain by their noise, which is large for small batches.
-With two evaluations, which score the same tokens, they only must not contradict: what they fall
-less two standard errors is below the limit. Without them they must prove it: what they fall plus
-two standard errors is below the limit, and the window grows until that can be said.
+With two evaluations two thirds of the window apart, which score the same tokens, they only must not
+contradict: what they fall less two standard errors is below the limit. Without such evaluations
+(between closer ones the weights' own noise looks like a plateau) they must prove it: what they fall
+plus three standard errors is below the limit, and the window grows until that can be said.
 
 `python -m benchmarks.doctor` counts false alarms and missed plateaus over small real runs.
 """
@@ -39,7 +40,9 @@ _SHARE_OF_RUN = 0.02
 _LEVEL = 0.95
 _LEAST_FALL = 0.01
 _LEAST_RISE = 0.01
-_ERRORS = 2.0
+_LEAST_SPAN = 2 / 3
+_CONTRADICTS, _PROVES = -2.0, 3.0
+"""Standard errors. A proof is tried at every log line, so by chance two are not rare enough."""
 _REPORT_FILE = "report.json"
 # (init, residual) with which 24 layers converge without an alpha warm-up: docs/models.md.
 _SMALL_STARTS = {("rsqrt_depth", "plain"), ("deepnorm", "deepnorm"), ("unit", "rezero")}
@@ -136,15 +139,16 @@ class PlateauDoctor:
         steps, losses, accuracies = np.array(self._lines, np.float64).T
         if losses[len(losses) // 2 :].mean() <= _LEVEL * self._entropy:
             return False
-        sign, least = 1.0, _LEAST_FALL * self._entropy
+        errors, least = _PROVES, _LEAST_FALL * self._entropy
         if len(self._held_out) > 1:
             (first, before), (final, after) = self._held_out[0], self._held_out[-1]
             if (before - after) * num_steps / (final - first) >= least:
                 return False
-            sign = -1.0
+            if final - first >= _LEAST_SPAN * num_steps:
+                errors = _CONTRADICTS
         for values, limit in ((-losses, least), (accuracies, _LEAST_RISE)):
             rise, error = _rise(steps, values, num_steps)
-            if rise + sign * _ERRORS * error >= limit:
+            if rise + errors * error >= limit:
                 return False
         return True
 
