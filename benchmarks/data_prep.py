@@ -42,6 +42,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).parents[1])
 
 import tokenizers  # noqa: E402
+from backports import zstd  # noqa: E402
 from tokenizers import models, normalizers, pre_tokenizers  # noqa: E402
 
 from benchmarks import filters, minhash  # noqa: E402
@@ -261,6 +262,20 @@ def _parts(source: Path, megabytes: float, model: Path) -> dict[str, float]:
     return {name: round(megabytes / cpu_seconds(part), 1) for name, part in parts.items()}
 
 
+def _reading_back(pieces: list[Path], megabytes: float) -> dict[str, float]:
+    """MB of text a CPU-second of what each stage reads, and without the sha256 of the files."""
+
+    def unchecked(path: Path) -> int:
+        with zstd.open(path, "rb") as lines:
+            return sum(1 for line in lines if json.loads(line))
+
+    parts: dict[str, Callable[[], Any]] = {
+        "documents read back": lambda: [sum(1 for _ in read_documents(path)) for path in pieces],
+        "the same without sha256": lambda: [unchecked(path) for path in pieces],
+    }
+    return {name: round(megabytes / cpu_seconds(part), 1) for name, part in parts.items()}
+
+
 def _large(folder: Path, records: list[dict[str, Any]], one_mb: float, model: Path) -> Any:
     """Peak memory by stage of a file of 1 GB, and of a file that is one line of 200 MB."""
     given = [*_PLAIN, f"tokenizer={{file: {model}}}"]
@@ -391,6 +406,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     languages = minhash._load(arguments.corpus, 1e9)
     parts: dict[str, Any] = {
         **_parts(one, one_mb, model),
+        **_reading_back(sorted((folder / "web/work/ingest").glob("?????.jsonl.zst")), one_mb),
         "filters of web.yaml": round(one_mb / seconds, 1),
     }
     for language, part in minhash._speeds(
