@@ -65,8 +65,9 @@ class NodeCache:
         self._first = -(-num_slots * _ROW * 8 // _PAGE) * _PAGE
         size = self._first + num_slots * self._slot_bytes
         identity = repr((_LAYOUT, os.getuid(), content, self._slot_bytes, num_slots))
-        name = f"postnorm-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
-        self._file, self._door = _join(name, size)
+        self.address = f"postnorm-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+        """The socket where it is handed out, as /proc/net/unix names it after an @."""
+        self._file, self._door = _join(self.address, size)
         self._memory = mmap.mmap(self._file, size)
         table = np.frombuffer(self._memory, np.int64, num_slots * _ROW)
         self._table = table.reshape(num_slots, _ROW)
