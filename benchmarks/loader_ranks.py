@@ -4,7 +4,7 @@
         [--json FILE] [--table FILE]
 
 DATASET is a folder written by `python -m data_prep run`, whose blocks stand many times in an index
-that is made here: 512 blocks, so that no window comes twice while its blocks are kept. A node has
+that is made here: 1,024 blocks, so that no window comes twice while its blocks are kept. A node has
 8 ranks. Of each world the ranks of two nodes are simulated, one node after the other, its ranks by
 turns in one process, with the caches and shared memory of a node. A rank has 64 sequences of a step
 at 128 slots and 32 at 512, with 1,024 ranks the batches of You et al. 2020 (65,536 and 32,768), but
@@ -12,8 +12,9 @@ a step has no fewer slots than that of Devlin et al. 2019, 256 x 512.
 
 "bytes" are those asked of the storage (blocks, and documents' ends), a token of text that one of
 these ranks trains on; "M/CPU-s" millions of tokens of text a second of CPU time of these ranks,
-opening, reading, hashing, packing and drawing the order included. At least 24 steps and two whole
-windows of blocks. The page cache is warm.
+reading, hashing, packing and drawing the order included. At least 48 steps and two whole windows of
+blocks are made first, until the memory of a node has been filled once, and then as many are
+measured. Steps are made by as many a call as the loader makes. The page cache is warm.
 
 "workers" compares wall time of `TrainLoader.steps_from`, whose steps nothing uses: a thread of the
 rank, and two worker processes; and the CPU time of the rank itself. It needs three idle cores.
@@ -51,10 +52,10 @@ from pipeline.objectives.inputs import train_inputs
 _PER_RANK = {128: 64, 512: 32}
 _LEAST_SLOTS = 256 * 512
 _RANKS_PER_NODE = 8
-_BLOCKS = 512
+_BLOCKS = 1024
 _WINDOWS = 2
 _numbers = itertools.count()
-_LEAST_STEPS = 24
+_LEAST_STEPS = 48
 _GOALS = {1: (1, 30), 64: (8, 15), 1024: (16, 8)}
 """By world: times the bytes of world 1 at most, millions of tokens a CPU-second at least."""
 
@@ -104,12 +105,13 @@ def measure_node(
     ]
     shares = [Share(node * num_ranks + k, world) for k in range(num_ranks)]
     size = config.train.global_batch
+    first = 0
     if not num_steps:
         # To the end of a window: what is read of the next one belongs to later steps.
         _, ends = ranks[0].order.segments[0].orders[0]._epoch_windows(0)
-        enough = np.flatnonzero(ends >= _LEAST_STEPS * size)
-        last = max(_WINDOWS - 1, int(enough[0])) if len(enough) else len(ends) - 1
-        num_steps = int(ends[last]) // size
+        last = max(_WINDOWS - 1, int(np.searchsorted(ends, _LEAST_STEPS * size)))
+        first = int(ends[last]) // size
+        num_steps = int(ends[2 * last + 1]) // size - first
     num_bytes, read = 0, reader.read_range
 
     def counted(path: Path, offset: int, length: int, what: Any) -> Any:
@@ -119,16 +121,26 @@ def measure_node(
 
     reader.read_range = counted
     try:
-        started = time.process_time()
-        for step in range(num_steps):
-            for steps, share in zip(ranks, shares, strict=True):
-                steps.micro_batches(step * size, share)
+        _make(ranks, shares, range(first))
+        num_bytes, started = 0, time.process_time()
+        _make(ranks, shares, range(first, first + num_steps))
         cpu_s = time.process_time() - started
     finally:
         reader.read_range = read
     text = index.blocks.num_tokens.sum() / counts[seq_len].sum()
     tokens = num_steps * size / world * num_ranks * text
     return {"tokens": float(tokens), "bytes": num_bytes, "cpu_s": cpu_s}
+
+
+def _make(ranks: list[TrainSteps], shares: list[Share], numbers: range) -> None:
+    """Make the steps of some ranks, as many a call as their loaders do."""
+    at = numbers.start
+    while at < numbers.stop:
+        cursor = ranks[0].plan.number(at).cursor
+        count = min(numbers.stop - at, ranks[0].together(cursor, shares[0]))
+        for steps, share in zip(ranks, shares, strict=True):
+            steps.micro_batches(cursor, share, steps=count)
+        at += count
 
 
 def measure_world(

@@ -1,7 +1,7 @@
 """Packed sequences of one split: the place where pure functions meet shards."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pipeline.config.data import DataConfig
 from pipeline.data.format import DatasetIndex
 from pipeline.data.node_cache import Arrays, Key, NodeCache
-from pipeline.data.order import Ints, Ints32, Locations
+from pipeline.data.order import Ints, Locations, Once
 from pipeline.data.packing import (
     Packing,
     Slots,
@@ -146,11 +146,11 @@ class PackedSplit:
         except OSError as error:
             logger.warning("ranks of this node do not share what they read: %s", error)
 
-    def window(
-        self, key: tuple[int, int, int, int], make: Callable[[], Sequence[Ints32]]
-    ) -> Sequence[Ints32]:
-        """Return the arrays of a window of an order, made once a node if it is shared."""
-        return make() if self._node is None else self._node.copied((_WINDOW, *key), make)
+    @property
+    def once(self) -> Once | None:
+        """What makes the arrays of an order's window once a node; None: nothing is shared."""
+        node = self._node
+        return None if node is None else lambda key, make: node.get((_WINDOW, *key), make)
 
     def slots(
         self, locations: Locations, seq_len: int, leftovers: Mapping[int, Packing] | None = None

@@ -1,11 +1,12 @@
 """Micro-batches of a run as tensors, made ahead by a thread or by worker processes."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.order import Ints, Locations
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.data.workers import Workers
+from pipeline.errors import DataError, StorageError
 
 _MULTIPLE = 64
 
@@ -111,7 +113,7 @@ class TrainLoader:
         sharing = share.world_size > 1 and not config.data.workers
         self.steps = TrainSteps(index, config, inputs, counts, sharing=sharing)
         self._share = share
-        self._prefetched = max(config.data.prefetch_steps, config.data.workers)
+        self._data = config.data
         self._start_workers: Callable[[], Workers] | None = None
         if config.data.workers:
             self._start_workers = partial(
@@ -150,8 +152,8 @@ class TrainLoader:
         Raises:
             PostnormError: a step cannot be made; those before it were given.
         """
-        places = self.steps.plan.batches_from(cursor)
-        pending: list[Future[list[MicroBatch]]] = []
+        calls, steps = max(1, self._data.workers), self._data.prefetch_steps
+        pending: deque[_Made] = deque()
         with ExitStack() as stack:
             workers = None
             if self._start_workers:
@@ -159,17 +161,48 @@ class TrainLoader:
                 stack.callback(workers.close)
             pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            made: Iterator[list[MicroBatch]] = iter(())
             while True:
-                while len(pending) < self._prefetched:
-                    at = next(places).cursor
+                while len(pending) < calls or sum(one.steps for one in pending) < steps:
+                    count = self.steps.together(cursor, self._share)
                     make: Callable[[], list[Batch]] = partial(
-                        self.steps.micro_batches, at, self._share
+                        self.steps.micro_batches, cursor, self._share, steps=count
                     )
                     if workers:
-                        workers.ask(at)
+                        workers.ask(cursor, count)
                         make = workers.take
-                    pending.append(pool.submit(_tensors, make))
-                yield pending.pop(0).result()
+                    pending.append(_Made(cursor, count, pool.submit(_tensors, make)))
+                    cursor += count * self.steps.plan.at(cursor).size
+                step = next(made, None)
+                if step is None:
+                    made = self._each(pending.popleft())
+                else:
+                    yield step
+
+    def _each(self, made: "_Made") -> Iterator[list[MicroBatch]]:
+        """Yield the steps of one call."""
+        try:
+            batches = made.batches.result()
+        except (DataError, StorageError):
+            if made.steps == 1:
+                raise
+            # One of the steps cannot be made. Those before it can.
+            size = self.steps.plan.at(made.cursor).size
+            for step in range(made.steps):
+                at = made.cursor + step * size
+                yield _tensors(partial(self.steps.micro_batches, at, self._share))
+            return
+        each = len(batches) // made.steps
+        for step in range(made.steps):
+            yield batches[step * each : (step + 1) * each]
+
+
+class _Made(NamedTuple):
+    """Micro-batches of some equal steps, which are being made."""
+
+    cursor: int
+    steps: int
+    batches: Future[list[MicroBatch]]
 
 
 def _tensors(make: Callable[[], list[Batch]]) -> list[MicroBatch]:

@@ -71,7 +71,9 @@ class NodeCache:
         self._memory = mmap.mmap(self._file, size)
         table = np.frombuffer(self._memory, np.int64, num_slots * _ROW)
         self._table = table.reshape(num_slots, _ROW)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._held: set[int] = set()
+        """Slots that this process reads or fills: its own locks do not keep it from them."""
         self._last: dict[Key, int] = {}
         """Where a key was found, which saves a search."""
         weakref.finalize(self, _leave, self._file, self._door)
@@ -82,7 +84,8 @@ class NodeCache:
         own = _opened_again(self._file)
         os.dup2(own, self._file, inheritable=False)
         os.close(own)
-        self._turn = threading.Lock()  # a thread of the parent may have had it
+        self._turn = threading.RLock()  # a thread of the parent may have had it
+        self._held.clear()
         if self._door is not None:
             self._door.forget()
 
@@ -90,13 +93,14 @@ class NodeCache:
     def get(self, key: Key, make: Callable[[], Sequence[npt.NDArray[Any]]]) -> Iterator[Arrays]:
         """Give the one-dimensional arrays of a key, which `make` makes if no process has.
 
-        They must not be used after the block, nor changed. Blocks do not nest.
+        They must not be used after the block, nor changed. Blocks of other keys may be within it.
         """
         with self._turn:
             slot, is_new = self._take(key)
             if slot is None:  # every slot is being read
                 yield list(make())
                 return
+            self._held.add(slot)
             try:
                 if not is_new:
                     yield self._read(slot)
@@ -105,14 +109,13 @@ class NodeCache:
                 if self._write(slot, made):
                     self._table[slot, 0] = _READY
                     self._lock(slot + 1, fcntl.F_RDLCK)
+                else:
+                    # Whoever waits for it makes the arrays by itself.
+                    self._lock(slot + 1, fcntl.F_UNLCK)
                 yield made
             finally:
+                self._held.remove(slot)
                 self._lock(slot + 1, fcntl.F_UNLCK)
-
-    def copied(self, key: Key, make: Callable[[], Sequence[npt.NDArray[Any]]]) -> Arrays:
-        """Return copies of the arrays of a key."""
-        with self.get(key, make) as arrays:
-            return [array.copy() for array in arrays]
 
     def _take(self, key: Key) -> tuple[int | None, bool]:
         """Lock a slot: to read it, or to fill it (then the second value is True)."""
@@ -159,7 +162,7 @@ class NodeCache:
     def _evicted(self) -> int | None:
         """Lock the slot that was unused for longest, to fill it; None: all are in use."""
         for slot in np.argsort(self._table[:, 1], kind="stable").tolist():
-            if self._lock(slot + 1, fcntl.F_WRLCK):
+            if slot not in self._held and self._lock(slot + 1, fcntl.F_WRLCK):
                 return int(slot)
         return None
 

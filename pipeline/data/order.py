@@ -10,8 +10,10 @@ epoch, whatever lengths it was cut to.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +24,9 @@ from pipeline.data.random import Purpose, permutation
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
-Once = Callable[[tuple[int, int, int, int], Callable[[], Sequence[Ints32]]], Sequence[Ints32]]
-"""Returns the arrays of a key, which it may have."""
+Make = Callable[[], Sequence[Ints32]]
+Once = Callable[[tuple[int, int, int, int], Make], AbstractContextManager[Sequence[Ints32]]]
+"""Gives the arrays of a key, which it may have; they last until the block ends."""
 
 
 class Locations(NamedTuple):
@@ -113,7 +116,7 @@ class Order:
         source: int = 0,
         segment: int = 0,
         start: Start | None = None,
-        once: Once = lambda key, make: make(),
+        once: Once | None = None,
     ) -> None:
         """Prepare the order; permutations are drawn when they are first needed.
 
@@ -127,12 +130,12 @@ class Order:
         self._seed = seed
         self._window_blocks = window_blocks
         self._source = source
-        self._segment = segment
+        self._stream = source + (segment << 16)
         self._start = start or Start()
         self._once = once
         self.num_sequences = int(material.counts.sum())
         self._epoch_windows = lru_cache(maxsize=2)(self._epoch_windows_uncached)
-        self._window = lru_cache(maxsize=2)(self._window_uncached)
+        self._drawn = lru_cache(maxsize=2)(self._draw)
         left = self._start.leftover
         self._num_left = int(left.counts.sum()) if left is not None else 0
         _, ends = self._epoch_windows(self._start.epoch)
@@ -141,28 +144,48 @@ class Order:
 
     def locate(self, first: int, count: int) -> Locations:
         """Find the sequences at positions first .. first + count - 1."""
-        parts = [
-            self.located(window, window.order[start:stop])
-            for window, start, stop in self._stretches(first, count)
-        ]
+        with self.windows(first, count) as windows:
+            parts = [
+                self.located(window, window.order[start:stop])
+                for window, start, stop in _stretches(windows, first, count)
+            ]
         return joined(parts) if parts else NO_LOCATIONS
 
-    def cells(self, first: int, count: int) -> list[Cell]:
-        """Divide the sequences at positions first .. first + count - 1 by block.
+    @contextmanager
+    def windows(self, first: int, count: int) -> Iterator[list[Window]]:
+        """Give the windows of positions first .. first + count - 1, until the block ends."""
+        found: list[Window] = []
+        with ExitStack() as stack:
+            while count > 0:
+                epoch, number, start = self._place(first)
+                window = stack.enter_context(self._window(epoch, number))
+                found.append(window)
+                inside = min(count, len(window.order) - start)
+                first, count = first + inside, count - inside
+            yield found
+
+    def share(
+        self, windows: list[Window], first: int, count: int, rows: range
+    ) -> Iterator[tuple[Window, Ints32]]:
+        """Sort the sequences at positions first .. first + count - 1 by block, and yield some rows.
 
         Blocks at equal depths of successive windows stand side by side: whoever takes a share of
         each step then stays with a block to its window's end, and goes on with one of the next.
+
+        `rows` may begin below 0 and end above `count`. Yields windows, each with places in it.
         """
-        found = []
-        for window, start, stop in self._stretches(first, count):
-            begins, stops = _in_stretch(window.by_block, window.ends, start, stop)
-            found += [
-                Cell(row / len(begins), window, begin, end)
-                for row, (begin, end) in enumerate(
-                    zip(begins.tolist(), stops.tolist(), strict=True)
-                )
-            ]
-        return sorted(found, key=lambda cell: cell.depth)
+        row = 0
+        for _, of_window in groupby(_cells(windows, first, count), key=lambda c: c.window.first):
+            mine: list[Ints32] = []
+            for cell in of_window:
+                begin = cell.begin + max(0, rows.start - row)
+                stop = min(cell.stop, cell.begin + rows.stop - row)
+                row += cell.stop - cell.begin
+                if begin < stop:
+                    mine.append(cell.window.by_block[begin:stop])
+                    window = cell.window
+            if mine:
+                yield window, np.concatenate(mine)
 
     def located(self, window: Window, numbers: Ints32) -> Locations:
         """Find sequences of a window by their numbers."""
@@ -181,22 +204,13 @@ class Order:
             np.full(total, left),
         )
 
-    def _stretches(self, first: int, count: int) -> Iterator[tuple[Window, int, int]]:
-        """Yield the windows of a stretch of positions, each with its places from, to."""
-        while count > 0:
-            epoch, number, start = self._place(first)
-            window = self._window(epoch, number)
-            stop = min(start + count, len(window.order))
-            yield window, start, stop
-            first, count = first + stop - start, count - (stop - start)
-
     def rest_of_window(self, position: int) -> tuple[Start, Locations]:
         """Return the start after a position's window, and the rest of that window."""
         epoch, window, offset = self._place(position)
         if window != _LEFTOVER and offset == 0:
             return Start(epoch, window), NO_LOCATIONS
-        table = self._window(epoch, window)
-        rest = self.located(table, table.order[offset:])
+        with self._window(epoch, window) as table:
+            rest = self.located(table, table.order[offset:])
         return Start(epoch, self._start.window if window == _LEFTOVER else window + 1), rest
 
     def epochs(self, position: int) -> float:
@@ -223,8 +237,8 @@ class Order:
             epoch += 1
 
     def _positions_in(self, epoch: int, window: int, block: int, sequence: int) -> Iterator[int]:
-        table = self._window(epoch, window)
-        located = self.located(table, table.order)
+        with self._window(epoch, window) as table:
+            located = self.located(table, table.order)
         offsets = np.flatnonzero((located.blocks == block) & (located.sequences == sequence))
         yield from (table.first + offsets).tolist()
 
@@ -258,33 +272,62 @@ class Order:
         firsts = np.arange(0, len(blocks), self._window_blocks)
         return blocks, np.cumsum(np.add.reduceat(self._material.counts[blocks], firsts))
 
-    def _window_uncached(self, epoch: int, window: int) -> Window:
-        left = window == _LEFTOVER
-        if left:
+    @contextmanager
+    def _window(self, epoch: int, window: int) -> Iterator[Window]:
+        """Give a window, whose arrays last until the block ends."""
+        if self._once is None:
+            drawn: AbstractContextManager[Sequence[Ints32]]
+            drawn = nullcontext(self._drawn(epoch, window))
+        else:
+            drawn = self._once((self._stream, epoch, window, 0), lambda: self._draw(epoch, window))
+        with drawn as (order, by_block):
+            first, (members, ends) = self._first_position(epoch, window), self._in(epoch, window)
+            yield Window(epoch, window, first, members, ends, order, by_block)
+
+    def _in(self, epoch: int, window: int) -> tuple[Ints, Ints]:
+        """Return a window's blocks, and the end of each one's sequences."""
+        if window == _LEFTOVER:
             assert self._start.leftover is not None
             material = self._start.leftover
             members = np.arange(len(material.blocks))
         else:
             material, (blocks, _) = self._material, self._epoch_windows(epoch)
             members = blocks[window * self._window_blocks : (window + 1) * self._window_blocks]
-        ends = np.cumsum(material.counts[members])
-        stream = self._source + (self._segment << 16)
+        return members, np.cumsum(material.counts[members])
 
-        def draw() -> tuple[Ints32, Ints32]:
-            order = permutation(
-                int(ends[-1]),
-                seed=self._seed,
-                purpose=Purpose.SEQUENCE_ORDER,
-                epoch=epoch,
-                window=_LEFTOVER_COUNTER if left else window,
-                stream=stream,
-            ).astype(np.int32)
-            return order, _places_by_block(order, ends)
+    def _draw(self, epoch: int, window: int) -> tuple[Ints32, Ints32]:
+        """Put the sequences of a window in their order."""
+        _, ends = self._in(epoch, window)
+        order = permutation(
+            int(ends[-1]),
+            seed=self._seed,
+            purpose=Purpose.SEQUENCE_ORDER,
+            epoch=epoch,
+            window=_LEFTOVER_COUNTER if window == _LEFTOVER else window,
+            stream=self._stream,
+        ).astype(np.int32)
+        return order, _places_by_block(order, ends)
 
-        order, by_block = self._once((stream, epoch, window, 0), draw)
-        return Window(
-            epoch, window, self._first_position(epoch, window), members, ends, order, by_block
-        )
+
+def _cells(windows: list[Window], first: int, count: int) -> list[Cell]:
+    """Divide the sequences at positions first .. first + count - 1 by block, and sort by depth."""
+    found = []
+    for window, start, stop in _stretches(windows, first, count):
+        begins, stops = _in_stretch(window.by_block, window.ends, start, stop)
+        found += [
+            Cell(row / len(begins), window, begin, end)
+            for row, (begin, end) in enumerate(zip(begins.tolist(), stops.tolist(), strict=True))
+        ]
+    return sorted(found, key=lambda cell: cell.depth)
+
+
+def _stretches(windows: list[Window], first: int, count: int) -> Iterator[tuple[Window, int, int]]:
+    """Yield the windows that hold some of positions first .. first + count - 1: which of theirs."""
+    for window in windows:
+        start, stop = max(0, first - window.first), first + count - window.first
+        stop = min(stop, len(window.order))
+        if start < stop:
+            yield window, start, stop
 
 
 @kernel

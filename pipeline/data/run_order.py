@@ -17,21 +17,22 @@ here needs torch: so worker processes are small.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import groupby
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config.data import MixConfig, TrainDataConfig
+from pipeline.config.data import BatchPlace, MixConfig, TrainDataConfig
+from pipeline.config.schedule import mask_ratio
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex, Source
 from pipeline.data.order import (
     NO_LOCATIONS,
     Ints,
-    Ints32,
     Locations,
     Material,
     Order,
@@ -147,6 +148,8 @@ def weights(sources: Sequence[Source], mix: Sequence[MixConfig]) -> list[Fractio
 _ID_BITS = 48
 """Bits of a sample id that count sequences; the bits above distinguish segments."""
 _MOST_NAMES = 3
+_SLOTS_TOGETHER, _MOST_TOGETHER = 1 << 16, 16
+"""Of a rank: slots and steps that one call makes."""
 
 
 class Group(NamedTuple):
@@ -183,31 +186,34 @@ class Segment:
                 into[part.places] = values
         return merged
 
-    def share(self, first: int, count: int, rows: range) -> tuple[Locations, Ints]:
-        """Return a part of the sequences at some places of the run, sorted by block.
+    def share(self, first: int, count: int, rows: range, steps: int) -> tuple[Locations, Ints]:
+        """Return a part of the sequences of steps of `count` each, sorted by block in each step.
 
-        `rows` are those of the sorted sequences that are wanted.
+        `rows` are those of a step's sorted sequences that are wanted.
 
         Returns:
-            Their locations, and (len(rows),) places, counted from `first`.
+            Their locations, step after step, and (steps * len(rows),) places in their steps.
         """
         locations, places = [NO_LOCATIONS], [NO_LOCATIONS.blocks]
-        row = 0
-        for order, part in zip(self.orders, self.mix.parts(first - self.first, count), strict=True):
-            cells = order.cells(part.first, len(part.places))
-            for _, of_window in groupby(cells, key=lambda cell: cell.window.first):
-                mine: list[Ints32] = []
-                for cell in of_window:
-                    begin = cell.begin + max(0, rows.start - row)
-                    stop = min(cell.stop, cell.begin + rows.stop - row)
-                    row += cell.stop - cell.begin
-                    if begin < stop:
-                        mine.append(cell.window.by_block[begin:stop])
-                        window = cell.window
-                if mine:
-                    in_window = np.concatenate(mine)
-                    locations.append(order.located(window, window.order[in_window]))
-                    places.append(part.places[in_window + (window.first - part.first)])
+        parts = self.mix.parts(first - self.first, count * steps)
+        with ExitStack() as stack:
+            opened = [
+                stack.enter_context(order.windows(part.first, len(part.places)))
+                for order, part in zip(self.orders, parts, strict=True)
+            ]
+            for step in range(steps):
+                row = 0
+                for order, part, windows in zip(self.orders, parts, opened, strict=True):
+                    ends = np.searchsorted(part.places, (step * count, (step + 1) * count))
+                    begin, stop = ends.tolist()
+                    wanted = range(rows.start - row, rows.stop - row)
+                    for window, which in order.share(
+                        windows, part.first + begin, stop - begin, wanted
+                    ):
+                        locations.append(order.located(window, window.order[which]))
+                        in_steps = part.places[which + (window.first - part.first)]
+                        places.append(in_steps - step * count)
+                    row += stop - begin
         return joined(locations), np.concatenate(places)
 
 
@@ -291,7 +297,7 @@ class RunOrder:
                 source=which,
                 segment=number,
                 start=start,
-                once=self._split.window,
+                once=self._split.once,
             )
             for which, (group, window, start) in enumerate(
                 zip(self.groups, self._windows, starts, strict=True)
@@ -382,32 +388,48 @@ class TrainSteps:
         if counts is None:
             counts = sequences_at(index, config.batches.seq_lens, None, config.objective)
         self.plan = config.batches
+        self._data = config.data
         self.split = PackedSplit(index, "train", config.data, counts, inputs.pairs)
         if sharing:
             self.split.share(repr((config.seed, config.data, config.batches.stretches)))
         self.order = RunOrder(index, config, self.split)
         self._inputs = inputs
 
-    def located(self, cursor: int, share: Share) -> tuple[Locations, Ints]:
-        """Find a rank's sequences of the step that starts at a cursor.
+    def located(self, cursor: int, share: Share, steps: int = 1) -> tuple[Locations, Ints]:
+        """Find a rank's sequences of equal steps, the first of which starts at a cursor.
 
         Returns:
-            Their locations in the order of its micro-batches, and (B,) their places in the step.
+            Their locations in the order of its micro-batches, and (B,) their places in their steps.
         """
         size, segment = self.plan.at(cursor).size, self.order.segment(cursor)
         if share.world_size == 1:
-            return segment.locate(cursor, size), np.arange(size)
+            return segment.locate(cursor, size * steps), np.tile(np.arange(size), steps)
         each = size // share.world_size
-        return segment.share(cursor, size, range(share.rank * each, (share.rank + 1) * each))
+        rows = range(share.rank * each, (share.rank + 1) * each)
+        return segment.share(cursor, size, rows, steps)
 
-    def micro_batches(self, cursor: int, share: Share, only: int | None = None) -> list[Batch]:
+    def together(self, cursor: int, share: Share) -> int:
+        """Return how many steps are best made by one call: it costs more than a short step."""
+        places = self.plan.batches_from(cursor)
+        first = next(places)
+        slots = first.size // share.world_size * first.seq_len
+        more = islice(places, max(0, min(_MOST_TOGETHER, _SLOTS_TOGETHER // slots) - 1))
+        return 1 + sum(1 for _ in takewhile(lambda one: self._is_alike(one, first), more))
+
+    def _is_alike(self, one: BatchPlace, other: BatchPlace) -> bool:
+        ratios = {mask_ratio(place.number, self._data) for place in (one, other)}
+        return len(ratios) == 1 and one[2:] == other[2:]
+
+    def micro_batches(
+        self, cursor: int, share: Share, only: int | None = None, steps: int = 1
+    ) -> list[Batch]:
         """Return a rank's micro-batches of the step that starts at a cursor, or only one of them.
 
-        `only` is its number, from 0.
+        `only` is its number, from 0. With `steps`, at most `together`, return those of several.
         """
         place = self.plan.at(cursor)
         segment = self.order.segment(cursor)
-        locations, places = self.located(cursor, share)
+        locations, places = self.located(cursor, share, steps)
         if only is not None:
             one = slice(only * place.micro_batch, (only + 1) * place.micro_batch)
             locations, places = locations.rows(one.start, one.stop), places[one]

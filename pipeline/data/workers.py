@@ -1,8 +1,8 @@
-"""Processes that make batches: worker w of n makes those of every n-th step, in order.
+"""Processes that make batches: worker w of n makes those of every n-th request, in order.
 
 Each has a pipe. The parent writes cursors and reads what stands in a memory file (memfd_create)
-where the worker put a step's arrays, and the file itself, which it maps: no array is pickled or
-copied. Which worker made a batch, and how far ahead they are, is not part of the resumable state.
+where the worker put the arrays, and the file itself, which it maps: no array is pickled or copied.
+Which worker made a batch, and how far ahead they are, is not part of the resumable state.
 
 - A worker that dies (out of memory, SIGKILL) closes its pipe, and the parent's next read says so.
 - A parent that dies closes the pipes, and its workers end.
@@ -76,16 +76,16 @@ class Workers:
                 self.processes.append(process)
         atexit.register(self.close)
 
-    def ask(self, cursor: int) -> None:
-        """Have the batches of a step made."""
+    def ask(self, cursor: int, steps: int = 1) -> None:
+        """Have the batches of one or several steps made, by one worker."""
         worker, self._next = self._next, (self._next + 1) % len(self._pipes)
         # A worker that is gone is noticed when its batches are taken.
         with suppress(BrokenPipeError):
-            self._pipes[worker].send(cursor)
+            self._pipes[worker].send((cursor, steps))
         self._asked.append(worker)
 
     def take(self) -> list[Batch]:
-        """Return the micro-batches of the cursor asked for first of those not taken yet.
+        """Return the micro-batches of what was asked for first of all that is not taken yet.
 
         Raises:
             WorkerError: the process that was to make them is dead.
@@ -145,12 +145,12 @@ def _serve(
     steps: TrainSteps | None = None
     with suppress(EOFError, ConnectionError):
         while True:
-            cursor = pipe.recv()
+            cursor, count = pipe.recv()
             answer: PostnormError | str
             try:
                 if steps is None:
                     steps = TrainSteps(index, config, inputs, counts, sharing=True)
-                batches = steps.micro_batches(cursor, share)
+                batches = steps.micro_batches(cursor, share, steps=count)
             except PostnormError as error:
                 answer = error
             except Exception:  # noqa: BLE001 - told to the rank, which stops

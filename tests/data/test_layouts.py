@@ -23,6 +23,7 @@ from pipeline.data.format import DatasetIndex
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, WorkerError
+from pipeline.objectives.inputs import train_inputs
 from tests.support.steps import Row, open_steps, rows_of_step, start_workers, step_on
 
 BATCH = 96  # splits over 1, 2, 3, 4 and 8 ranks with micro-batches of 1, 2 and 4
@@ -35,7 +36,7 @@ def _config(dataset: DatasetIndex, micro_batch: int = 1, workers: int = 0) -> Pr
         run_dir="unused",
         seed=5,
         data=DataConfig(dir=str(dataset.folder), seq_len=64, window_blocks=3, workers=workers,
-                        mask_prob_end=0.4, mask_prob_steps=50),
+                        mask_prob_end=0.4, mask_prob_steps=20),
         train=TrainConfig(global_batch=BATCH, micro_batch=micro_batch),
         phases=(
             PhaseConfig(tokens=BATCH * 64 * 11),
@@ -81,6 +82,28 @@ def test_ranks_and_micro_batches_change_nothing(
     steps = open_steps(two_sources, _config(two_sources, micro_batch))
     for cursor, wanted in zip(_cursors(steps), expected, strict=True):
         assert step_on(steps, cursor, world_size) == wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_steps_that_are_made_together_are_those_made_alone(
+    two_sources: DatasetIndex, expected: list[tuple[list[Row], int]], world_size: int, sharing: bool
+) -> None:
+    config = _config(two_sources, micro_batch=4).train_data
+    steps = TrainSteps(two_sources, config, train_inputs(config, two_sources), sharing=sharing)
+    shares = [Share(rank, world_size) for rank in range(world_size)]
+    cursors, found, together = _cursors(steps), list[tuple[list[Row], int]](), list[int]()
+    while len(found) < len(cursors):
+        cursor = cursors[len(found)]
+        together.append(min({steps.together(cursor, share) for share in shares}))
+        ranks = [steps.micro_batches(cursor, share, steps=together[-1]) for share in shares]
+        each = [len(batches) // together[-1] for batches in ranks]
+        for k, at in enumerate(cursors[len(found) :][: together[-1]]):
+            parts = [batches[k * n : (k + 1) * n] for batches, n in zip(ranks, each, strict=True)]
+            found.append(rows_of_step(steps, at, parts))
+    assert found == expected
+    assert together[:20] == [1] * 20, "the ratio of masks grows"
+    assert max(together) > 3
 
 
 @pytest.mark.usefixtures("processes")

@@ -1,7 +1,9 @@
 """Batches: the same whatever the world size, laid out as documented, read from real shards."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +12,20 @@ import torch
 from pipeline.config.data import DataConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import MonitorConfig, TrainConfig
-from pipeline.data.format import CLS_ID, MASK_ID, NUM_SPECIAL, PAD_ID, SEP_ID, DatasetIndex
+from pipeline.data.format import (
+    CLS_ID,
+    MASK_ID,
+    NUM_SPECIAL,
+    PAD_ID,
+    SEP_ID,
+    DatasetIndex,
+    read_index,
+)
 from pipeline.data.loader import EvalLoader, MicroBatch, TrainLoader, document_bounds
 from pipeline.data.order import Locations
 from pipeline.data.reader import Block, BlockReader
 from pipeline.data.run_order import Share, TrainSteps
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.objectives.inputs import train_inputs
 from tests.support.steps import eval_loader, train_loader
 
@@ -121,7 +131,8 @@ def test_a_rank_needs_few_of_a_windows_blocks(dataset: DatasetIndex, world_size:
     steps = _train(dataset, _config(dataset, micro_batch=8), 0, 1).steps
     assert len(steps.split.rows) > 2 * 3
     of_rank = [set[int]() for _ in range(world_size)]
-    window = len(steps.order.segments[0].orders[0]._window(0, 0).order)
+    with steps.order.segments[0].orders[0].windows(0, 1) as [first]:
+        window = len(first.order)
     for cursor in range(0, window - 47, 48):
         seen = []
         for rank in range(world_size):
@@ -262,6 +273,29 @@ def test_prefetching_gives_the_same_steps(dataset: DatasetIndex) -> None:
             assert torch.equal(ahead.input_ids, asked.input_ids)
             assert torch.equal(ahead.inputs["masked_index"], asked.inputs["masked_index"])
     steps.close()
+
+
+def test_steps_before_one_that_cannot_be_made_are_given(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    whole = _train(dataset, _config(dataset), 0, 1)
+    blocks = [set(whole.steps.located(48 * k, Share(0, 1))[0].blocks.tolist()) for k in range(40)]
+    new = next(k for k, used in enumerate(blocks) if used - blocks[0])
+    first = new - 3
+    assert whole.steps.together(48 * first, Share(0, 1)) > 3
+    row = int(whole.steps.split.rows[min(blocks[new] - blocks[0])])
+    shutil.copytree(dataset.folder, tmp_path / "copy")
+    copy = read_index(tmp_path / "copy")
+    shard = tmp_path / "copy" / copy.shards[copy.blocks.shard[row]].file
+    content = bytearray(shard.read_bytes())
+    content[int(copy.blocks.offset[row])] ^= 1
+    shard.write_bytes(content)
+    steps = _train(copy, _config(copy), 0, 1).steps_from(48 * first)
+    for k in range(first, new):
+        [expected, *_], [found, *_] = whole.step_batches(48 * k), next(steps)
+        assert expected.hash == found.hash
+    with pytest.raises(DataError, match="is damaged"):
+        next(steps)
 
 
 def test_threads_read_the_same_as_one_alone(dataset: DatasetIndex) -> None:

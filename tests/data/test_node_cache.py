@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def test_arrays_of_every_type_come_back_as_they_were() -> None:
                 assert array.dtype == expected.dtype
                 assert array.tolist() == expected.tolist()
                 assert (array is expected) is not again
-    other = cache.copied(_key(1), lambda: pytest.fail("it is there"))
-    assert other[4].tolist() == [0, 1, 2, 3, 4]
+    with cache.get(_key(1), lambda: pytest.fail("it is there")) as other:
+        assert other[4].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_what_one_has_made_the_others_read() -> None:
@@ -79,6 +80,20 @@ def test_the_longest_unused_is_replaced_but_never_what_is_read() -> None:
         assert (filled == 1).all()
     _check(other, 1, _maker(1, made))
     assert made == [1, 2, 3, *range(4, 15)]
+
+
+def test_within_a_block_others_are_read_and_made_but_never_in_its_place() -> None:
+    cache, made = _open("nested"), list[int]()
+    with ExitStack() as stack:
+        outer = [stack.enter_context(cache.get(_key(n), _maker(n, made)))[0] for n in (1, 2)]
+        for number in (3, 4, 5, 3):  # one slot is left to them
+            _check(cache, number, _maker(number, made))
+        with cache.get(_key(6), _maker(6, made)):
+            _check(cache, 7, _maker(7, made))  # none is left
+        assert [set(array.tolist()) for array in outer] == [{1}, {2}]
+    assert made == [1, 2, 3, 4, 5, 3, 6, 7]
+    _check(_open("nested"), 6, _maker(6, made))
+    assert made[-1] == 7, "locks of blocks that have ended are free, and what they made is there"
 
 
 def test_what_does_not_fit_or_fails_is_made_again() -> None:

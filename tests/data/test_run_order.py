@@ -46,7 +46,7 @@ class Case:
             },
             packing=self.packing,
             specials=SPECIALS_PER_PIECE,
-            window=lambda key, make: make(),
+            once=None,
         )
         index, split = cast(DatasetIndex, self.index), cast(PackedSplit, split)
         return RunOrder(index, config.train_data, split)
