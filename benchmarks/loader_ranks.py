@@ -4,7 +4,7 @@
         [--json FILE] [--table FILE]
 
 DATASET is a folder written by `python -m data_prep run`, whose blocks stand many times in an index
-that is made here: 1,024 blocks, so that no window comes twice while its blocks are kept. A node has
+that is made here: 2,048 blocks, so that no window comes twice while its blocks are kept. A node has
 8 ranks. Of each world the ranks of two nodes are simulated, one node after the other, its ranks by
 turns in one process, with the caches and shared memory of a node. A rank has 64 sequences of a step
 at 128 slots and 32 at 512, with 1,024 ranks the batches of You et al. 2020 (65,536 and 32,768), but
@@ -52,7 +52,7 @@ from pipeline.objectives.inputs import train_inputs
 _PER_RANK = {128: 64, 512: 32}
 _LEAST_SLOTS = 256 * 512
 _RANKS_PER_NODE = 8
-_BLOCKS = 1024
+_BLOCKS = 2048
 _WINDOWS = 2
 _numbers = itertools.count()
 _LEAST_STEPS = 48

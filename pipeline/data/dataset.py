@@ -163,9 +163,9 @@ class PackedSplit:
         # All sequences of a block at once: a call costs more than laying out a short sequence.
         of_kind = 2 * locations.blocks + locations.leftover
         order = np.argsort(of_kind, kind="stable")
-        stops = [*(np.flatnonzero(np.diff(of_kind[order])) + 1).tolist(), len(order)]
-        for start, stop in zip([0, *stops], stops, strict=False):
-            rows = order[start:stop]
+        parts = np.split(order, np.flatnonzero(np.diff(of_kind[order])) + 1)
+        # In their order in the run: where a window follows another, its blocks are those kept.
+        for rows in sorted((part for part in parts if len(part)), key=lambda part: int(part[0])):
             position = int(locations.blocks[rows[0]])
             leftover = None
             if locations.leftover[rows[0]]:
