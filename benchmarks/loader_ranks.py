@@ -17,7 +17,8 @@ blocks are made first, until the memory of a node has been filled once, and then
 measured. Steps are made by as many a call as the loader makes. The page cache is warm.
 
 "workers" compares wall time of `TrainLoader.steps_from`, whose steps nothing uses: a thread of the
-rank, and two worker processes; and the CPU time of the rank itself. It needs three idle cores.
+rank, and two worker processes; and the CPU time of the rank and of both workers. Wall time needs
+three idle cores; what they would give follows from the CPU time: "times with a core each".
 
 "open" is the start in the middle of a synthetic set, from `benchmarks.loading`, in a fresh process:
 CPU seconds, and memory that it adds.
@@ -27,12 +28,14 @@ import argparse
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ from pipeline.config.train import TrainConfig
 from pipeline.data import reader
 from pipeline.data.counts import sequences_at
 from pipeline.data.format import Blocks, DatasetIndex, read_index
+from pipeline.data.loader import TrainLoader
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.objectives.inputs import train_inputs
 
@@ -167,25 +171,42 @@ def measure_world(
     }
 
 
-def measure_workers(index: DatasetIndex, counts: dict[int, Any], seq_len: int) -> dict[str, float]:
-    """Steps of a rank that is alone, by its thread and by two workers."""
-    from pipeline.data.loader import TrainLoader
-
-    found: dict[str, float] = {}
-    for name, workers in (("thread", 0), ("workers", 2)):
+def measure_workers(
+    index: DatasetIndex, counts: dict[int, Any], seq_len: int, rounds: int
+) -> dict[str, float]:
+    """Steps of a rank that is alone, by its thread and by two workers in turns; medians."""
+    speeds = defaultdict[str, list[float]](list)
+    for name, workers in [("thread", 0), ("workers", 2)] * rounds:
         config = _config(index, seq_len, 1, workers=workers, prefetch_steps=4)
         inputs = train_inputs(config.train_data, index)
         loader = TrainLoader(index, config.train_data, inputs, Share(0, 1), counts)
         steps = loader.steps_from(0)
-        for _ in range(8):  # workers start and compile
+        for _ in range(32):  # workers start and compile
             next(steps)
-        started, cpu = time.perf_counter(), time.process_time()
-        tokens = sum(b.num_tokens for step in itertools.islice(steps, 60) for b in step)
-        found[f"{name}_mtokens_per_s"] = round(tokens / (time.perf_counter() - started) / 1e6, 2)
-        found[f"{name}_rank_ns_per_token"] = round((time.process_time() - cpu) / tokens * 1e9, 2)
+        children = [child.pid or 0 for child in multiprocessing.active_children()]
+        started, before = time.perf_counter(), [time.process_time(), _cpu_s(children)]
+        tokens = sum(b.num_tokens for step in itertools.islice(steps, 300) for b in step)
+        speeds[f"{name}_mtokens_per_s"].append(tokens / (time.perf_counter() - started) / 1e6)
+        for who, was, now in zip(
+            ("rank", "both_workers"), before, (time.process_time(), _cpu_s(children)), strict=True
+        ):
+            speeds[f"{name}_{who}_cpu_ns_per_token"].append((now - was) / tokens * 1e9)
         steps.close()
-    found["times"] = round(found["workers_mtokens_per_s"] / found["thread_mtokens_per_s"], 2)
-    return found
+    del speeds["thread_both_workers_cpu_ns_per_token"]
+    pairs = zip(speeds["workers_mtokens_per_s"], speeds["thread_mtokens_per_s"], strict=True)
+    speeds["times"] = [workers / thread for workers, thread in pairs]
+    cpu = [speeds[f"{who}_cpu_ns_per_token"] for who in
+           ("thread_rank", "workers_rank", "workers_both_workers")]  # fmt: skip
+    speeds["times_with_a_core_each"] = [
+        alone / max(rank, both / 2) for alone, rank, both in zip(*cpu, strict=True)
+    ]
+    return {name: round(statistics.median(values), 2) for name, values in speeds.items()}
+
+
+def _cpu_s(processes: list[int]) -> float:
+    """Return the CPU seconds of some processes that run."""
+    stats = [Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split() for one in processes]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -244,12 +265,13 @@ def main() -> None:
         for world in arguments.worlds:
             one = measure_world(index, counts, seq_len, world, arguments.rounds)
             if "1" in found or world == 1:
-                alone = found.get("1", one)["bytes_per_token"]
-                one["times_world_1"] = round(one["bytes_per_token"] / alone, 2)
+                least = found.get("1", one)["bytes_per_token"]
+                one["times_world_1"] = round(one["bytes_per_token"] / least, 2)
             found[str(world)] = one
             sys.stderr.write(f"{seq_len} slots, {world} ranks: {one}\n")
         if not arguments.without_workers:
-            result.setdefault("workers", {})[seq_len] = measure_workers(index, counts, seq_len)
+            alone = measure_workers(index, counts, seq_len, arguments.rounds)
+            result.setdefault("workers", {})[seq_len] = alone
     for num_shards in arguments.open_shards:
         with tempfile.TemporaryDirectory() as folder:
             opened = loading.opening(Path(folder) / "large", num_shards)

@@ -17,6 +17,7 @@ from pipeline.config.data import BatchPlace, EvalDataConfig, TrainDataConfig
 from pipeline.data.counts import sequences_at
 from pipeline.data.dataset import Batch, Inputs, PackedSplit
 from pipeline.data.format import DatasetIndex
+from pipeline.data.jit import kernel
 from pipeline.data.order import Ints, Locations
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.data.workers import Workers
@@ -34,12 +35,22 @@ def document_bounds(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         (D + 1,) int32 from 0 to B * S. Its end is repeated, as of empty documents, up to a multiple
         of 64: micro-batches then have few different shapes.
     """
-    begins = np.ones(documents.shape, np.bool_)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    starts = np.flatnonzero(begins)
+    starts = _starts(documents)
     bounds = np.full(-(-(len(starts) + 1) // _MULTIPLE) * _MULTIPLE, documents.size, np.int32)
     bounds[: len(starts)] = starts
     return bounds
+
+
+@kernel
+def _starts(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    rows, slots = documents.shape
+    starts, count = np.empty(rows * slots, np.int32), 0
+    for row in range(rows):
+        for slot in range(slots):
+            if slot == 0 or documents[row, slot] != documents[row, slot - 1]:
+                starts[count] = row * slots + slot
+                count += 1
+    return starts[:count]
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ class NodeCache:
         """Slots that this process reads or fills: its own locks do not keep it from them."""
         self._last: dict[Key, int] = {}
         """Where a key was found, which saves a search."""
+        self._views: dict[int, tuple[Key, Arrays]] = {}
+        """By slot, the arrays of the key that this process read there last."""
         weakref.finalize(self, _leave, self._file, self._door)
         _caches.add(self)
 
@@ -103,7 +105,7 @@ class NodeCache:
             self._held.add(slot)
             try:
                 if not is_new:
-                    yield self._read(slot)
+                    yield self._read(slot, key)
                     return
                 made = list(make())
                 if self._write(slot, made):
@@ -184,15 +186,20 @@ class NodeCache:
             np.frombuffer(self._memory, array.dtype, len(array), at + offset)[:] = array
         return True
 
-    def _read(self, slot: int) -> Arrays:
+    def _read(self, slot: int, key: Key) -> Arrays:
+        found, arrays = self._views.get(slot, (None, []))
+        if found == key:
+            return arrays  # the slot may have been filled anew, with the same
         at = self._first + slot * self._slot_bytes
         [count] = np.frombuffer(self._memory, np.int64, 1, at).tolist()
         head = np.frombuffer(self._memory, np.int64, 1 + 2 * count, at)
         kinds, lengths = head[1::2].tolist(), head[2::2].tolist()
-        return [
+        arrays = [
             np.frombuffer(self._memory, _DTYPES[kind], length, at + offset)
             for kind, length, offset in zip(kinds, lengths, _offsets(head), strict=False)
         ]
+        self._views[slot] = key, arrays
+        return arrays
 
 
 def _offsets(head: npt.NDArray[np.int64]) -> list[int]:

@@ -1,12 +1,14 @@
 """Processes that make batches: worker w of n makes those of every n-th request, in order.
 
-Each has a pipe. The parent writes cursors and reads what stands in a memory file (memfd_create)
-where the worker put the arrays, and the file itself, which it maps: no array is pickled or copied.
-Which worker made a batch, and how far ahead they are, is not part of the resumable state.
+Each has a pipe. The parent writes cursors and reads what stands where in a memory file
+(memfd_create) that the worker has put the arrays into, and the file itself, which it maps: no array
+is pickled, or copied by the parent. When the last array in a file is gone, the worker uses the file
+again: new memory would cost more than the copy. Which worker made a batch, and how far ahead they
+are, is not part of the resumable state.
 
 - A worker that dies (out of memory, SIGKILL) closes its pipe, and the parent's next read says so.
 - A parent that dies closes the pipes, and its workers end.
-- A memory file has no name, and ends with the last array in it.
+- A memory file has no name, and ends with its worker and the last array in it.
 - Signals that ask the run to stop go to the whole process group. They are blocked in workers, so
   that the run can still be saved.
 
@@ -21,12 +23,13 @@ import multiprocessing
 import os
 import signal
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +64,10 @@ class Workers:
         self._asked: deque[int] = deque()
         self._next = 0
         self._pipes: list[Connection] = []
+        self._memories: list[dict[int, mmap.mmap]] = [{} for _ in range(number)]
+        """Of each worker, by the number of the file."""
+        self._unused: list[deque[int]] = [deque() for _ in range(number)]
+        """Numbers of files without arrays, which the worker is not told yet."""
         self.processes = []
         with kept_from_children(_BLOCKED):
             for worker in range(number):
@@ -79,9 +86,10 @@ class Workers:
     def ask(self, cursor: int, steps: int = 1) -> None:
         """Have the batches of one or several steps made, by one worker."""
         worker, self._next = self._next, (self._next + 1) % len(self._pipes)
+        unused = [self._unused[worker].popleft() for _ in range(len(self._unused[worker]))]
         # A worker that is gone is noticed when its batches are taken.
         with suppress(BrokenPipeError):
-            self._pipes[worker].send((cursor, steps))
+            self._pipes[worker].send((cursor, steps, unused))
         self._asked.append(worker)
 
     def take(self) -> list[Batch]:
@@ -96,8 +104,8 @@ class Workers:
         try:
             wait([pipe, process.sentinel])
             answer = pipe.recv() if pipe.poll() else None
-            if isinstance(answer, list):
-                return _mapped(recv_handle(pipe), answer)
+            if isinstance(answer, _Sent):
+                return self._mapped(worker, answer)
         except (EOFError, ConnectionError):
             answer = None
         if answer is None:
@@ -113,6 +121,21 @@ class Workers:
         if isinstance(answer, str):
             raise WorkerError(f"{process.name} failed, which is an error of ours:\n{answer}")
         raise AssertionError(answer)
+
+    def _mapped(self, worker: int, sent: "_Sent") -> list[Batch]:
+        """Return the batches that a worker sent; their arrays are views of its memory."""
+        memories = self._memories[worker]
+        if sent.is_new:
+            file = recv_handle(self._pipes[worker])
+            try:
+                memories[sent.number] = mmap.mmap(file, os.fstat(file).st_size)
+            finally:
+                os.close(file)
+        memory = np.frombuffer(memories[sent.number], np.uint8)
+        # Every array, and every view or tensor of one, keeps this one.
+        unused = weakref.finalize(memory, self._unused[worker].append, sent.number)
+        unused.atexit = False
+        return [_batch(memory, note) for note in sent.notes]
 
     def close(self) -> None:
         """End the processes; they hold nothing that must be kept."""
@@ -143,9 +166,11 @@ def _serve(
 ) -> None:
     """Make batches until the pipe is closed."""
     steps: TrainSteps | None = None
+    files = _Files()
     with suppress(EOFError, ConnectionError):
         while True:
-            cursor, count = pipe.recv()
+            cursor, count, unused = pipe.recv()
+            files.unused.extend(unused)
             answer: PostnormError | str
             try:
                 if steps is None:
@@ -156,61 +181,78 @@ def _serve(
             except Exception:  # noqa: BLE001 - told to the rank, which stops
                 answer = traceback.format_exc()
             else:
-                _send(pipe, batches)
+                files.send(pipe, batches)
                 continue
             pipe.send(answer)
 
 
 _ALIGN = 64
+_GRAIN = 1 << 18
+"""Bytes; numbers of masked tokens vary, and a file should do for the next batches, too."""
 _FIELDS = ("input_ids", "documents", "positions", "segments")
 
 
-def _send(pipe: Connection, batches: list[Batch]) -> None:
-    """Put the arrays into a memory file, and send what stands where, and then the file."""
-    size, notes = 0, list[Any]()
-    arrays: list[tuple[npt.NDArray[Any], int]] = []
-    for batch in batches:
-        named = {field: array for field in _FIELDS if (array := getattr(batch, field)) is not None}
-        places = {}
-        for name, array in (named | {f"inputs.{k}": v for k, v in batch.inputs.items()}).items():
-            places[name] = (array.dtype.str, array.shape, size)
-            arrays.append((array, size))
-            size += -(-array.nbytes // _ALIGN) * _ALIGN
-        notes.append((places, batch.weights, batch.counts, batch.num_tokens, batch.hash))
-    file = os.memfd_create("postnorm-step")
-    try:
-        os.ftruncate(file, size)
-        with mmap.mmap(file, size) as memory:
+class _Sent(NamedTuple):
+    """What a worker says of batches that it made."""
+
+    number: int
+    """Of the memory file."""
+    is_new: bool
+    """Whether the file follows."""
+    notes: list[Any]
+
+
+class _Files:
+    """A worker's memory files."""
+
+    def __init__(self) -> None:
+        self.unused: deque[int] = deque()
+        self._memories: dict[int, mmap.mmap] = {}
+
+    def send(self, pipe: Connection, batches: list[Batch]) -> None:
+        """Put the arrays into a memory file, and send what stands where, and the file if new."""
+        size, notes = 0, list[Any]()
+        arrays: list[tuple[npt.NDArray[Any], int]] = []
+        for batch in batches:
+            named = {name: array for name in _FIELDS if (array := getattr(batch, name)) is not None}
+            named |= {f"inputs.{name}": array for name, array in batch.inputs.items()}
+            places = {}
+            for name, array in named.items():
+                places[name] = (array.dtype.str, array.shape, size, array.nbytes)
+                arrays.append((array, size))
+                size += -(-array.nbytes // _ALIGN) * _ALIGN
+            notes.append((places, batch.weights, batch.counts, batch.num_tokens, batch.hash))
+        number = self.unused.popleft() if self.unused else len(self._memories)
+        memory = self._memories.get(number)
+        file = None
+        try:
+            if memory is None or len(memory) < size:
+                file = os.memfd_create("postnorm-step")
+                os.ftruncate(file, -(-size // _GRAIN) * _GRAIN)
+                memory = self._memories[number] = mmap.mmap(file, os.fstat(file).st_size)
             for array, at in arrays:
                 np.ndarray(array.shape, array.dtype, memory, at)[...] = array
-        pipe.send(notes)
-        send_handle(pipe, file, None)
-    finally:
-        os.close(file)
+            pipe.send(_Sent(number, file is not None, notes))
+            if file is not None:
+                send_handle(pipe, file, None)
+        finally:
+            if file is not None:
+                os.close(file)
 
 
-def _mapped(file: int, notes: list[Any]) -> list[Batch]:
-    """Return the batches that `_send` sent; their arrays are views of its memory."""
-    try:
-        memory = mmap.mmap(file, os.fstat(file).st_size)
-    finally:
-        os.close(file)
-    batches = []
-    for places, weights, counts, num_tokens, digest in notes:
-        arrays = {
-            name: np.ndarray(shape, dtype, memory, at)
-            for name, (dtype, shape, at) in places.items()
-        }
-        fields: dict[str, Any] = {field: arrays.pop(field, None) for field in _FIELDS}
-        inputs = {name.removeprefix("inputs."): array for name, array in arrays.items()}
-        batches.append(
-            Batch(
-                **fields,
-                inputs=inputs,
-                weights=weights,
-                counts=counts,
-                num_tokens=num_tokens,
-                hash=digest,
-            )
-        )
-    return batches
+def _batch(memory: npt.NDArray[np.uint8], note: Any) -> Batch:
+    """Return a batch whose arrays are views of memory."""
+    places, weights, counts, num_tokens, digest = note
+    arrays = {
+        name: memory[at : at + size].view(dtype).reshape(shape)
+        for name, (dtype, shape, at, size) in places.items()
+    }
+    fields: dict[str, Any] = {field: arrays.pop(field, None) for field in _FIELDS}
+    return Batch(
+        **fields,
+        inputs={name.removeprefix("inputs."): array for name, array in arrays.items()},
+        weights=weights,
+        counts=counts,
+        num_tokens=num_tokens,
+        hash=digest,
+    )

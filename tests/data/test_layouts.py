@@ -3,6 +3,7 @@
 The run crosses epochs of two sources of different weight, and changes of batch and length.
 """
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.config.data import DataConfig, PhaseConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.counts import sequences_at
+from pipeline.data.dataset import Batch
 from pipeline.data.format import DatasetIndex
 from pipeline.data.run_order import Share, TrainSteps
 from pipeline.data.workers import Workers
@@ -198,6 +201,24 @@ def test_a_killed_worker_is_an_error_that_says_so(workers: Workers) -> None:
     assert workers.take()
     with pytest.raises(WorkerError, match=r"data worker 1 of rank 0 .* signal 9 \(SIGKILL\)"):
         workers.take()
+
+
+@pytest.mark.usefixtures("processes")
+def test_memory_of_workers_is_used_again_but_never_under_an_array(workers: Workers) -> None:
+    def taken(cursor: int) -> list[Batch]:
+        workers.ask(cursor)
+        return workers.take()
+
+    last = torch.from_numpy(taken(2 * BATCH)[-1].input_ids)[1:].flatten()
+    kept, expected = taken(3 * BATCH)[0].documents[2:, 5:], last.clone()
+    copy = kept.copy()
+    for cursor in range(4 * BATCH, 11 * BATCH, BATCH):
+        taken(cursor)
+        gc.collect()
+    assert torch.equal(last, expected)
+    np.testing.assert_array_equal(kept, copy)
+    maps = Path("/proc/self/maps").read_text().count("postnorm-step")
+    assert maps == 4, "each of two workers has one file that is kept and one for the others"
 
 
 @pytest.mark.usefixtures("processes")
