@@ -270,8 +270,8 @@ def main() -> None:
             found[str(world)] = one
             sys.stderr.write(f"{seq_len} slots, {world} ranks: {one}\n")
         if not arguments.without_workers:
-            alone = measure_workers(index, counts, seq_len, arguments.rounds)
-            result.setdefault("workers", {})[seq_len] = alone
+            workers = measure_workers(index, counts, seq_len, arguments.rounds)
+            result.setdefault("workers", {})[seq_len] = workers
     for num_shards in arguments.open_shards:
         with tempfile.TemporaryDirectory() as folder:
             opened = loading.opening(Path(folder) / "large", num_shards)
