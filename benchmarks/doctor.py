@@ -37,6 +37,7 @@ from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
 from pipeline.train.doctor import LastStep, PlateauDoctor
 
+_DEMO = Path(__file__).parents[1] / "configs/prep/demo.yaml"
 _STARTS = {
     "unit": {"model.init": "unit"},
     "alpha": {"model.init": "unit", "train.alpha_warmup_steps": 200},
@@ -261,7 +262,7 @@ def main() -> int:
     out: Path = arguments.out.absolute()
     dataset = arguments.dataset or out / "data"
     if not arguments.dataset:
-        _postnorm("prep", "run", "demo.yaml", f"output_dir={dataset}")
+        _postnorm("prep", "run", str(_DEMO), f"output_dir={dataset}")
     chosen = [point for point in GRID if fnmatch(point.name, arguments.only)]
     if not chosen:
         parser.error(f"--only {arguments.only!r}: no such run; names are like {GRID[0].name}")
