@@ -270,6 +270,8 @@ def main() -> int:
     curves = _run(out, base(str(dataset)), chosen, arguments.jobs)
     open_ones = [p for p in chosen if p.name in curves and not curves[p.name].has_learned(entropy)]
     longer_base = base(str(dataset), _TIMES * _STEPS)
+    # Only how they end is asked.
+    longer_base["monitor"]["eval_every_steps"] = _TIMES * _STEPS
     longer = _run(out / "longer", longer_base, open_ones, arguments.jobs) if open_ones else {}
     found = findings(curves, longer, entropy, str(dataset))
     counts = {"benchmark": "doctor", **summary(found), "versions": versions()}

@@ -35,7 +35,7 @@ def to_run(run_dir: Path, rank: int) -> None:
     """
     path = RunFolder(run_dir).log(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file_handler = logging.FileHandler(path, encoding="utf-8")
+    file_handler = _File(path, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
     handlers: list[logging.Handler] = [file_handler]
     if rank == 0:
@@ -45,6 +45,20 @@ def to_run(run_dir: Path, rank: int) -> None:
         trouble.setLevel(logging.WARNING)
         handlers += [steps, trouble]
     logging.basicConfig(level=min(_level, logging.INFO), handlers=handlers, force=True)
+
+
+class _File(logging.FileHandler):
+    """A rank's file. What stops it from being written, such as a full disk, is said once."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            sys.stderr.write(f"{self.baseFilename} cannot be written for now: {error}\n")
 
 
 class _Stderr(logging.Handler):

@@ -79,3 +79,20 @@ def test_a_hash_is_that_of_the_system_tool(tmp_path: Path) -> None:
     path.write_bytes(os.urandom(5_000_001))
     expected = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True)
     assert sha256_file(path) == expected.stdout.split()[0]
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-00001.log").symlink_to("/dev/full")  # what is written there is refused
+    code = (
+        "import logging, sys; from pathlib import Path; from pipeline.runtime import log\n"
+        "log.to_run(Path(sys.argv[1]), 1)\n"
+        "for step in range(5): logging.getLogger('pipeline').warning('step %d', step)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("rank-00001.log cannot be written for now: ") == 1
+    assert "No space left on device" in done.stderr
+    assert "Logging error" not in done.stderr

@@ -7,10 +7,22 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from pipeline.errors import EXIT_FAILED_RETRY, EXIT_FINISHED
 from tests.support.ranks import records
-from tests.support.slurm_runs import SlurmRun
+from tests.support.slurm_runs import Place, SlurmRun, place_of
 
 NOTICED_WITHIN_S = 180
+
+_STRAY = {
+    "SBATCH_ARRAY_INX": "0-3", "SBATCH_EXPORT": "NONE", "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_OPEN_MODE": "truncate", "SBATCH_PARTITION": "high", "SBATCH_TIMELIMIT": "1",
+    "SLURM_CPU_BIND": "none such", "SLURM_EXPORT_ENV": "NONE", "SLURM_JOB_ID": "1",
+    "SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "99",
+    "SRUN_CPUS_PER_TASK": "99", "RANK": "7", "WORLD_SIZE": "99", "MASTER_ADDR": "none.such",
+}  # fmt: skip
+"""Of a shell that is itself in a job, and of a user who has defaults of his own for sbatch."""
+_OF_THE_PROFILE = ("TimeLimit", "Requeue", "Partition", "NumNodes", "NumTasks", "CPUs/Task")
+"""What `scontrol show job` says of a job that the profile decides."""
 
 
 def _nothing() -> None:
@@ -35,8 +47,6 @@ class Fault:
     aim: Callable[[SlurmRun, Random], Blow]
     is_announced: bool = False
     """Whether the ranks hear of it in time to save."""
-    is_slow: bool = False
-    """Whether SLURM takes a quarter of a minute or more to act."""
     ends_attempt: bool = True
     """Whether the job starts again after it."""
     needs_network: bool = False
@@ -56,7 +66,7 @@ class Toll:
     again: int
     """Steps that were done twice."""
     restarts: int
-    """Times that SLURM started the job again."""
+    """Times that the job, or one that took its place, started after them."""
 
 
 def suffer(
@@ -78,27 +88,28 @@ def suffer(
     """
     faults = [FAULTS[name] for name in names]
     blows = [fault.aim(run, choice or Random(0)) for fault in faults]
-    restarts = run.restarts
+    before = run.place
     moment()
     saved, struck = run.saved_step, time.time()
     for blow in blows:
         blow.strike()
     ends = any(fault.ends_attempt for fault in faults)
     if ends:
-        run.wait_until(lambda: run.restarts > restarts, f"{names} noticed", NOTICED_WITHIN_S)
+        run.wait_until(lambda: run.place > before, f"{names} noticed", NOTICED_WITHIN_S)
     for blow in blows:
         blow.relent()
     since = time.time()
     if ends:
-        run.wait_until(lambda: _later_starts(run, restarts), f"a start after {names}", 240)
-        later = _later_starts(run, restarts)
+        run.wait_until(lambda: _later_starts(run, before), f"a start after {names}", 240)
+        later = _later_starts(run, before)
         first, resumed = later[0]["attempt"], later[0]["resumed_from_step"] or 0
         run.wait_until(lambda: _steps(run, first, struck), f"a step after {names}", 120)
-        last = max((each["step"] for each in _steps(run) if each["attempt"] < first), default=0)
+        # A start that steps were done again in may not have come as far as one before it.
+        last = ([0] + [each["step"] for each in _steps(run) if each["attempt"] < first])[-1]
     else:
         first = len(run.starts())
         run.wait_until(lambda: _steps(run, first, since), f"a step after {names}", 120)
-        assert run.restarts == restarts, f"{names} ended an attempt"
+        assert run.place == before, f"{names} ended an attempt"
         last = resumed = run.step
     for blow in blows:
         blow.heal()
@@ -107,13 +118,14 @@ def suffer(
     is_announced = all(fault.is_announced for fault in faults)
     assert not (again and is_announced), f"{names}: {again} steps up to {last} were done twice"
     next_s = min(each["unix_s"] for each in _steps(run, first, struck))
-    waited_s = run.waited_s(restarts, struck) if ends else 0.0
-    return Toll(last, next_s - struck, waited_s, again, run.restarts - restarts)
+    waited_s = run.waited_s(before, struck) if ends else 0.0
+    restarts = sum(place > before for place in run.begun())
+    return Toll(last, next_s - struck, waited_s, again, restarts)
 
 
-def _later_starts(run: SlurmRun, restarts: int) -> list[dict[str, Any]]:
-    """Those after so many restarts; one that is being ended may still join the earlier ones."""
-    return [start for start in run.starts() if int(start["job"].partition(".")[2]) > restarts]
+def _later_starts(run: SlurmRun, place: Place) -> list[dict[str, Any]]:
+    """Those after one; a start that is being ended may still join the earlier ones."""
+    return [start for start in run.starts() if place_of(start["job"]) > place]
 
 
 def _steps(run: SlurmRun, attempt: int = 1, moment: float = 0.0) -> list[dict[str, Any]]:
@@ -171,18 +183,86 @@ def _kill_controller(run: SlurmRun, choice: Random) -> Blow:
     return Blow(strike)
 
 
+def _lose_python(run: SlurmRun, choice: Random) -> Blow:
+    """The job must end and name the interpreter that is missing; a person puts it back."""
+    job, kill, away = run.job, _kill_rank(run, choice).strike, run.python.with_suffix(".away")
+
+    def strike() -> None:
+        run.python.rename(away)
+        kill()
+        run.cluster.wait_for(job, "FAILED", timeout_s=NOTICED_WITHIN_S)
+        assert f"{run.python} is missing or may not be run" in run.log, run.log[-5000:]
+        away.rename(run.python)
+        run.resume()
+
+    return Blow(strike)
+
+
+def _lose_folder_of_python(run: SlurmRun, choice: Random) -> Blow:
+    """The job must name it and wait, as for a mount that is gone for a while."""
+    kill, folder = _kill_rank(run, choice).strike, run.python.parent
+    away, waits = folder.with_suffix(".away"), f"storage fails, trying again: {run.python}"
+
+    def strike() -> None:
+        told = run.log.count(waits)
+        folder.rename(away)
+        kill()
+        run.wait_until(lambda: run.log.count(waits) > told, f"{waits!r} in the log", 60)
+        away.rename(folder)
+
+    return Blow(strike)
+
+
+def _resume_with_stray_variables(run: SlurmRun, _choice: Random) -> Blow:
+    """The new job must be as the profile says."""
+    expected = {name: run.cluster.job(run.job)[name] for name in _OF_THE_PROFILE}
+
+    def strike() -> None:
+        run.cancel_with_save()
+        run.resume(variables=_STRAY)
+
+    def compare() -> None:
+        job = run.cluster.job(run.job)
+        assert {name: job[name] for name in expected} == expected, job
+
+    return Blow(strike, heal=compare)
+
+
+def _resume_twice(run: SlurmRun, _choice: Random) -> Blow:
+    """One job must come of it, and one refusal that says why."""
+
+    def strike() -> None:
+        run.cancel_with_save()
+        known = set(run.cluster.jobs())
+        both = [run.start("resume", str(run.run_dir)) for _ in range(2)]
+        messages = [process.communicate()[1] for process in both]
+        codes = [process.returncode for process in both]
+        assert sorted(codes) == [EXIT_FINISHED, EXIT_FAILED_RETRY], (codes, messages)
+        refusal = messages[codes.index(EXIT_FAILED_RETRY)]
+        in_queue = f"job {run.job} of {run.run_dir} is in the queue"
+        assert f"{run.run_dir} is being submitted" in refusal or in_queue in refusal, refusal
+        assert set(run.cluster.jobs()) - known == {run.job}
+
+    return Blow(strike)
+
+
 FAULTS = {
     "time limit announced": Fault(_announce_limit, is_announced=True),
     "requeued by an administrator": Fault(_requeue, is_announced=True),
     "rank killed": Fault(_kill_rank),
-    "preempted": Fault(_preempt, is_announced=True, is_slow=True),
-    "power of a worker node": Fault(_power_off(-1), is_slow=True),
-    "power of the batch node": Fault(_power_off(0), is_slow=True),
-    "network of a worker node": Fault(_cut_network(-1), is_slow=True, needs_network=True),
-    "network of the batch node": Fault(_cut_network(0), is_slow=True, needs_network=True),
+    "preempted": Fault(_preempt, is_announced=True),
+    "power of a worker node": Fault(_power_off(-1)),
+    "power of the batch node": Fault(_power_off(0)),
+    "network of a worker node": Fault(_cut_network(-1), needs_network=True),
+    "network of the batch node": Fault(_cut_network(0), needs_network=True),
     # Together with others it comes last: nothing can be asked while it is away.
     "controller restarted": Fault(
         lambda run, _choice: Blow(run.cluster.restart_controller), ends_attempt=False
     ),
     "controller killed": Fault(_kill_controller, ends_attempt=False),
+    # These end at once what runs, so that together with others they come last, too.
+    "interpreter gone": Fault(_lose_python),
+    "folder of the interpreter gone": Fault(_lose_folder_of_python),
+    "stray SBATCH_ variables": Fault(_resume_with_stray_variables, is_announced=True),
+    "two submissions at once": Fault(_resume_twice, is_announced=True),
 }

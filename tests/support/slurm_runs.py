@@ -2,9 +2,10 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ PROFILE: dict[str, object] = {
     "max_attempts_without_progress": 3, "hardware": {"start_s": 10},
     "preflight": {"min_free_gb": 0.5, "min_shm_gb": 0.01},
 }  # fmt: skip
+
+Place = tuple[int, int]
+"""Of a start among all of a run: number of its job, and times that SLURM had put it back."""
+
+
+def place_of(name: str) -> Place:
+    """Place of the start that the launcher calls `JOB.RESTART`."""
+    job, _, restart = name.partition(".")
+    return int(job), int(restart)
 
 
 class SlurmRun:
@@ -43,24 +53,42 @@ class SlurmRun:
         self.cluster, self.run_dir = cluster, run_dir
         self._config = run_dir.with_suffix(".yaml")
         self._config.write_text(CONFIG)
+        self.python = run_dir.with_suffix(".bin") / "python"
+        """Interpreter of the run, unless `profile` names one: a script that may be lost."""
+        self.python.parent.mkdir()
+        self.python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        self.python.chmod(0o755)
+        fields = {**PROFILE, "python": str(self.python), **profile}
         self._profile = run_dir.with_suffix(".cluster.yaml")
-        self._profile.write_text(json.dumps({**PROFILE, **profile}))
-        self.ranks = 2 * int(str({**PROFILE, **profile}["ranks_per_node"]))
+        self._profile.write_text(json.dumps(fields))
+        self.ranks = 2 * int(str(fields["ranks_per_node"]))
         self._overrides = [f"run_dir={run_dir}", f"data.dir={dataset.folder}", *overrides]
         self.launch("submit", str(self._config), *self._overrides, "--cluster", str(self._profile))
 
-    def launch(self, *words: str, code: int = 0) -> str:
-        """Output of `python -m launch ...`, which must end with an exit code."""
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", *words], capture_output=True, text=True, cwd=ROOT,
-            env=self.cluster.environment,
+    def start(
+        self, *words: str, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Starts `python -m launch ...`, with variables beside those of the cluster."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "launch", *words], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**self.cluster.environment, **(variables or {})},
         )  # fmt: skip
-        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stderr if code else done.stdout
 
-    def resume(self, *overrides: str) -> None:
+    def launch(self, *words: str, code: int = 0, variables: Mapping[str, str] | None = None) -> str:
+        """Output of `python -m launch ...`, which must end with an exit code."""
+        process = self.start(*words, variables=variables)
+        out, err = process.communicate()
+        assert process.returncode == code, f"{words}: {process.returncode}\n{out}{err}"
+        return err if code else out
+
+    def resume(self, *overrides: str, variables: Mapping[str, str] | None = None) -> None:
         """Submits the run again."""
-        self.launch("resume", str(self.run_dir), *overrides)
+        self.launch("resume", str(self.run_dir), *overrides, variables=variables)
+
+    def cancel_with_save(self) -> None:
+        """Cancels the job, which may save first, and waits for its end."""
+        self.launch("cancel", str(self.run_dir), "--save")
 
     @property
     def job(self) -> str:
@@ -117,28 +145,37 @@ class SlurmRun:
 
     @property
     def restarts(self) -> int:
-        """Times that SLURM has put the job back into the queue."""
+        """Times that SLURM has put the newest job back into the queue."""
         return int(self.cluster.job(self.job)["Restarts"])
 
-    def waited_s(self, restart: int, struck: float) -> float:
-        """Seconds for which no script of the job ran, from the end of a start on.
+    @property
+    def place(self) -> Place:
+        """Of the newest job's newest start, or of the one that it waits for."""
+        job = self.job
+        return int(job), int(self.cluster.job(job)["Restarts"])
+
+    def begun(self) -> dict[Place, float]:
+        """When scripts began, in Unix time, of the starts whose script came to preflight."""
+        folder = self.run_dir / "launch" / "preflight"
+        return {
+            place_of(path.parent.name): float(path.read_text())
+            for path in sorted(folder.glob("*/started"))
+        }
+
+    def waited_s(self, place: Place, struck: float) -> float:
+        """Seconds for which no script of the run ran, from the end of a start on.
 
         Args:
-            restart: number of that start.
+            place: of that start.
             struck: when a fault hit it, in Unix time: SLURM says when a script ended only if the
                 script did, which writes down its decision just before.
         """
-        folder = self.run_dir / "launch" / "preflight"
-        begun = {
-            int(path.parent.suffix[1:]): float(path.read_text())
-            for path in folder.glob(f"{self.job}.*/started")
-        }
-        ours = [line for line in self.decisions() if line["job"] == self.job]
-        decided = {line["restart"]: line["unix_s"] for line in ours}
-        total, left = 0.0, max(struck, decided.get(restart, 0.0))
-        for number in sorted(number for number in begun if number > restart):
-            total += max(0.0, begun[number] - left)
-            left = decided.get(number, float("inf"))
+        begun = self.begun()
+        decided = {(int(line["job"]), line["restart"]): line["unix_s"] for line in self.decisions()}
+        total, left = 0.0, max(struck, decided.get(place, 0.0))
+        for later in sorted(each for each in begun if each > place):
+            total += max(0.0, begun[later] - left)
+            left = decided.get(later, float("inf"))
         return total
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
