@@ -255,13 +255,13 @@ class Run:
         jump_s = self._random.choice((-86_400, -3_600, 3_600, 86_400))
         fault = {"kind": kind, "rank": rank, "step": step, "mark": str(mark), "jump_s": jump_s}
         before, started = _told(self.folder), self.saved_step
+        mark.unlink(missing_ok=True)
         ranks = self._start(fault=fault)
         while not mark.exists() or self.saved_step <= max(step, started):
             if self._ends(ranks):
                 break
             time.sleep(0.02)
         was_struck = mark.exists()
-        mark.unlink(missing_ok=True)
         codes = self._over(ranks) or [0, 0] if self._ends(ranks) else self._stop(ranks)
         told = {name: count - before[name] for name, count in _told(self.folder).items()}
         expected = _EXPECTED[kind]
