@@ -100,10 +100,10 @@ def _local_part(local: dict[str, Any]) -> list[str]:
         "(`train.skip_batches`), and the ledger of the struck run names the reason: a loss, a "
         "gradient or a state that was not finite. All other faults leave every bit as it would "
         "have been.", "",
-        "| run | ZeRO stage | batches left out | repeated for a wrong bit |", "|---|---|---|---|",
+        "| run | ZeRO stage | batches left out | steps repeated for a wrong bit |", "|---|---|---|---|",
         *(
             f"| {number} | {run['stage']} | {', '.join(map(str, run['left_out'])) or '-'} "
-            f"| {run['repeated']} times |"
+            f"| {run['repeated']} |"
             for number, run in enumerate(local["runs"], 1)
         ), "",
         "With other numbers of ranks and ZeRO stages, without dropout, the order of sums differs, "
