@@ -100,7 +100,8 @@ def _local_part(local: dict[str, Any]) -> list[str]:
         "(`train.skip_batches`), and the ledger of the struck run names the reason: a loss, a "
         "gradient or a state that was not finite. All other faults leave every bit as it would "
         "have been.", "",
-        "| run | ZeRO stage | batches left out | steps repeated for a wrong bit |", "|---|---|---|---|",
+        "| run | ZeRO stage | batches left out | steps repeated for a wrong bit |",
+        "|---|---|---|---|",
         *(
             f"| {number} | {run['stage']} | {', '.join(map(str, run['left_out'])) or '-'} "
             f"| {run['repeated']} |"
