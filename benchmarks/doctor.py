@@ -35,7 +35,8 @@ from pipeline.data.format import read_index
 from pipeline.inspect.status import valid_lines
 from pipeline.runtime.files import read_json_lines
 from pipeline.runtime.run_folder import RunFolder
-from pipeline.train.doctor import LastStep, PlateauDoctor
+from pipeline.train.doctor import LastStep, PlateauDoctor, reach
+from pipeline.train.health import GroupNorms
 
 _DEMO = Path(__file__).parents[1] / "configs/prep/demo.yaml"
 _STARTS = {
@@ -93,7 +94,8 @@ class Curve:
     """What a run logged."""
 
     lines: list[list[float]]
-    """Step, loss, accuracy, alpha, learning rate, gradient norm and tokens of each log line."""
+    """Step, loss, accuracy, alpha, learning rate, gradient norm, the first layer's over the last
+    layer's, and tokens of each log line."""
     held_out: list[list[float]]
     """Step and loss of each evaluation."""
 
@@ -106,9 +108,10 @@ class Curve:
         doctor = PlateauDoctor(config, entropy)
         evaluations = {int(step): loss for step, loss in self.held_out}
         before = 0
-        for number, loss, accuracy, alpha, lr, norm, tokens in self.lines:
+        for number, loss, accuracy, alpha, lr, norm, ratio, tokens in self.lines:
             step = int(number)
-            last = LastStep(step, alpha, lr, norm, {}, tokens / (step - before))
+            layers = {"layer_00": GroupNorms(ratio, 0.0), "layer_01": GroupNorms(1.0, 0.0)}
+            last = LastStep(step, alpha, lr, norm, layers, tokens / (step - before))
             plateau = doctor.look({"loss": loss, "accuracy": accuracy}, last)
             if plateau:
                 return step, plateau.advice
@@ -135,7 +138,13 @@ def read(run: Path) -> Curve | None:
         if record["kind"] == "eval":
             held_out.append([record["step"], round(record["loss"], 4)])
         if record["kind"] == "train":
-            values = [float(f"{record[name]:.4g}") for name in ("alpha", "lr", "grad_norm")]
+            layers = {
+                name.removeprefix("grad_norm_"): GroupNorms(value, 0.0)
+                for name, value in record.items()
+                if name.startswith("grad_norm_layer_")
+            }
+            numbers = (*(record[name] for name in ("alpha", "lr", "grad_norm")), reach(layers))
+            values = [float(f"{number:.4g}") for number in numbers]
             loss, accuracy = round(record["loss"], 4), round(record["accuracy"], 5)
             lines.append([record["step"], loss, accuracy, *values, record["tokens"]])
     return Curve(lines, held_out)

@@ -8,15 +8,20 @@ whichever is longest.
 - Level: the mean loss of the window's last half is above 95% of the unigram entropy, the loss of a
   model that knows only the frequencies of tokens. There is no upper limit: a loss that stays above
   the entropy has not even learned these.
-- Slope: a straight line through the window's losses falls by less than 1% of the entropy.
-- Accuracy: a straight line through it rises by less than 0.01.
-- Held-out loss: it falls by less than 1% of the entropy, where the window has two evaluations.
+- Accuracy: a straight line through the window's accuracies rises by less than 0.01.
+- Either the lower layers are cut off, or nothing falls any more.
 
-Lines through losses of training are uncertain by their noise, which is large for small batches.
-With two evaluations two thirds of the window apart, which score the same tokens, they only must not
-contradict: what they fall less two standard errors is below the limit. Without such evaluations
-(between closer ones the weights' own noise looks like a plateau) they must prove it: what they fall
-plus three standard errors is below the limit, and the window grows until that can be said.
+Cut off: over the window, the median of the first layer's gradient norm over the last layer's is
+below a fifth. All tokens have become alike on their way up, and no layer below can learn from them
+(Dong et al. 2021, arXiv 2103.03404; Noci et al. 2022, arXiv 2206.03126). The loss may still fall
+then: it is the head that learns frequencies. The accuracy must only not contradict: its rise less
+two standard errors is below the limit.
+
+Nothing falls: a straight line through the losses, and the held-out loss where the window has two
+evaluations, fall by less than 1% of the entropy. Lines through losses of training are uncertain by
+their noise, which is large for small batches, so they must prove it: what they fall, and what the
+accuracy rises, plus three standard errors is below the limit. The window grows until that can be
+said.
 
 `python -m benchmarks.doctor` counts false alarms and missed plateaus over small real runs.
 """
@@ -40,7 +45,7 @@ _SHARE_OF_RUN = 0.02
 _LEVEL = 0.95
 _LEAST_FALL = 0.01
 _LEAST_RISE = 0.01
-_LEAST_SPAN = 2 / 3
+_CUT_OFF = 0.2
 _CONTRADICTS, _PROVES = -2.0, 3.0
 """Standard errors. A proof is tried at every log line, so by chance two are not rare enough."""
 _REPORT_FILE = "report.json"
@@ -62,6 +67,16 @@ class LastStep:
     grad_norm: float
     layers: dict[str, GroupNorms]
     tokens_per_step: float
+
+
+class _Line(NamedTuple):
+    """What the rule reads of a log line."""
+
+    step: int
+    loss: float
+    accuracy: float
+    reach: float
+    """The first layer's gradient norm over the last layer's."""
 
 
 class Plateau(NamedTuple):
@@ -89,7 +104,7 @@ class PlateauDoctor:
         self._warm_ups = max(train.warmup_steps, train.alpha_warmup_steps)
         self._begin: int | None = None
         """Steps before the first line; a resumed attempt has not seen those of earlier ones."""
-        self._lines: list[tuple[int, float, float]] = []
+        self._lines: list[_Line] = []
         self._held_out: list[tuple[int, float]] = []
         self._told = False
         self.patience_steps = max(
@@ -117,17 +132,16 @@ class PlateauDoctor:
         if self._begin is None:
             before = last.step - self._config.monitor.log_every_steps
             self._begin = max(self._warm_ups, before)
-        self._lines.append((last.step, loss, accuracy))
+        self._lines.append(_Line(last.step, loss, accuracy, reach(last.layers)))
         seen = last.step - self._begin
         num_steps = max(self.patience_steps, seen // 2)
         # The lines of a step are never read again once the window has passed it.
-        self._lines = [line for line in self._lines if line[0] > last.step - num_steps]
+        self._lines = [line for line in self._lines if line.step > last.step - num_steps]
         self._held_out = [each for each in self._held_out if each[0] > last.step - num_steps]
         if seen < self.patience_steps or not self._is_stuck(num_steps):
             return None
         self._told = True
-        since, losses = self._lines[0][0], [loss for _, loss, _ in self._lines]
-        mean = sum(losses) / len(losses)
+        since, mean = self._lines[0].step, float(np.mean([line.loss for line in self._lines]))
         return Plateau(
             since, mean, self._entropy, _LEVEL * self._entropy, self._advice(since, mean, last)
         )
@@ -136,21 +150,24 @@ class PlateauDoctor:
         # Intervals without an applied step have no loss.
         if len(self._lines) < _LEAST_INTERVALS // 2:
             return False
-        steps, losses, accuracies = np.array(self._lines, np.float64).T
+        steps, losses, accuracies, _ = np.array(self._lines, np.float64).T
         if losses[len(losses) // 2 :].mean() <= _LEVEL * self._entropy:
             return False
-        errors, least = _PROVES, _LEAST_FALL * self._entropy
+        rise, error = _rise(steps, accuracies, num_steps)
+        if self._reach() < _CUT_OFF:
+            return rise + _CONTRADICTS * error < _LEAST_RISE
+        if rise + _PROVES * error >= _LEAST_RISE:
+            return False
+        least = _LEAST_FALL * self._entropy
         if len(self._held_out) > 1:
             (first, before), (final, after) = self._held_out[0], self._held_out[-1]
             if (before - after) * num_steps / (final - first) >= least:
                 return False
-            if final - first >= _LEAST_SPAN * num_steps:
-                errors = _CONTRADICTS
-        for values, limit in ((-losses, least), (accuracies, _LEAST_RISE)):
-            rise, error = _rise(steps, values, num_steps)
-            if rise + errors * error >= limit:
-                return False
-        return True
+        fall, error = _rise(steps, -losses, num_steps)
+        return fall + _PROVES * error < least
+
+    def _reach(self) -> float:
+        return float(np.median([line.reach for line in self._lines]))
 
     def _advice(self, since: int, mean: float, last: LastStep) -> str:
         causes = sorted(self._causes(last), reverse=True)
@@ -168,9 +185,21 @@ class PlateauDoctor:
                 "",
                 *(f"{place}. {text}" for place, (_, text) in enumerate(causes, 1)),
                 "",
-                f"Gradient norm {last.grad_norm:.3g}, by layer: {norms or 'unknown'}; "
-                "lower layers near 0 next to the head mean that no gradient passes the norms.",
+                f"Gradient norm {last.grad_norm:.3g}, by layer: {norms or 'unknown'}. "
+                + self._seen(),
             ]
+        )
+
+    def _seen(self) -> str:
+        ratio = self._reach()
+        if math.isinf(ratio):
+            return ""
+        seen = f"The first layer's is {ratio:.2g} of the last layer's (median since then)"
+        if ratio >= _CUT_OFF:
+            return f"{seen}: the gradient reaches all layers."
+        return (
+            f"{seen}: tokens become alike on their way up, and the lower layers learn nothing "
+            "from them."
         )
 
     def _causes(self, last: LastStep) -> list[tuple[float, str]]:
@@ -186,7 +215,7 @@ class PlateauDoctor:
             ),
             self._rate(),
             (
-                _SMALL_BATCH_TOKENS / last.tokens_per_step / 2,
+                min(1.0, _SMALL_BATCH_TOKENS / last.tokens_per_step / 2),
                 f"batch: {last.tokens_per_step:,.0f} tokens a step; a small one has a noisy "
                 "gradient: raise train.global_batch, or lower train.lr",
             ),
@@ -224,6 +253,16 @@ class PlateauDoctor:
             "model.init=deepnorm and model.residual=deepnorm, or model.init=rsqrt_depth"
         )
         return f"{small}, or lengthen the alpha warm-up; then start a new run"
+
+
+def reach(layers: Mapping[str, GroupNorms]) -> float:
+    """Return the first layer's gradient norm over the last one's; infinity where it is unknown."""
+    names = sorted(name for name in layers if name.startswith("layer_"))
+    if not names:
+        return math.inf
+    first, last = layers[names[0]].gradient, layers[names[-1]].gradient
+    # Both underflow where all tokens are alike from the start.
+    return first / last if last else 0.0
 
 
 def _rise(

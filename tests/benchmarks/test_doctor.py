@@ -12,7 +12,7 @@ def _curve(losses: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Curve:
     """Return a run of 600 steps with a log line every 5, an evaluation every 50."""
     accuracies = 0.05 + (ENTROPY - losses).clip(0) / 10
     lines = [
-        [step, loss, accuracy, 1.0, 3e-4, 0.5, 256.0 * 5]
+        [step, loss, accuracy, 1.0, 3e-4, 0.5, 1.0, 256.0 * 5]
         for step, loss, accuracy in zip(range(5, 605, 5), losses, accuracies, strict=True)
     ]
     held_out = [[line[0], line[1]] for line in lines if line[0] % 50 == 0]

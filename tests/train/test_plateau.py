@@ -45,8 +45,9 @@ def _doctor(
     return PlateauDoctor(config, ENTROPY)
 
 
-def _step(step: int, tokens: float = 4096.0) -> LastStep:
-    norms = {"embeddings": GroupNorms(0.5, 1e-3), "layer_00": GroupNorms(1e-5, 1e-6)}
+def _step(step: int, tokens: float = 4096.0, reach: float = 1.0) -> LastStep:
+    gradients = {"embeddings": 0.5, "layer_00": 0.2 * reach, "layer_01": 0.01, "layer_02": 0.2}
+    norms = {name: GroupNorms(gradient, 1e-3) for name, gradient in gradients.items()}
     return LastStep(step, 1.0, 6.5e-4, 0.51, norms, tokens)
 
 
@@ -56,13 +57,14 @@ def _told(
     accuracies: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None,
     held_out: dict[int, float] | None = None,
     tokens: float = 4096.0,
+    reach: float = 1.0,
 ) -> dict[int, str]:
     """Give the doctor a log line every five steps, and return what it says by step."""
     told = {}
     for place, loss in enumerate(losses.tolist()):
         step = 5 * (place + 1)
         accuracy = 0.05 if accuracies is None else float(accuracies[place])
-        plateau = doctor.look({"loss": loss, "accuracy": accuracy}, _step(step, tokens))
+        plateau = doctor.look({"loss": loss, "accuracy": accuracy}, _step(step, tokens, reach))
         if plateau:
             told[step] = plateau.advice
         if held_out and step in held_out:
@@ -115,13 +117,14 @@ def test_a_slow_run_that_still_learns_is_not_told() -> None:
         assert not _told(_doctor(alpha_warmup_steps=0), curve)
 
 
-def test_two_evaluations_side_by_side_are_no_plateau() -> None:
-    # Of real runs with 256 tokens a step, told at steps 210 and 355 for two evaluations of a window
-    # that differed by 0.03 and 0.02, and that ended at 5.75 and 5.85.
+def test_two_evaluations_that_hardly_differ_are_no_plateau() -> None:
+    # Of real runs with 256 tokens a step, told by older rules at steps 210, 355 and 255 for two
+    # evaluations of a window that differed by 0.02 to 0.04, and that ended at 5.75 to 5.85.
     steps, told = np.arange(50, 650, 50), 0
     for held_out in (
         (6.48, 6.32, 6.22, 6.19, 6.10, 6.03, 5.96, 5.90, 5.83, 5.79, 5.76, 5.75),
         (6.42, 6.30, 6.20, 6.21, 6.11, 6.04, 6.02, 5.95, 5.91, 5.88, 5.86, 5.85),
+        (6.54, 6.40, 6.31, 6.25, 6.27, 6.16, 6.06, 6.00, 5.92, 5.89, 5.83, 5.82),
     ):
         evaluations = dict(zip(steps.tolist(), held_out, strict=True))
         for seed in range(50):
@@ -130,21 +133,56 @@ def test_two_evaluations_side_by_side_are_no_plateau() -> None:
             doctor = _doctor(num_steps=600, alpha_warmup_steps=0)
             told += bool(_told(doctor, curve, held_out=evaluations))
     # Noise alone makes one in 200 look flat beyond three standard errors at some of its 100 lines.
-    assert told <= 2
+    assert told <= 3
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_stuck_run_with_small_batches_is_told_in_spite_of_noise(*, evaluates: bool) -> None:
+def test_a_stuck_run_with_small_batches_is_told_in_spite_of_noise() -> None:
     # A real run of 12 layers lay between 6.61 and 6.64, above the entropy by more than 5%.
-    told_at = []
+    told_at: dict[float, list[int]] = {0.1: [], 1.0: []}
     for seed in range(20):
         noise = np.random.default_rng(seed).normal(0, 0.12, 800)
         held_out = {step: 6.62 + 0.003 * (step % 100 == 0) for step in range(50, 4000, 50)}
-        told = _told(_doctor(), 6.625 + noise, held_out=held_out if evaluates else None)
+        for reach, steps in told_at.items():
+            told = _told(_doctor(), 6.625 + noise, held_out=held_out, reach=reach)
+            assert len(told) == 1
+            steps += list(told)
+    assert np.median(told_at[1.0]) < 2000
+    # Gradients that do not reach the first layer need no noise to be averaged away.
+    assert set(told_at[0.1]) == {300}
+
+
+def test_a_falling_loss_is_no_comfort_where_lower_layers_are_cut_off() -> None:
+    # Held-out losses of a real run of 24 layers whose head alone learned: 6.36 after 1,800 steps.
+    steps = np.arange(50, 650, 50)
+    losses = np.array([8.07, 7.56, 7.20, 6.96, 6.80, 6.70, 6.64, 6.60, 6.56, 6.54, 6.53, 6.53])
+    for seed in range(20):
+        noise = np.random.default_rng(seed).normal(0, 0.12, 120)
+        curve = np.interp(np.arange(5, 605, 5), steps, losses) + noise
+        doctors = [_doctor(num_steps=600, alpha_warmup_steps=0) for _ in range(3)]
+        assert list(_told(doctors[0], curve, reach=0.0)) == [150]
+        assert not _told(doctors[1], curve[:90], reach=0.3)
+        # What a deep one that learns would show.
+        rising = np.linspace(0.02, 0.1, 120)
+        assert not _told(doctors[2], curve, accuracies=rising, reach=0.0)
+    below = np.full(400, ENTROPY * 0.94)
+    assert not _told(_doctor(), below, reach=0.0)
+
+
+def test_without_norms_of_layers_the_other_signs_decide() -> None:
+    for layers in ({}, {"embeddings": GroupNorms(0.5, 1e-3)}):
+        doctor = _doctor()
+        told = [
+            plateau.advice
+            for step in range(5, 600, 5)
+            if (
+                plateau := doctor.look(
+                    {"loss": ENTROPY, "accuracy": 0.05},
+                    LastStep(step, 1.0, 6.5e-4, 0.51, layers, 4096.0),
+                )
+            )
+        ]
         assert len(told) == 1
-        told_at += list(told)
-    # Evaluations score the same tokens, so that they need no noise to be averaged away.
-    assert np.median(told_at) < (500 if evaluates else 2000)
+        assert "of the last layer's" not in told[0]
 
 
 def test_what_still_rises_or_falls_is_no_plateau() -> None:
@@ -173,11 +211,13 @@ def test_the_text_names_causes_with_numbers(dataset: DatasetIndex, tmp_path: Pat
         "train.alpha_warmup_steps=200 (alpha is 1.000): 24 layers converge with these",
         "learning rate: train.lr=0.0002, 0.0004 is usual at width 384; this is not far from it",
         "batch: 4,096 tokens a step",
-        "Gradient norm 0.51, by layer: embeddings 0.5, layer_00 1e-05",
+        "Gradient norm 0.51, by layer: embeddings 0.5, layer_00 0.2, layer_01 0.01, layer_02 0.2. "
+        "The first layer's is 1 of the last layer's (median since then): the gradient reaches all",
         "of the documents were dropped by stage dedup; near duplicates were not searched for",
     ):
         assert part in text
-    elsewhere = _told(_doctor(str(tmp_path)), np.full(200, 7.0))[300]
+    elsewhere = _told(_doctor(str(tmp_path)), np.full(200, 7.0), reach=0.05)[300]
+    assert "is 0.05 of the last layer's (median since then): tokens become alike" in elsewhere
     assert "the model has not even learned how frequent tokens are" in elsewhere
     assert f"unknown, {tmp_path / 'report.json'} is missing" in elsewhere
 
@@ -197,3 +237,6 @@ def test_the_likeliest_change_comes_first() -> None:
         lr=2e-3, optimizer="lamb", lamb_bias_correction=True
     )  # rates of LAMB are others
     assert first(tokens=256.0).startswith("batch: 256 tokens a step")
+    # In the grid of benchmarks/results/doctor.md a small batch was never the only cause.
+    assert first(tokens=256.0, num_layers=24, init="unit").startswith("start: 24 layers")
+    assert first(tokens=256.0, lr=2e-3).startswith("learning rate: train.lr=0.002")
