@@ -151,7 +151,13 @@ def test_a_plateau_is_told_once(
 ) -> None:
     run_dir, entropy = tmp_path / "run", dataset.unigram_entropy_nats
     ranks = start_ranks(
-        run_dir, dataset, "train.num_steps=120", "train.micro_batch=4", "train.lr=1e-7"
+        run_dir,
+        dataset,
+        "train.num_steps=120",
+        "train.micro_batch=4",
+        "train.lr=0.05",
+        "model.init=unit",
+        "model.num_layers=8",
     )
     assert ranks.wait(300) == [0, 0], ranks.output
     told = _tensorboard(run_dir).Tensors("plateau/text_summary")
@@ -166,7 +172,9 @@ def test_a_plateau_is_told_once(
         f"stayed at {np.mean(window):.3f} from step {step - 99} to {step}, the unigram entropy is "
         f"{entropy:.3f} nats"
     ) in output
-    assert b"\n1. learning rate: train.lr=1e-07" in told[0].tensor_proto.string_val[0]
+    text = told[0].tensor_proto.string_val[0]
+    assert b"\n1. learning rate: train.lr=0.05" in text
+    assert b"tokens become alike on their way up" in text
     [record] = records(run_dir, "plateau")
     assert (record["step"], record["since"]) == (step, step - 99)
     warnings = run_status(run_dir).warnings
