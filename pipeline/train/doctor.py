@@ -11,11 +11,13 @@ whichever is longest.
 - Accuracy: a straight line through the window's accuracies rises by less than 0.01.
 - Either the lower layers are cut off, or nothing falls any more.
 
-Cut off: over the window, the median of the first layer's gradient norm over the last layer's is
-below a fifth. All tokens have become alike on their way up, and no layer below can learn from them
-(Dong et al. 2021, arXiv 2103.03404; Noci et al. 2022, arXiv 2206.03126). The loss may still fall
-then: it is the head that learns frequencies. The accuracy must only not contradict: its rise less
-two standard errors is below the limit.
+Cut off: the first layer's gradient norm over the last layer's has a median below a tenth in the
+window, and does not come back: that of the window's last half is at most 1.5 times that of its
+first. All tokens have become alike on their way up, and no layer below can learn from them (Dong et
+al. 2021, arXiv 2103.03404; Noci et al. 2022, arXiv 2206.03126). The loss may still fall then: it is
+the head that learns frequencies. The accuracy must only not contradict: its rise less two standard
+errors is below the limit. Some runs recover after the warm-ups, so twice `patience_steps` must have
+been seen.
 
 Nothing falls: a straight line through the losses, and the held-out loss where the window has two
 evaluations, fall by less than 1% of the entropy. Lines through losses of training are uncertain by
@@ -45,7 +47,8 @@ _SHARE_OF_RUN = 0.02
 _LEVEL = 0.95
 _LEAST_FALL = 0.01
 _LEAST_RISE = 0.01
-_CUT_OFF = 0.2
+_CUT_OFF = 0.1
+_COMES_BACK = 1.5
 _CONTRADICTS, _PROVES = -2.0, 3.0
 """Standard errors. A proof is tried at every log line, so by chance two are not rare enough."""
 _REPORT_FILE = "report.json"
@@ -138,7 +141,7 @@ class PlateauDoctor:
         # The lines of a step are never read again once the window has passed it.
         self._lines = [line for line in self._lines if line.step > last.step - num_steps]
         self._held_out = [each for each in self._held_out if each[0] > last.step - num_steps]
-        if seen < self.patience_steps or not self._is_stuck(num_steps):
+        if seen < self.patience_steps or not self._is_stuck(num_steps, seen):
             return None
         self._told = True
         since, mean = self._lines[0].step, float(np.mean([line.loss for line in self._lines]))
@@ -146,7 +149,7 @@ class PlateauDoctor:
             since, mean, self._entropy, _LEVEL * self._entropy, self._advice(since, mean, last)
         )
 
-    def _is_stuck(self, num_steps: int) -> bool:
+    def _is_stuck(self, num_steps: int, seen: int) -> bool:
         # Intervals without an applied step have no loss.
         if len(self._lines) < _LEAST_INTERVALS // 2:
             return False
@@ -154,7 +157,7 @@ class PlateauDoctor:
         if losses[len(losses) // 2 :].mean() <= _LEVEL * self._entropy:
             return False
         rise, error = _rise(steps, accuracies, num_steps)
-        if self._reach() < _CUT_OFF:
+        if seen >= 2 * self.patience_steps and self._is_cut_off():
             return rise + _CONTRADICTS * error < _LEAST_RISE
         if rise + _PROVES * error >= _LEAST_RISE:
             return False
@@ -166,8 +169,10 @@ class PlateauDoctor:
         fall, error = _rise(steps, -losses, num_steps)
         return fall + _PROVES * error < least
 
-    def _reach(self) -> float:
-        return float(np.median([line.reach for line in self._lines]))
+    def _is_cut_off(self) -> bool:
+        reach = [line.reach for line in self._lines]
+        before, after = np.median(reach[: len(reach) // 2]), np.median(reach[len(reach) // 2 :])
+        return bool(np.median(reach) < _CUT_OFF and after <= _COMES_BACK * before)
 
     def _advice(self, since: int, mean: float, last: LastStep) -> str:
         causes = sorted(self._causes(last), reverse=True)
@@ -191,7 +196,7 @@ class PlateauDoctor:
         )
 
     def _seen(self) -> str:
-        ratio = self._reach()
+        ratio = float(np.median([line.reach for line in self._lines]))
         if math.isinf(ratio):
             return ""
         seen = f"The first layer's is {ratio:.2g} of the last layer's (median since then)"

@@ -153,17 +153,18 @@ def test_a_plateau_is_told_once(
     ranks = start_ranks(
         run_dir,
         dataset,
-        "train.num_steps=120",
-        "train.micro_batch=4",
-        "train.lr=0.05",
+        "train.num_steps=230",
+        "train.global_batch=16",
+        "train.micro_batch=8",
+        "train.lr=0.01",
         "model.init=unit",
-        "model.num_layers=8",
+        "model.num_layers=12",
     )
     assert ranks.wait(300) == [0, 0], ranks.output
     told = _tensorboard(run_dir).Tensors("plateau/text_summary")
     assert len(told) == 1
     step = told[0].step
-    # Both warm-ups end with step 10; the window has 100 updates.
+    # Both warm-ups end with step 10. The window has 100 updates, and lower layers take 200.
     assert step >= 110
     window = [line["loss"] for line in records(run_dir) if step - 100 < line["step"] <= step]
     output = run_dir.with_suffix(".out").read_text()
@@ -173,7 +174,7 @@ def test_a_plateau_is_told_once(
         f"{entropy:.3f} nats"
     ) in output
     text = told[0].tensor_proto.string_val[0]
-    assert b"\n1. learning rate: train.lr=0.05" in text
+    assert b"\n1. learning rate: train.lr=0.01" in text
     assert b"tokens become alike on their way up" in text
     [record] = records(run_dir, "plateau")
     assert (record["step"], record["since"]) == (step, step - 99)

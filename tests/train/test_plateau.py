@@ -57,14 +57,17 @@ def _told(
     accuracies: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None,
     held_out: dict[int, float] | None = None,
     tokens: float = 4096.0,
-    reach: float = 1.0,
+    reach: float | np.ndarray[tuple[int], np.dtype[np.float64]] = 1.0,
 ) -> dict[int, str]:
     """Give the doctor a log line every five steps, and return what it says by step."""
     told = {}
+    reaches = np.broadcast_to(reach, losses.shape).tolist()
     for place, loss in enumerate(losses.tolist()):
         step = 5 * (place + 1)
         accuracy = 0.05 if accuracies is None else float(accuracies[place])
-        plateau = doctor.look({"loss": loss, "accuracy": accuracy}, _step(step, tokens, reach))
+        plateau = doctor.look(
+            {"loss": loss, "accuracy": accuracy}, _step(step, tokens, reaches[place])
+        )
         if plateau:
             told[step] = plateau.advice
         if held_out and step in held_out:
@@ -138,7 +141,7 @@ def test_two_evaluations_that_hardly_differ_are_no_plateau() -> None:
 
 def test_a_stuck_run_with_small_batches_is_told_in_spite_of_noise() -> None:
     # A real run of 12 layers lay between 6.61 and 6.64, above the entropy by more than 5%.
-    told_at: dict[float, list[int]] = {0.1: [], 1.0: []}
+    told_at: dict[float, list[int]] = {0.05: [], 1.0: []}
     for seed in range(20):
         noise = np.random.default_rng(seed).normal(0, 0.12, 800)
         held_out = {step: 6.62 + 0.003 * (step % 100 == 0) for step in range(50, 4000, 50)}
@@ -148,7 +151,7 @@ def test_a_stuck_run_with_small_batches_is_told_in_spite_of_noise() -> None:
             steps += list(told)
     assert np.median(told_at[1.0]) < 2000
     # Gradients that do not reach the first layer need no noise to be averaged away.
-    assert set(told_at[0.1]) == {300}
+    assert max(told_at[0.05]) == 400
 
 
 def test_a_falling_loss_is_no_comfort_where_lower_layers_are_cut_off() -> None:
@@ -159,13 +162,28 @@ def test_a_falling_loss_is_no_comfort_where_lower_layers_are_cut_off() -> None:
         noise = np.random.default_rng(seed).normal(0, 0.12, 120)
         curve = np.interp(np.arange(5, 605, 5), steps, losses) + noise
         doctors = [_doctor(num_steps=600, alpha_warmup_steps=0) for _ in range(3)]
-        assert list(_told(doctors[0], curve, reach=0.0)) == [150]
-        assert not _told(doctors[1], curve[:90], reach=0.3)
+        assert list(_told(doctors[0], curve, reach=0.0)) == [250]
+        assert not _told(doctors[1], curve[:90], reach=0.15)
         # What a deep one that learns would show.
         rising = np.linspace(0.02, 0.1, 120)
         assert not _told(doctors[2], curve, accuracies=rising, reach=0.0)
     below = np.full(400, ENTROPY * 0.94)
     assert not _told(_doctor(), below, reach=0.0)
+
+
+def test_lower_layers_that_come_back_are_no_reason_to_tell() -> None:
+    # Means of 50 steps of a real run of 6 layers that learned: 6.56 after 600 updates.
+    steps = np.arange(25, 625, 50)
+    losses = np.array([9.6, 7.7, 7.2, 7.1, 7.0, 7.0, 6.95, 6.94, 6.81, 6.72, 6.72, 6.73]) - 0.58
+    reaches = np.array([0.45, 0.13, 0.04, 0.1, 0.18, 0.57, 0.77, 0.70, 0.93, 0.70, 0.99, 1.1])
+    at = np.arange(5, 605, 5)
+    reach = np.exp(np.interp(at, steps, np.log(reaches)))
+    for seed in range(20):
+        curve = np.interp(at, steps, losses) + np.random.default_rng(seed).normal(0, 0.12, 120)
+        assert not _told(_doctor(num_steps=600, alpha_warmup_steps=0), curve, reach=reach)
+        # The same without the way back.
+        stays = np.minimum.accumulate(reach)
+        assert _told(_doctor(num_steps=600, alpha_warmup_steps=0), curve, reach=stays)
 
 
 def test_without_norms_of_layers_the_other_signs_decide() -> None:
