@@ -11,12 +11,16 @@ Letters: M rows, R rows of a chunk, E width, V vocabulary.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.errors import ConfigError
 
 LOGITS_BYTES = 256 * 2**20
 """Budget for the logits of a chunk. Plain PyTorch has a copy of them in fp32 as well."""
+
+_ROWS_IN_CACHE = 32
+"""Rows whose fp32 logits a CPU computes with at a time: 2.7 MB of a vocabulary of 21,128."""
 
 
 def vocabulary_loss(
@@ -105,7 +109,7 @@ def _by_chunks(
     wide = torch.promote_types(x.dtype, torch.float32)
     step = rows_of_chunk(len(x), len(weight) * x.itemsize)
     logits, losses, hits = (
-        x.new_empty(step, len(weight)),
+        x.new_empty(len(_to_few_shapes(x[:step])), len(weight)),
         x.new_empty(len(x), dtype=wide),
         x.new_empty(len(x), dtype=wide),
     )
@@ -115,16 +119,18 @@ def _by_chunks(
     cross_entropy = _by_kernel if fused else _by_torch
     for first in range(0, len(x), step):
         chunk = slice(first, first + step)
-        rows = logits[: len(losses[chunk])]
+        inputs, num_rows = _to_few_shapes(x[chunk]), len(losses[chunk])
+        rows = logits[: len(inputs)]
         if bias is None:
-            torch.mm(x[chunk], weight.t(), out=rows)
+            torch.mm(inputs, weight.t(), out=rows)
         else:
-            torch.addmm(bias, x[chunk], weight.t(), out=rows)
-        cross_entropy(rows, targets[chunk], losses[chunk], hits[chunk], any(needed))
+            torch.addmm(bias, inputs, weight.t(), out=rows)
+        cross_entropy(rows[:num_rows], targets[chunk], losses[chunk], hits[chunk], any(needed))
+        rows[num_rows:] = 0
         if d_x is not None:
-            torch.mm(rows, weight, out=d_x[chunk])
+            d_x[chunk] = (rows @ weight)[:num_rows]
         if needed[1]:
-            product = rows.t() @ x[chunk]
+            product = rows.t() @ inputs
             # At least fp32, or each chunk would round the sum; a single chunk needs no sum.
             d_weight = product if d_weight is None else d_weight.to(wide).add_(product)
         if d_bias is not None:
@@ -132,6 +138,15 @@ def _by_chunks(
     if needed[1]:
         d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
     return losses, hits, d_x, d_weight, None if d_bias is None else d_bias.to(x.dtype)
+
+
+def _to_few_shapes(x: Tensor) -> Tensor:
+    """Append rows of zeros, an eighth at most, on a CPU: oneDNN compiles for each number of rows.
+
+    The number of masked tokens is another one in each step: compiling took half of the loss.
+    """
+    multiple = 1 << max(0, len(x).bit_length() - 4)
+    return F.pad(x, (0, 0, 0, -len(x) % multiple)) if x.is_cpu else x
 
 
 def _by_kernel(
@@ -146,6 +161,13 @@ def _by_torch(
     logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor, differentiates: bool
 ) -> None:
     """Do what the kernel does; overwrite wide logits in any case."""
+    if logits.is_cpu and len(logits) > _ROWS_IN_CACHE:
+        # A copy of all logits in fp32 would go to memory and back six times.
+        for parts in zip(
+            *(each.split(_ROWS_IN_CACHE) for each in (logits, targets, losses, hits)), strict=True
+        ):
+            _by_torch(*parts, differentiates)
+        return
     wide, index = logits.to(losses.dtype), targets[:, None]
     most, best = wide.max(-1, keepdim=True)
     picked = wide.gather(-1, index)

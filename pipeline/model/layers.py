@@ -9,7 +9,7 @@ apply_rotary_position_embeddings.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +50,27 @@ def rotary_tables(
 
 def rotate(x_NH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn (..., N, H) queries or keys by the angles of `rotary_tables`; keeps dtype."""
-    x = x_NH.to(cos.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).to(x_NH.dtype)
+    if torch.compiler.is_compiling():  # inductor has no complex numbers
+        even, odd = x_NH.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return turned.flatten(-2).to(x_NH.dtype)
+    return _Turn.apply(x_NH, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Turn(torch.autograd.Function):
+    """One complex product each way, where autograd makes a dozen passes of the lines above."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, sin)
+        # A gradient may come with any strides, and numbers of a pair must be neighbours.
+        pairs = torch.view_as_complex(x_NH.to(cos.dtype).contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x_NH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_turned_NH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return rotate(d_turned_NH, cos, -sin), None, None
 
 
 @dataclass

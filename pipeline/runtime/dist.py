@@ -1,5 +1,6 @@
 """Collectives in the few forms used here, and the process group of what needs no engine."""
 
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -28,9 +29,24 @@ def own_device(process: ProcessInfo) -> torch.device:
     env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     env.set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if not torch.cuda.is_available():
+        _keep_freed_memory()
         return torch.device("cpu")
     torch.cuda.set_device(process.local_rank)
     return torch.device("cuda", process.local_rank)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc use the memory of freed tensors again, instead of giving it back at each step.
+
+    By default it maps blocks above 32 MB anew, and gives the top of the heap back: a step of a
+    model of 8.5 M parameters had 40,000 page faults, an eighth of its time. The process stays as
+    large as it was at most. Where there is no glibc, nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes.
+    for option, size in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**28)):
+        if mallopt is not None:
+            mallopt(option, size)
 
 
 def backend_of(device: torch.device) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.kernels import attention as module
 from pipeline.kernels.attention import attention, probabilities, raw_scores, weighted_values
 
 LAYERS, B, N, S, H = 3, 2, 2, 7, 4
@@ -105,6 +106,38 @@ def test_first_layer_is_plain_attention(inputs, allowed) -> None:  # type: ignor
     q, k, v = inputs[0]
     [found, *_] = _layer_by_layer(inputs, allowed, False)
     torch.testing.assert_close(found, attention(q, k, v, allowed, 0.0))
+
+
+def _bf16_errors(seq_len: int, short: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Of attention and its three gradients against float64, with rows of two documents."""
+    monkeypatch.setattr(module, "_SHORT", short)
+    torch.manual_seed(0)
+    exact = torch.randn(2, seq_len, 3, 2, 16).bfloat16().double()
+    # As the model has it: views of one product, and a gradient that is a view, too.
+    direction = torch.randn(2, seq_len, 2, 16).bfloat16().double().transpose(1, 2)
+    documents = torch.arange(seq_len) >= seq_len // 3
+    allowed = (documents[:, None] == documents)[None, None]
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        product = exact.to(dtype).detach().requires_grad_()
+        q, k, v = (each.transpose(1, 2) for each in product.unbind(2))
+        out = attention(q, k, v, allowed, 0.0)
+        assert (out.grad_fn.name() == "_ShortRowsBackward") == (  # type: ignore[union-attr]
+            dtype == torch.bfloat16 and seq_len <= short
+        )
+        out.backward(direction.to(dtype))
+        assert product.grad is not None
+        found.append([out.detach(), *product.grad.unbind(2)])
+    return [float((b - a).norm() / a.norm()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("seq_len", [5, 64, 200])
+def test_short_rows_of_bf16_err_as_torch_does(
+    seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = _bf16_errors(seq_len, 256, monkeypatch)
+    for error, of_torch in zip(mine, _bf16_errors(seq_len, 4, monkeypatch), strict=True):
+        assert error < max(1.25 * of_torch, 4e-3)
 
 
 def test_carry_is_unmasked_and_undivided(inputs) -> None:  # type: ignore[no-untyped-def]

@@ -102,6 +102,39 @@ def test_bf16(chunk: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None
         assert mine < OF_PLAIN * theirs + 1e-6
 
 
+@pytest.mark.skipif(FUSED, reason="the kernel computes whole chunks")
+@pytest.mark.parametrize("rows_at_once", [1000, 100])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_many_rows(bias: bool, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than stay in the cache, in chunks that are filled up with zeros."""
+    allow(rows_at_once, 64, torch.float64, monkeypatch)
+    inputs = make(301, 16, 64, torch.float64, bias)
+    assert max(errors(computed(inputs), expected(inputs, torch.float64))) < 1e-14
+
+
+class _Shapes(TorchDispatchMode):
+    """Shapes of the factors of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[torch.Size, ...]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.seen.add(tuple(each.shape for each in args[:2]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(FUSED, reason="concerns CPUs alone")
+def test_numbers_of_rows_have_few_shapes() -> None:
+    with _Shapes() as shapes:
+        for num_rows in range(560, 660, 7):
+            computed(make(num_rows, 4, 5, torch.float32, False))
+    assert len(shapes.seen) == 3 * len({576, 640, 704})
+
+
 @pytest.mark.skipif(FUSED, reason="has no float64")
 def test_float64(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(chunk, 64, torch.float64, monkeypatch)

@@ -202,7 +202,8 @@ def test_changing_alpha_does_not_recompile() -> None:
     fast = torch.compile(model, backend=backend, fullgraph=True)
     for alpha in (0.0, 0.25, 0.5, 1.0):
         model.encoder.set_alpha(alpha)
-        assert torch.equal(fast(*batch), model(*batch))
+        # Rotation is written in another way where it is compiled.
+        assert torch.allclose(fast(*batch), model(*batch), rtol=0, atol=1e-5)
     assert len(compiled) == 1
 
 
