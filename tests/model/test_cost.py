@@ -58,12 +58,6 @@ ODD = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _kernel_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formulas are those of GPUs: no attention that keeps its probabilities, as short rows do."""
-    monkeypatch.setattr(attention, "_SHORT", 0)
-
-
 def _random_config(seed: int) -> ModelConfig:
     chosen = random.Random(seed)
     values = {name: chosen.choice(values) for name, values in SWITCHES.items()}
@@ -194,6 +188,7 @@ def kept_by(model: EncoderModel, run: Callable[[], torch.Tensor], seq_len: int) 
     """Bytes of the distinct storages autograd keeps: fused attention's mask, and all others.
 
     The mask (B, 1, S, S), which torch turns into numbers for each layer, is told by its shape.
+    Formulas are those of GPUs: no attention that keeps its probabilities, as a CPU's short rows do.
     """
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     masks, others = {}, {}
@@ -207,7 +202,11 @@ def kept_by(model: EncoderModel, run: Callable[[], torch.Tensor], seq_len: int) 
         return tensor
 
     # The graph, alive until the end, holds what is kept: no address comes twice.
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        patch.setattr(attention, "_SHORT", 0)
         loss = run()
     assert loss.requires_grad
     return sum(masks.values()), sum(others.values())
