@@ -15,7 +15,7 @@ from tests.architecture.modules import MODULES, Module, importers
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
     "modules": 246,
-    "lines": 60_900,
+    "lines": 61_000,
     "crumbs": 10,
     "long functions": 0,
     "long files": 0,
