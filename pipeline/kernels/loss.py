@@ -163,10 +163,9 @@ def _by_torch(
     """Do what the kernel does; overwrite wide logits in any case."""
     if logits.is_cpu and len(logits) > _ROWS_IN_CACHE:
         # A copy of all logits in fp32 would go to memory and back six times.
-        for parts in zip(
-            *(each.split(_ROWS_IN_CACHE) for each in (logits, targets, losses, hits)), strict=True
-        ):
-            _by_torch(*parts, differentiates)
+        for first in range(0, len(logits), _ROWS_IN_CACHE):
+            rows = slice(first, first + _ROWS_IN_CACHE)
+            _by_torch(logits[rows], targets[rows], losses[rows], hits[rows], differentiates)
         return
     wide, index = logits.to(losses.dtype), targets[:, None]
     most, best = wide.max(-1, keepdim=True)

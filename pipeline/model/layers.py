@@ -51,10 +51,14 @@ def rotary_tables(
 def rotate(x_NH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn (..., N, H) queries or keys by the angles of `rotary_tables`; keeps dtype."""
     if torch.compiler.is_compiling():  # inductor has no complex numbers
-        even, odd = x_NH.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = _pairs(x_NH.to(cos.dtype)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return turned.flatten(-2).to(x_NH.dtype)
     return _Turn.apply(x_NH, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _pairs(x_NH: Tensor) -> Tensor:
+    return x_NH.reshape(*x_NH.shape[:-1], -1, 2)
 
 
 class _Turn(torch.autograd.Function):
@@ -64,7 +68,7 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, x_NH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(cos, sin)
         # A gradient may come with any strides, and numbers of a pair must be neighbours.
-        pairs = torch.view_as_complex(x_NH.to(cos.dtype).contiguous().unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(_pairs(x_NH.to(cos.dtype).contiguous()))
         return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x_NH.dtype)
 
     @staticmethod
