@@ -38,9 +38,9 @@ def own_device(process: ProcessInfo) -> torch.device:
 def _keep_freed_memory() -> None:
     """Let glibc use the memory of freed tensors again, instead of giving it back at each step.
 
-    By default it maps blocks above 32 MB anew, and gives the top of the heap back: a step of a
-    model of 8.5 M parameters had 40,000 page faults, an eighth of its time. The process stays as
-    large as it was at most. Where there is no glibc, nothing changes.
+    By default it maps blocks above 32 MB anew, and gives the top of the heap back: a layer
+    of width 256 over 4,096 tokens had 9,600 page faults a step, an eighth of its time. The process
+    stays as large as it was at most. Where there is no glibc, nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD, in bytes.
