@@ -135,13 +135,15 @@ def _page(
 
 def _how_sure(plan: Plan, found: Sequence[Effect]) -> str:
     with_interval = [e for e in found if e.interval is not None and e.interval.method != "none"]
+    if not with_interval:
+        return "How sure: not at all, no difference has the two pairs that an interval needs."
     decided = [each for each in with_interval if each.verdict != "not decided"]
     methods = sorted({e.interval.method for e in with_interval if e.interval is not None})
     names = {"t": "Student's t (5 pairs at most)", "bootstrap": "bootstrap of 10,000 draws"}
     return (
         f"How sure: {len(decided)} of {len(with_interval)} differences are decided, their "
         f"{LEVEL:.0%} interval over {len(plan.seeds)} seeds leaves out 0 "
-        f"({', '.join(names[each] for each in methods) or 'no pairs'}); by chance alone about "
+        f"({', '.join(names[each] for each in methods)}); by chance alone about "
         f"{(1 - LEVEL) * len(with_interval):.1f} would."
     )
 

@@ -162,9 +162,18 @@ def test_page_and_json_say_what_the_runs_say(tmp_path: Path) -> None:
     assert text.startswith("# mine: which?\n\nNo conclusion has been written yet")
     assert "one: sum against plain, held_out_loss: better in 1 of 1 (-0.2167" in text
     assert "(7 finished, 1 diverged)" in text
-    assert "How sure: " in text
+    assert "How sure: 2 of 2 differences" in text
     assert "|  | sum | 3/4 | 1 | 0 |" in text
     assert "![one](mine-one.svg)" in text
+
+
+def test_one_pair_decides_nothing_and_the_page_says_so(tmp_path: Path) -> None:
+    made = plan_of(study_of(presets={p: {"seeds": [1]} for p in ("small", "gpu")}))
+    for name in made.runs:
+        _finish(tmp_path, name, 5.0)
+    page.write(made, _readings(made, tmp_path), "", tmp_path / "results")
+    text = (tmp_path / "results" / "mine.md").read_text()
+    assert "How sure: not at all, no difference has the two pairs" in text
 
 
 def test_a_mean_score_is_of_all_tasks_or_none(tmp_path: Path) -> None:
