@@ -14,7 +14,7 @@ _MOST_FOR_T = 5
 """Pairs up to which an interval is Student's: a bootstrap of so few is too narrow."""
 _DRAWS = 10_000
 _LOWER_IS_BETTER = ("held_out_loss", "loss@", "train_loss.")
-_NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "gradient.")
+_NO_BETTER = ("entropy", "top5", "js_layers", "js_heads", "cosine", "gradient.")
 
 
 @dataclass(frozen=True)

@@ -326,4 +326,5 @@ def _draw_profile(
             means = [sum(of) / len(of) for of in zip(*mine, strict=True)]
             colour = f"C{plan.parts[part].arms.index(cell.arm)}"
             panel.plot(range(1, len(means) + 1), means, marker=".", color=colour)
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.set_title(f"{name} by layer")

@@ -88,13 +88,15 @@ def read_masks(run: Path, config: PretrainConfig) -> dict[str, float]:
 
 
 def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> Measured:
-    """Measure how sparse attention is, and how alike that of neighbours.
+    """Measure how sparse attention is, how alike that of neighbours, and how alike tokens become.
 
     Entropy over log(keys), mass on the five largest, and Jensen-Shannon divergences, in nats, of a
     head from the same head one layer below and of the heads of a layer from one another; means over
-    tokens. He et al. 2020 (arXiv 2012.11747), section 5, look at the first and the third.
+    tokens. He et al. 2020 (arXiv 2012.11747), section 5, look at the first and the third. `cosine`
+    is the mean over pairs of tokens of their hidden states' cosine; 1: the layers above see one.
     """
     import torch
+    import torch.nn.functional as F
 
     from pipeline.model.layers import Trace
     from pipeline.model.layout import rows
@@ -112,6 +114,10 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> Measure
     def by_head(value_BNS: "Tensor") -> list[float]:
         return list(map(float, value_BNS.transpose(0, 1)[:, real_BS].mean(1)))
 
+    def alike(x_BSD: "Tensor") -> float:
+        x_TD = F.normalize(x_BSD[real_BS].float(), dim=-1)
+        return (float(x_TD.sum(0).square().sum()) - len(x_TD)) / (len(x_TD) * (len(x_TD) - 1))
+
     top = [share.topk(min(_TOP, share.shape[-1])).values.sum(-1) for share in shares]
     maps = {
         "entropy": [by_head(entropy_of(share) / log_keys_BNS) for share in shares],
@@ -127,6 +133,7 @@ def sparsity(run: Path, config: PretrainConfig, _: Mapping[str, Any]) -> Measure
     }
     maps = {name: of for name, of in maps.items() if of and of[0]}
     profiles = {name: [sum(of) / len(of) for of in rows_of] for name, rows_of in maps.items()}
+    profiles["cosine"] = [alike(x_BSD) for x_BSD in trace.hidden[1:]]
     return Measured({name: sum(of) / len(of) for name, of in profiles.items()}, profiles, maps)
 
 
@@ -199,7 +206,7 @@ def _long_texts(config: PretrainConfig, size: int) -> Iterator[tuple["Tensor", "
 
 
 PROBES = {
-    "sparsity": Probe(("entropy", "top5", "js_layers", "js_heads"), sparsity),
+    "sparsity": Probe(("entropy", "top5", "js_layers", "js_heads", "cosine"), sparsity),
     "lengths": Probe(("loss@*", "accuracy@*"), lengths),
 }
 """By name."""

@@ -292,6 +292,13 @@ def test_sparsity_is_that_of_a_loop_over_rows(model: EncoderModel, dataset: Data
     for name, of in expected.items():
         np.testing.assert_allclose(found.maps[name], of, atol=2e-5, err_msg=name)
         assert found.values[name] == pytest.approx(np.mean(of), abs=2e-5)
+    cosines = []
+    for x_BSD in trace.hidden[1:]:
+        x = x_BSD.double().numpy()[documents > 0]
+        lengths = np.linalg.norm(x, axis=-1)
+        pairs = combinations(range(len(x)), 2)
+        cosines.append(np.mean([x[i] @ x[j] / (lengths[i] * lengths[j]) for i, j in pairs]))
+    np.testing.assert_allclose(found.profiles["cosine"], cosines, atol=2e-5)
 
 
 def _layout_of(batch: Any) -> Any:
