@@ -1,11 +1,9 @@
 """The figure of README.md: 24 layers of Post-LN with and without what makes them converge.
 
-    python -m studies.figure [--trials FOLDER]
+    python -m studies.figure [--study FOLDER]
 
-Draws `docs/figures/post_ln.svg` from `studies/results/post_ln.json`. With `--trials`, a folder of
-`python -m studies.stability`, first takes the curves from there:
-
-    python -m studies.stability FOLDER --seeds 1 --only '24x48 *'
+Draws `docs/figures/post_ln.svg` from `studies/results/post_ln.json`. With `--study`, the `--out` of
+`postnorm study deep_start`, first takes the curves of its first seed from there.
 """
 
 import argparse
@@ -14,45 +12,48 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.inspect.curves import Line, Panel, draw
-from studies.stability import ROOT, Arm, Size, trial_file
+from pipeline.runtime.files import read_json_lines
+from pipeline.runtime.run_folder import RunFolder
+from studies.config import HOME
+from studies.reading import runs_folder
 
-DATA = ROOT / "studies" / "results" / "post_ln.json"
-FIGURE = ROOT / "docs" / "figures" / "post_ln.svg"
+DATA = HOME / "results" / "post_ln.json"
+FIGURE = HOME.parent / "docs" / "figures" / "post_ln.svg"
 _SHOWN_NATS = 0.4
 """Curves begin this much above the unigram entropy."""
-_DEEP = Size(24, 48, 400)
-_ARMS = {
-    "branches as large as x (init: unit), stuck": Arm(_DEEP, "plain", "none"),
-    "the same with the alpha warm-up": Arm(_DEEP, "alpha 50%", "none"),
-    "roformer_v2 (branches times N^-1/2)": Arm(_DEEP, "rsqrt_depth", "none"),
-    "realformer_v2 (DeepNorm, mean of carried scores)": Arm(_DEEP, "deepnorm", "mean"),
+_RUNS = {
+    "branches as large as x (init: unit), stuck": "no_carry+alpha=alpha_0_",
+    "the same with the alpha warm-up": "no_carry+start=unit_alpha_50_+rate=lr_x1",
+    "roformer_v2 (branches times N^-1/2)": "no_carry+start=rsqrt_depth+rate=lr_x1",
+    "realformer_v2 (DeepNorm, mean of carried scores)": "mean+start=deepnorm+rate=lr_x1",
 }
 
 
-def collect(folder: Path) -> dict[str, Any]:
-    """Take what the figure needs from finished trials."""
-    found = {
-        label: json.loads(trial_file(folder, arm, 1).read_text())["found"]
-        for label, arm in _ARMS.items()
-    }
-    first = next(iter(found.values()))
-    return {
-        "versions": first["versions"],
-        "unigram_entropy": first["unigram_entropy"],
-        "held_out_loss": {label: round(one["eval_loss"], 4) for label, one in found.items()},
-        "curves": {
-            label: [[step, round(loss, 4)] for step, loss in one["curve"]]
-            for label, one in found.items()
-        },
-    }
+def run_of(label: str) -> str:
+    """Name the run of a curve, its first seed."""
+    return f"{_RUNS[label]}/seed-1"
+
+
+def collect(out: Path) -> dict[str, Any]:
+    """Take what the figure needs from the runs of the study."""
+    found: dict[str, Any] = {"held_out_loss": {}, "curves": {}}
+    for label in _RUNS:
+        records = read_json_lines(RunFolder(runs_folder(out) / run_of(label)).metrics)
+        last = [record for record in records if record["kind"] == "eval"][-1]
+        found["unigram_entropy"] = last["unigram_entropy"]
+        found["held_out_loss"][label] = last["loss"]
+        train = [record for record in records if record["kind"] == "train"]
+        found["curves"][label] = [[each["step"], round(each["loss"], 4)] for each in train]
+    return found
 
 
 def figure(data: dict[str, Any]) -> str:
     """Draw the curves as SVG."""
     entropy = data["unigram_entropy"]
     lines = [Line(label, points) for label, points in data["curves"].items()]
+    steps = max(line.points[-1][0] for line in lines)
     # A line like the others: its name stands in the legend, where no curve crosses it.
-    lines.append(Line("unigram entropy", [(0, entropy), (_DEEP.steps, entropy)]))
+    lines.append(Line("unigram entropy", [(0, entropy), (steps, entropy)]))
     return draw(
         [Panel("24 layers of Post-LN, width 48", lines, x_name="updates")],
         y_name="training loss, nats",
@@ -66,10 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=Path, help="folder of studies.stability")
+    parser.add_argument("--study", type=Path, help="--out of `postnorm study deep_start`")
     arguments = parser.parse_args()
-    if arguments.trials:
-        DATA.write_text(json.dumps(collect(arguments.trials)) + "\n")
+    if arguments.study:
+        DATA.write_text(json.dumps(collect(arguments.study)) + "\n")
     FIGURE.parent.mkdir(exist_ok=True)
     FIGURE.write_text(figure(json.loads(DATA.read_text())), encoding="utf-8")
 

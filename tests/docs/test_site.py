@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.figure import DATA, FIGURE, figure
+from studies.figure import DATA, FIGURE, figure, run_of
 from tests.support.pages import PAGES, ROOT
 
 _LARGEST_BYTES = 60_000
@@ -43,3 +43,9 @@ def test_figure_shows_one_stuck_start() -> None:
     assert stuck > data["unigram_entropy"]
     assert len(others) == 3
     assert all(loss < data["unigram_entropy"] - 0.1 for loss in others)
+
+
+def test_figure_is_of_the_study() -> None:
+    runs = json.loads(DATA.with_name("deep_start.json").read_text())["runs"]
+    for label, loss in json.loads(DATA.read_text())["held_out_loss"].items():
+        assert runs[run_of(label)]["values"]["held_out_loss"] == loss, label

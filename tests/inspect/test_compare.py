@@ -138,3 +138,17 @@ def test_the_ticks_are_round() -> None:
     assert re.findall(r'y="255" text-anchor="middle">([^<]*)', text) == [
         "0", "5000", "10k", "15k", "20k", "25k",
     ]  # fmt: skip
+
+
+def test_curves_lie_where_their_numbers_are() -> None:
+    panel = Panel("a < b", [Line("one", [(0, 9.0), (0, 1.0), (10, 3.0)])], "x")
+    root = ET.fromstring(draw([panel, panel], y_name="y", dotted={"limit": 2.0}, top=5.0))
+    lines = [node.get("points", "") for node in root.iter() if node.tag.endswith("polyline")]
+    assert len(lines) == 4
+    limit, curve = (
+        [tuple(map(float, place.split(","))) for place in line.split()] for line in lines[:2]
+    )
+    assert len(curve) == 2  # what is above the top is left out
+    assert curve[0][0] == 0
+    assert curve[0][1] > curve[1][1]  # SVG counts from the top
+    assert limit[0][1] == pytest.approx((curve[0][1] + curve[1][1]) / 2, abs=0.1)
