@@ -21,8 +21,8 @@ from studies.run import Where, run_missing
 
 NAMES = sorted(path.stem for path in HOME.glob("*.yaml"))
 OF_RUNS = [name for name in NAMES if name != "speed"]
-_HOURS = {"deep_start": 2.5, "objectives": 2.1}  # with six tasks for each of its runs; others take 1.3
-"""Of two shared cores, that a small preset may take."""
+_HOURS = {"deep_start": 2.5, "objectives": 2.1}
+"""Of two shared cores, that a small preset may take; others take 1.3."""
 
 BASE: dict[str, Any] = {
     "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "ffn_size": 64, "vocab_size": 99},
