@@ -6,7 +6,7 @@ Its rounds are the pairs: in each, every subject had a turn on the same batches.
 import argparse
 import json
 import math
-import time
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 from pipeline.config.load import build
 from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError
+from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
 from studies.analysis import LEVEL, Interval, interval_of
-from studies.config import PRESETS, StudyConfig
+from studies.config import HOME, PRESETS, StudyConfig
 from studies.run import embedded_corpus
 
 _COMPILE_S = 90.0
@@ -102,26 +103,33 @@ def _subjects(study: StudyConfig, config: SpeedConfig) -> list[str]:
 
 
 def _measure(subjects: list[str], config: SpeedConfig, out: Path, file: Path) -> None:
-    try:
-        from benchmarks.step import Comparison, Plan
-        from benchmarks.step_subjects import Setting
-    except ModuleNotFoundError as error:
+    root = HOME.parent
+    if not (root / "benchmarks" / "step.py").is_file():
         raise ConfigError(
-            f"the study of speed needs {error.name}, which is not part of the package: run it in a "
-            "checkout"
-        ) from None
+            f"the study of speed runs benchmarks/step.py, which the package in {root} does not "
+            "have: install from a checkout with `make setup`"
+        )
     data = Path(config.data) if config.data else embedded_corpus(out)
-    cases = [(length, config.tokens) for length in config.seq_len]
-    plan = Plan(
-        cases, config.rounds, config.seconds, config.limit_s, 1, time.monotonic() + config.budget_s
-    )
-    setting = Setting(str(data.resolve()), config.vocab_size, 8, config.tiny)
     out.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".part")
-    found = Comparison(subjects, setting, plan, unfinished).run()
-    errors = [of["error"] for of in found["subjects"].values() if "error" in of]
-    if len(errors) == len(subjects):
-        raise DataError(f"no subject could be timed: {errors[0]}")
+    values: dict[str, list[object]] = {
+        "data": [data.resolve()],
+        "out": [unfinished],
+        "subjects": [*subjects],
+        "seq-len": [*config.seq_len],
+        "tokens": [config.tokens],
+        "vocab-size": [config.vocab_size],
+        "rounds": [config.rounds],
+        "seconds": [config.seconds],
+        "limit-s": [config.limit_s],
+        "budget-s": [config.budget_s],
+        "at-once": [1],
+    }
+    words = [word for name, of in values.items() for word in (f"--{name}", *map(str, of))]
+    words += ["--tiny"] * config.tiny
+    command = [*module_command("benchmarks.step"), *words]
+    if subprocess.run(command, cwd=root, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise DataError("no subject could be timed, see above")
     unfinished.replace(file)
 
 

@@ -141,3 +141,24 @@ def test_a_cluster_gets_one_array_of_what_can_start(
     assert "#SBATCH --array=0-1%1" in script
     outcomes = [reading.read(made, run, tmp_path).outcome for run in made.runs.values()]
     assert outcomes == ["missing"] * 4
+
+
+def test_speed_is_measured_from_any_folder_and_reported(
+    dataset: DatasetIndex, tmp_path: Path
+) -> None:
+    # The script's own folder is where Python looks, so only what is installed is found there.
+    command = [Path(sys.executable).with_name("postnorm"), "study", "speed", "--out", "out"]
+    tried = (
+        "tiny=true", f"data.dir={dataset.folder}", "vocab_size=1000", "rounds=2", "seconds=0.01",
+        "seq_len=[16]", "tokens=32", "runs=[plain]", "models=[roberta-base,roformer_v2-base]",
+    )  # fmt: skip
+    done = subprocess.run([*command, *tried], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out/speed.json").read_text())
+    assert [row["model"] for row in found["rows"]] == ["roberta-base", "roformer_v2-base"]
+    speeds = found["measured"]["subjects"]
+    [mine] = [of for name, of in speeds.items() if "roformer_v2" in name]
+    [case] = mine["cases"].values()
+    assert len(case["tokens_per_s"]) == 2
+    assert min(case["tokens_per_s"]) > 0
+    assert "of RoBERTa" in (tmp_path / "out/speed.md").read_text()
