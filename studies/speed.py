@@ -34,6 +34,7 @@ class SpeedConfig:
     runs: tuple[str, ...] = param(REQUIRED, "plain, compile")
     compiled: tuple[str, ...] = param((), "models that are compiled; empty: all")
     large: tuple[str, ...] = param((), "further models")
+    layers: int | None = param(None, "of all models, to fit into memory; null: their own", ge=1)
     models: tuple[str, ...] = param((), "of the ladder, these alone; empty: all")
     seq_len: tuple[int, ...] = param(REQUIRED, "lengths", unit="tokens")
     tokens: int = param(REQUIRED, "slots of a micro-batch", ge=8)
@@ -43,6 +44,11 @@ class SpeedConfig:
     limit_s: float = param(REQUIRED, "to compile one subject at one length", gt=0)
     budget_s: float = param(REQUIRED, "for everything", gt=0)
     tiny: bool = param(False, "models of two layers, to try it out")
+
+    @property
+    def change(self) -> str:
+        """What stands behind the name of each model."""
+        return f"+num_layers={self.layers}" if self.layers else ""
 
 
 def speed(name: str, study: StudyConfig, arguments: argparse.Namespace, out: Path) -> int:
@@ -76,7 +82,7 @@ def speed(name: str, study: StudyConfig, arguments: argparse.Namespace, out: Pat
     found = json.loads(file.read_bytes())
     folder: Path = (arguments.results or out).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    body = analyse(study, found)
+    body = analyse(study, found, config.change)
     write_json_atomic(folder / f"{name}.json", {**body, "measured": found})
     page = "\n".join(_page(name, study, arguments, body, found)) + "\n"
     write_atomic(folder / f"{name}.md", page.encode())
@@ -94,7 +100,7 @@ def _subjects(study: StudyConfig, config: SpeedConfig) -> list[str]:
     ladder = [model for model, *_ in study.extra["ladder"]]
     models = [m for m in ladder if m in config.models or not config.models] + list(config.large)
     return [
-        f"ours/{model}/{kernels}/{run}/zero0"
+        f"ours/{model}{config.change}/{kernels}/{run}/zero0"
         for run in config.runs
         for kernels in config.kernels
         for model in models
@@ -133,19 +139,26 @@ def _measure(subjects: list[str], config: SpeedConfig, out: Path, file: Path) ->
     unfinished.replace(file)
 
 
-def analyse(study: StudyConfig, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare each subject with RoBERTa of its size, and with what the ladder names."""
+def analyse(study: StudyConfig, found: Mapping[str, Any], change: str = "") -> dict[str, Any]:
+    """Compare each subject with RoBERTa of its size, and with what the ladder names.
+
+    Args:
+        study: with the ladder.
+        found: what `benchmarks.step` wrote.
+        change: what stands behind the name of each model.
+    """
     before_of = {model: before for model, _, before in study.extra["ladder"]}
     rows = []
     for name, of in found["subjects"].items():
-        _, model, kernels, run, engine = name.split("/")
+        _, changed, kernels, run, engine = name.split("/")
+        model = changed.removesuffix(change)
         size = model.partition("-")[2].partition("+")[0]
         first = study.extra["against"].replace("base", size)
         before = before_of.get(model)
         for case, at in of.get("cases", {}).items():
             row = {"subject": name, "model": model, "case": case, "median": at.get("median")}
             for column, other in (("ratio", first), ("step", before)):
-                peer = found["subjects"].get(f"ours/{other}/{kernels}/{run}/{engine}", {})
+                peer = found["subjects"].get(f"ours/{other}{change}/{kernels}/{run}/{engine}", {})
                 rates = peer.get("cases", {}).get(case, {}).get("tokens_per_s", [])
                 row[column] = _ratio(at["tokens_per_s"], rates)
             rows.append(row)

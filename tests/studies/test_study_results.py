@@ -402,6 +402,13 @@ def test_speed_compares_rounds_of_the_same_kind() -> None:
     assert rows["roformer-base"]["step"]["low"] == pytest.approx(1.3)
     assert rows["roberta-base"]["step"] is None
     assert body["absent"] == {"ours/roformer-base/auto/compile/zero0": "out of memory"}
+    fewer = {
+        name.replace("-base", "-base+num_layers=4"): of for name, of in found["subjects"].items()
+    }
+    assert speed.analyse(study, {"subjects": fewer}, "+num_layers=4")["rows"] == [
+        {**row, "subject": row["subject"].replace("-base", "-base+num_layers=4")}
+        for row in body["rows"]
+    ]
     for model, _, before in study.extra["ladder"]:
         assert before is None or before in [each for each, *_ in study.extra["ladder"]]
         changed = model.split("+")
