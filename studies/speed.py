@@ -1,15 +1,17 @@
-"""The study of speed: one run of `benchmarks.step`, and where its ratios come from.
+"""The study of speed: runs of `benchmarks.step`, and where their ratios come from.
 
-Its rounds are the pairs: in each, every subject had a turn on the same batches.
+Its starts are the pairs: in each, every subject is a new process and has turns on the same
+batches. Turns of one process agree better than two processes of one program do.
 """
 
 import argparse
 import json
 import math
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from pipeline.config.load import build
@@ -22,7 +24,9 @@ from studies.config import HOME, PRESETS, StudyConfig
 from studies.run import embedded_corpus
 
 _COMPILE_S = 90.0
-"""Of a subject at one length, on two cores: an estimate."""
+"""Of a subject at one length, the first time, on two cores: an estimate."""
+_PREPARE_S = 12.0
+"""Of a subject in each start: its process, its model, its first steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,11 @@ class SpeedConfig:
     seq_len: tuple[int, ...] = param(REQUIRED, "lengths", unit="tokens")
     tokens: int = param(REQUIRED, "slots of a micro-batch", ge=8)
     vocab_size: int = param(REQUIRED, "rows of the token embedding", ge=6)
-    rounds: int = param(REQUIRED, "turns of each subject", ge=2)
+    starts: int = param(REQUIRED, "times that all subjects are started; two for an interval", ge=1)
+    rounds: int = param(REQUIRED, "turns of each subject in a start", ge=1)
     seconds: float = param(REQUIRED, "of a turn", gt=0)
     limit_s: float = param(REQUIRED, "to compile one subject at one length", gt=0)
-    budget_s: float = param(REQUIRED, "for everything", gt=0)
+    budget_s: float = param(REQUIRED, "for a start", gt=0)
     tiny: bool = param(False, "models of two layers, to try it out")
 
     @property
@@ -52,34 +57,43 @@ class SpeedConfig:
 
 
 def speed(name: str, study: StudyConfig, arguments: argparse.Namespace, out: Path) -> int:
-    """Measure what was not measured yet, and write the page; return 0.
+    """Measure the starts that were not measured yet, and write the page; return 0.
 
     Raises:
-        ConfigError: an override is wrong, or benchmarks are not there.
-        DataError: nothing could be timed.
+        ConfigError: an override is wrong, `out` has starts of other settings, or benchmarks are
+            not there.
+        DataError: nothing could be timed, or starts are missing that `--report` needs.
     """
     if arguments.part or arguments.seeds or arguments.cluster:
         raise ConfigError(f"{name} has neither parts nor seeds, and runs here: leave them out")
     if arguments.dry_run:
         for preset in PRESETS:
             config = _config(study, preset, arguments.overrides)
-            subjects, turns = _subjects(study, config), config.rounds * len(config.seq_len)
+            subjects = _subjects(study, config)
+            turns = config.starts * config.rounds * len(config.seq_len)
             compiles = sum("/compile/" in each for each in subjects) * len(config.seq_len)
-            least = 2 * len(subjects) * turns * config.seconds + compiles * _COMPILE_S
+            prepared = config.starts * len(subjects) * _PREPARE_S + compiles * _COMPILE_S
+            least = len(subjects) * turns * config.seconds + prepared
+            most = config.starts * config.budget_s
             print(
-                f"{name}, preset {preset}: {len(subjects)} subjects, about {least / 3600:.2f} "
-                f"hours, {config.budget_s / 3600:.2f} at most"
+                f"{name}, preset {preset}: {len(subjects)} subjects, {config.starts} starts, "
+                f"about {least / 3600:.2f} hours, {most / 3600:.2f} at most"
             )
             if preset == arguments.preset:
                 print("\n".join(f"  {each}" for each in subjects))
         return 0
     config = _config(study, arguments.preset, arguments.overrides)
-    file = out / "step.json"
-    if not file.is_file() and arguments.report:
-        raise DataError(f"{file} does not exist: leave out --report to measure")
-    if not file.is_file():
-        _measure(_subjects(study, config), config, out, file)
-    found = json.loads(file.read_bytes())
+    _check_setting(out / "setting.json", config)
+    found = []
+    for start in range(1, config.starts + 1):
+        file = out / f"start-{start}.json"
+        if not file.is_file() and arguments.report:
+            raise DataError(f"{file} does not exist: leave out --report to measure")
+        if not file.is_file():
+            print(f"start {start} of {config.starts}", flush=True)
+            _measure(_subjects(study, config), config, out, file)
+        found.append(json.loads(file.read_bytes()))
+        found[-1]["setting"]["data"] = config.data or "embedded corpus"
     folder: Path = (arguments.results or out).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     body = analyse(study, found, config.change)
@@ -93,6 +107,21 @@ def speed(name: str, study: StudyConfig, arguments: argparse.Namespace, out: Pat
 def _config(study: StudyConfig, preset: str, overrides: list[str]) -> SpeedConfig:
     words = [text.replace("data.dir=", "data=", 1) for text in overrides]
     return build(SpeedConfig, dict(study.presets[preset].set), f"preset {preset}", words)
+
+
+def _check_setting(file: Path, config: SpeedConfig) -> None:
+    """Write down what is measured, or compare it with what was."""
+    setting = json.loads(json.dumps(asdict(config)))
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(file, setting)
+    before = json.loads(file.read_bytes())
+    if before != setting:
+        changed = [f"{k}={before.get(k)}" for k in setting if before.get(k) != setting[k]]
+        raise ConfigError(
+            f"{file.parent} has starts measured with {', '.join(changed)}: give these settings, "
+            "or another --out"
+        )
 
 
 def _subjects(study: StudyConfig, config: SpeedConfig) -> list[str]:
@@ -139,39 +168,61 @@ def _measure(subjects: list[str], config: SpeedConfig, out: Path, file: Path) ->
     unfinished.replace(file)
 
 
-def analyse(study: StudyConfig, found: Mapping[str, Any], change: str = "") -> dict[str, Any]:
+def analyse(
+    study: StudyConfig, found: Sequence[Mapping[str, Any]], change: str = ""
+) -> dict[str, Any]:
     """Compare each subject with RoBERTa of its size, and with what the ladder names.
 
     Args:
         study: with the ladder.
-        found: what `benchmarks.step` wrote.
+        found: what `benchmarks.step` wrote in each start.
         change: what stands behind the name of each model.
     """
     before_of = {model: before for model, _, before in study.extra["ladder"]}
     rows = []
-    for name, of in found["subjects"].items():
+    for name in dict.fromkeys(name for start in found for name in start["subjects"]):
         _, changed, kernels, run, engine = name.split("/")
         model = changed.removesuffix(change)
         size = model.partition("-")[2].partition("+")[0]
         first = study.extra["against"].replace("base", size)
         before = before_of.get(model)
-        for case, at in of.get("cases", {}).items():
-            row = {"subject": name, "model": model, "case": case, "median": at.get("median")}
+        for case, mine in _rates(found, name).items():
+            every = [rate for start in mine.values() for rate in start]
+            row = {"subject": name, "model": model, "case": case, "median": median(every)}
             for column, other in (("ratio", first), ("step", before)):
-                peer = found["subjects"].get(f"ours/{other}{change}/{kernels}/{run}/{engine}", {})
-                rates = peer.get("cases", {}).get(case, {}).get("tokens_per_s", [])
-                row[column] = _ratio(at["tokens_per_s"], rates)
+                peer = _rates(found, f"ours/{other}{change}/{kernels}/{run}/{engine}")
+                row[column] = _ratio(mine, peer.get(case, {}))
             rows.append(row)
-    absent = {name: of["error"] for name, of in found["subjects"].items() if "error" in of}
+    absent = {
+        f"{name}, start {start}": of["error"]
+        for start, each in enumerate(found, 1)
+        for name, of in each["subjects"].items()
+        if "error" in of
+    }
     return {"level": LEVEL, "rows": rows, "absent": absent}
 
 
-def _ratio(mine: list[float], theirs: list[float]) -> dict[str, float] | None:
-    """Return the geometric mean of the rounds' ratios, and its interval."""
-    both = [math.log(a / b) for a, b in zip(mine, theirs, strict=False)]
-    if len(both) < 2:
+def _rates(found: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[int, list[float]]]:
+    """Return the tokens a second of a subject's turns, by case and start."""
+    rates: dict[str, dict[int, list[float]]] = {}
+    for start, each in enumerate(found):
+        for case, at in each["subjects"].get(name, {}).get("cases", {}).items():
+            if at["tokens_per_s"]:
+                rates.setdefault(case, {})[start] = at["tokens_per_s"]
+    return rates
+
+
+def _ratio(
+    mine: Mapping[int, list[float]], theirs: Mapping[int, list[float]]
+) -> dict[str, float] | None:
+    """Return the geometric mean of the starts' ratios, and its interval."""
+    pairs = [
+        fmean(math.log(a / b) for a, b in zip(mine[start], theirs[start], strict=False))
+        for start in mine.keys() & theirs.keys()
+    ]
+    if not pairs:
         return None
-    of: Interval = interval_of(both)
+    of: Interval = interval_of(pairs)
     return {"mean": math.exp(of.mean), "low": math.exp(of.low), "high": math.exp(of.high)}
 
 
@@ -180,7 +231,7 @@ def _page(
     study: StudyConfig,
     arguments: argparse.Namespace,
     body: Mapping[str, Any],
-    found: Mapping[str, Any],
+    found: Sequence[Mapping[str, Any]],
 ) -> Iterator[str]:
     meaning = {model: (said, before) for model, said, before in study.extra["ladder"]}
     yield f"# {name}: {study.question}"
@@ -197,8 +248,9 @@ def _page(
     changed = f" {' '.join(arguments.overrides)}" if arguments.overrides else ""
     yield (
         f"`postnorm study {name} --preset {arguments.preset}{changed}`, "
-        f"{found['machine']['device']}, {found['machine']['cpus']} CPU cores. Ratios "
-        f"are geometric means over rounds, with {LEVEL:.0%} intervals of their logarithms."
+        f"{found[0]['machine']['device']}, {found[0]['machine']['cpus']} CPU cores. Ratios are "
+        f"geometric means over {len(found)} starts of all processes, with {LEVEL:.0%} intervals of "
+        "their logarithms."
     )
     yield ""
     yield f"What this cannot say: {study.limits.strip()}"
@@ -226,4 +278,6 @@ def _how(subject: str) -> str:
 def _shown(ratio: Mapping[str, float] | None) -> str:
     if ratio is None:
         return ""
+    if math.isnan(ratio["low"]):
+        return f"{ratio['mean']:.2f}"
     return f"{ratio['mean']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"

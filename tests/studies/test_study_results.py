@@ -385,27 +385,37 @@ def test_a_start_may_switch_on_the_carry_and_grow(tmp_path: Path) -> None:
         make_start(runs["wrong"], source, tmp_path / "wrong")
 
 
-def test_speed_compares_rounds_of_the_same_kind() -> None:
+def test_speed_compares_starts_of_the_same_kind() -> None:
     _, study = read_study("speed")
-    case = {"median": 1.0, "tokens_per_s": [100.0, 110.0, 105.0]}
-    faster = {"median": 1.0, "tokens_per_s": [130.0, 143.0, 136.5]}
-    found = {
-        "subjects": {
-            "ours/roberta-base/auto/plain/zero0": {"cases": {"s128 512": case}},
-            "ours/roformer-base/auto/plain/zero0": {"cases": {"s128 512": faster}},
+
+    def started(mine: list[float], theirs: list[float]) -> dict[str, dict[str, object]]:
+        return {
+            "ours/roberta-base/auto/plain/zero0": {"cases": {"s128 512": {"tokens_per_s": theirs}}},
+            "ours/roformer-base/auto/plain/zero0": {"cases": {"s128 512": {"tokens_per_s": mine}}},
             "ours/roformer-base/auto/compile/zero0": {"error": "out of memory"},
         }
-    }
-    body = speed.analyse(study, found)
+
+    starts = [started([130.0, 143.0], [100.0, 110.0]), started([136.5], [105.0])]
+    body = speed.analyse(study, [{"subjects": each} for each in starts])
     rows = {row["model"]: row for row in body["rows"]}
     assert rows["roformer-base"]["ratio"]["mean"] == pytest.approx(1.3)
     assert rows["roformer-base"]["step"]["low"] == pytest.approx(1.3)
+    assert rows["roformer-base"]["median"] == 136.5
     assert rows["roberta-base"]["step"] is None
-    assert body["absent"] == {"ours/roformer-base/auto/compile/zero0": "out of memory"}
-    fewer = {
-        name.replace("-base", "-base+num_layers=4"): of for name, of in found["subjects"].items()
-    }
-    assert speed.analyse(study, {"subjects": fewer}, "+num_layers=4")["rows"] == [
+    absent = "ours/roformer-base/auto/compile/zero0, start"
+    assert body["absent"] == {f"{absent} {number}": "out of memory" for number in (1, 2)}
+    # One start that is slow as a whole widens the interval, however well its turns agree.
+    starts = [{"subjects": started([r] * 9, [100.0] * 9)} for r in (130.0, 131.0, 110.0)]
+    [_, row] = speed.analyse(study, starts)["rows"]
+    assert row["ratio"]["low"] < 1.0 < 1.23 < row["ratio"]["mean"] < 1.24
+    [_, row] = speed.analyse(study, starts[:1])["rows"]
+    assert math.isnan(row["ratio"]["low"])
+    assert speed._shown(row["ratio"]) == "1.30"
+    fewer = [
+        {"subjects": {k.replace("-base", "-base+num_layers=4"): v for k, v in each.items()}}
+        for each in (started([130.0, 143.0], [100.0, 110.0]), started([136.5], [105.0]))
+    ]
+    assert speed.analyse(study, fewer, "+num_layers=4")["rows"] == [
         {**row, "subject": row["subject"].replace("-base", "-base+num_layers=4")}
         for row in body["rows"]
     ]

@@ -149,16 +149,30 @@ def test_speed_is_measured_from_any_folder_and_reported(
     # The script's own folder is where Python looks, so only what is installed is found there.
     command = [Path(sys.executable).with_name("postnorm"), "study", "speed", "--out", "out"]
     tried = (
-        "tiny=true", f"data.dir={dataset.folder}", "vocab_size=1000", "rounds=2", "seconds=0.01",
-        "seq_len=[16]", "tokens=32", "runs=[plain]", "models=[roberta-base,roformer_v2-base]",
+        "tiny=true", f"data.dir={dataset.folder}", "vocab_size=1000", "starts=2", "rounds=2",
+        "seconds=0.01", "seq_len=[16]", "tokens=32", "runs=[plain]",
+        "models=[roberta-base,roformer_v2-base]",
     )  # fmt: skip
     done = subprocess.run([*command, *tried], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out/speed.json").read_text())
     assert [row["model"] for row in found["rows"]] == ["roberta-base", "roformer_v2-base"]
-    speeds = found["measured"]["subjects"]
-    [mine] = [of for name, of in speeds.items() if "roformer_v2" in name]
-    [case] = mine["cases"].values()
-    assert len(case["tokens_per_s"]) == 2
-    assert min(case["tokens_per_s"]) > 0
+    assert len(found["measured"]) == 2
+    for start in found["measured"]:
+        [mine] = [of for name, of in start["subjects"].items() if "roformer_v2" in name]
+        [case] = mine["cases"].values()
+        assert len(case["tokens_per_s"]) == 2
+        assert min(case["tokens_per_s"]) > 0
     assert "of RoBERTa" in (tmp_path / "out/speed.md").read_text()
+    # A start that was measured stays; one that is missing is measured, with the same settings only.
+    kept = (tmp_path / "out/start-1.json").read_bytes()
+    (tmp_path / "out/start-2.json").unlink()
+    other = subprocess.run(
+        [*command, *tried, "rounds=3"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert other.returncode == 2, other.stderr
+    assert "has starts measured with rounds=2: give these settings" in other.stderr
+    again = subprocess.run([*command, *tried], cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "out/start-1.json").read_bytes() == kept
+    assert len(json.loads((tmp_path / "out/speed.json").read_text())["measured"]) == 2
