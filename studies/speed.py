@@ -83,7 +83,8 @@ def speed(name: str, study: StudyConfig, arguments: argparse.Namespace, out: Pat
                 print("\n".join(f"  {each}" for each in subjects))
         return 0
     config = _config(study, arguments.preset, arguments.overrides)
-    _check_setting(out / "setting.json", config)
+    if not arguments.report or (out / "setting.json").is_file():
+        _check_setting(out / "setting.json", config)
     found = []
     for start in range(1, config.starts + 1):
         file = out / f"start-{start}.json"
