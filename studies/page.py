@@ -5,7 +5,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,8 @@ from studies.config import Plan
 from studies.reading import Reading
 
 _NOT_WRITTEN = "No conclusion has been written yet; what the numbers decide by themselves:"
-_MARKED: dict[str, Any] = {"marker": "o", "ms": 3, "capsize": 2}
-_SIDE_BY_SIDE = 0.4
+MARKED: dict[str, Any] = {"marker": "o", "ms": 3, "capsize": 2}
+SIDE_BY_SIDE = 0.4
 """Share of the room between two places over which their lines' intervals are spread."""
 _SMALL = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
 
@@ -206,20 +206,13 @@ def figure(
     mine = [cell for cell in cells if cell.cell.part == part and cell.means]
     if not mine:
         return None
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     # Runs that another part probes have profiles, too.
     probed = _runs_of(plan, part) if plan.parts[part].probes else []
     profiles = sorted({name for run in probed for name in readings[run].profiles})
     columns = max(2, len(profiles))
     rows = len(metrics) + bool(profiles)
-    with mpl.rc_context({**_SMALL, "svg.hashsalt": "postnorm", "svg.fonttype": "none"}):
-        drawn, axes = pyplot.subplots(
-            rows, columns, figsize=(3.6 * columns, 2.7 * rows), squeeze=False, layout="constrained"
-        )
+
+    def draw(axes: Any) -> None:
         for row, (title, names) in enumerate(metrics.items()):
             labels = _draw_values(axes[row][0], mine, names)
             of_part = [each for each in found if each.part == part]
@@ -233,6 +226,29 @@ def figure(
         if profiles:
             for unused in axes[-1][len(profiles) :]:
                 unused.set_axis_off()
+
+    return svg(rows, columns, (3.6 * columns, 2.7 * rows), draw)
+
+
+def svg(rows: int, columns: int, inches: tuple[float, float], draw: Callable[[Any], None]) -> bytes:
+    """Draw panels as SVG, with the legend of the first one below; the same numbers, same bytes.
+
+    Args:
+        rows: of panels.
+        columns: of panels.
+        inches: width and height.
+        draw: gets the panels, as `pyplot.subplots` returns them, in rows.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    with mpl.rc_context({**_SMALL, "svg.hashsalt": "postnorm", "svg.fonttype": "none"}):
+        drawn, axes = pyplot.subplots(
+            rows, columns, figsize=inches, squeeze=False, layout="constrained"
+        )
+        draw(axes)
         handles, labels = axes[0][0].get_legend_handles_labels()
         if handles:
             drawn.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
@@ -299,11 +315,11 @@ def _draw_lines(panel: Any, lines: Mapping[str, list[_Point]], labels: Sequence[
     places = list(dict.fromkeys(point.place for points in lines.values() for point in points))
     for label, points in lines.items():
         number = labels.index(label)
-        shift = _SIDE_BY_SIDE * ((number + 0.5) / len(labels) - 0.5)
+        shift = SIDE_BY_SIDE * ((number + 0.5) / len(labels) - 0.5)
         at = [places.index(point.place) + shift for point in points]
         means, intervals = [each.mean for each in points], [each[2:] for each in points]
         halves = list(zip(*intervals, strict=True))
-        panel.errorbar(at, means, halves, label=label, color=f"C{number}", **_MARKED)
+        panel.errorbar(at, means, halves, label=label, color=f"C{number}", **MARKED)
     panel.set_xticks(range(len(places)), places)
 
 

@@ -19,8 +19,9 @@ from pipeline.config.schema import REQUIRED, param
 from pipeline.errors import ConfigError, DataError
 from pipeline.runtime.env import module_command
 from pipeline.runtime.files import write_atomic, write_json_atomic
-from studies.analysis import LEVEL, Interval, interval_of
+from studies.analysis import LEVEL, interval_of
 from studies.config import HOME, PRESETS, StudyConfig
+from studies.page import MARKED, SIDE_BY_SIDE, svg
 from studies.run import embedded_corpus
 
 _COMPILE_S = 90.0
@@ -95,10 +96,20 @@ def speed(name: str, study: StudyConfig, arguments: argparse.Namespace, out: Pat
             _measure(_subjects(study, config), config, out, file)
         found.append(json.loads(file.read_bytes()))
         found[-1]["setting"]["data"] = config.data or "embedded corpus"
+    if changed := _other_machine(found):
+        raise DataError(
+            f"start {changed} in {out} was measured on another machine or with other versions than "
+            f"start 1: remove start-{changed}.json to measure it again, or give another --out"
+        )
     folder: Path = (arguments.results or out).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     body = analyse(study, found, config.change)
+    for subject, error in body["absent"].items():
+        print(f"not measured: {subject}: {error}")
+    if body["absent"]:
+        print(f"remove a start's file from {out} to measure that start again")
     write_json_atomic(folder / f"{name}.json", {**body, "measured": found})
+    write_atomic(folder / f"{name}.svg", _figure(study, body["rows"]))
     page = "\n".join(_page(name, study, arguments, body, found)) + "\n"
     write_atomic(folder / f"{name}.md", page.encode())
     print(f"{folder / name}.md")
@@ -110,6 +121,12 @@ def _config(study: StudyConfig, preset: str, overrides: list[str]) -> SpeedConfi
     return build(SpeedConfig, dict(study.presets[preset].set), f"preset {preset}", words)
 
 
+def _other_machine(found: Sequence[Mapping[str, Any]]) -> int | None:
+    """Number a start that was not measured where the first was, and with its versions."""
+    places = [[start["machine"][key] for key in ("device", "cpus", "versions")] for start in found]
+    return next((number for number, at in enumerate(places, 1) if at != places[0]), None)
+
+
 def _check_setting(file: Path, config: SpeedConfig) -> None:
     """Write down what is measured, or compare it with what was."""
     setting = json.loads(json.dumps(asdict(config)))
@@ -118,7 +135,8 @@ def _check_setting(file: Path, config: SpeedConfig) -> None:
         write_json_atomic(file, setting)
     before = json.loads(file.read_bytes())
     if before != setting:
-        changed = [f"{k}={before.get(k)}" for k in setting if before.get(k) != setting[k]]
+        others = {k: before.get(k) for k in setting if before.get(k) != setting[k]}
+        changed = [f"{key}={json.dumps(value)}" for key, value in others.items()]
         raise ConfigError(
             f"{file.parent} has starts measured with {', '.join(changed)}: give these settings, "
             "or another --out"
@@ -178,6 +196,11 @@ def analyse(
         study: with the ladder.
         found: what `benchmarks.step` wrote in each start.
         change: what stands behind the name of each model.
+
+    Returns:
+        `rows`, one a subject and case: `median` in tokens/s, `ratio` to RoBERTa's and `step` to
+        that of the model before it (`mean`, and the limits `low` and `high` from two starts on;
+        None without a pair). `absent`: errors of subjects and cases, by name.
     """
     before_of = {model: before for model, _, before in study.extra["ladder"]}
     rows = []
@@ -194,12 +217,13 @@ def analyse(
                 peer = _rates(found, f"ours/{other}{change}/{kernels}/{run}/{engine}")
                 row[column] = _ratio(mine, peer.get(case, {}))
             rows.append(row)
-    absent = {
-        f"{name}, start {start}": of["error"]
-        for start, each in enumerate(found, 1)
-        for name, of in each["subjects"].items()
-        if "error" in of
-    }
+    absent: dict[str, str] = {}
+    for start, each in enumerate(found, 1):
+        for name, of in each["subjects"].items():
+            failed = {f"{name}, start {start}": of}
+            cases = of.get("cases", {}).items()
+            failed |= {f"{name}, {case}, start {start}": at for case, at in cases}
+            absent |= {where: at["error"] for where, at in failed.items() if "error" in at}
     return {"level": LEVEL, "rows": rows, "absent": absent}
 
 
@@ -216,15 +240,18 @@ def _rates(found: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[int,
 def _ratio(
     mine: Mapping[int, list[float]], theirs: Mapping[int, list[float]]
 ) -> dict[str, float] | None:
-    """Return the geometric mean of the starts' ratios, and its interval."""
+    """Return the geometric mean of the starts' ratios, and its interval, from two starts on."""
     pairs = [
-        fmean(math.log(a / b) for a, b in zip(mine[start], theirs[start], strict=False))
-        for start in mine.keys() & theirs.keys()
+        fmean(map(math.log, mine[start])) - fmean(map(math.log, theirs[start]))
+        for start in sorted(mine.keys() & theirs.keys())
     ]
     if not pairs:
         return None
-    of: Interval = interval_of(pairs)
-    return {"mean": math.exp(of.mean), "low": math.exp(of.low), "high": math.exp(of.high)}
+    of = interval_of(pairs)
+    ratio = {"mean": math.exp(of.mean)}
+    if of.method != "none":
+        ratio |= {"low": math.exp(of.low), "high": math.exp(of.high)}
+    return ratio
 
 
 def _page(
@@ -258,18 +285,51 @@ def _page(
     yield ""
     yield from (f"- Published: {e['says']} ({e['source']})" for e in study.extra["published"])
     yield ""
+    yield f"![{name}]({name}.svg)"
+    yield ""
     yield "| length, slots | model | changes | run | tokens/s | of RoBERTa | of what it changes |"
     yield "|---|---|---|---|---:|---:|---:|"
     for row in body["rows"]:
-        median = "" if row["median"] is None else f"{row['median']:,.0f}"
         yield (
             f"| {row['case']} | {row['model'].partition('+')[0]} | "
-            f"{meaning.get(row['model'], ('',))[0]} | {_how(row['subject'])} | {median} | "
-            f"{_shown(row['ratio'])} | {_shown(row['step'])} |"
+            f"{meaning.get(row['model'], ('',))[0]} | {_how(row['subject'])} | "
+            f"{row['median']:,.0f} | {_shown(row['ratio'])} | {_shown(row['step'])} |"
         )
     for subject, error in body["absent"].items():
         yield ""
         yield f"Not measured: {subject}: {error}"
+
+
+def _figure(study: StudyConfig, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Draw the ratios to RoBERTa with their intervals as SVG: a panel a case, a colour a run."""
+    said = {model: changes for model, changes, _ in study.extra["ladder"]}
+    cases, ways, models = (
+        list(dict.fromkeys(of))
+        for of in zip(
+            *((row["case"], _how(row["subject"]), row["model"]) for row in rows), strict=True
+        )
+    )
+
+    def draw(axes: Any) -> None:
+        for panel, case in zip(axes[0], cases, strict=True):
+            panel.axvline(1.0, color="0.6", lw=0.8)
+            for number, way in enumerate(ways):
+                mine = [r for r in rows if r["case"] == case and _how(r["subject"]) == way]
+                drawn = [(r["model"], r["ratio"]) for r in mine if r["ratio"]]
+                shift = SIDE_BY_SIDE * ((number + 0.5) / len(ways) - 0.5)
+                at = [models.index(model) + shift for model, _ in drawn]
+                means = [of["mean"] for _, of in drawn]
+                below = [of["mean"] - of.get("low", of["mean"]) for _, of in drawn]
+                above = [of.get("high", of["mean"]) - of["mean"] for _, of in drawn]
+                panel.errorbar(means, at, xerr=[below, above], label=way, ls="", **MARKED)
+            panel.set_title(f"{case}: tokens/s, times RoBERTa's")
+            panel.set_yticks(range(len(models)), [said.get(model, model) for model in models])
+            panel.invert_yaxis()
+        for panel in axes[0][1:]:
+            panel.set_yticklabels([])
+
+    inches = (2.0 + 2.8 * len(cases), 1.2 + 0.25 * len(models))
+    return svg(1, len(cases), inches, draw)
 
 
 def _how(subject: str) -> str:
@@ -279,6 +339,6 @@ def _how(subject: str) -> str:
 def _shown(ratio: Mapping[str, float] | None) -> str:
     if ratio is None:
         return ""
-    if math.isnan(ratio["low"]):
+    if "low" not in ratio:
         return f"{ratio['mean']:.2f}"
     return f"{ratio['mean']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"

@@ -408,8 +408,17 @@ def test_speed_compares_starts_of_the_same_kind() -> None:
     starts = [{"subjects": started([r] * 9, [100.0] * 9)} for r in (130.0, 131.0, 110.0)]
     [_, row] = speed.analyse(study, starts)["rows"]
     assert row["ratio"]["low"] < 1.0 < 1.23 < row["ratio"]["mean"] < 1.24
-    [_, row] = speed.analyse(study, starts[:1])["rows"]
-    assert math.isnan(row["ratio"]["low"])
+    [_, row] = rows_of_one = speed.analyse(study, starts[:1])["rows"]
+    figure = speed._figure(study, rows_of_one).decode()
+    assert all(
+        word in figure for word in ("rotary positions", "s128 512: tokens/s", "as published")
+    )
+    starts[0]["subjects"]["ours/roformer-base/auto/plain/zero0"]["cases"]["s128 512"]["error"] = "x"
+    assert speed.analyse(study, starts[:1])["absent"] == {
+        f"{absent} 1": "out of memory",
+        "ours/roformer-base/auto/plain/zero0, s128 512, start 1": "x",
+    }
+    assert "low" not in row["ratio"]
     assert speed._shown(row["ratio"]) == "1.30"
     fewer = [
         {"subjects": {k.replace("-base", "-base+num_layers=4"): v for k, v in each.items()}}

@@ -176,3 +176,12 @@ def test_speed_is_measured_from_any_folder_and_reported(
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "out/start-1.json").read_bytes() == kept
     assert len(json.loads((tmp_path / "out/speed.json").read_text())["measured"]) == 2
+    # Starts of other versions are not mixed.
+    start = json.loads(kept)
+    start["machine"]["versions"]["torch"] = "1.0"
+    (tmp_path / "out/start-2.json").write_text(json.dumps(start))
+    mixed = subprocess.run(
+        [*command, *tried, "--report"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert mixed.returncode == 2, mixed.stderr
+    assert "remove start-2.json to measure it again" in mixed.stderr
