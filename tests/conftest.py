@@ -146,8 +146,11 @@ def two_sources(tmp_path_factory: pytest.TempPathFactory, prep_config: Path) -> 
 def straight_run(
     tmp_path_factory: pytest.TempPathFactory, dataset: DatasetIndex, start_ranks: type[Ranks]
 ) -> Path:
-    """A run of 40 steps on two ranks without interruption; tests must not change it."""
+    """A run of 40 steps on two ranks without interruption; tests must not change it.
+
+    Its ranks are new programs: what forked ranks compute is compared with it.
+    """
     run_dir = tmp_path_factory.mktemp("runs") / "straight"
-    ranks = start_ranks(run_dir, dataset)
+    ranks = start_ranks(run_dir, dataset, is_cold=True)
     assert ranks.wait() == [0, 0], ranks.output
     return run_dir

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import warm
+
 RUN_VARIABLE = "POSTNORM_TEST_RUN"
 """Names a run of pytest; one inside another adds to the outer one's name."""
 
@@ -65,12 +67,16 @@ def keep() -> "subprocess.Popen[bytes]":
 def left_by(test: str) -> list[Left]:
     """Processes that the body of a test started, but those of a cluster, which tests share."""
     wanted = (f"{test} (call)", f"{test} (teardown)")
-    return _settled(
-        lambda: [
+
+    def look() -> list[Left]:
+        forks = warm.running()  # their variables in /proc are their server's
+        return [
             left for left in _of_run(os.environ[RUN_VARIABLE])
-            if left.test in wanted and "SLURM_CONF" not in left.variables
-        ]
-    )  # fmt: skip
+            if left.process.pid in forks
+            or (left.test in wanted and "SLURM_CONF" not in left.variables)
+        ]  # fmt: skip
+
+    return _settled(look)
 
 
 def left_in_run(*spared: int) -> list[Left]:

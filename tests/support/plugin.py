@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import leftovers
+from tests.support import leftovers, warm
 
 MARKERS = {
     "processes": "process",
@@ -117,6 +117,10 @@ def _end_what_is_left(item: pytest.Item) -> None:
     if found:
         leftovers.end(found)
         pytest.fail("left behind and killed:\n" + "\n".join(map(str, found)), pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    warm.close()
 
 
 class _Run:

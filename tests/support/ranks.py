@@ -15,6 +15,7 @@ import torch
 
 from pipeline.checkpoints.state import KINDS, SavedState
 from pipeline.data.format import DatasetIndex
+from tests.support import warm
 
 # Two ranks, two micro-batches each; dropout is on, so that its random numbers must be resumed too.
 CONFIG = """
@@ -31,7 +32,8 @@ monitor: {log_every_steps: 1, eval_every_steps: 20, eval_sequences: 16}
 """
 
 
-Starter = Callable[..., list["subprocess.Popen[bytes]"]]
+Process = subprocess.Popen[bytes] | warm.Fork
+Starter = Callable[..., list[Process]]
 """Of the fixture `start_command`: `start`, below."""
 
 
@@ -46,6 +48,7 @@ class Ranks:
         world_size: int = 2,
         module: tuple[str, ...] = ("-m", "pipeline"),
         prefix: tuple[str, ...] = (),
+        is_cold: bool = False,
     ) -> None:
         self.run_dir = run_dir
         config = run_dir.with_suffix(".yaml")
@@ -53,7 +56,8 @@ class Ranks:
         self._output = run_dir.with_suffix(".out")
         arguments = [*module, "pretrain", str(config), f"run_dir={run_dir}"]
         arguments += [f"data.dir={dataset.folder}", *overrides]
-        self.processes = start([*prefix, sys.executable, *arguments], world_size, self._output)
+        command = [*prefix, sys.executable, *arguments]
+        self.processes = start(command, world_size, self._output, is_cold=is_cold)
 
     @property
     def output(self) -> str:
@@ -98,16 +102,25 @@ class Ranks:
             process.send_signal(number)
 
 
-def start(command: list[str], world_size: int, output: Path) -> list[subprocess.Popen[bytes]]:
-    """Starts a command on every rank, with the variables of its process group set."""
+def start(
+    command: list[str], world_size: int, output: Path, *, is_cold: bool = False
+) -> list[Process]:
+    """Starts a command on every rank, with the variables of its process group set.
+
+    Ranks are forked with their imports done (`tests.support.warm`) where that is the same, unless
+    `is_cold`.
+    """
     port = _free_port()
-    processes = []
+    processes: list[Process] = []
     for rank in range(world_size):
         variables = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         with output.open("a") as file:
+            if not is_cold and warm.can_fork(command, variables):
+                processes.append(warm.start(command, variables, file.fileno()))
+                continue
             processes.append(
                 subprocess.Popen(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
             )
