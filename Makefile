@@ -34,8 +34,8 @@ check: $(STAMP) ## formatting, lint and types
 
 # There are as many processes as cores, so each has one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
-# All but `long` follow from a test's fixtures: tests/support/plugin.py.
-LEFT_OUT := process or dist or cluster or browser or interpreter or long
+# All but `long` and `slow` follow from a test's fixtures: tests/support/plugin.py.
+LEFT_OUT := process or dist or cluster or browser or interpreter or long or slow
 
 test: check ## check, then the tests that start no processes, and a few that do; 6 minutes on 2 cores
 	$(PYTEST) -m 'smoke or not ($(LEFT_OUT))'
@@ -43,7 +43,7 @@ test: check ## check, then the tests that start no processes, and a few that do;
 test-all: $(STAMP) ## all but test-slow (gloo, SLURM, a browser, no GPU, no network); REST=1 without those of test
 	$(PYTEST) -m 'not slow$(if $(REST), and not smoke and ($(LEFT_OUT)))'
 
-test-slow: $(STAMP) ## what takes power, network and time from SLURM clusters
+test-slow: $(STAMP) ## grids of cases, and what takes power, network and time from SLURM clusters
 	$(PYTEST) -m slow
 
 fmt: $(STAMP) ## format and sort imports

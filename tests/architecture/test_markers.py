@@ -18,10 +18,3 @@ def test_no_marker_of_a_fixture_is_set_by_hand() -> None:
     assert not broken, "\n".join(["", *broken])
 
 
-def test_slow_is_said_of_clusters_alone() -> None:
-    files = {
-        path.relative_to(ROOT / "tests").parts[0]
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"pytest\.mark\.slow\b", path.read_text(encoding="utf-8"))
-    }
-    assert files <= {"slurm"}
