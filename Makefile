@@ -8,21 +8,14 @@ STAMP := $(VENV)/.installed
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
 
-setup: $(STAMP) ## make .venv and install, with the versions in constraints.txt; OFFLINE=1 from wheelhouse/
+setup: $(STAMP) ## make .venv and install, with the versions in constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
 	  sys.exit(None if ok else f"Python {sys.version.split()[0]} found, 3.11 to 3.13 needed: make setup PYTHON=python3.11")'
-ifdef OFFLINE
-	$(PYTHON) -m launch.offline install
-else
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-endif
 	touch $@
-
-wheelhouse: ## fetch what setup OFFLINE=1 installs, without torch; PYTHON=3.12 for another one, TORCH=2.13.0 with torch
-	python3 -m launch.offline collect --python '$(PYTHON)' $(if $(TORCH),--torch '$(TORCH)')
 
 gpu-kit: $(STAMP) ## gpu-kit/ for benchmarks/run_gpu.sh on a GPU machine without a network
 	$(BIN)/python -m benchmarks.kit make gpu-kit
@@ -66,4 +59,4 @@ image-cuda: ## container image for NVIDIA GPUs
 clean: ## remove .venv, runs, site and caches
 	rm -rf $(VENV) runs site .mypy_cache .pytest_cache .ruff_cache
 
-.PHONY: help setup wheelhouse gpu-kit check test test-all test-slow fmt demo docs image image-cuda clean
+.PHONY: help setup gpu-kit check test test-all test-slow fmt demo docs image image-cuda clean

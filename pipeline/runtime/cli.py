@@ -74,14 +74,6 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def make_parser(program: str, description: str, examples: str) -> Parser:
-    """Make a parser whose help ends in worked examples."""
-    epilog = f"examples:\n{examples}"
-    parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
-    parser.set_defaults(level=logging.INFO, if_interrupted="")
-    return parser
-
-
 def parser_of(program: str, description: str, groups: Mapping[str, Sequence[Verb]]) -> Parser:
     """Make the parser of a table of verbs."""
     lists = [f"{heading}:\n{_listed(verbs)}" for heading, verbs in groups.items()]

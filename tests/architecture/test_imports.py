@@ -102,7 +102,6 @@ DOORS = {
     "jinja2": {"data_prep.datasheet.page"},
     "opencc": {"data_prep.clean.normalise"},
     "psutil": {"launch.demo"},
-    "pip._vendor": {"launch.offline.requirements"},
     "numba": {"pipeline.data.jit"},
     "fsspec": {"pipeline.runtime.remote"},
     "rich": {"pipeline.runtime.summary"},
