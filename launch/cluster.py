@@ -172,9 +172,6 @@ class PreflightConfig:
         1.0, "free in /dev/shm, which NCCL uses; a container may have 64 MB", unit="GB", ge=0
     )
     min_open_files: int = param(1024, "open files of a process, `ulimit -n`", ge=0)
-    max_clock_skew_s: float = param(
-        30.0, "by which a node's clock may differ from those of the others", unit="s", gt=0
-    )
     shards: int = param(
         4, "shards of which each node compares one random block with its hash", unit="shards", ge=0
     )
@@ -185,7 +182,13 @@ class PreflightConfig:
         unit="GB/s",
         ge=0,
     )
-    bandwidth_share: float = param(0.7, "share of it that a good node reaches", gt=0, le=1)
+    bandwidth_share: float = param(
+        0.7,
+        "share of the nodes' median that a good node reaches, and share of bandwidth_gb_per_s that "
+        "the median reaches",
+        gt=0,
+        le=1,
+    )
 
     def __post_init__(self) -> None:
         expected = 'numbers with dots, such as "550.54.15", in quotes'

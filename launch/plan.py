@@ -14,20 +14,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from launch.cluster import ClusterConfig
-from launch.exchange import (
-    NODE_COUNTS,
-    Scale,
-    Speed,
-    Stretch,
-    assumptions,
-    exposed_s,
-    links_of,
-    same_batch,
-    same_share,
-)
+from launch.exchange import bus_of, sent_bytes
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
@@ -65,6 +55,12 @@ class RunPlan:
     step_s: float | None
     """Mean over the run, without evaluations and saves; with the exchange of ranks, if its speed is
     known."""
+    exchange_s: float | None
+    """Part of `step_s` in which ranks exchange gradients and weights; None: not known."""
+    sent_bytes: float
+    """Bytes that each rank sends in a step, and receives; the mean over the run."""
+    bus: str
+    """Bus bandwidth that `exchange_s` is computed with, and its origin, in words."""
     train_s: float | None
     jobs: int | None
     """Jobs of the time limit, one after the other."""
@@ -94,14 +90,6 @@ class RunPlan:
     """Free space on the file system of run_dir."""
     problems: tuple[str, ...]
     """Why the run cannot start as configured; each says what to change."""
-    exchange_s: float | None = None
-    """The part of `step_s` in which ranks only exchange; None: not known."""
-    same_batch: tuple[Scale, ...] = ()
-    """On other numbers of nodes, with the same batches; empty: the exchange is not known."""
-    same_share: tuple[Scale, ...] = ()
-    """The same with batches that grow with the ranks, and as much text in all."""
-    assumptions: tuple[str, ...] = ()
-    """What the time is computed with."""
 
 
 def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
@@ -121,14 +109,15 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
     steps = config.train.num_steps
     flops_per_s = hardware.flops_per_rank * hardware.utilisation
     parameters = cost.parameters(model, config.objective)["total"]
-    links, per_node = links_of(cluster), cluster.num_ranks_per_node
-    speed = Speed(config, parameters, per_node, flops_per_s, links)
-    here = None
-    if flops_per_s and links.is_known(cluster.nodes, per_node):
-        here = same_batch(stretches, speed, cluster.nodes)
-    train_s = flops / (flops_per_s * ranks) if flops_per_s else None
-    if here is not None:
-        train_s = here.train_s
+    sent = sum(
+        one.steps * sent_bytes(config, parameters, one.size // ranks // one.micro_batch, ranks)
+        for one in stretches
+    )
+    bus = bus_of(cluster)
+    exchange_s = sent / bus.bytes_per_s if bus else None
+    train_s = None
+    if flops_per_s:
+        train_s = flops / (flops_per_s * ranks) + (exchange_s or 0.0)
     step_s = train_s / steps if train_s is not None else None
     usable_s = cluster.time_limit_s - cluster.stop_before_end_s - hardware.start_s
     last = config.batches.stretches[-1]
@@ -150,6 +139,9 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         slots=slots,
         flops=flops,
         step_s=step_s,
+        exchange_s=exchange_s / steps if exchange_s is not None else None,
+        sent_bytes=sent / steps,
+        bus=bus.origin if bus else "",
         train_s=train_s,
         jobs=math.ceil(train_s / usable_s) if train_s is not None and usable_s > 0 else None,
         sequences_per_rank=share,
@@ -170,22 +162,8 @@ def plan(config: PretrainConfig, cluster: ClusterConfig) -> RunPlan:
         shards_bytes=sum(shard.num_bytes for shard in index.shards) if index else None,
         free_bytes=_free_bytes(Path(config.run_dir)),
         problems=(),
-        **(_scaling(stretches, speed, cluster) if here else {}),
     )
     return replace(result, problems=tuple(_problems(result, config, cluster, usable_s)))
-
-
-def _scaling(stretches: list[Stretch], speed: Speed, cluster: ClusterConfig) -> dict[str, Any]:
-    """Compute the fields of a plan that tell of the exchange, whose speed is known."""
-    own, last = cluster.nodes, stretches[-1]
-    known = [n for n in sorted({*NODE_COUNTS, own}) if speed.links.is_known(n, speed.per_node)]
-    accumulation = last.size // cluster.num_ranks // last.micro_batch
-    return {
-        "exchange_s": same_batch(stretches, speed, own).exchange_s,
-        "same_batch": tuple(same_batch(stretches, speed, n) for n in known),
-        "same_share": tuple(same_share(stretches, speed, n, own) for n in known),
-        "assumptions": tuple(assumptions(speed, accumulation, cluster.num_ranks)),
-    }
 
 
 def best_interval_s(save_s: float, failure_s: float) -> float:
@@ -219,7 +197,8 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
             f"{hardware.utilisation:.0%} of {hardware.flops_per_rank / 1e12:,.0f} TFLOP/s a rank "
             "(hardware.utilisation is assumed)"
         )
-        yield from _exchange_lines(result)
+        if result.ranks > 1:
+            yield _exchange_line(result, result.step_s)
         how = "one requeued after the other" if cluster.requeue else "a chain, without requeueing"
         yield f"jobs         {result.jobs} of {cluster.time_limit}, {how}"
     largest = result.largest_micro_batch
@@ -256,33 +235,14 @@ def plan_text(result: RunPlan, config: PretrainConfig, cluster: ClusterConfig) -
         yield f"problem      {problem}"
 
 
-def _exchange_lines(result: RunPlan) -> Iterator[str]:
-    """Say what the exchange between ranks takes here and on other numbers of nodes."""
-    if result.exchange_s is None or result.step_s is None:
-        yield _NO_EXCHANGE
-        return
-    share = result.exchange_s / result.step_s
-    yield (
-        f"exchange     {result.exchange_s * 1e3:,.1f} of {result.step_s * 1e3:,.1f} ms a step "
-        f"({share:.1%}), in which ranks wait for each other's gradients and weights"
+def _exchange_line(result: RunPlan, step_s: float) -> str:
+    if result.exchange_s is None:
+        return _NO_EXCHANGE
+    return (
+        f"exchange     {result.exchange_s * 1e3:,.1f} of {step_s * 1e3:,.1f} ms a step "
+        f"({result.exchange_s / step_s:.1%}), if no pass hides it: {result.sent_bytes / 1e9:,.2f} "
+        f"GB out of each rank at {result.bus}"
     )
-    tables = {"same batch": result.same_batch, "same share a rank": result.same_share}
-    for title, scales in tables.items():
-        head = (title, "ranks", "batch", "step", "exchange", "efficiency", "time")
-        for line in table(
-            [head, *map(_scale_row, scales)], right=(1, 2, 3, 4, 5, 6), label_width=13
-        ):
-            yield f"             {line}"
-    for line in result.assumptions:
-        yield f"assumed      {line}"
-
-
-def _scale_row(one: Scale) -> tuple[str, ...]:
-    sizes = _count(one.nodes, "node"), f"{one.ranks:,}", f"{one.batch:,}"
-    if one.step_s is None or one.exchange_s is None or one.train_s is None:
-        return (*sizes, "-", "-", "does not divide", "-")
-    times = (f"{seconds * 1e3:,.1f} ms" for seconds in (one.step_s, one.exchange_s))
-    return (*sizes, *times, f"{one.efficiency:.1%}", f"{one.train_s / 86400:,.2f} days")
 
 
 def plan_json(result: "RunPlan | MixPlan") -> str:
@@ -318,7 +278,7 @@ class MixPlan:
     train_s: float | None
     """At most; with the exchange of ranks, if its speed is known."""
     exchange_s: float | None
-    """Of a step: the part in which ranks only exchange; None: not known."""
+    """Part of a step in which ranks exchange gradients and weights; None: not known."""
     state_bytes: int
     gradients_bytes: int
     """What the rule of balance keeps beside the state: gradients of tasks, fp32."""
@@ -373,7 +333,7 @@ def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
     train_s = exchange_s = None
     if speed:
         train_s = flops / (speed * hardware.utilisation * ranks)
-        exchange_s = _exchange_of_mix(mix, cluster, run, parameters, train_s / run.train.num_steps)
+        exchange_s = _exchange_of_mix(mix, cluster, run, parameters)
         train_s += (exchange_s or 0.0) * config.train.num_steps
     kept = 0
     if config.balance.needs_gradients:
@@ -395,19 +355,18 @@ def plan_mix(mix: Mix, cluster: ClusterConfig) -> MixPlan:
 
 
 def _exchange_of_mix(
-    mix: Mix, cluster: ClusterConfig, run: PretrainConfig, parameters: int, step_s: float
+    mix: Mix, cluster: ClusterConfig, run: PretrainConfig, parameters: int
 ) -> float | None:
-    """Compute the seconds of a step in which ranks only exchange; None: speeds are not known.
+    """Compute the seconds of a step's exchange; None: the speed of a link is not known.
 
     Args:
         mix: its rule of balance may average the gradient of each task by itself.
         cluster: with the speeds of its links.
         run: the mix in the trainer's terms.
         parameters: of the model.
-        step_s: seconds of a step without the exchange.
     """
-    links, per_node = links_of(cluster), cluster.num_ranks_per_node
-    if not links.is_known(cluster.nodes, per_node):
+    bus = bus_of(cluster)
+    if bus is None:
         return None
     balance, draws, of = mix.config.balance, mix.config.train.tasks_per_step, _shares(mix)
     times = 1.0
@@ -415,9 +374,7 @@ def _exchange_of_mix(
         distinct = sum(1 - (1 - share) ** draws for share in of.values())
         times += (distinct - 1) / (balance.every if balance.norms == "late" else 1)
     passes = draws * sum(share * mix.members[name].parts for name, share in of.items())
-    flops_per_s = cluster.hardware.flops_per_rank * cluster.hardware.utilisation
-    speed = Speed(run, parameters, per_node, flops_per_s, links)
-    return times * exposed_s(speed, cluster.nodes, passes, step_s)
+    return times * sent_bytes(run, parameters, passes, cluster.num_ranks) / bus.bytes_per_s
 
 
 def _architecture(init_from: str) -> ModelConfig:
@@ -538,7 +495,18 @@ def _problems(
         )
 
 
-def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[Stretch]]:
+class _Stretch(NamedTuple):
+    """Steps with equal batches, as the run has them."""
+
+    steps: int
+    size: int
+    """Number of sequences of a batch."""
+    micro_batch: int
+    flops: float
+    """FLOPs of one step."""
+
+
+def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[_Stretch]]:
     """Count slots, and FLOPs by stretch, in which every token attends to its whole row."""
     places = config.batches.stretches
     ends = [place.number for place in places[1:]] + [config.train.num_steps]
@@ -551,7 +519,7 @@ def _work(config: PretrainConfig, model: ModelConfig) -> tuple[float, list[Stret
         each = cost.flops_per_token(
             model, place.seq_len, config.data.mask_prob, objective=config.objective
         )
-        found.append(Stretch(count, place.size, place.micro_batch, of_step * each.total))
+        found.append(_Stretch(count, place.size, place.micro_batch, of_step * each.total))
     return slots, found
 
 

@@ -52,7 +52,7 @@ def check_node(
 ) -> Record:
     """Run all checks, for at most `preflight.timeout_s`, and write the record into its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = Record(node, time.time())
+    record = Record(node)
     # srun kills all tasks if it cannot start one: this record tells those that could start.
     write_record(folder, record)
     parts = _parts(record, config, cluster, folder)
@@ -75,7 +75,7 @@ def check_node(
     for name in parts:
         unfinished = [Finding(f"{name} in time", f"{name}: {late}", "all")]
         record.findings += done.get(name, unfinished)
-    record.last, record.is_finished = time.time(), True
+    record.is_finished = True
     write_record(folder, record)
     return record
 
@@ -101,10 +101,6 @@ def _parts(
         record.free_gb, findings = check_folder(expected, "run_dir", Path(config.run_dir), "all")
         return findings
 
-    def clock() -> list[Finding]:
-        record.file_server = ahead_of_file_server(folder)
-        return []
-
     def dataset() -> list[Finding]:
         if data is None:  # a multi-task run without the task mlm
             return []
@@ -123,7 +119,6 @@ def _parts(
         "limits": lambda: check_limits(expected),
         "/dev/shm": lambda: check_shared_memory(expected),
         "packages": versions,
-        "clock": clock,
         "dataset": dataset,
     }
 
@@ -214,27 +209,14 @@ def packages() -> dict[str, str]:
     return dict(sorted(versions.items()))
 
 
-def ahead_of_file_server(folder: Path) -> list[float]:
-    """Bound the number of seconds that this clock is ahead of the one that stamps files.
-
-    NFS stamps a written file by the server's clock, Lustre by the client's: then it is about 0.
-    """
-    before = time.time()
-    # A stamp is cut to the system's clock tick, or to whole seconds on old file systems.
-    stamp = _write_through(folder / "clock")
-    coarse = 1.0 if stamp == int(stamp) else 0.02
-    return [before - stamp - coarse, time.time() - stamp]
-
-
-def _write_through(beside: Path) -> float:
-    """Write a small file, wait until the storage has it, and return its time stamp."""
+def _write_through(beside: Path) -> None:
+    """Write a small file, and wait until the storage has it."""
     path = temporary_beside(beside)
     try:
         with path.open("wb") as file:
             file.write(b"x" * 4096)
             file.flush()
             os.fsync(file.fileno())
-        return path.stat().st_mtime
     finally:
         path.unlink(missing_ok=True)
 

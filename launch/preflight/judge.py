@@ -6,18 +6,16 @@ trouble, another node would have it as well, so the message asks to change the c
 and nothing is requeued.
 """
 
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from launch.cluster import ClusterConfig, PreflightConfig
 from launch.preflight.check import read_block
 from launch.preflight.record import (
-    STARTED_FILE,
     Bandwidth,
-    BandwidthRound,
     Record,
     read_bandwidth,
     read_record,
@@ -38,8 +36,6 @@ from pipeline.errors import (
 from pipeline.multitask.config import MultiTaskConfig
 from pipeline.runtime.summary import table
 
-_Interval = Sequence[float]
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -53,10 +49,6 @@ class Evidence:
     """Nodes whose check began and did not finish."""
     bandwidths: Mapping[str, Bandwidth] | None = None
     """Bandwidth reports, by node; None if nothing was measured yet."""
-    started: float | None = None
-    """Time when the checks were started, by the clock of the batch node; None if not known."""
-    judged: float = 0.0
-    """Time when this is judged, by the same clock."""
     damaged: Collection[int] = ()
     """Blocks that some node found damaged and that the batch node reads as damaged, too."""
     checkpoint: tuple[str, str] | None = None
@@ -119,13 +111,12 @@ def _row(evidence: Evidence, verdict: Verdict, node: str) -> tuple[str, ...]:
     if record is None:
         return node, state, "-", "-", "not done" if node in evidence.begun else "no record"
     free = "-" if record.free_gb is None else f"{record.free_gb:,.1f}"
-    report = (evidence.bandwidths or {}).get(node)
-    speeds = [one.gb_per_s for one in report.rounds] if report else []
+    rate = _rate((evidence.bandwidths or {}).get(node))
     gpus = "-"
     if record.gpus is not None:
         names = ", ".join(sorted(set(record.gpus))) or "none"
         gpus = f"{len(record.gpus)} x {names}, driver {record.driver or '-'}"
-    return node, state, free, f"{min(speeds):.3g}" if speeds else "-", gpus
+    return node, state, free, f"{rate:.3g}" if rate else "-", gpus
 
 
 def gather(
@@ -139,17 +130,11 @@ def gather(
     left = {node: record for node in nodes if (record := read_record(folder, node))}
     records = {node: record for node, record in left.items() if record.is_finished}
     measured = {node: report for node in nodes if (report := read_bandwidth(folder, node))}
-    try:
-        started = float((folder / STARTED_FILE).read_text())
-    except (OSError, ValueError):
-        started = None
     return Evidence(
         nodes=nodes,
         records=records,
         begun=left.keys() - records.keys(),
         bandwidths=measured if with_bandwidth else None,
-        started=started,
-        judged=time.time(),
         damaged=_confirmed(config.data, records.values()) if config.data else set(),
         # That of a multi-task run has the fingerprint of the whole mix.
         checkpoint=_newest_checkpoint(Path(config.run_dir))
@@ -222,7 +207,6 @@ def judge(
     _judge_silence(evidence, config, verdict)
     _judge_findings(evidence, verdict)
     _judge_likeness(evidence, verdict)
-    _judge_clocks(evidence, config.max_clock_skew_s, verdict)
     _judge_bandwidth(evidence, config, verdict)
     if len(evidence.nodes) == 1:
         [node] = evidence.nodes
@@ -343,48 +327,6 @@ def _listed(items: Collection[str]) -> str:
     return ", ".join(sorted(items)) or "nothing more"
 
 
-def _judge_clocks(evidence: Evidence, limit_s: float, verdict: Verdict) -> None:
-    """Find nodes whose clock is provably wrong. Needs no time server.
-
-    srun starts tasks seconds apart, so starts cannot be compared. But a check begins after the
-    batch node has written the time, and the judge reads its record after it has ended: node minus
-    batch node lies in [last - judged, first - started], a few seconds wide. Where the file server
-    stamps files, a node minus that server is known within milliseconds. As in NTP (Marzullo's
-    algorithm; RFC 5905, section 11.2.1), the right time is the one that most intervals agree on.
-    """
-    records = evidence.records.values()
-    by_server: dict[str, _Interval] = {r.node: r.file_server for r in records if r.file_server}
-    by_batch: dict[str, _Interval] = {}
-    if evidence.started is not None:
-        begin, end = evidence.started, evidence.judged
-        by_batch = {r.node: (r.last - end, r.first - begin) for r in records}
-    wrong: dict[str, str] = {}
-    for intervals in (by_server, by_batch):
-        right = _agreed([*intervals.values(), (0.0, 0.0)], limit_s)
-        for node, (low, high) in intervals.items():
-            ahead, behind = low - right, right - high
-            if max(ahead, behind) > limit_s:
-                by = f"{max(ahead, behind):.1f} s {'ahead of' if ahead > behind else 'behind'}"
-                wrong.setdefault(node, by)
-    for node, by in wrong.items():
-        verdict.blame(
-            node,
-            f"its clock is at least {by} the others', expected at most preflight.max_clock_skew_s="
-            f"{limit_s:g}: it does not follow the time server",
-        )
-
-
-def _agreed(intervals: Sequence[_Interval], limit_s: float) -> float:
-    """Return the middle of where most intervals overlap.
-
-    Each is widened by half of the limit: those whose difference is within it then meet.
-    """
-    wide = [(low - limit_s / 2, high + limit_s / 2) for low, high in intervals]
-    overlapping = [[(low, high) for low, high in wide if low <= at <= high] for at, _ in wide]
-    most = max(overlapping, key=len)
-    return (max(low for low, _ in most) + min(high for _, high in most)) / 2
-
-
 def _judge_bandwidth(evidence: Evidence, config: PreflightConfig, verdict: Verdict) -> None:
     """Find nodes that are slow or did not take part."""
     reports = evidence.bandwidths
@@ -413,57 +355,30 @@ def _judge_bandwidth(evidence: Evidence, config: PreflightConfig, verdict: Verdi
     for node, error in errors.items():
         verdict.blame(node, f"bandwidth: {error}")
     if not errors:
-        _judge_speed({node: reports[node].rounds for node in nodes}, config, verdict)
+        rates = {node: _rate(reports[node]) or 0.0 for node in nodes}
+        _judge_speed(rates, config, verdict)
 
 
-def _judge_speed(
-    rounds: Mapping[str, Sequence[BandwidthRound]], config: PreflightConfig, verdict: Verdict
-) -> None:
-    """Tell slow nodes from a slow network.
-
-    Nodes stand in a ring and measure with both neighbours, so a slow node is one with which both
-    are slow. Where no pair is fast, it is the network or the expectation.
-    """
-    least = config.bandwidth_share * config.bandwidth_gb_per_s
-    expected = (
-        f"expected {least:.3g} GB/s (preflight.bandwidth_share={config.bandwidth_share:g} of "
-        f"bandwidth_gb_per_s={config.bandwidth_gb_per_s:g})"
-    )
-    # A lone node has no pair; its only round is its own.
-    size = min(2, len(rounds))
-    own = {node: [r for r in every if len(r.nodes) == size] for node, every in rounds.items()}
-    good = {node for node, pairs in own.items() if any(r.gb_per_s >= least for r in pairs)}
-    if not good and len(rounds) > 1:
-        best = max((r.gb_per_s for pairs in own.values() for r in pairs), default=0.0)
+def _judge_speed(rates: Mapping[str, float], config: PreflightConfig, verdict: Verdict) -> None:
+    """Blame nodes that are slow beside the others; where most are slow, it is the network."""
+    usual, share = median(rates.values()), config.bandwidth_share
+    if usual < share * config.bandwidth_gb_per_s:
         verdict.problems.append(
-            f"bandwidth: no pair of nodes reaches more than {best:.3g} GB/s, {expected}: the "
-            "network or its variables are wrong (does NCCL_DEBUG=INFO name the network that you "
-            "expect?), or the expectation is; of two nodes, either may be the slow one"
+            f"bandwidth: {usual:.3g} GB/s is the nodes' median, expected "
+            f"{share * config.bandwidth_gb_per_s:.3g} GB/s (preflight.bandwidth_share={share:g} of "
+            f"bandwidth_gb_per_s={config.bandwidth_gb_per_s:g}): the network or its variables are "
+            "wrong (does NCCL_DEBUG=INFO name the network that you expect?), or the expectation is"
         )
         return
-    for node in (node for node in own if node not in good):
-        verdict.blame(node, f"bandwidth: {_measured(node, own[node])}, {expected}")
-    slow = {
-        tuple(sorted(r.nodes)): r for pairs in own.values() for r in pairs if r.gb_per_s < least
-    }
-    for pair, one in slow.items():
-        if good.issuperset(pair):
-            verdict.warnings.append(
-                f"bandwidth: {' with '.join(pair)} {one.gb_per_s:.3g} GB/s, {expected}; both are "
-                "fast with another node, so the path between them is slow"
+    for node, rate in rates.items():
+        if rate < share * usual:
+            verdict.blame(
+                node,
+                f"bandwidth: {rate:.3g} GB/s, expected {share * usual:.3g} GB/s "
+                f"(preflight.bandwidth_share={share:g} of the nodes' median {usual:.3g})",
             )
-    together = [r.gb_per_s for every in rounds.values() for r in every if len(r.nodes) > 2]
-    if not verdict.bad and together and together[0] < least:
-        verdict.warnings.append(
-            f"bandwidth: {len(rounds)} nodes together reach {together[0]:.3g} GB/s, pairs "
-            f"more than {least:.3g}: the network between them is narrow, or busy with other jobs"
-        )
 
 
-def _measured(node: str, rounds: Sequence[BandwidthRound]) -> str:
-    """Write such as `with node2 3.1 GB/s, with node4 2.9 GB/s`."""
-    parts = []
-    for one in rounds:
-        others = [name for name in one.nodes if name != node]
-        parts.append(f"with {others[0] if others else 'itself'} {one.gb_per_s:.3g} GB/s")
-    return ", ".join(parts) or "it measured nothing"
+def _rate(report: Bandwidth | None) -> float | None:
+    """Return a node's speed: with its faster neighbour, since a slow one slows the pair."""
+    return max((one.gb_per_s for one in report.rounds), default=0.0) if report else None

@@ -9,9 +9,6 @@ from pipeline.runtime.files import write_json_atomic
 
 _R = TypeVar("_R")
 
-STARTED_FILE = "started"
-"""In the folder of records: Unix time by the clock of the batch node, before any check."""
-
 Blame = Literal["node", "all"]
 """Whose fault a finding is if the job has one node: the node's, such as a broken GPU, or that of
 the config or the site, since nothing tells them apart. Of several nodes it is the node's unless all
@@ -36,13 +33,6 @@ class Record:
     """Everything that one node reports about itself."""
 
     node: str
-    first: float
-    """Time when the check began, in Unix seconds of this node's clock."""
-    last: float = 0.0
-    """Time when the record was written."""
-    file_server: list[float] | None = None
-    """Lowest and highest number of seconds that this clock can be ahead of the one that stamps
-    files."""
     findings: list[Finding] = field(default_factory=list)
     gpus: list[str] | None = None
     """Names of the GPUs; None on nodes that need none."""

@@ -3,9 +3,8 @@
     DIR/NODE.bandwidth.json   a node's measurements, written by the first of its ranks
 
 Nodes stand in a ring in the order of their ranks. Each measures with one neighbour while all other
-pairs do the same, then with the other neighbour: a slow node is slow with both, a slow network
-everywhere. In the end all ranks measure together. The unit is the bus bandwidth of nccl-tests,
-which does not depend on the number of ranks:
+pairs do the same, then with the other neighbour: a slow node is slow with both. The unit is the bus
+bandwidth of nccl-tests, which does not depend on the number of ranks:
 
     2 (n - 1) / n * bytes / seconds     (NVIDIA/nccl-tests, doc/PERFORMANCE.md, "AllReduce")
 
@@ -75,7 +74,7 @@ class _Report:
 def measure_bandwidth(
     process: ProcessInfo, folder: Path, *, nodes: Sequence[str], megabytes: float, timeout_s: float
 ) -> int:
-    """Measure between pairs of nodes and between all, and write this node's report.
+    """Measure between pairs of nodes, or inside the only one, and write this node's report.
 
     `nodes` are all nodes of the job in the order of their ranks, with as many ranks on each, to
     name missing ones. Everything ends within `timeout_s`.
@@ -158,10 +157,8 @@ def _measure_all(
     tensor = torch.ones(int(megabytes * 1e6 / 4), dtype=torch.float32, device=device)
     names = [store.get(f"here/{rank}").decode() for rank in range(process.world_size)]
     nodes = list(dict.fromkeys(names))
-    rounds = [list(map(list, pairs)) for pairs in pairs_in_ring(nodes)]
-    if len(nodes) != 2:  # with two nodes their only pair is all
-        rounds.append([nodes])
-    for number, groups in enumerate(rounds):
+    rounds: list[list[list[str]]] = [[*map(list, pairs)] for pairs in pairs_in_ring(nodes)]
+    for number, groups in enumerate(rounds or [[nodes]]):
         for members in groups:
             ranks = [rank for rank, name in enumerate(names) if name in members]
             if process.rank in ranks and len(ranks) > 1:

@@ -57,7 +57,7 @@ class _Launch:
 
 
 @pytest.mark.usefixtures("processes")
-def test_every_node_measures_with_both_neighbours_and_with_all(tmp_path: Path) -> None:
+def test_every_node_measures_with_both_neighbours(tmp_path: Path) -> None:
     launch = _Launch(tmp_path, {0: "b1", 1: "b1", 2: "b2", 3: "b3"}, 4, timeout_s=100)
     codes, output = launch.wait()
     assert codes == [0] * 4, output
@@ -65,15 +65,14 @@ def test_every_node_measures_with_both_neighbours_and_with_all(tmp_path: Path) -
     assert set(found) == set(_NODES)
     for node, bandwidth in found.items():
         assert (bandwidth.node, bandwidth.error, bandwidth.missing) == (node, "", [])
-        *pairs, together = bandwidth.rounds
+        pairs = bandwidth.rounds
         assert {name for one in pairs for name in one.nodes} == set(_NODES)
         assert all(len(one.nodes) == 2 and node in one.nodes for one in pairs)
         assert all(one.ranks == 2 + ("b1" in one.nodes) for one in pairs)
-        assert (together.nodes, together.ranks) == (list(_NODES), 4)
         assert all(0 < one.gb_per_s < 1000 for one in bandwidth.rounds)
     # Both of a pair tell the same number, that of the slowest rank.
     told = {(*one.nodes, one.gb_per_s) for bandwidth in found.values() for one in bandwidth.rounds}
-    assert len(told) == 4
+    assert len(told) == 3
 
 
 @pytest.mark.usefixtures("processes")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.exchange import collectives
+from launch.exchange import exchanged_bytes
 from pipeline.config.load import load
 from pipeline.config.runs import PretrainConfig
 from tests.support.ranks import Starter
@@ -30,7 +30,7 @@ def test_a_plan_counts_the_bytes_that_move(start_command: Starter, tmp_path: Pat
         CASES, json.loads(file.read_text()), strict=True
     ):
         config = load(PretrainConfig, RECIPE, [f"train.zero_stage={stage}"]).config
-        expected = {one.kind: one.num_bytes for one in collectives(config, size, accumulation)}
+        expected = exchanged_bytes(config, size, accumulation)
         # Beside them are a few numbers a step: norms, weights of losses, and order checks.
         few = 0.02 * size * 4
         left = {kind: count for kind, count in moved.items() if count > few}

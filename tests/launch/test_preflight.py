@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from launch.preflight.check import (
 )
 from launch.preflight.gpus import check_gpus
 from launch.preflight.judge import gather, judge_nodes
-from launch.preflight.record import STARTED_FILE, Record, read_record
+from launch.preflight.record import Record, read_record
 from launch.submit import Source, prepare_mix
 from pipeline.config.data import DataConfig
 from pipeline.config.load import load
@@ -76,7 +75,6 @@ def test_node_of_a_multi_task_run(dataset: DatasetIndex, tmp_path: Path, with_te
     record = check_node(mix.config, cluster, records, "n1")
     assert record.findings == []
     assert record.fingerprint == (dataset.fingerprint if with_text else "")
-    (records / STARTED_FILE).write_text(str(record.first))
     # A checkpoint of such a run has another fingerprint than its text.
     make_checkpoint(tmp_path / "run", 10)
     evidence = gather(records, ["n1"], mix.config, with_bandwidth=False)
@@ -87,7 +85,6 @@ def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
     records = tmp_path / "run/launch/preflight/7.0"
     records.mkdir(parents=True)
     cluster = ClusterConfig(gpus_per_node=0, ranks_per_node=2, preflight=EASY)
-    before = time.time()
     record = check_node(_config(dataset, tmp_path / "run"), cluster, records, "n1")
     assert record.findings == []
     assert record.gpus is None
@@ -97,10 +94,6 @@ def test_good_node(dataset: DatasetIndex, tmp_path: Path) -> None:
     assert record.packages["python"] == platform.python_version()
     assert record.packages["torch"] == importlib.metadata.version("torch")
     assert "pytest" not in record.packages
-    assert before <= record.first <= record.last <= time.time()
-    assert record.file_server is not None
-    low, high = record.file_server
-    assert low <= 0 <= high, "files of this machine are stamped by its own clock"
     assert record.is_finished
     assert read_record(records, "n1") == record
     assert sorted(path.name for path in records.iterdir()) == ["n1.json"], "nothing is left over"
