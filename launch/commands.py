@@ -18,6 +18,7 @@ from launch.local import run_local, run_program, worst
 from launch.plan import mix_text, plan, plan_json, plan_mix, plan_text
 from launch.preflight.check import check_node
 from launch.preflight.judge import gather, judge_nodes
+from launch.queue import room_of
 from launch.records import (
     EVALUATE,
     MULTITASK,
@@ -28,7 +29,6 @@ from launch.records import (
     read_prep,
     require_run,
 )
-from launch.room import room_of
 from launch.script import render
 from launch.site import ask_sbatch, check, profile_here, within_site
 from launch.status import (

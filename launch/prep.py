@@ -27,7 +27,7 @@ from typing import Any
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.handover import Intent, options_of, submitting
-from launch.queue import still_queued
+from launch.queue import Room, still_queued
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -41,7 +41,6 @@ from launch.records import (
     submission_folder,
     write_prep,
 )
-from launch.room import Room
 from launch.script_parts import (
     CLOCK,
     function_lines,

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from launch.cluster import ClusterConfig
 from launch.handover import Intent, submitting
 from launch.local import run_side_by_side
-from launch.queue import JobFacts, jobs_of
+from launch.queue import JobFacts, Room, jobs_of
 from launch.records import (
     CLUSTER_FILE,
     CODE_FOLDER,
@@ -38,7 +38,6 @@ from launch.records import (
     submissions,
     sweep_record,
 )
-from launch.room import Room
 from launch.script import RUN, Job, render
 from launch.site import ask_sbatch, max_array_size
 from launch.slurm import SlurmError, TooManyJobsError, run_command, withheld_line

@@ -8,8 +8,8 @@ import pytest
 
 from launch.cluster import ClusterConfig, PrepJobsConfig
 from launch.prep import ARRAYS_FILE, PrepDraft, PrepJob, StagePlan, render_prep, submit
+from launch.queue import Room, room_of
 from launch.records import FAILED_MARK, next_number, read_prep, submission_folder, write_prep
-from launch.room import Room, room_of
 from launch.site import parse_submit_limit
 from launch.slurm import SlurmError, TooManyJobsError
 from pipeline.errors import BusyError, PostnormError
