@@ -1,4 +1,7 @@
-"""How much each task counts in a step of multi-task training: the rules, without torch.
+"""How much each task counts in a step of multi-task training: rules of numbers, without torch.
+
+`weigh.py` has the rules that are computed on the device, from a step's own losses and norms: the
+geometric and the generalised mean, and gradient normalisation.
 
 A step has n tasks with losses L_i, each the mean over its own rows, and gradients g_i. The update
 is the sum of c_i g_i. A task that was drawn m_i times of M has the share m_i / M of a mean over
@@ -29,29 +32,7 @@ def softmax(values: npt.ArrayLike) -> Floats:
     return np.asarray(exponents / exponents.sum())
 
 
-# Rules of losses
-
-
-def real_time(losses: Floats) -> Floats:
-    """1 / L_i: the direction of the gradient of the geometric mean."""
-    return 1.0 / losses
-
-
-def generalised_mean(losses: Floats, shares: Floats, gamma: float) -> Floats:
-    """Derivatives of (sum s_i L_i^gamma)^(1 / gamma) by s_i L_i; of the geometric mean at 0.
-
-    Args:
-        losses: (n,) above 0.
-        shares: (n,) s_i, with sum 1.
-        gamma: 1 is the mean; large ones follow the largest loss, negative ones the smallest.
-    """
-    logs = np.log(losses)
-    if gamma == 0:
-        mean = float(shares @ logs)
-    else:
-        most = (gamma * logs).max()
-        mean = (math.log(float(shares @ np.exp(gamma * logs - most))) + most) / gamma
-    return np.asarray(np.exp((gamma - 1) * logs + (1 - gamma) * mean))
+# Rules of losses that weight before the step's own losses are known
 
 
 def dwa(rates: Floats, temperature: float) -> Floats:
@@ -101,11 +82,6 @@ def gradnorm_slope(
 
 
 # Rules of gradients; `gram` is (n, n), the products g_i . g_j, positive semi-definite
-
-
-def unit(norms: Floats) -> Floats:
-    """1 / |g_i|: the gradient of every task has length 1; 0 where a task has no gradient."""
-    return np.divide(1.0, norms, out=np.zeros_like(norms), where=norms > 0)
 
 
 def nonnegative(matrix: Floats, vector: Floats) -> Floats:

@@ -98,7 +98,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How much each task of a step counts; formulas in `pipeline/multitask/balance.py`."""
+    """How much each task of a step counts; formulas in `balance.py` and `weigh.py`."""
 
     method: Method = param("gradient_norm", "the rule")
     norms: Literal["exact", "late", "output"] = param(

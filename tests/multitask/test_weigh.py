@@ -14,7 +14,7 @@ from pipeline.data.loader import MicroBatch
 from pipeline.multitask import balance
 from pipeline.multitask.config import BalanceConfig, Method
 from pipeline.multitask.draws import Draws
-from pipeline.multitask.weigh import Balancer, Known
+from pipeline.multitask.weigh import Balancer, Known, StepWeighing
 from pipeline.objectives.base import Sum, Sums
 from pipeline.runtime import env
 from pipeline.train import replicated
@@ -179,7 +179,7 @@ def expected(method: str, given: Batches, **options: Any) -> dict[str, np.ndarra
         "initial": np.full(num, 1 / 2.0),
         "prior": np.full(num, 0.0),
         "real_time": 1 / values,
-        "generalised_mean": balance.generalised_mean(values, np.array(even), 0.5),
+        "generalised_mean": np.sqrt(values).mean() / np.sqrt(values),  # of gamma 0.5
         "uncertainty": np.full(num, 0.5 * np.exp(0.5)),
         "dwa": np.ones(num),
         "random": balance.random_weights(num, 3, 0),
@@ -276,6 +276,33 @@ def test_task_without_a_valid_row_gives_no_nan(method: str) -> None:
     found, memory = taken(method, {**given, "b": empty}, steps=3)
     assert all(np.isfinite(each).all() for each in found.values())
     assert all(np.isfinite([*each.values()]).all() for each in memory.values())
+
+
+@pytest.mark.parametrize("gamma", [None, 1.0, 0.5, 0.0, -2.0, 3.0])
+def test_rules_of_losses_have_the_slope_of_their_means(gamma: float | None) -> None:
+    """`real_time`, without gamma, has the slope of the logarithm of the geometric mean."""
+    losses, counts = np.array([0.2, 1.0, 3.0]), {"a": 5, "b": 3, "c": 2}
+    parts = np.array([*counts.values()]) / 10
+
+    def mean(of: np.ndarray) -> float:
+        if gamma is None:
+            return float(parts @ np.log(of))
+        return float((parts @ of**gamma) ** (1 / gamma) if gamma else np.exp(parts @ np.log(of)))
+
+    config = BalanceConfig(method="real_time")
+    if gamma is not None:
+        config = BalanceConfig(method="generalised_mean", gamma=gamma)
+    balancer = Balancer(
+        config, dict.fromkeys(counts, Known(None, None)), Draws([1.0], 1, 1), seed=3,
+        num_layers=1, world_size=1,
+    )  # fmt: skip
+    step = StepWeighing(balancer, {}, 0, counts)
+    of_each = [
+        float(step.each(name, torch.tensor(loss), torch.tensor(1.0)))
+        for name, loss in zip(counts, losses, strict=True)
+    ]
+    slope = [(mean(losses + each) - mean(losses - each)) / 2e-6 for each in 1e-6 * np.eye(3)]
+    assert np.array(of_each) * float(step.common()) == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("gamma", [0.0, -1.0, 2.0])
