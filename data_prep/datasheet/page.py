@@ -1,9 +1,9 @@
 """Writes the datasheet of a dataset, `datasheet.html` and `datasheet.md`, from `report.json` alone.
 
 The questions are those of Gebru et al. 2018, "Datasheets for Datasets", arXiv 1803.09010, as far as
-data preparation can answer them by numbers. The template `page.html` holds all words and the
-layout; it escapes every value. The Markdown for GitHub is made from the elements of the HTML, with
-tables instead of charts, so both pages say the same.
+data preparation can answer them by numbers. The template `page.jinja` holds all words; `parts.html`
+and `parts.md` make sections, tables and charts of them, Markdown without the charts. Every value is
+escaped.
 """
 
 import functools
@@ -12,11 +12,10 @@ import json
 import math
 import operator
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from markupsafe import Markup
@@ -47,7 +46,8 @@ def write(folder: Path) -> tuple[Path, Path]:
     """
     path = folder / REPORT_FILE
     try:
-        page = render(json.loads(path.read_bytes()))
+        report = json.loads(path.read_bytes())
+        pages = {HTML_FILE: render(report), MARKDOWN_FILE: render(report, "md")}
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: {folder} is not a finished dataset; "
@@ -57,13 +57,13 @@ def write(folder: Path) -> tuple[Path, Path]:
         raise DataError(f"{path} is damaged (not valid JSON: {error}); {_AGAIN}") from None
     except (KeyError, jinja2.UndefinedError) as error:
         raise DataError(f"{path} lacks {error}: another version wrote it; {_AGAIN}") from error
-    for name, text in ((HTML_FILE, page), (MARKDOWN_FILE, to_markdown(page))):
+    for name, text in pages.items():
         write_atomic(folder / name, text.encode())
     return folder / HTML_FILE, folder / MARKDOWN_FILE
 
 
-def render(report: dict[str, Any]) -> str:
-    """Render the HTML page: one well-formed file without scripts and without links to a network.
+def render(report: dict[str, Any], form: Literal["html", "md"] = "html") -> str:
+    """Render a page. HTML is one well-formed file without scripts and links to a network.
 
     Raises:
         KeyError, jinja2.UndefinedError: the report is of another version.
@@ -93,10 +93,12 @@ def render(report: dict[str, Any]) -> str:
     def by_source(*keys: str) -> dict[str, int]:
         return {name: functools.reduce(operator.getitem, keys, given[name]) for name in names}
 
-    return fill("page.html", {**context, "by_source": by_source})
+    forms = {"parts": f"parts.{form}", "frame": f"frame.{form}"}
+    page = fill("page.jinja", {**context, **forms, "by_source": by_source}, form)
+    return page if form == "html" else re.sub(r"\n\s*\n", "\n\n", page).strip() + "\n"
 
 
-def fill(template: str, context: dict[str, Any]) -> str:
+def fill(template: str, context: dict[str, Any], form: Literal["html", "md"] = "html") -> str:
     """Fill a page of this folder; `parts.html` has what pages are made of.
 
     Raises:
@@ -106,13 +108,16 @@ def fill(template: str, context: dict[str, Any]) -> str:
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if isinstance(value, str) else value,
+        finalize=printable if form == "html" else _markdown,
         extensions=["jinja2.ext.do"],
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["number_head"] = lambda name: f"#{name}"
     environment.filters["labelled"] = _labelled
+    environment.filters["one_line"] = lambda text: Markup(" ".join(text.split()))
+    environment.filters["not_blank"] = lambda text: Markup(re.sub(r"\s*\n\s*", "\n", text.strip()))
+    environment.filters["fenced"] = _fenced
     functions = {"count": count, "short": short, "percent": percent, "bar": bar, "spark": spark}
     return environment.get_template(template).render(**functions, **context)
 
@@ -140,7 +145,7 @@ def _labelled(rows: Markup, heads: Sequence[str]) -> Markup:
         names = iter(heads)
 
         def cell(found: re.Match[str]) -> str:
-            name = next(names).removeprefix("#")
+            name = next(names).lstrip("#~")
             return f'{found[0]} data-label="{html.escape(printable(name))}"' if name else found[0]
 
         return re.sub(r"<td(?=[ >])", cell, match[0])
@@ -148,10 +153,27 @@ def _labelled(rows: Markup, heads: Sequence[str]) -> Markup:
     return Markup(re.sub(r"<tr>.*?</tr>", row, str(rows), flags=re.DOTALL))
 
 
-def printable(text: str) -> str:
-    """Replace each character that a page cannot hold."""
+def printable(value: Any) -> Any:
+    """Replace each character of a text that a page cannot hold."""
+    if not isinstance(value, str) or not _NOT_XML.search(value):
+        return value
     # The type is kept: text that is escaped already is of a class of its own.
-    return text if not _NOT_XML.search(text) else type(text)(_NOT_XML.sub("\ufffd", text))
+    return type(value)(_NOT_XML.sub("\ufffd", value))
+
+
+def _markdown(value: Any) -> Any:
+    """Return a text as a part of one line in which no character is taken for a mark-up."""
+    value = printable(value)
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    line = _MARKDOWN.sub(r"\\\1", re.sub(r"\s+", " ", value))
+    return Markup(html.escape(line, quote=False))
+
+
+def _fenced(text: str) -> Markup:
+    """Set a text between fences longer than those in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return Markup(f"{fence}\n{printable(text.strip())}\n{fence}")
 
 
 def count(number: float) -> str:
@@ -343,69 +365,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]
 
 def _words(key: object) -> str:
     return str(key).replace("_", " ")
-
-
-def to_markdown(page: str) -> str:
-    """Make the Markdown page from the HTML page: the same texts, and tables instead of charts."""
-    main = ET.fromstring(page).find("body/main")
-    assert main is not None
-    blocks = [f"# {_line(main.find('header/h1'))}", _line(main.find("header/p"))]
-    for section in main.iter("section"):
-        blocks += _blocks(section)
-    return "\n\n".join(blocks) + "\n"
-
-
-def _blocks(parent: ET.Element) -> list[str]:
-    """Convert the children of an element that have a form in Markdown."""
-    blocks = []
-    for element in parent:
-        if element.tag == "h2":
-            blocks.append(f"## {_line(element)}")
-        elif element.tag == "p":
-            blocks.append(_line(element))
-        elif element.tag == "ul":
-            blocks.append("\n".join(f"- {_line(item)}" for item in element))
-        elif element.tag == "pre":
-            text = _text(element).strip()
-            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-            blocks.append(f"{fence}\n{text}\n{fence}")
-        elif element.tag in ("div", "dl"):
-            blocks.append(_rows(element))
-        elif element.tag == "details":
-            summary = html.escape(_text(element[0]))
-            inner = "\n\n".join(_blocks(element))
-            blocks.append(f"<details><summary>{summary}</summary>\n\n{inner}\n\n</details>")
-    return blocks
-
-
-def _rows(element: ET.Element) -> str:
-    """Convert a table, or a list of tiles, without the columns that hold only pictures."""
-    if element.tag == "dl":
-        head, rows = ["", "", ""], [[tile[0], tile[1][0], tile[1][1]] for tile in element]
-        numbers = {1}
-    else:
-        rows = [list(row) for row in element.iter("tr") if row[0].tag == "td"]
-        head = [_line(th) for th in element.iter("th")] or [""] * len(rows[0])
-        is_number = [[td.get("class", "").startswith("n") for td in row] for row in rows]
-        numbers = {i for i in range(len(head)) if any(row[i] for row in is_number)}
-    texts = [[_line(cell) for cell in row] for row in rows]
-    shown = [i for i in range(len(head)) if not texts or any(row[i] for row in texts)]
-    for row in texts[len(rows) - len(element.findall(".//tfoot/tr")) :]:
-        row[:] = [f"**{text}**" if text else "" for text in row]
-    marks = ["---:" if i in numbers else "---" for i in range(len(head))]
-    return "\n".join(f"| {' | '.join(row[i] for i in shown)} |" for row in (head, marks, *texts))
-
-
-def _text(element: ET.Element) -> str:
-    """Join the texts of an element, without pictures and without remarks below the text."""
-    parts = [element.text or ""]
-    for child in element:
-        parts += ["" if child.tag in ("svg", "small") else _text(child), child.tail or ""]
-    return "".join(parts)
-
-
-def _line(element: ET.Element | None) -> str:
-    """Return the text of an element as one line in which no character is taken for a mark-up."""
-    assert element is not None
-    line = _MARKDOWN.sub(r"\\\1", " ".join(_text(element).split()))
-    return html.escape(line, quote=False)

@@ -19,7 +19,7 @@ from data_prep.config import PrepConfig
 from data_prep.datasheet import gather as samples
 from data_prep.datasheet import page as datasheet
 from data_prep.datasheet.gather import EDGES, QUANTILES, distribution
-from data_prep.datasheet.page import bar, histogram, percent, render, short, spark, to_markdown
+from data_prep.datasheet.page import bar, histogram, percent, render, short, spark
 from data_prep.pieces import read_documents
 from data_prep.run import run
 from data_prep.stage import INGEST_STAGES, Stage, run_tasks
@@ -123,8 +123,7 @@ def _rows(table: ET.Element) -> list[list[str]]:
 
 
 def _pages(made: dict[str, Any]) -> tuple[str, str]:
-    page = render(made)
-    return page, to_markdown(page)
+    return render(made), render(made, "md")
 
 
 def _shards(data: Path) -> dict[tuple[str, str], Counter[str]]:

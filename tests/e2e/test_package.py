@@ -75,8 +75,9 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     assert {
         "postnorm/py.typed",
         "pipeline/py.typed",
-        "data_prep/datasheet/page.html",
+        "data_prep/datasheet/page.jinja",
         "data_prep/datasheet/frame.html",
+        "data_prep/datasheet/parts.md",
         "postnorm/configs/filters/web.yaml",
         "studies/realformer.yaml",
     } <= names
