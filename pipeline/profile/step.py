@@ -1,20 +1,18 @@
 """Measures where the time of a run's training steps goes on this machine, and its roofline.
 
-The time of profiled steps is divided among categories, from a trace of torch's profiler: a moment
-counts once, and the name of a kernel or an operator decides its category.
+The time of profiled steps is divided among categories: a moment counts once, and the name of a
+kernel or an operator, an event of torch's profiler, decides its category.
 """
 
-import gzip
-import heapq
-import json
+import math
 import re
 import tempfile
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +123,6 @@ def category(name: str, phase: str = "", operator: str = "") -> str:
 
 
 @dataclass(frozen=True)
-class Span:
-    """The run of a kernel or an operator, in microseconds of the trace's clock."""
-
-    start: float
-    stop: float
-    category: str
-    name: str
-
-
-@dataclass(frozen=True)
 class Timeline:
     """Milliseconds of all profiled steps together."""
 
@@ -145,133 +133,100 @@ class Timeline:
     """Time of each (category, kernel or operator); several at once count in full."""
 
 
-def read_timeline(trace: dict[str, Any]) -> Timeline:
-    """Divide the time between the marks `BEGIN` and `END`.
+_Interval = tuple[float, float]
+"""Begin and end in microseconds of the profiler's clock."""
+
+
+def read_timeline(events: Iterable[Any]) -> Timeline:
+    """Divide the time between the marks `BEGIN` and `END` of a profile's `events()`.
 
     With a GPU, a moment belongs to the kernel or copy that ran; communication counts only while
-    nothing else ran, so it is the part that is not hidden. Without a GPU a moment belongs to the
-    innermost operator of the thread that set the marks. The rest is waiting for data, if the host
-    did so, or idle.
+    nothing else ran, so it is the part that is not hidden, and a copy while no kernel ran. Without
+    a GPU a moment belongs to the innermost operator of the thread that set the marks. The rest is
+    waiting for data, if the host did so, or idle.
     """
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    events = list(events)
     marks = sorted(
-        (float(event["ts"]), event["name"].removeprefix(PREFIX), event["tid"])
+        (event.time_range.start, event.name.removeprefix(PREFIX), event.thread)
         for event in events
-        if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX)
+        if event.activity_type == "user_annotation" and event.name.startswith(PREFIX)
     )
-    begin = next(ts for ts, phase, _ in marks if phase == BEGIN)
-    end = next(ts for ts, phase, _ in reversed(marks) if phase == END)
-    phases = _Phases([(ts, phase) for ts, phase, _ in marks])
-    if any(event.get("cat") in _ON_DEVICE for event in events):
-        spans = list(_device_spans(events, phases))
-    else:
-        thread = next(tid for _, phase, tid in marks if phase == BEGIN)
-        operators = (e for e in events if e.get("cat") == "cpu_op" and e["tid"] == thread)
-        spans = list(_host_spans(list(operators), phases))
-    spans = [
-        Span(max(s.start, begin), min(s.stop, end), s.category, s.name)
-        for s in spans
-        if s.stop > begin and s.start < end
+    starts = [start for start, _, _ in marks]
+    begin, _, thread = next(mark for mark in marks if mark[1] == BEGIN)
+    end = next(start for start, phase, _ in reversed(marks) if phase == END)
+
+    def phase_at(moment: float) -> str:
+        number = bisect_right(starts, moment)
+        return marks[number - 1][1] if number else ""
+
+    phases = zip(marks, [*starts[1:], end], strict=True)
+    waits = [
+        (max(start, begin), min(stop, end))
+        for (start, phase, _), stop in phases
+        if phase == DATA and stop > begin and start < end
     ]
     by_name: dict[tuple[str, str], float] = defaultdict(float)
-    for span in spans:
-        by_name[span.category, span.name] += (span.stop - span.start) / 1e3
-    return Timeline((end - begin) / 1e3, _divide(spans, begin, end, phases), dict(by_name))
+    if any(event.activity_type in _ON_DEVICE for event in events):
+        intervals: dict[str, list[_Interval]] = defaultdict(list)
+        for kind, event in _on_device(events, phase_at):
+            start, stop = max(event.time_range.start, begin), min(event.time_range.end, end)
+            if stop > start:
+                intervals[kind].append((start, stop))
+                by_name[kind, event.name] += (stop - start) / 1e3
+        total = _divide({**intervals, DATA_WAIT: waits})
+    else:
+        total, waited = dict.fromkeys(CATEGORIES, 0.0), 0.0
+        for event in events:
+            at, own_ms = event.time_range.start, event.self_cpu_time_total / 1e3
+            if event.activity_type != "cpu_op" or event.thread != thread or not begin <= at < end:
+                continue
+            kind = _on_host(event, phase_at)
+            total[kind] += own_ms
+            by_name[kind, event.name] += own_ms
+            waited += own_ms if phase_at(at) == DATA else 0.0
+        total[DATA_WAIT] = max(0.0, _length(waits) / 1e3 - waited)
+    wall_ms = (end - begin) / 1e3
+    total[IDLE] = wall_ms - sum(total.values())
+    return Timeline(wall_ms, total, dict(by_name))
 
 
-class _Phases:
-    """The phases of the host."""
-
-    def __init__(self, marks: list[tuple[float, str]]) -> None:
-        self.marks = marks
-
-    def at(self, moments: list[float]) -> list[str]:
-        """Return the phase at each moment of a list in any order."""
-        phases, number = [""] * len(moments), -1
-        for index in sorted(range(len(moments)), key=moments.__getitem__):
-            while number + 1 < len(self.marks) and self.marks[number + 1][0] <= moments[index]:
-                number += 1
-            phases[index] = self.marks[number][1] if number >= 0 else ""
-        return phases
-
-    def waiting(self, begin: float, end: float) -> Iterator[tuple[float, float]]:
-        """Yield the stretches in which the host waited for data."""
-        ends = [ts for ts, _ in self.marks[1:]] + [end]
-        for (start, phase), stop in zip(self.marks, ends, strict=True):
-            if phase == DATA and stop > begin and start < end:
-                yield max(start, begin), min(stop, end)
+def _on_device(events: list[Any], phase_at: Callable[[float], str]) -> Iterator[tuple[str, Any]]:
+    """Yield kernels and copies with their categories; the phase is that of their launch."""
+    launched = {e.id: e.time_range.start for e in events if e.activity_type in _LAUNCHES}
+    operators = {e.id: e.name for e in events if e.activity_type == "cpu_op"}
+    for event in events:
+        if event.activity_type in _ON_DEVICE:
+            phase = phase_at(launched.get(event.id, event.time_range.start))
+            yield category(event.name, phase, operators.get(event.linked_correlation_id, "")), event
 
 
-def _device_spans(events: list[dict[str, Any]], phases: _Phases) -> Iterator[Span]:
-    """Yield kernels and copies; a kernel belongs to the phase in which it was launched."""
-    launched = {
-        event["args"]["correlation"]: float(event["ts"])
-        for event in events
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-    }
-    operators = {
-        event["args"]["External id"]: event["name"]
-        for event in events
-        if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
-    }
-    ran = [event for event in events if event.get("cat") in _ON_DEVICE]
-    moments = [launched.get(e.get("args", {}).get("correlation"), float(e["ts"])) for e in ran]
-    for event, phase in zip(ran, phases.at(moments), strict=True):
-        operator = operators.get(event.get("args", {}).get("External id"), "")
-        start = float(event["ts"])
-        kind = category(event["name"], phase, operator)
-        yield Span(start, start + float(event["dur"]), kind, event["name"])
+def _on_host(event: Any, phase_at: Callable[[float], str]) -> str:
+    """Return the category of an operator; an unknown one counts to the one around it."""
+    kind = category(event.name, phase_at(event.time_range.start))
+    while kind == OTHER and event.cpu_parent is not None:
+        event = event.cpu_parent
+        kind = category(event.name, phase_at(event.time_range.start))
+    return kind
 
 
-def _host_spans(operators: list[dict[str, Any]], phases: _Phases) -> Iterator[Span]:
-    """Yield operators without those inside them; unknown ones count to those around them."""
-    operators.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
-    kinds = phases.at([float(event["ts"]) for event in operators])
-    around: list[tuple[float, str, str]] = []  # stop, category, name
-    at = 0.0
-    for event, phase in zip(operators, kinds, strict=True):
-        start = float(event["ts"])
-        while around and around[-1][0] <= start:
-            stop, kind, name = around.pop()
-            if stop > at:
-                yield Span(at, stop, kind, name)
-                at = stop
-        if around and start > at:
-            yield Span(at, start, around[-1][1], around[-1][2])
-        kind = category(event["name"], phase)
-        if kind == OTHER and around:
-            kind = around[-1][1]
-        around.append((start + float(event["dur"]), kind, event["name"]))
-        at = max(at, start)
-    while around:
-        stop, kind, name = around.pop()
-        if stop > at:
-            yield Span(at, stop, kind, name)
-            at = stop
-
-
-def _divide(spans: list[Span], begin: float, end: float, phases: _Phases) -> dict[str, float]:
-    """Return the milliseconds of each category, counting each moment once."""
-    last = {COMMUNICATION: 1, OTHER: 2, DATA_WAIT: 3, IDLE: 4}
-    rows = [(s.start, s.stop, last.get(s.category, 0), s.category) for s in spans]
-    rows += [
-        (start, stop, last[DATA_WAIT], DATA_WAIT) for start, stop in phases.waiting(begin, end)
-    ]
-    rows.append((begin, end, last[IDLE], IDLE))
-    rows.sort()
-    edges = sorted({edge for row in rows for edge in row[:2]})
-    total = dict.fromkeys(CATEGORIES, 0.0)
-    active: list[tuple[int, float, float, str]] = []  # by rank; then what began first
-    number = 0
-    for left, right in pairwise(edges):
-        while number < len(rows) and rows[number][0] <= left:
-            start, stop, rank, kind = rows[number]
-            heapq.heappush(active, (rank, start, stop, kind))
-            number += 1
-        while active[0][2] <= left:
-            heapq.heappop(active)
-        total[active[0][3]] += (right - left) / 1e3
+def _divide(intervals: dict[str, list[_Interval]]) -> dict[str, float]:
+    """Return the milliseconds of each category, counting each moment once: the first one has it."""
+    order = [kind for kind in CATEGORIES if kind not in (COMMUNICATION, OTHER, DATA_WAIT)]
+    total, seen, covered = dict.fromkeys(CATEGORIES, 0.0), list[_Interval](), 0.0
+    for kind in (*order, COMMUNICATION, OTHER, DATA_WAIT):
+        seen += intervals.get(kind, [])
+        length = _length(seen)
+        total[kind], covered = (length - covered) / 1e3, length
     return total
+
+
+def _length(intervals: Iterable[_Interval]) -> float:
+    """Return the length of the union of intervals."""
+    length, last = 0.0, -math.inf
+    for start, stop in sorted(intervals):
+        length += max(0.0, stop - max(start, last))
+        last = max(last, stop)
+    return length
 
 
 _SHOWN = 12
@@ -363,11 +318,9 @@ def profiled(step: Callable[[], None], count: int, trace_file: Path | None = Non
             step()
         _wait(on_gpu)
         mark(END)
-    with tempfile.TemporaryDirectory() as folder:
-        path = trace_file or Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        raw = path.read_bytes()
-    return read_timeline(json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw))
+    if trace_file is not None:
+        profiler.export_chrome_trace(str(trace_file))
+    return read_timeline(profiler.events() or ())
 
 
 @contextmanager

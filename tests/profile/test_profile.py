@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,12 +99,18 @@ def test_batched_products_are_those_of_attention() -> None:
     assert category("aten::bmm", BODY) == ATTENTION
 
 
-def _event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+def _event(kind: str, name: str, start: float, duration: float, **more: Any) -> SimpleNamespace:
+    """As an event of torch's profiler, in microseconds."""
+    return SimpleNamespace(
+        activity_type=kind, name=name,
+        time_range=SimpleNamespace(start=start, end=start + duration),
+        **{"thread": 1, "id": 0, "linked_correlation_id": 0, "cpu_parent": None,
+           "self_cpu_time_total": duration, **more},
+    )  # fmt: skip
 
 
-def _mark(phase: str, ts: float) -> dict[str, Any]:
-    return _event("user_annotation", PREFIX + phase, ts, 0.0)
+def _mark(phase: str, start: float) -> SimpleNamespace:
+    return _event("user_annotation", PREFIX + phase, start, 0.0)
 
 
 def test_a_trace_of_a_gpu() -> None:
@@ -111,8 +118,8 @@ def test_a_trace_of_a_gpu() -> None:
 
     def kernel(name: str, launched: float, ts: float, dur: float, number: int) -> list[Any]:
         return [
-            _event("cuda_runtime", "cudaLaunchKernel", launched, 1, tid=2, correlation=number),
-            _event("kernel", name, ts, dur, tid=7, correlation=number),
+            _event("cuda_runtime", "cudaLaunchKernel", launched, 1, thread=2, id=number),
+            _event("kernel", name, ts, dur, thread=7, id=number),
         ]
 
     events = [
@@ -131,7 +138,7 @@ def test_a_trace_of_a_gpu() -> None:
         *kernel("Memcpy DtoD", 1620, 2900, 200, 5),  # nccl behind 100 of it
         *kernel("triton_poi_fused_add", 1630, 3200, 50, 6),  # of the update
     ]
-    found = read_timeline({"traceEvents": events})
+    found = read_timeline(events)
     assert found.wall_ms == 6
     wanted = dict.fromkeys(CATEGORIES, 0.0) | {
         # A copy in the update belongs to it, and counts before what is sent.
@@ -146,19 +153,21 @@ def test_a_trace_of_a_gpu() -> None:
 
 def test_a_trace_of_a_cpu() -> None:
     """Inner operators count before outer ones; other threads do not count."""
+    linear = _event("cpu_op", "aten::linear", 100, 400, self_cpu_time_total=100)
+    addmm = _event("cpu_op", "aten::addmm", 150, 300, cpu_parent=linear, self_cpu_time_total=260)
     events = [
         _mark(BEGIN, 0),
         _mark(FORWARD, 0),
         _mark(DATA, 900),
         _mark(END, 1000),
-        _event("cpu_op", "aten::linear", 100, 400),
-        _event("cpu_op", "aten::addmm", 150, 300),
-        _event("cpu_op", "aten::copy_", 160, 40),
+        linear,
+        addmm,
+        _event("cpu_op", "aten::copy_", 160, 40, cpu_parent=addmm),
         _event("cpu_op", "aten::bmm", 500, 100),
         _event("cpu_op", "aten::mul", 600, 100),
-        _event("cpu_op", "aten::mul", 0, 1000, tid=2),
+        _event("cpu_op", "aten::mul", 0, 1000, thread=2),
     ]
-    found = read_timeline({"traceEvents": events})
+    found = read_timeline(events)
     wanted = dict.fromkeys(CATEGORIES, 0.0) | {
         GEMM: 0.4,
         ATTENTION: 0.1,
