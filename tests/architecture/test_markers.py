@@ -16,5 +16,3 @@ def test_no_marker_of_a_fixture_is_set_by_hand() -> None:
         if _MARKED.search(line)
     ]
     assert not broken, "\n".join(["", *broken])
-
-

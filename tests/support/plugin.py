@@ -4,7 +4,8 @@
 - A test that asks for none of those fixtures starts no Python.
 - A phase of a test ends after `_LIMIT_S`.
 - A test leaves no process behind, and neither does a run that fails or is interrupted.
-- `--summary` writes seconds a folder, failures and what did not run, for .ci/check_tests.py.
+- `--summary` writes seconds a folder, failures, skips and what did not run, for
+  .ci/check_tests.py.
 """
 
 import json
@@ -131,6 +132,7 @@ class _Run:
         self._collected: set[str] = set()
         self._done: set[str] = set()
         self._failed: set[str] = set()
+        self._skipped: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
         self._left: list[leftovers.Left] = []
         is_outermost = leftovers.RUN_VARIABLE not in os.environ
@@ -150,6 +152,8 @@ class _Run:
             self._done.add(report.nodeid)
         if report.failed:
             self._failed.add(report.nodeid)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._skipped[report.nodeid] = report.longrepr[2].removeprefix("Skipped: ")
 
     @property
     def _left_out(self) -> dict[str, int]:
@@ -167,6 +171,7 @@ class _Run:
             summary = {
                 "seconds": {folder: round(s, 1) for folder, s in sorted(self._seconds.items())},
                 "failed": sorted(self._failed) + [str(left) for left in self._left],
+                "skipped": self._skipped,
                 "left_out": self._left_out,
             }
             Path(path).write_text(json.dumps(summary, indent=1) + "\n")
