@@ -41,19 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How and when a state was saved does not change the state.
-_CIRCUMSTANCES = (
-    "world_size",
-    "zero_stage",
-    "created_unix_s",
-    "elapsed_s",
-    "config_sha256",
-    "held_out_loss",
-    "held_out_step",
-    "contents",
-    "left_out",
-    "rewinds",
-)
 # Losses are state: the next decision about a spike depends on them.
 _STATE = ("step", "cursor", "skipped", "alpha", "fingerprint", "losses")
 
@@ -64,8 +51,6 @@ class CheckpointDifferences:
 
     manifest: list[str]
     """Counters and identity that differ."""
-    circumstances: list[str]
-    """How, when and with what they were saved; these do not make checkpoints different."""
     state: "StateDifferences"
 
     @property
@@ -97,15 +82,12 @@ def differences(one: Path, other: Path) -> CheckpointDifferences:
     from pipeline.checkpoints.state import state_differences
 
     a, b = read_manifest(one), read_manifest(other)
-    manifest = [*_values(a, b, _STATE), *_tree(a.identity, b.identity, "identity")]
-    circumstances = [
-        *_values(a, b, _CIRCUMSTANCES),
-        *_tree(a.provenance, b.provenance, "provenance"),
-    ]
+    # How, when and by how many ranks a state was saved does not change the state.
+    manifest = [*_values(a, b), *_tree(a.identity, b.identity, "identity")]
     # Four bytes an element; the rest of the files is small.
     with progress("diff", a.num_bytes // 4, "element") as advance:
         state = state_differences(one, other, advance)
-    return CheckpointDifferences(manifest, circumstances, state)
+    return CheckpointDifferences(manifest, state)
 
 
 def difference_text(one: Path, other: Path, differing: CheckpointDifferences) -> Iterator[str]:
@@ -113,7 +95,6 @@ def difference_text(one: Path, other: Path, differing: CheckpointDifferences) ->
     state = differing.state
     yield f"a: {one}"
     yield f"b: {other}"
-    yield from (f"({text})" for text in differing.circumstances)
     yield from differing.manifest
     yield from state.others
     if state.tensors:
@@ -138,8 +119,8 @@ def as_json(differing: CheckpointDifferences) -> dict[str, Any]:
     return {**values, "is_equal": differing.is_equal}
 
 
-def _values(a: Manifest, b: Manifest, names: tuple[str, ...]) -> Iterator[str]:
-    for name in names:
+def _values(a: Manifest, b: Manifest) -> Iterator[str]:
+    for name in _STATE:
         before, after = getattr(a, name), getattr(b, name)
         if before != after:
             yield f"{name}: {_shown(name, before)} against {_shown(name, after)}"
@@ -155,8 +136,6 @@ def _tree(a: dict[str, Any], b: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _shown(name: str, value: Any) -> str:
-    if name == "created_unix_s":
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if name == "losses":
         usual, high = value.get("usual", []), value.get("high", [])
         return f"{len(usual)} up to {usual[-1]:.4f}, {len(high)} high" if usual else "none"

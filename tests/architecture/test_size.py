@@ -14,9 +14,9 @@ from tests.architecture.modules import MODULES, Module, importers
 
 # The most that there may be of each; what counts is below, by the same name.
 LIMITS = {
-    "modules": 246,
-    "lines": 61_000,
-    "crumbs": 10,
+    "modules": 242,
+    "lines": 60_250,
+    "crumbs": 1,
     "long functions": 0,
     "long files": 0,
     "fmt: skip": 40,
