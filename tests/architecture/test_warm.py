@@ -45,6 +45,17 @@ def test_an_exception_is_printed_and_gives_1(folder: Path) -> None:
     assert "ValueError: no number" in (folder / "out").read_text()
 
 
+def test_a_command_is_run_as_subprocess_runs_it(folder: Path) -> None:
+    done = warm.run("postnorm", "config", "nosuch.yaml", cwd=folder)
+    program = [sys.executable, "-m", "postnorm", "config", "nosuch.yaml"]
+    expected = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        expected.returncode, expected.stdout, expected.stderr
+    )  # fmt: skip
+    assert expected.returncode == 2
+    assert "nosuch.yaml" in expected.stderr
+
+
 def test_a_kill_ends_the_fork_itself(folder: Path) -> None:
     one, other = _start(folder, "wait", 2)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -98,12 +99,14 @@ class _Server:
         theirs.close()
         self.forks: list[Fork] = []
 
-    def start(self, command: list[str], variables: dict[str, str], output: int) -> Fork:
-        request = {"words": command, "variables": variables, "folder": os.getcwd()}
+    def start(
+        self, words: list[str], variables: dict[str, str], folder: str, outputs: tuple[int, int]
+    ) -> Fork:
+        request = {"words": words, "variables": variables, "folder": folder}
         status, theirs = os.pipe()
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [output, theirs])
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [*outputs, theirs])
         os.close(theirs)
-        self.forks.append(Fork(command, status))
+        self.forks.append(Fork(words, status))
         return self.forks[-1]
 
     def end(self) -> None:
@@ -126,7 +129,24 @@ def can_fork(command: list[str], variables: dict[str, str]) -> bool:
 
 def start(command: list[str], variables: dict[str, str], output: int) -> Fork:
     """Fork a rank that runs `python -m MODULE WORDS`, with both outputs into a file descriptor."""
-    return _started().start(command[2:], variables, output)
+    return _started().start(command[2:], variables, os.getcwd(), (output, output))
+
+
+def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `python -m WORDS` in a fork of one thread, as `subprocess.run` with texts captured."""
+    command = [str(word) for word in words]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if can_fork([sys.executable, "-m"], variables):
+            files = (out.fileno(), err.fileno())
+            code = _started().start(command, variables, str(cwd), files).wait()
+        else:
+            program = [sys.executable, "-m", *command]
+            code = subprocess.run(
+                program, cwd=cwd, env=variables, stdout=out, stderr=err, check=False
+            ).returncode
+        texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+    return subprocess.CompletedProcess(command, code, *texts)
 
 
 def running() -> list[int]:
@@ -166,23 +186,24 @@ def _serve(connection: socket.socket) -> dict[str, object]:
         _report(status_of)
         if connection not in ready:
             continue
-        message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
+        message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
         if not message:  # pytest has closed its end, or has ended
             for pid in status_of:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        output, status = files
+        out, err, status = files
         pid = os.fork()
         if pid:
             os.write(status, f"{pid}\n".encode())
-            os.close(output)
+            os.close(out)
+            os.close(err)
             status_of[pid] = status
             continue
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (1, 2):
-            os.dup2(output, number)
-        for number in (wake, woken, output, status, *status_of.values()):
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        for number in (wake, woken, out, err, status, *status_of.values()):
             os.close(number)
         connection.close()
         request: dict[str, object] = json.loads(message)
