@@ -54,8 +54,7 @@ from launch.submit import (
     require_task,
 )
 from pipeline.config import schema
-from pipeline.config.load import digest, load, resolved_text, to_yaml
-from pipeline.config.named import find
+from pipeline.config.load import digest, find_config, load, resolved_text, to_yaml
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.schema import REQUIRED, param, section
 from pipeline.errors import (
@@ -305,7 +304,7 @@ def _config_of(sweep: SweepConfig, name: str, point: Point, beside: Path) -> Any
         )
     if not isinstance(text, str):
         raise ConfigError(f"config = {text!r}: expected a file; set it for the sweep or the run")
-    base = find(text, getattr(kind.config, "SHIPPED", ()), beside)
+    base = find_config(text, getattr(kind.config, "SHIPPED", ()), beside)
     if not base.is_file():
         raise ConfigError(f"config = {text!r}: {base} does not exist; correct the path")
     values[kind.folder] = f"{sweep.dir}/{name}"

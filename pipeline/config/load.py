@@ -12,12 +12,12 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pipeline.config import schema, strict_yaml
-from pipeline.config.named import find
 from pipeline.config.strict_yaml import Node
 from pipeline.errors import ConfigError
 from pipeline.runtime import env
@@ -34,6 +34,9 @@ _RECORDED_PACKAGES = (
     "tensorboard",
 )
 
+_SHIPPED = Path(__file__).resolve().parents[2] / "postnorm" / "configs"
+"""Configs that come with the package: presets, recipes, clusters, the demo. A name of one stands
+wherever a path may: `postnorm model roformer_v2-base`, `from: roformer_v2-base`."""
 REVISION_FILE = "REVISION"
 """Beside the packages of a copy of the code: the git revision of what was copied."""
 
@@ -53,13 +56,13 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> Loade
     b]`); later ones win.
 
     Raises:
-        ConfigError: see `named.find`, `strict_yaml.read_file` and `schema.build`; tells all
+        ConfigError: see `find_config`, `strict_yaml.read_file` and `schema.build`; tells all
             mistakes that can be found together.
     """
     kinds = getattr(cls, "SHIPPED", ())
     mistakes: list[str] = []
     try:
-        root = _read_with_includes(find(str(path), kinds), (), kinds, mistakes)
+        root = _read_with_includes(find_config(str(path), kinds), (), kinds, mistakes)
     except ConfigError as error:
         strict_yaml.refuse([*mistakes, str(error)])
         raise
@@ -137,6 +140,33 @@ def git_revision() -> str:
     return done.stdout.strip()
 
 
+def find_config(text: str, kinds: Sequence[str], beside: Path = Path()) -> Path:
+    """Return the path of a file, or of the shipped config of that name and of the first kind.
+
+    `kinds` are folders of `configs/`, such as `model`; "" is that folder itself. Paths start at
+    `beside`. A text that looks like a path is returned as one: reading it says what is wrong.
+
+    Raises:
+        ConfigError: there is neither such a file nor such a name.
+    """
+    path = beside / text
+    shipped = {
+        file.stem: file
+        for kind in reversed(kinds)
+        for file in sorted((_SHIPPED / kind).glob("*.yaml"))
+    }
+    if path.is_file() or "/" in text or path.suffix in (".yaml", ".yml") or not shipped:
+        return path
+    if text in shipped:
+        return shipped[text]
+    near = get_close_matches(text, shipped, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"{text!r} is neither a file nor the name of a shipped config{meant} (expected a path, or "
+        f"one of {', '.join(sorted(shipped))})"
+    )
+
+
 def _overridden(root: Node, overrides: Sequence[str], mistakes: list[str]) -> Node:
     for text in overrides:
         try:
@@ -186,7 +216,7 @@ def _expand(
     target = node.value["from"]
     if not isinstance(target.value, str):
         raise ConfigError(f"from = {target.plain()!r} ({target.origin}): expected a file name")
-    below = find(env.expand(target.value, "from"), kinds, path.parent)
+    below = find_config(env.expand(target.value, "from"), kinds, path.parent)
     base = _read_with_includes(below, parents, kinds, mistakes)
     return _overlay(base, Node(own, node.origin))
 

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.config.load import load, provenance
-from pipeline.config.named import find
+from pipeline.config.load import find_config, load, provenance
 from pipeline.config.schema import walk
 from pipeline.errors import (
     EXIT_FAILED_RETRY,
@@ -107,7 +106,7 @@ def read_plan(
         ConfigError: a file or an override is wrong, or two tasks or models would share a folder.
     """
     config = load(SuiteConfig, suite).config
-    beside = find(suite, SuiteConfig.SHIPPED).parent
+    beside = find_config(suite, SuiteConfig.SHIPPED).parent
     root = [] if config.root is None else [f"data.root={json.dumps(config.root)}"]
     given = (*root, *config.overrides, *overrides)
     tasks: dict[str, TaskConfig] = {}

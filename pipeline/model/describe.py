@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config import schema, strict_yaml
-from pipeline.config.load import load
+from pipeline.config.load import find_config, load
 from pipeline.config.model import ModelConfig
-from pipeline.config.named import find
 from pipeline.config.objective import MLM, ObjectiveConfig
 from pipeline.config.runs import PretrainConfig
 from pipeline.config.train import KernelsConfig
@@ -72,7 +71,7 @@ def read_plan(
     Raises:
         ConfigError: `load` fails, or a number is below 1.
     """
-    path = find(str(path), ("model", "train", ""))
+    path = find_config(str(path), ("model", "train", ""))
     if _is_run(path, ()):
         run = load(PretrainConfig, path, overrides).config
         plan = Plan(
@@ -130,7 +129,7 @@ def _is_run(path: Path, parents: tuple[Path, ...]) -> bool:
     below = tree.get("from")
     if tree.keys() - {"from"} or not isinstance(below, str):
         return False
-    return _is_run(find(below, ("train", ""), path.parent), (*parents, path.resolve()))
+    return _is_run(find_config(below, ("train", ""), path.parent), (*parents, path.resolve()))
 
 
 def _switches(config: ModelConfig) -> list[str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pipeline.config.data import DataConfig
-from pipeline.config.load import build, load, to_yaml
-from pipeline.config.named import find
+from pipeline.config.load import build, find_config, load, to_yaml
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.train import (
     CheckpointConfig,
@@ -310,5 +309,5 @@ def mix_text(mix: Mix, work_dir: str = "") -> str:
 
 def is_mix(path: str) -> bool:
     """Return whether a config file is that of a multi-task run, and not of pre-training."""
-    file = find(path, ("train", "", "multitask"))
+    file = find_config(path, ("train", "", "multitask"))
     return file.is_file() and re.search(r"^tasks:", file.read_text("utf-8"), re.M) is not None

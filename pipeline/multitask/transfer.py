@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pipeline.config.load import build, load, provenance
-from pipeline.config.named import find
+from pipeline.config.load import build, find_config, load, provenance
 from pipeline.config.schema import REQUIRED, param, path_param
 from pipeline.errors import EXIT_FINISHED, ConfigError, PreemptedError
 from pipeline.finetune.benchmark import Cell, difference, read_cell
@@ -60,7 +59,7 @@ def transfer(path: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
         PostnormError: of a run.
     """
     config = load(TransferConfig, path, overrides).config
-    file = find(config.mix, ("multitask",), Path(path).parent)
+    file = find_config(config.mix, ("multitask",), Path(path).parent)
     mix = load_mix(str(file), config.mix_overrides)
     names = list(config.tasks or mix.tasks)
     unknown = [name for name in names if name not in mix.tasks]

@@ -10,8 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pipeline.config.load import load
-from pipeline.config.named import find
+from pipeline.config.load import find_config, load
 from pipeline.config.schema import REQUIRED, param, path_param, section
 from pipeline.config.train import MonitorConfig
 from pipeline.errors import ConfigError
@@ -327,7 +326,7 @@ def load_task(text: str, overrides: tuple[str, ...] = ()) -> TaskConfig:
         ConfigError: see `load`.
     """
     config = load(TaskConfig, text, overrides).config
-    file = find(text, TaskConfig.SHIPPED)
+    file = find_config(text, TaskConfig.SHIPPED)
     config = replace(config, name=config.name or file.stem)
     if config.data.root is not None:
         return config
