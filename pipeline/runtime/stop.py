@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from pipeline.errors import EXIT_INTERRUPTED
 
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-_EARLY = ("pretrain", "evaluate")
+_EARLY = ("pretrain", "finetune", "multitask", "evaluate")
 """Verbs that look at the request; any other is to be killed by the signals."""
 
 

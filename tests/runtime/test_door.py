@@ -160,7 +160,7 @@ def test_light_verbs_load_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("module", ["postnorm", "pipeline"])
-@pytest.mark.parametrize("verb", ["pretrain", "evaluate", "export"])
+@pytest.mark.parametrize("verb", ["pretrain", "finetune", "multitask", "evaluate", "export"])
 def test_signals_are_asked_for_before_other_imports(module: str, verb: str) -> None:
     program = f"""
 import signal, sys
