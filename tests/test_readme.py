@@ -31,9 +31,8 @@ _FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_the_map_lists_every_package(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+def test_the_map_lists_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     [table] = re.findall(r"## Map of the code\n\n(.*?)\n\n", text, flags=re.DOTALL)
     first_cells = "".join(re.findall(r"^\|(.*?)\|", table, flags=re.MULTILINE))
     packages = {f"pipeline/{path.parent.name}" for path in ROOT.glob("pipeline/*/__init__.py")}

@@ -5,6 +5,7 @@ test, which prints every line that breaks it.
 """
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -144,6 +145,13 @@ def test_what_the_tables_name_exists() -> None:
 
 def _exists(name: str) -> bool:
     return any(below(module, {name}) for module in MODULES)
+
+
+def test_contributing_prints_the_layers() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.split("### Import order\n")[1].split("\n#")[0]
+    printed = [set(re.findall("`([^`]+)`", line)) for line in re.findall(r"(?m)^\d+\. .*", section)]
+    assert printed == LAYERS
 
 
 def test_pipeline_imports_point_one_way() -> None:
